@@ -1,0 +1,1 @@
+"""The nouns that all packages share: operator graph, topology, strategy, training."""

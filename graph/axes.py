@@ -1,0 +1,246 @@
+"""Axes of an operator, and how the dims of its operands follow them.
+
+An operator iterates over a box of axes. A dim of an operand is an ordered product of factors, outermost first; a
+factor follows one axis (perhaps through a window) or is fixed. So a flatten is (batch, sequence), a fused QKV
+weight is (3, heads, head size), an LSTM weight is (4, hidden), and a convolution's input row is a window on its
+output rows. Splitting axes into parts gives every operand's region by interval arithmetic alone.
+
+Source: FlexFlow (arXiv:1807.05358) section 4, extended by reduction axes (Unity, OSDI 2022) and products of axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import prod
+
+from graph import intervals
+from graph.intervals import IndexSet, Interval, Region
+
+
+class AxisKind(StrEnum):
+    """What splitting an axis means, in FlexFlow's words plus Unity's reduction and our replica."""
+
+    SAMPLE = "sample"
+    ATTRIBUTE = "attribute"
+    PARAMETER = "parameter"
+    REDUCTION = "reduction"
+    REPLICA = "replica"
+
+
+# A replica axis has no extent of its own: any number of tasks may compute the same region.
+UNBOUNDED = 1 << 30
+REPLICA_NAME = "replica"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One iteration axis: `size` points that may be split into parts."""
+
+    name: str
+    size: int
+    kind: AxisKind
+
+
+REPLICA_AXIS = Axis(REPLICA_NAME, UNBOUNDED, AxisKind.REPLICA)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor of a dim: the indexes, out of `size`, that a part of an axis touches.
+
+    With `axis` an index into the operator's axes, a part [low, high) touches
+    [low * stride + start, (high - 1) * stride + start + extent), clipped to [0, size).
+    With `axis` None, every part touches [start, start + extent): a constant slice, or the whole dim.
+    """
+
+    size: int
+    axis: int | None = None
+    start: int = 0
+    stride: int = 1
+    extent: int = 1
+
+    @property
+    def is_identity(self) -> bool:
+        """True where index k of the factor is point k of its axis."""
+        return self.axis is not None and self.start == 0 and self.stride == 1 and self.extent == 1
+
+    def unclipped(self, interval: Interval) -> Interval:
+        """Return the touched indexes before clipping; they reach outside [0, size) where there is padding."""
+        if self.axis is None:
+            return self.start, self.start + self.extent
+        low, high = interval
+        return low * self.stride + self.start, (high - 1) * self.stride + self.start + self.extent
+
+    def touched(self, interval: Interval) -> IndexSet:
+        """Return the touched indexes inside [0, size)."""
+        low, high = self.unclipped(interval)
+        low, high = max(low, 0), min(high, self.size)
+        return ((low, high),) if low < high else ()
+
+
+Dim = tuple[Factor, ...]
+OperandMap = tuple[Dim, ...]
+
+
+def along(axis: int, size: int) -> Dim:
+    """Return a dim that is one axis."""
+    return (Factor(size, axis),)
+
+
+def whole(size: int) -> Dim:
+    """Return a dim that every task needs whole."""
+    return (Factor(size, None, 0, 1, size),)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSpace:
+    """The axes of one operator and the maps of its tensor operands.
+
+    The last axis is always REPLICA_AXIS. An output that lacks an axis (replica apart) is a partial sum over it:
+    the whole tensor is the sum over that axis's parts.
+    """
+
+    axes: tuple[Axis, ...]
+    inputs: tuple[OperandMap, ...]
+    outputs: tuple[OperandMap, ...]
+
+    def axis_index(self, name: str) -> int:
+        """Return the position of the axis called `name`; raises KeyError where there is none."""
+        for index, axis in enumerate(self.axes):
+            if axis.name == name:
+                return index
+        raise KeyError(name)
+
+
+Degrees = tuple[int, ...]
+
+
+def tasks(degrees: Degrees) -> int:
+    """Return the number of tasks of a configuration."""
+    return prod(degrees)
+
+
+def coordinates(degrees: Degrees) -> list[tuple[int, ...]]:
+    """Return the coordinates of all tasks, in task order (row-major, last axis fastest)."""
+    return list(itertools.product(*(range(degree) for degree in degrees)))
+
+
+def part_of(axis: Axis, degree: int, index: int) -> Interval:
+    """Return the points of `axis` that part `index` of `degree` iterates over; replicas do not split."""
+    if axis.kind is AxisKind.REPLICA:
+        return 0, 1
+    return intervals.part(axis.size, degree, index)
+
+
+def parts(space: IterationSpace, degrees: Degrees, coordinate: Sequence[int]) -> tuple[Interval, ...]:
+    """Return, for each axis, the points that the task at `coordinate` iterates over."""
+    return tuple(
+        part_of(axis, degree, index)
+        for axis, degree, index in zip(space.axes, degrees, coordinate, strict=True)
+    )
+
+
+def dim_indexes(dim: Dim, points: Sequence[Interval]) -> IndexSet:
+    """Return the indexes of a dim that a task iterating over `points` touches."""
+    result: IndexSet = ((0, 1),)
+    for factor in dim:
+        touched = factor.touched(points[factor.axis] if factor.axis is not None else (0, 1))
+        result = intervals.product(result, touched, factor.size)
+    return result
+
+
+def operand_region(operand: OperandMap, points: Sequence[Interval]) -> Region:
+    """Return the region of an operand that a task iterating over `points` touches."""
+    return tuple(dim_indexes(dim, points) for dim in operand)
+
+
+@lru_cache(maxsize=65536)
+def operand_regions(axes: tuple[Axis, ...], operand: OperandMap, degrees: Degrees) -> tuple[Region, ...]:
+    """Return the operand's region for every task of a configuration, in task order."""
+    cuts = [
+        [part_of(axis, degree, index) for index in range(degree)]
+        for axis, degree in zip(axes, degrees, strict=True)
+    ]
+    return tuple(
+        operand_region(operand, [cut[index] for cut, index in zip(cuts, coordinate, strict=True)])
+        for coordinate in coordinates(degrees)
+    )
+
+
+def followed_axes(operand: OperandMap) -> frozenset[int]:
+    """Return the axes that an operand's dims follow."""
+    return frozenset(factor.axis for dim in operand for factor in dim if factor.axis is not None)
+
+
+def partial_axes(space: IterationSpace, output: int) -> tuple[int, ...]:
+    """Return the axes over which parts of output `output` are partial sums."""
+    present = followed_axes(space.outputs[output])
+    return tuple(
+        index
+        for index, axis in enumerate(space.axes)
+        if index not in present and axis.kind is not AxisKind.REPLICA
+    )
+
+
+def refine(space: IterationSpace, factors: Mapping[int, Sequence[int]]) -> IterationSpace:
+    """Return the space with some axes replaced by products of axes.
+
+    `factors` maps an axis to the sizes, outermost first, whose product it is. Only axes that are followed by
+    identity factors alone can be refined (`refinable`). The outermost factor of a SAMPLE axis stays SAMPLE; the
+    inner ones are ATTRIBUTE (batch x sequence). New axes are called name.0, name.1, ...
+    """
+    axes: list[Axis] = []
+    replacement: dict[int, list[int]] = {}
+    for index, axis in enumerate(space.axes):
+        sizes = list(factors.get(index, ()))
+        if len(sizes) < 2:
+            replacement[index] = [len(axes)]
+            axes.append(axis)
+            continue
+        replacement[index] = list(range(len(axes), len(axes) + len(sizes)))
+        for position, size in enumerate(sizes):
+            kind = axis.kind
+            if kind is AxisKind.SAMPLE and position > 0:
+                kind = AxisKind.ATTRIBUTE
+            axes.append(Axis(f"{axis.name}.{position}", size, kind))
+
+    def rewrite(operand: OperandMap) -> OperandMap:
+        dims: list[Dim] = []
+        for dim in operand:
+            result: list[Factor] = []
+            for factor in dim:
+                if factor.axis is None:
+                    result.append(factor)
+                    continue
+                new = replacement[factor.axis]
+                if len(new) == 1:
+                    result.append(Factor(factor.size, new[0], factor.start, factor.stride, factor.extent))
+                else:
+                    result.extend(Factor(axes[axis].size, axis) for axis in new)
+            dims.append(tuple(result))
+        return tuple(dims)
+
+    return IterationSpace(
+        tuple(axes), tuple(rewrite(m) for m in space.inputs), tuple(rewrite(m) for m in space.outputs)
+    )
+
+
+def refinable(space: IterationSpace) -> frozenset[int]:
+    """Return the axes that only identity factors follow, so that they may be replaced by products."""
+    touched = {
+        factor.axis: True
+        for operand in (*space.inputs, *space.outputs)
+        for dim in operand
+        for factor in dim
+        if factor.axis is not None
+    }
+    for operand in (*space.inputs, *space.outputs):
+        for dim in operand:
+            for factor in dim:
+                if factor.axis is not None and not factor.is_identity:
+                    touched[factor.axis] = False
+    return frozenset(axis for axis, pure in touched.items() if pure)

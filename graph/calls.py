@@ -1,0 +1,74 @@
+"""A local call: what one task of an operator executes, on dense local tensors.
+
+It is what the profiler measures and what the runtime runs. Its `key` holds exactly what its cost depends on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from graph.canonical import canonical_json, digest
+from graph.operators import FLOATING, Argument, TensorSpec, argument_from_json, argument_to_json
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """An operator rewritten for one region.
+
+    `arguments` hold slots for `inputs` (local specs). `gradients` tells which inputs need a gradient: it decides
+    what the backward does. `bindings` are integers known only in a plan (the global offsets and operator number
+    from which dropout draws); they change no cost and so are not in the key.
+    """
+
+    target: str
+    arguments: tuple[tuple[str, Argument], ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    gradients: tuple[bool, ...]
+    bindings: tuple[tuple[str, Any], ...] = ()
+
+    def argument(self, name: str) -> Argument:
+        """Return the argument called `name`; raises KeyError where there is none."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """The key as JSON: operator type, every attribute, shapes, dtypes, what is differentiated."""
+        return {
+            "target": self.target,
+            "arguments": [[name, argument_to_json(value)] for name, value in self.arguments],
+            "inputs": [spec.to_json() for spec in self.inputs],
+            "outputs": [spec.to_json() for spec in self.outputs],
+            "gradients": list(self.gradients),
+        }
+
+    @cached_property
+    def key(self) -> str:
+        """Canonical text of `document`."""
+        return canonical_json(self.document)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of `document`."""
+        return digest(self.document)
+
+    @property
+    def has_backward(self) -> bool:
+        """True where something is differentiated."""
+        return any(self.gradients) and any(spec.dtype in FLOATING for spec in self.outputs)
+
+
+def call_from_json(document: dict[str, Any]) -> LocalCall:
+    """Return the call whose `document` this is (without bindings)."""
+    return LocalCall(
+        target=document["target"],
+        arguments=tuple((name, argument_from_json(value)) for name, value in document["arguments"]),
+        inputs=tuple(TensorSpec(tuple(shape), dtype) for dtype, shape in document["inputs"]),
+        outputs=tuple(TensorSpec(tuple(shape), dtype) for dtype, shape in document["outputs"]),
+        gradients=tuple(bool(flag) for flag in document["gradients"]),
+    )

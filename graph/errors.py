@@ -1,0 +1,55 @@
+"""All errors that Soapstone raises on purpose, one tree.
+
+    SoapstoneError
+    |-- UsageError            an option or argument of a command
+    |-- GraphError            an operator graph that cannot be used
+    |   `-- ImportFailure     a module that cannot be imported as a graph
+    |-- TopologyError         a topology file or device
+    |-- StrategyError         a strategy that does not fit its graph or topology
+    |-- TrainingError         a training description
+    |-- CostError             an operator cost that is missing or unusable
+    |-- RuntimeFailure        an execution that failed on a rank
+    `-- DatabaseError         the database, its schema or its location
+
+Each message is one line: where: what is, what must be; what to do.
+"""
+
+
+class SoapstoneError(Exception):
+    """Root of all errors that are the user's or the environment's, never a bug of ours."""
+
+
+class UsageError(SoapstoneError):
+    """A command was given something that it cannot use."""
+
+
+class GraphError(SoapstoneError):
+    """An operator graph is malformed or cannot be used as asked."""
+
+
+class ImportFailure(GraphError):
+    """A module could not be imported as an operator graph."""
+
+
+class TopologyError(SoapstoneError):
+    """A topology, a device or a link is unknown or malformed."""
+
+
+class StrategyError(SoapstoneError):
+    """A strategy does not fit the graph or the topology."""
+
+
+class TrainingError(SoapstoneError):
+    """A training description is malformed."""
+
+
+class CostError(SoapstoneError):
+    """The cost of an operator is missing or cannot be used."""
+
+
+class RuntimeFailure(SoapstoneError):
+    """An execution failed; the message names the rank and the reason."""
+
+
+class DatabaseError(SoapstoneError):
+    """The database cannot be opened, or its schema is not this version's."""

@@ -1,0 +1,132 @@
+"""Who sends which part of a value to whom, under given configurations of its producer and its readers.
+
+A reader task needs a region of the value on its own device: an assembly. An assembly is put together from pieces of
+the producer's tasks. Partial sums are added up while assembling. Of replicas (tasks that compute the same region)
+an assembly reads one: that on its own device, else one in its node, else the one of lowest index. Readers on one
+device that need the same region share one assembly, so that it is sent once. The gradient of an assembly goes back
+along the same pieces; a partial sum's gradient is the same for every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graph.axes import AxisKind, IterationSpace, coordinates, operand_regions
+from graph.intervals import Region, intersect_regions, volume
+from graph.strategy import Configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of an assembly that one task of the producer holds; partial sums over one region add up."""
+
+    source_task: int
+    source_device: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One input slot of one task that reads an assembly."""
+
+    operator: int
+    task: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A region of a value on one device, where it comes from, and who reads it there.
+
+    `direct` holds where the assembly is exactly one local task's output, so that nothing is copied.
+    """
+
+    device: int
+    region: Region
+    pieces: tuple[Piece, ...]
+    readers: tuple[Reader, ...]
+    direct: bool
+
+    @property
+    def remote_pieces(self) -> tuple[Piece, ...]:
+        """The pieces that come from other devices."""
+        return tuple(piece for piece in self.pieces if piece.source_device != self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An operator that reads a value: its index, input slot, iteration space and configuration."""
+
+    operator: int
+    slot: int
+    space: IterationSpace
+    configuration: Configuration
+
+
+def source_groups(space: IterationSpace, configuration: Configuration) -> list[list[int]]:
+    """Return the producer's tasks grouped by replicas: tasks of one group compute the same."""
+    replica = [index for index, axis in enumerate(space.axes) if axis.kind is AxisKind.REPLICA]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for task, coordinate in enumerate(coordinates(configuration.degrees)):
+        key = tuple(position for axis, position in enumerate(coordinate) if axis not in replica)
+        groups.setdefault(key, []).append(task)
+    return list(groups.values())
+
+
+def choose_replica(tasks: Sequence[int], devices: Sequence[int], device: int, node_of: Sequence[int]) -> int:
+    """Return the replica that `device` reads: its own, else one in its node, else that of lowest index."""
+    for task in tasks:
+        if devices[task] == device:
+            return task
+    for task in tasks:
+        if node_of[devices[task]] == node_of[device]:
+            return task
+    return tasks[0]
+
+
+def exchange(
+    producer: IterationSpace,
+    output: int,
+    configuration: Configuration,
+    readings: Sequence[Reading],
+    node_of: Sequence[int],
+) -> tuple[Assembly, ...]:
+    """Return the assemblies of one value, ordered by first reader.
+
+    Args:
+        producer: iteration space of the operator that makes the value.
+        output: the value's position among the operator's outputs.
+        configuration: the producer's configuration.
+        readings: the operators that read the value, in topological order.
+        node_of: for each device, its node.
+    """
+    source_regions = operand_regions(producer.axes, producer.outputs[output], configuration.degrees)
+    groups = source_groups(producer, configuration)
+    readers: dict[tuple[int, Region], list[Reader]] = {}
+    for reading in readings:
+        needed = operand_regions(
+            reading.space.axes, reading.space.inputs[reading.slot], reading.configuration.degrees
+        )
+        for task, (region, device) in enumerate(zip(needed, reading.configuration.devices, strict=True)):
+            readers.setdefault((device, region), []).append(Reader(reading.operator, task, reading.slot))
+    assemblies = []
+    for (device, region), reading_tasks in readers.items():
+        pieces = []
+        for group in groups:
+            common = intersect_regions(source_regions[group[0]], region)
+            if common is not None:
+                task = choose_replica(group, configuration.devices, device, node_of)
+                pieces.append(Piece(task, configuration.devices[task], common))
+        direct = (
+            len(pieces) == 1
+            and pieces[0].source_device == device
+            and source_regions[pieces[0].source_task] == region
+        )
+        assemblies.append(Assembly(device, region, tuple(pieces), tuple(reading_tasks), direct))
+    return tuple(assemblies)
+
+
+def piece_bytes(piece: Piece, item_bytes: int) -> int:
+    """Return the bytes that a piece takes on a link."""
+    return volume(piece.region) * item_bytes

@@ -1,0 +1,84 @@
+"""Which device holds which part of a weight, and which parts must be synchronized among whom.
+
+A device holds the smallest product of index sets that covers what its tasks read. Elements held by the same set of
+devices form a cell; a cell's gradient is the sum over its holders, found by one all-reduce. Shared weights (forty
+unrolled steps) are one weight here: each cell is synchronized once, after its last gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graph.intervals import IndexSet, Region, count, normalize
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A region of a weight and the devices (ascending) that hold it."""
+
+    region: Region
+    devices: tuple[int, ...]
+
+
+def held_regions(needed: Iterable[tuple[int, Region]]) -> dict[int, Region]:
+    """Return, for each device, the product of index sets that covers all its needed regions, by device."""
+    regions: dict[int, list[Region]] = {}
+    for device, region in needed:
+        known = regions.setdefault(device, [])
+        if region not in known:
+            known.append(region)
+    return {device: cover(regions[device]) for device in sorted(regions)}
+
+
+def cover(regions: Sequence[Region]) -> Region:
+    """Return the smallest product of index sets that contains all `regions`."""
+    if len(regions) == 1:
+        return regions[0]
+    return tuple(
+        normalize([interval for indexes in dim for interval in indexes]) for dim in zip(*regions, strict=True)
+    )
+
+
+def _classes(index_sets: Sequence[IndexSet]) -> dict[frozenset[int], IndexSet]:
+    """Return the indexes of one dim grouped by which of `index_sets` contain them."""
+    bounds = sorted({bound for indexes in index_sets for interval in indexes for bound in interval})
+    grouped: dict[frozenset[int], list[tuple[int, int]]] = {}
+    for start, stop in itertools.pairwise(bounds):
+        members = frozenset(
+            position
+            for position, indexes in enumerate(index_sets)
+            if any(low <= start and stop <= high for low, high in indexes)
+        )
+        if members:
+            grouped.setdefault(members, []).append((start, stop))
+    return {members: normalize(intervals) for members, intervals in grouped.items()}
+
+
+def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
+    """Return the cells of a weight: disjoint, covering every held element, each with its exact holders."""
+    devices = sorted(held)
+    first = held[devices[0]]
+    if all(held[device] == first for device in devices):
+        return (Cell(first, tuple(devices)),)
+    per_dim = [_classes([held[device][dim] for device in devices]) for dim in range(len(first))]
+    result = []
+    for combination in itertools.product(*(classes.items() for classes in per_dim)):
+        members = frozenset.intersection(*(members for members, _ in combination))
+        if members:
+            result.append(
+                Cell(
+                    tuple(indexes for _, indexes in combination),
+                    tuple(devices[position] for position in sorted(members)),
+                )
+            )
+    return tuple(result)
+
+
+def cell_elements(cell: Cell) -> int:
+    """Return the number of elements of a cell."""
+    result = 1
+    for indexes in cell.region:
+        result *= count(indexes)
+    return result

@@ -1,0 +1,260 @@
+"""The operator graph G: operators, the tensors between them, and where the tensors come from.
+
+Source: FlexFlow (arXiv:1807.05358) section 3: nodes are operators, edges are tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from graph.axes import IterationSpace
+from graph.canonical import digest
+from graph.errors import GraphError
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+FLOATING = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype ("float32", as torch prints it without its prefix) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return self.elements * self.item_bytes
+
+    def to_json(self) -> list[Any]:
+        """Return [dtype, [sizes]]."""
+        return [self.dtype, list(self.shape)]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands, inside an operator's arguments, for its `index`-th tensor input."""
+
+    index: int
+
+
+# None, bool, int, float, str, Slot, or a tuple of arguments.
+Argument = Any
+
+
+def argument_to_json(argument: Argument) -> Any:
+    """Return an argument as JSON: a slot is {"slot": k}, an infinite float {"float": "inf"}."""
+    if isinstance(argument, Slot):
+        return {"slot": argument.index}
+    if isinstance(argument, tuple):
+        return [argument_to_json(item) for item in argument]
+    if isinstance(argument, float) and not (float("-inf") < argument < float("inf")):
+        return {"float": str(argument)}
+    return argument
+
+
+def argument_from_json(document: Any) -> Argument:
+    """Return the argument that `argument_to_json` wrote."""
+    if isinstance(document, dict):
+        return Slot(int(document["slot"])) if "slot" in document else float(document["float"])
+    if isinstance(document, list):
+        return tuple(argument_from_json(item) for item in document)
+    return document
+
+
+class ValueKind(StrEnum):
+    """Where a value comes from."""
+
+    OPERATOR = "operator"
+    INPUT = "input"
+    WEIGHT = "weight"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the graph. Inputs, weights and buffers are in place at step start; `name` of a weight or
+    buffer is its first state-dict name, of an input its position ("input.0"), else the operator's name."""
+
+    name: str
+    spec: TensorSpec
+    kind: ValueKind
+    requires_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One node. `target` is an ATen overload ("aten.conv2d.default") or an operator of ours ("soapstone.moments").
+
+    `arguments` are complete (defaults from the schema), by schema name, and hold `Slot`s for tensors; `inputs`
+    are the names of the values in slot order. `space` is the iteration space that its rule gave it, refined.
+    """
+
+    name: str
+    target: str
+    arguments: tuple[tuple[str, Argument], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    space: IterationSpace
+    splittable: bool = True
+
+    def argument(self, name: str) -> Argument:
+        """Return the argument called `name`; raises KeyError where the schema has none."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """Operators in topological order, the values between them, and the scalar loss.
+
+    `buffer_updates` maps a buffer's name to the value that replaces it after the step.
+    `unsplit` names operators that have no rule and run whole, and views whose sizes do not factor, each with why.
+    """
+
+    name: str
+    operators: tuple[Operator, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[str, ...]
+    loss: str
+    buffer_updates: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    unsplit: tuple[tuple[str, str], ...] = ()
+    batch_norm: str = "synchronized"
+    _cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def value_by_name(self) -> dict[str, Value]:
+        """Values by name."""
+        return {value.name: value for value in self.values}
+
+    @cached_property
+    def operator_by_name(self) -> dict[str, Operator]:
+        """Operators by name."""
+        return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def index_by_name(self) -> dict[str, int]:
+        """Positions of operators in topological order, by name."""
+        return {operator.name: index for index, operator in enumerate(self.operators)}
+
+    @cached_property
+    def producer(self) -> dict[str, tuple[int, int]]:
+        """For each value that an operator makes: (operator index, output position)."""
+        return {
+            value: (index, position)
+            for index, operator in enumerate(self.operators)
+            for position, value in enumerate(operator.outputs)
+        }
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """For each value: the (operator index, input slot) pairs that read it, in topological order."""
+        readers: dict[str, list[tuple[int, int]]] = {value.name: [] for value in self.values}
+        for index, operator in enumerate(self.operators):
+            for slot, value in enumerate(operator.inputs):
+                readers[value].append((index, slot))
+        return {name: tuple(pairs) for name, pairs in readers.items()}
+
+    @cached_property
+    def weights(self) -> tuple[Value, ...]:
+        """The trainable parameters, in graph order."""
+        return tuple(value for value in self.values if value.kind is ValueKind.WEIGHT)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of everything that a strategy depends on: operators, arguments, shapes, axes, wiring."""
+        return digest(self.to_json())
+
+    def input_specs(self, operator: Operator) -> tuple[TensorSpec, ...]:
+        """Specs of an operator's tensor inputs, in slot order."""
+        return tuple(self.value_by_name[name].spec for name in operator.inputs)
+
+    def output_specs(self, operator: Operator) -> tuple[TensorSpec, ...]:
+        """Specs of an operator's outputs."""
+        return tuple(self.value_by_name[name].spec for name in operator.outputs)
+
+    def gradient_inputs(self, operator: Operator) -> tuple[bool, ...]:
+        """For each input slot: whether a gradient flows back through it."""
+        return tuple(self.value_by_name[name].requires_gradient for name in operator.inputs)
+
+    def has_backward(self, operator: Operator) -> bool:
+        """True where some output needs a gradient, so that the operator has backward tasks."""
+        return any(self.value_by_name[name].requires_gradient for name in operator.outputs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the graph as a JSON document, without its name."""
+        return {
+            "operators": [
+                {
+                    "name": operator.name,
+                    "target": operator.target,
+                    "arguments": [[name, argument_to_json(value)] for name, value in operator.arguments],
+                    "inputs": list(operator.inputs),
+                    "outputs": list(operator.outputs),
+                    "axes": [[axis.name, axis.size, axis.kind.value] for axis in operator.space.axes],
+                }
+                for operator in self.operators
+            ],
+            "values": [
+                [value.name, value.spec.to_json(), value.kind.value, value.requires_gradient]
+                for value in self.values
+            ],
+            "inputs": list(self.inputs),
+            "loss": self.loss,
+            "buffer_updates": [list(pair) for pair in self.buffer_updates],
+            "batch_norm": self.batch_norm,
+        }
+
+    def validate(self) -> None:
+        """Check the wiring: topological order, known values, a scalar loss.
+
+        Raises:
+            GraphError: naming the operator or value at fault.
+        """
+        known = {value.name for value in self.values if value.kind is not ValueKind.OPERATOR}
+        for operator in self.operators:
+            for name in operator.inputs:
+                if name not in known:
+                    raise GraphError(
+                        f"operator {operator.name}: input {name} is not made before it, must come from an earlier "
+                        "operator or be an input; check the import"
+                    )
+            known.update(operator.outputs)
+        loss = self.value_by_name.get(self.loss)
+        if loss is None or loss.spec.shape != ():
+            raise GraphError(
+                f"graph {self.name}: loss {self.loss} is not a scalar, must be one; return a mean or a sum"
+            )
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)

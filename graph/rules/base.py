@@ -1,0 +1,79 @@
+"""What a rule is: one per operator type.
+
+A rule says, for an operator's shapes and arguments, which axes it iterates over, how its operands' dims follow them,
+how to rewrite the call for one task's part, and how many flops and bytes a local call takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from graph import intervals
+from graph.axes import IterationSpace
+from graph.calls import LocalCall
+from graph.intervals import Interval, Region
+from graph.operators import Argument, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An operator without its name: what a rule looks at.
+
+    Shapes are global. `arguments` are complete, by schema name, with `Slot`s for tensors.
+    """
+
+    target: str
+    arguments: tuple[tuple[str, Argument], ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def argument(self, name: str) -> Argument:
+        """Return the argument called `name`; raises KeyError where there is none."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One task's share of an operator: the points of each axis and the region of each operand."""
+
+    space: IterationSpace
+    points: tuple[Interval, ...]
+    inputs: tuple[Region, ...]
+    outputs: tuple[Region, ...]
+
+    def input_specs(self, signature: Signature) -> tuple[TensorSpec, ...]:
+        """Local input specs."""
+        return tuple(
+            TensorSpec(intervals.shape(region), spec.dtype)
+            for region, spec in zip(self.inputs, signature.inputs, strict=True)
+        )
+
+    def output_specs(self, signature: Signature) -> tuple[TensorSpec, ...]:
+        """Local output specs."""
+        return tuple(
+            TensorSpec(intervals.shape(region), spec.dtype)
+            for region, spec in zip(self.outputs, signature.outputs, strict=True)
+        )
+
+
+class Rule(Protocol):
+    """The rule of one operator type (or of a family, for the generic pointwise rule)."""
+
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the axes (REPLICA_AXIS last) and operand maps; only axes of size > 1 are worth listing."""
+        ...
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return what the task executes; its inputs are dense tensors of `part.inputs`' shapes.
+
+        `part.space` may be refined: use `part.inputs` and `part.outputs`, or factors of the maps, not fixed axes.
+        """
+        ...
+
+    def flops(self, call: LocalCall) -> float:
+        """Return floating-point operations of one forward execution of a local call (a multiply-add is two)."""
+        ...

@@ -1,0 +1,200 @@
+"""Strategy S: one configuration for every operator.
+
+Source: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from graph.axes import AxisKind, Degrees, tasks
+from graph.canonical import canonical_json, digest
+from graph.errors import StrategyError
+from graph.operators import Operator, OperatorGraph
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """How one operator runs: a degree for each of its axes (replica last), and the device of each task.
+
+    Tasks are in row-major order of their coordinates. Two tasks may share a device.
+    """
+
+    degrees: Degrees
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A configuration for every operator, in the graph's order, bound to the graph by its digest."""
+
+    graph_digest: str
+    configurations: tuple[Configuration, ...]
+
+    def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
+        """Return the strategy as a document for humans: degrees by axis name, degrees of one left out."""
+        return {
+            "format": FORMAT,
+            "graph": self.graph_digest,
+            "operators": {
+                operator.name: {
+                    "degrees": {
+                        axis.name: degree
+                        for axis, degree in zip(operator.space.axes, configuration.degrees, strict=True)
+                        if degree != 1
+                    },
+                    "devices": list(configuration.devices),
+                }
+                for operator, configuration in zip(graph.operators, self.configurations, strict=True)
+            },
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over graph digest, degrees and devices."""
+        return digest(
+            [FORMAT, self.graph_digest, [[list(c.degrees), list(c.devices)] for c in self.configurations]]
+        )
+
+    @property
+    def device_count(self) -> int:
+        """One more than the highest device used."""
+        return 1 + max(device for configuration in self.configurations for device in configuration.devices)
+
+    def validate(self, graph: OperatorGraph, device_count: int) -> None:
+        """Check every configuration against its operator and the devices that are there.
+
+        Raises:
+            StrategyError: naming the operator and what does not fit.
+        """
+        if self.graph_digest != graph.digest:
+            raise StrategyError(
+                f"strategy: is for graph {self.graph_digest[:12]}, must be for {graph.name} "
+                f"({graph.digest[:12]}); search again or pass the model and sizes that it was made for"
+            )
+        if len(self.configurations) != len(graph.operators):
+            raise StrategyError(
+                f"strategy: has {len(self.configurations)} configurations, must have {len(graph.operators)}, "
+                f"one for each operator of {graph.name}; export it again"
+            )
+        for operator, configuration in zip(graph.operators, self.configurations, strict=True):
+            check_configuration(operator, configuration, device_count)
+
+
+def check_configuration(operator: Operator, configuration: Configuration, device_count: int) -> None:
+    """Check one configuration: degrees within sizes, as many devices as tasks, devices that exist.
+
+    Raises:
+        StrategyError: naming the operator and what does not fit.
+    """
+    axes = operator.space.axes
+    if len(configuration.degrees) != len(axes):
+        raise StrategyError(
+            f"operator {operator.name}: has {len(configuration.degrees)} degrees, must have {len(axes)}, one for "
+            "each axis; export the strategy again"
+        )
+    for axis, degree in zip(axes, configuration.degrees, strict=True):
+        if degree < 1 or (axis.kind is not AxisKind.REPLICA and degree > axis.size):
+            raise StrategyError(
+                f"operator {operator.name}: degree of axis {axis.name} is {degree}, must be between 1 and "
+                f"{axis.size}; correct the strategy"
+            )
+    if len(configuration.devices) != tasks(configuration.degrees):
+        raise StrategyError(
+            f"operator {operator.name}: names {len(configuration.devices)} devices, must name "
+            f"{tasks(configuration.degrees)}, one for each task; correct the strategy"
+        )
+    for device in configuration.devices:
+        if not 0 <= device < device_count:
+            raise StrategyError(
+                f"operator {operator.name}: device {device} is not there, must be between 0 and "
+                f"{device_count - 1}; correct the strategy or choose a larger topology"
+            )
+
+
+def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return the validated strategy of a document that `Strategy.to_json` (or a person) wrote.
+
+    Raises:
+        StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
+    """
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, Mapping) else type(document).__name__
+        raise StrategyError(
+            f"strategy file: format is {found}, must be {FORMAT}; export it with this Soapstone"
+        )
+    entries = document.get("operators")
+    if not isinstance(entries, Mapping):
+        raise StrategyError(
+            "strategy file: operators is missing, must map operator names to configurations; export it again"
+        )
+    for name in entries:
+        if name not in graph.operator_by_name:
+            raise StrategyError(
+                f"strategy file: operator {name} is unknown, must be one of {graph.name}'s; see `app models show`"
+            )
+    configurations = tuple(
+        _configuration(operator, entries.get(operator.name)) for operator in graph.operators
+    )
+    strategy = Strategy(str(document.get("graph")), configurations)
+    strategy.validate(graph, device_count)
+    return strategy
+
+
+def _configuration(operator: Operator, entry: object) -> Configuration:
+    if not isinstance(entry, Mapping):
+        raise StrategyError(
+            f"strategy file: operator {operator.name} has no configuration, must have one; add degrees and devices"
+        )
+    named = entry.get("degrees", {})
+    devices = entry.get("devices")
+    if not isinstance(named, Mapping) or not all(_is_integer(degree) for degree in named.values()):
+        raise StrategyError(
+            f"operator {operator.name}: degrees is not a map, must map axes to whole numbers; correct it"
+        )
+    if not isinstance(devices, list) or not all(_is_integer(device) for device in devices):
+        raise StrategyError(
+            f"operator {operator.name}: devices is not a list, must list whole numbers; correct it"
+        )
+    known = [axis.name for axis in operator.space.axes]
+    for axis in named:
+        if axis not in known:
+            raise StrategyError(
+                f"operator {operator.name}: axis {axis} is unknown, must be one of {', '.join(known)}; correct it"
+            )
+    return Configuration(tuple(named.get(axis, 1) for axis in known), tuple(devices))
+
+
+def _is_integer(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strategy:
+    """Read and validate a strategy file.
+
+    Raises:
+        StrategyError: the file cannot be read, is no JSON, or does not fit.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise StrategyError(
+            f"strategy file {path}: cannot be read ({error.strerror}), must be a readable file; check the path"
+        ) from error
+    except ValueError as error:
+        raise StrategyError(
+            f"strategy file {path}: is not JSON ({error}), must be a strategy; export it again"
+        ) from error
+    return strategy_from_json(document, graph, device_count)
+
+
+def strategy_text(strategy: Strategy, graph: OperatorGraph) -> str:
+    """Return the canonical text of a strategy, for files and the database."""
+    return canonical_json(strategy.to_json(graph))

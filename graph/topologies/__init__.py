@@ -1,0 +1,1 @@
+"""Packaged topologies, one YAML file each, and the reader of that format."""

@@ -1,0 +1,396 @@
+"""Device topology: devices of given kinds, the links between them, and the route of every pair.
+
+A link is a resource with a capacity in one direction. A full-duplex connection is therefore two links; a
+shared half-duplex bus is one link that routes of both directions hold. A transfer holds all links of its
+route.
+
+Source: FlexFlow (arXiv:1807.05358), whose device topology labels edges with bandwidth and latency; links that
+several routes share and contention per device kind are ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from graph.errors import TopologyError
+
+Processor = Literal["cpu", "cuda"]
+LinkKind = Literal["nvlink", "pcie", "qpi", "nic", "memory"]
+PROCESSORS: tuple[str, ...] = get_args(Processor)
+LINK_KINDS: tuple[str, ...] = get_args(LinkKind)
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+FORMAT_VERSION = 1
+
+Pair = tuple[int, int]
+
+
+def _require_positive(where: str, what: str, value: float, unit: str) -> None:
+    if not (isfinite(value) and value > 0):
+        raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be > 0; correct it")
+
+
+def _require_not_negative(where: str, what: str, value: float, unit: str) -> None:
+    if not (isfinite(value) and value >= 0):
+        raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be >= 0; correct it")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A model of processor, with its data-sheet values.
+
+    `peak_flops` holds (precision, floating-point operations per second) for the precisions that it has.
+    """
+
+    name: str
+    processor: Processor
+    peak_flops: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_latency_s: float
+
+    def __post_init__(self) -> None:
+        where = f"device kind {self.name}"
+        if self.processor not in PROCESSORS:
+            raise TopologyError(
+                f"{where}: processor is {self.processor}, must be one of {', '.join(PROCESSORS)}"
+            )
+        if not self.peak_flops:
+            raise TopologyError(
+                f"{where}: peak_flops is empty, must name at least one of {', '.join(PRECISIONS)}"
+            )
+        for precision, flops_per_s in self.peak_flops:
+            if precision not in PRECISIONS:
+                raise TopologyError(
+                    f"{where}: peak_flops names {precision}, must be one of {', '.join(PRECISIONS)}"
+                )
+            _require_positive(where, f"peak_flops of {precision}", flops_per_s, "FLOP/s")
+        _require_positive(where, "memory", self.memory_bytes, "B")
+        _require_positive(where, "memory bandwidth", self.memory_bandwidth_bytes_per_s, "B/s")
+        _require_not_negative(where, "launch latency", self.launch_latency_s, "s")
+
+    def peak_flops_per_s(self, precision: str) -> float:
+        """Return the peak rate of `precision`, in floating-point operations per second.
+
+        Raises:
+            TopologyError: the kind has no such precision.
+        """
+        for known, flops_per_s in self.peak_flops:
+            if known == precision:
+                return flops_per_s
+        known_names = ", ".join(name for name, _ in self.peak_flops)
+        raise TopologyError(
+            f"device kind {self.name}: no peak for precision {precision}, it has {known_names}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device: its place in the topology, its kind, its node, and its place in the node."""
+
+    index: int
+    kind_name: str
+    node: int
+    local_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A resource that transfers hold one after the other: one direction of a connection, or a shared bus."""
+
+    name: str
+    kind: LinkKind
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        where = f"link {self.name}"
+        if self.kind not in LINK_KINDS:
+            raise TopologyError(f"{where}: kind is {self.kind}, must be one of {', '.join(LINK_KINDS)}")
+        _require_positive(where, "bandwidth", self.bandwidth_bytes_per_s, "B/s")
+        _require_not_negative(where, "latency", self.latency_s, "s")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Devices, links, and for every ordered pair of devices the links that a transfer holds, in order.
+
+    `contention` holds (kind name, factor): the extra seconds that a computation on that kind takes per second
+    of communication that overlaps it; 0 where a kind is not named.
+    """
+
+    name: str
+    kinds: tuple[DeviceKind, ...]
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    routes: Mapping[Pair, tuple[int, ...]]
+    contention: tuple[tuple[str, float], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self._validate_devices()
+        self._validate_routes()
+
+    def _validate_devices(self) -> None:
+        where = f"topology {self.name}"
+        names = [kind.name for kind in self.kinds]
+        if len(set(names)) != len(names):
+            raise TopologyError(f"{where}: kinds are {', '.join(names)}, must differ; rename one")
+        if not self.devices:
+            raise TopologyError(f"{where}: has no device, must have at least one")
+        for position, device in enumerate(self.devices):
+            if device.index != position:
+                raise TopologyError(
+                    f"{where}: device at place {position} has index {device.index}, must be its place"
+                )
+            if device.kind_name not in names:
+                raise TopologyError(
+                    f"{where}: device {position} is of kind {device.kind_name}, known are {', '.join(names)}"
+                )
+        for kind_name, factor in self.contention:
+            if kind_name not in names:
+                raise TopologyError(
+                    f"{where}: contention names {kind_name}, must be one of {', '.join(names)}"
+                )
+            _require_not_negative(where, f"contention of {kind_name}", factor, "s/s")
+
+    def _validate_routes(self) -> None:
+        where = f"topology {self.name}"
+        count = len(self.devices)
+        for (source, destination), route in self.routes.items():
+            if not (0 <= source < count and 0 <= destination < count) or source == destination:
+                raise TopologyError(
+                    f"{where}: route {source}->{destination} does not join two of {count} devices; remove it"
+                )
+            if not route or len(set(route)) != len(route) or min(route) < 0 or max(route) >= len(self.links):
+                raise TopologyError(
+                    f"{where}: route {source}->{destination} is {list(route)}, must be distinct links "
+                    f"out of {len(self.links)}"
+                )
+        if len(self.routes) != count * (count - 1):
+            missing = next(
+                (source, destination)
+                for source in range(count)
+                for destination in range(count)
+                if source != destination and (source, destination) not in self.routes
+            )
+            raise TopologyError(
+                f"{where}: no route {missing[0]}->{missing[1]}, every pair of devices must have one"
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.kinds, self.devices, self.links))
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the canonical JSON, without the name: equal machines have equal digests."""
+        content = self._content()
+        del content["name"]
+        return hashlib.sha256(_canonical(content).encode()).hexdigest()
+
+    @property
+    def node_count(self) -> int:
+        """The number of nodes that hold a device."""
+        return len({device.node for device in self.devices})
+
+    def device(self, index: int) -> Device:
+        """Return the device at `index`.
+
+        Raises:
+            TopologyError: there is no such device.
+        """
+        if not 0 <= index < len(self.devices):
+            raise TopologyError(
+                f"topology {self.name}: no device {index}, it has devices 0 to {len(self.devices) - 1}"
+            )
+        return self.devices[index]
+
+    def kind(self, name: str) -> DeviceKind:
+        """Return the device kind called `name`.
+
+        Raises:
+            TopologyError: there is no such kind.
+        """
+        for kind in self.kinds:
+            if kind.name == name:
+                return kind
+        known = ", ".join(kind.name for kind in self.kinds)
+        raise TopologyError(f"topology {self.name}: no device kind {name}, it has {known}")
+
+    def kind_of(self, device: int) -> DeviceKind:
+        """Return the kind of the device at index `device`."""
+        return self.kind(self.device(device).kind_name)
+
+    def node_of(self, device: int) -> int:
+        """Return the node that holds the device at index `device`."""
+        return self.device(device).node
+
+    def contention_of(self, kind_name: str) -> float:
+        """Return the extra compute seconds per second of overlapped communication on `kind_name`."""
+        return dict(self.contention).get(kind_name, 0.0)
+
+    def route(self, source: int, destination: int) -> tuple[int, ...]:
+        """Return the indexes of the links from `source` to `destination`, in order; none within one device.
+
+        Raises:
+            TopologyError: one of the devices does not exist.
+        """
+        self.device(source)
+        self.device(destination)
+        return () if source == destination else self.routes[source, destination]
+
+    def transfer_time_s(self, source: int, destination: int, size_bytes: int) -> float:
+        """Return the seconds that `size_bytes` take on an idle route: latencies + bytes / slowest bandwidth.
+
+        Source: FlexFlow (arXiv:1807.05358), assumption A2, plus a latency term.
+
+        Raises:
+            TopologyError: one of the devices does not exist, or the size is negative.
+        """
+        if size_bytes < 0:
+            raise TopologyError(f"transfer {source}->{destination}: size is {size_bytes} B, must be >= 0")
+        links = [self.links[index] for index in self.route(source, destination)]
+        if not links:
+            return 0.0
+        slowest = min(link.bandwidth_bytes_per_s for link in links)
+        return sum(link.latency_s for link in links) + size_bytes / slowest
+
+    def subset(self, count: int) -> Topology:
+        """Return the topology of the first `count` devices, with the links that their routes use.
+
+        Raises:
+            TopologyError: there are fewer devices, or `count` is below 1.
+        """
+        if not 1 <= count <= len(self.devices):
+            raise TopologyError(
+                f"topology {self.name}: {count} devices asked for, must be between 1 and {len(self.devices)}"
+            )
+        if count == len(self.devices):
+            return self
+        routes = {pair: route for pair, route in self.routes.items() if max(pair) < count}
+        used = sorted({index for route in routes.values() for index in route})
+        renumbered = {old: new for new, old in enumerate(used)}
+        devices = self.devices[:count]
+        kind_names = {device.kind_name for device in devices}
+        return replace(
+            self,
+            name=f"{self.name}[:{count}]",
+            kinds=tuple(kind for kind in self.kinds if kind.name in kind_names),
+            devices=devices,
+            links=tuple(self.links[index] for index in used),
+            routes={pair: tuple(renumbered[index] for index in route) for pair, route in routes.items()},
+            contention=tuple(entry for entry in self.contention if entry[0] in kind_names),
+        )
+
+    def _content(self) -> dict[str, Any]:
+        routes = [
+            [source, destination, *route] for (source, destination), route in sorted(self.routes.items())
+        ]
+        return {
+            "format": FORMAT_VERSION,
+            "name": self.name,
+            "kinds": [asdict(kind) for kind in self.kinds],
+            "devices": [asdict(device) for device in self.devices],
+            "links": [asdict(link) for link in self.links],
+            "routes": routes,
+            "contention": sorted(self.contention),
+        }
+
+    def to_json(self) -> str:
+        """Return canonical JSON: sorted keys, no spaces; a route is [source, destination, links...]."""
+        return _canonical(self._content())
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Return the topology that `to_json` wrote.
+
+        Raises:
+            TopologyError: the text is not such JSON, or what it holds is not a valid topology.
+        """
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT_VERSION:
+                raise TopologyError(
+                    f"topology JSON: format is {content['format']}, must be {FORMAT_VERSION}; export it again"
+                )
+            return cls(
+                name=content["name"],
+                kinds=tuple(
+                    DeviceKind(
+                        **{
+                            **kind,
+                            "peak_flops": tuple((name, float(peak)) for name, peak in kind["peak_flops"]),
+                        }
+                    )
+                    for kind in content["kinds"]
+                ),
+                devices=tuple(Device(**device) for device in content["devices"]),
+                links=tuple(Link(**link) for link in content["links"]),
+                routes={
+                    (source, destination): tuple(route) for source, destination, *route in content["routes"]
+                },
+                contention=tuple((name, float(factor)) for name, factor in content["contention"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TopologyError(
+                f"topology JSON: malformed ({type(error).__name__}: {error}); export it again"
+            ) from error
+
+
+def _canonical(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def local_topology(
+    device_count: int,
+    kind: DeviceKind,
+    bandwidth_bytes_per_s: float,
+    latency_s: float,
+    contention: float = 0.0,
+    *,
+    name: str = "local",
+    link_kind: LinkKind = "memory",
+    measured: Mapping[Pair, tuple[float, float]] | None = None,
+) -> Topology:
+    """Return one node of `device_count` like devices with a link of its own for every ordered pair.
+
+    `measured` gives (bandwidth in bytes per second, latency in seconds) for pairs that differ from the rest.
+
+    Raises:
+        TopologyError: there is no device, or a measured value is out of range.
+    """
+    pairs = [(i, j) for i in range(device_count) for j in range(device_count) if i != j]
+    links = []
+    for source, destination in pairs:
+        bandwidth, latency = (measured or {}).get((source, destination), (bandwidth_bytes_per_s, latency_s))
+        links.append(Link(f"{link_kind}/{source}->{destination}", link_kind, bandwidth, latency))
+    return Topology(
+        name=name,
+        kinds=(kind,),
+        devices=tuple(Device(index, kind.name, 0, index) for index in range(device_count)),
+        links=tuple(links),
+        routes={pair: (index,) for index, pair in enumerate(pairs)},
+        contention=((kind.name, contention),) if contention else (),
+    )
+
+
+def packaged_topologies() -> tuple[str, ...]:
+    """Return the names of the topologies that come with Soapstone, in alphabetical order."""
+    from graph.topologies.reader import packaged_names  # keeps PyYAML out of imports that read no file
+
+    return packaged_names()
+
+
+def load_topology(name_or_path: str | Path, nodes: int | None = None) -> Topology:
+    """Return a packaged topology by its name, or the one in a YAML file; `nodes` overrides its node count.
+
+    Raises:
+        TopologyError: no such name or file, or its content is malformed; the message names file and key.
+    """
+    from graph.topologies.reader import read_topology  # keeps PyYAML out of imports that read no file
+
+    return read_topology(name_or_path, nodes)

@@ -1,0 +1,68 @@
+"""Training: what is executed beside the strategy; stored with every simulation and execution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from graph.canonical import digest
+from graph.errors import TrainingError
+
+OPTIMIZERS = ("sgd", "momentum", "adam")
+PRECISIONS = ("float32",)
+BATCH_NORMS = ("synchronized", "local")
+
+# Tensors of optimizer state a weight, beside the weight and its gradient.
+OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Batch size (samples a step over all devices), precision, optimizer, batch-norm mode.
+
+    Raises:
+        TrainingError: a field is not one of the known values.
+    """
+
+    batch_size: int
+    precision: str = "float32"
+    optimizer: str = "sgd"
+    batch_norm: str = "synchronized"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise TrainingError(f"batch size: is {self.batch_size}, must be at least 1; set --batch-size")
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("batch norm", self.batch_norm, BATCH_NORMS),
+        ):
+            if value not in known:
+                raise TrainingError(
+                    f"{name}: is {value}, must be one of {', '.join(known)}; choose one of them"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the training as a JSON document."""
+        return {
+            "batch_size": self.batch_size,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "batch_norm": self.batch_norm,
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the canonical document."""
+        return digest(self.to_json())
+
+
+def training_from_json(document: dict[str, Any]) -> Training:
+    """Return the training that `to_json` wrote."""
+    return Training(
+        batch_size=int(document["batch_size"]),
+        precision=str(document["precision"]),
+        optimizer=str(document["optimizer"]),
+        batch_norm=str(document["batch_norm"]),
+    )

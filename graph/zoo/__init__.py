@@ -1,0 +1,217 @@
+"""The networks that come with Soapstone: plain modules whose sizes are parameters.
+
+A factory takes a batch size and sizes and returns (module, args, kwargs); `module(*args, **kwargs)` is the scalar
+training loss. Tensors are made on the current default device, so that `with torch.device("meta")` costs nothing.
+Every network has two presets: `paper`, the published sizes, and `small`, for tests. Reading this list imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from graph.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Built = tuple["nn.Module", tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ZooEntry:
+    """One network: its name, where it comes from, its published batch size, and its sizes.
+
+    `presets` maps a preset to the keywords of the factory; `factory` is "package.module:function".
+    """
+
+    name: str
+    title: str
+    paper: str
+    batch_size: int
+    presets: Mapping[str, Mapping[str, Any]]
+    factory: str
+
+    def load_factory(self) -> Callable[..., Built]:
+        """Import the network's module, and with it torch; return the factory."""
+        module_name, function_name = self.factory.split(":")
+        factory: Callable[..., Built] = getattr(importlib.import_module(module_name), function_name)
+        return factory
+
+
+def _entry(
+    name: str,
+    title: str,
+    paper: str,
+    batch_size: int,
+    paper_sizes: dict[str, Any],
+    small_sizes: dict[str, Any],
+) -> ZooEntry:
+    module = name.replace("-", "_")
+    presets = {
+        "paper": MappingProxyType(paper_sizes),
+        "small": MappingProxyType({"batch_size": 4, **small_sizes}),
+    }
+    return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), f"graph.zoo.{module}:{module}")
+
+
+# Batch sizes of the first six: FlexFlow (arXiv:1807.05358), evaluation.
+_ENTRIES = (
+    _entry(
+        "alexnet",
+        "AlexNet, one tower",
+        "Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv:1404.5997",
+        256,
+        {},
+        {"image_size": 127, "width": 1 / 16, "pooled_size": 2, "hidden": 24, "classes": 10},
+    ),
+    _entry(
+        "inception",
+        "Inception-v3",
+        "Szegedy et al., Rethinking the Inception Architecture for Computer Vision, arXiv:1512.00567",
+        64,
+        {},
+        {"image_size": 107, "width": 1 / 16, "classes": 10},
+    ),
+    _entry(
+        "resnet101",
+        "ResNet-101",
+        "He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385",
+        64,
+        {},
+        {"image_size": 33, "width": 1 / 8, "blocks": (1, 2, 1, 1), "classes": 10},
+    ),
+    _entry(
+        "rnntc",
+        "RNN text classification: 4 LSTM layers, unrolled",
+        "FlexFlow, arXiv:1807.05358",
+        64,
+        {},
+        {"steps": 3, "layers": 2, "hidden": 12, "vocabulary": 50},
+    ),
+    _entry(
+        "rnnlm",
+        "RNN language model: 2 LSTM layers, unrolled",
+        "FlexFlow, arXiv:1807.05358",
+        64,
+        {},
+        {"steps": 3, "layers": 2, "hidden": 12, "vocabulary": 50},
+    ),
+    _entry(
+        "nmt",
+        "Neural machine translation: 4 LSTM layers with attention, unrolled",
+        "FlexFlow, arXiv:1807.05358; attention of Luong et al., arXiv:1508.04025",
+        64,
+        {},
+        {"steps": 3, "layers": 2, "hidden": 12, "vocabulary": 50},
+    ),
+    _entry(
+        "vgg16",
+        "VGG-16",
+        "Simonyan and Zisserman, Very Deep Convolutional Networks, arXiv:1409.1556",
+        256,
+        {},
+        {"image_size": 64, "width": 1 / 16, "pooled_size": 2, "hidden": 24, "classes": 10},
+    ),
+    _entry(
+        "densenet121",
+        "DenseNet-121",
+        "Huang et al., Densely Connected Convolutional Networks, arXiv:1608.06993",
+        256,
+        {},
+        {"image_size": 64, "growth": 4, "blocks": (2, 2, 2, 2), "classes": 10},
+    ),
+    _entry(
+        "bert-large",
+        "BERT-large, masked language model",
+        "Devlin et al., BERT, arXiv:1810.04805",
+        256,
+        {},
+        {"sequence": 10, "layers": 2, "hidden": 16, "heads": 4, "vocabulary": 50, "positions": 12},
+    ),
+    _entry(
+        "gpt2",
+        "GPT-2, 12 layers",
+        "Radford et al., Language Models are Unsupervised Multitask Learners (2019)",
+        512,
+        {},
+        {"sequence": 10, "layers": 2, "hidden": 16, "heads": 4, "vocabulary": 50},
+    ),
+    _entry(
+        "dlrm",
+        "DLRM, recommendation from dense and categorical features",
+        "Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091",
+        2048,
+        {},
+        {"tables": 3, "rows": 20, "dense_features": 6, "bottom": (12, 8), "top": (16, 12)},
+    ),
+    _entry(
+        "candle-uno",
+        "CANDLE Uno, response of tumours to pairs of drugs",
+        "Unity (OSDI 2022), sizes of its public code; CANDLE benchmark Pilot1/Uno",
+        64,
+        {},
+        {
+            "cell_features": 14,
+            "descriptors": 18,
+            "fingerprints": 10,
+            "tower": (12, 12),
+            "trunk": (16, 16, 16),
+        },
+    ),
+    _entry(
+        "mlp",
+        "Multilayer perceptron",
+        "none; sizes of our own",
+        64,
+        {},
+        {"widths": (12, 24, 24, 10)},
+    ),
+)
+_BY_NAME = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def zoo_names() -> tuple[str, ...]:
+    """Return the names of all networks, those of the FlexFlow study first."""
+    return tuple(_BY_NAME)
+
+
+def zoo_entry(name: str) -> ZooEntry:
+    """Return the entry of the network called `name`.
+
+    Raises:
+        UsageError: there is no such network.
+    """
+    if name not in _BY_NAME:
+        raise UsageError(
+            f"model {name}: unknown, known are {', '.join(_BY_NAME)}; or give package.module:factory"
+        )
+    return _BY_NAME[name]
+
+
+def build(name: str, preset: str = "paper", batch_size: int | None = None, **overrides: Any) -> Built:
+    """Return (module, args, kwargs) of the network `name` on the current default device, in training mode.
+
+    `batch_size` defaults to the preset's; `overrides` replace sizes of the preset.
+
+    Raises:
+        UsageError: unknown network, preset or size, or a batch size below 1.
+    """
+    entry = zoo_entry(name)
+    if preset not in entry.presets:
+        raise UsageError(f"model {name}: preset {preset} is unknown, known are {', '.join(entry.presets)}")
+    factory = entry.load_factory()
+    known = [size for size in inspect.signature(factory).parameters if size != "batch_size"]
+    for size in overrides:
+        if size not in known:
+            raise UsageError(f"model {name}: size {size} is unknown, known are {', '.join(known)}")
+    sizes = {"batch_size": entry.batch_size, **entry.presets[preset], **overrides}
+    if batch_size is not None:
+        sizes["batch_size"] = batch_size
+    if sizes["batch_size"] < 1:
+        raise UsageError(f"model {name}: batch size is {sizes['batch_size']}, must be >= 1")
+    return factory(**sizes)
