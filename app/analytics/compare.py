@@ -1,0 +1,105 @@
+"""Predicted against measured: one DuckDB query over what is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from app.analytics.duck import connect
+from app.db.engine import Database
+from graph.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One strategy on one topology under one training; None where there is no prediction or no finished run.
+
+    `relative_error` is (predicted - measured median) / measured median; `relative_error_to_minimum` the same
+    for the fastest step. Speed-ups are over data parallelism on the same graph, topology and training. The
+    shares say what part of the predicted time rests on measured costs, estimates and data sheets.
+    """
+
+    model: str
+    topology: str
+    batch_size: int
+    strategy: str
+    source: str
+    device_count: int
+    predicted_s: float | None
+    measured_median_s: float | None
+    measured_minimum_s: float | None
+    predicted_throughput_samples_per_s: float | None
+    measured_throughput_samples_per_s: float | None
+    relative_error: float | None
+    relative_error_to_minimum: float | None
+    predicted_speedup: float | None
+    measured_speedup: float | None
+    measured_share: float | None
+    estimated_share: float | None
+    datasheet_share: float | None
+    feasible: bool | None
+    executions: int
+
+
+_NAMES = [field.name for field in fields(ComparisonRow)]
+
+# A search is about its best strategy, what else was simulated in it, and the baselines that it is to beat.
+_QUERY = f"""
+SELECT {", ".join(_NAMES)}
+FROM predicted_vs_measured AS pair
+WHERE ($model::VARCHAR IS NULL OR model = $model)
+  AND ($topology::VARCHAR IS NULL OR topology = $topology)
+  AND ($search::BIGINT IS NULL OR EXISTS (
+      FROM searches AS search
+      WHERE search.id = $search
+        AND search.graph_id = pair.graph_id
+        AND search.topology_id = pair.topology_id
+        AND search.training_id = pair.training_id
+        AND (
+            search.best_strategy_id = pair.strategy_id
+            OR pair.source IN ('data-parallel', 'single-device', 'expert')
+            OR pair.strategy_id IN (SELECT strategy_id FROM simulations WHERE search_id = $search)
+        )
+  ))
+ORDER BY model, topology, batch_size, training_id, graph_id,
+         measured_median_s NULLS LAST, predicted_s NULLS LAST, strategy
+"""
+
+
+def compare(
+    database: Database, model: str | None = None, topology: str | None = None, search: int | None = None
+) -> list[ComparisonRow]:
+    """Return predicted and measured step times of all strategies, or of one model, topology name or search.
+
+    Rows come by model, topology and batch size, the fastest measured first, then the fastest predicted.
+
+    Raises:
+        UsageError: there is no such search.
+        DatabaseError: DuckDB cannot read the database.
+    """
+    connection = connect(database)
+    try:
+        if search is not None:
+            known = connection.execute("SELECT count(*) FROM searches WHERE id = ?", [search]).fetchone()
+            if known == (0,):
+                raise UsageError(
+                    f"search {search}: is not in database {database.name}, must be; search first"
+                )
+        parameters = {"model": model, "topology": topology, "search": search}
+        rows = connection.execute(_QUERY, parameters).fetchall()
+    finally:
+        connection.close()
+    return [ComparisonRow(*row) for row in rows]
+
+
+def compare_frame(
+    database: Database, model: str | None = None, topology: str | None = None, search: int | None = None
+) -> pd.DataFrame:
+    """Return `compare` as a frame: one row a strategy, the fields of `ComparisonRow` as columns."""
+    import pandas as pd
+
+    rows = compare(database, model, topology, search)
+    return pd.DataFrame([[getattr(row, name) for name in _NAMES] for row in rows], columns=_NAMES)

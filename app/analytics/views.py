@@ -1,0 +1,165 @@
+"""The views of the analysis, in DuckDB's SQL, over the attached database `store`."""
+
+from __future__ import annotations
+
+EMPTY_PROPOSALS = """
+SELECT NULL::INTEGER AS search, NULL::SMALLINT AS chain, NULL::BIGINT AS step, NULL::INTEGER AS operator,
+       NULL::BIGINT AS configuration, NULL::BIGINT AS simulated_ns, NULL::BIGINT AS bound_ns,
+       NULL::BOOLEAN AS accepted
+WHERE false
+"""
+
+EMPTY_CONFIGURATIONS = """
+SELECT NULL::INTEGER AS search, NULL::INTEGER AS operator, NULL::BIGINT AS configuration,
+       NULL::VARCHAR AS document
+WHERE false
+"""
+
+_OP_COSTS = """
+SELECT kind.name AS device_kind, environment.fingerprint AS environment, signature.target, cost.phase,
+       cost.minimum_s, cost.p10_s, cost.median_s, cost.sample_count, cost.samples_s, cost.peak_bytes,
+       cost.failure, cost.measured_at, signature.flops, signature.bytes, signature.key,
+       signature.digest AS signature
+FROM store.op_costs AS cost
+JOIN store.op_signatures AS signature ON signature.id = cost.signature_id
+JOIN store.device_kinds AS kind ON kind.id = cost.device_kind_id
+JOIN store.environments AS environment ON environment.id = cost.environment_id
+"""
+
+_LINK_COSTS = """
+SELECT kind.name AS device_kind, environment.fingerprint AS environment, cost.pattern, cost.group_size,
+       cost.size_bytes, cost.minimum_s, cost.median_s, cost.sample_count, cost.samples_s, cost.measured_at,
+       fit.latency_s, fit.bandwidth_bytes_per_s, fit.contention_factor
+FROM store.link_costs AS cost
+JOIN store.device_kinds AS kind ON kind.id = cost.device_kind_id
+JOIN store.environments AS environment ON environment.id = cost.environment_id
+LEFT JOIN store.link_fits AS fit
+    ON fit.device_kind_id = cost.device_kind_id AND fit.environment_id = cost.environment_id
+    AND fit.pattern = cost.pattern AND fit.group_size = cost.group_size
+"""
+
+_SEARCHES = """
+SELECT search.id, graph.name AS model, topology.name AS topology, training.batch_size, search.algorithm,
+       search.seed, search.options, search.status, search.proposals, search.accepted, search.initial_time_s,
+       search.best_time_s, search.initial_time_s / search.best_time_s AS gain, best.digest AS best_strategy,
+       search.started_at, search.finished_at, search.graph_id, search.topology_id, search.training_id,
+       search.best_strategy_id
+FROM store.searches AS search
+JOIN store.graphs AS graph ON graph.id = search.graph_id
+JOIN store.topologies AS topology ON topology.id = search.topology_id
+JOIN store.trainings AS training ON training.id = search.training_id
+LEFT JOIN store.strategies AS best ON best.id = search.best_strategy_id
+"""
+
+_STRATEGIES = """
+SELECT strategy.id, strategy.digest, graph.name AS model, strategy.source, strategy.device_count,
+       strategy.created_at, strategy.document, strategy.graph_id
+FROM store.strategies AS strategy
+JOIN store.graphs AS graph ON graph.id = strategy.graph_id
+"""
+
+# What simulations and executions share: the names behind their numbers.
+_RUN_NAMES = """graph.name AS model, strategy.digest AS strategy, strategy.source, topology.name AS topology,
+       training.batch_size"""
+_RUN_JOINS = """
+JOIN store.strategies AS strategy ON strategy.id = run.strategy_id
+JOIN store.graphs AS graph ON graph.id = strategy.graph_id
+JOIN store.topologies AS topology ON topology.id = run.topology_id
+JOIN store.trainings AS training ON training.id = run.training_id
+"""
+
+_SIMULATIONS = f"""
+SELECT run.id, {_RUN_NAMES}, run.task_order, run.step_time_s,
+       training.batch_size / run.step_time_s AS throughput_samples_per_s, run.measured_share,
+       run.estimated_share, run.datasheet_share, run.compute_s, run.communication_bytes, run.peak_bytes,
+       run.feasible::BOOLEAN AS feasible, run.cost_digest, run.created_at, run.strategy_id, run.topology_id,
+       run.training_id, run.search_id
+FROM store.simulations AS run {_RUN_JOINS}
+"""
+
+_EXECUTIONS = f"""
+SELECT run.id, {_RUN_NAMES}, run.status, run.iterations, run.minimum_s, run.median_s, run.mean_s,
+       run.throughput_samples_per_s, run.step_times_s, run.failure, run.largest_deviation,
+       environment.fingerprint AS environment, run.created_at, run.finished_at, run.strategy_id,
+       run.topology_id, run.training_id
+FROM store.executions AS run {_RUN_JOINS}
+JOIN store.environments AS environment ON environment.id = run.environment_id
+"""
+
+_TRACES = """
+SELECT trace.search_id AS search, trace.kind, trace.path, trace.rows, trace.created_at,
+       trace.path IN (SELECT path FROM present_chunks) AS present
+FROM store.traces AS trace
+"""
+
+# One row a strategy, topology and training: the newest prediction (in program order, the runtime's, where
+# there is one) beside the newest finished run. Errors are of the prediction, relative to what was measured.
+# Speed-ups are over data parallelism on the same graph, topology and training.
+_PREDICTED_VS_MEASURED = f"""
+WITH predicted AS (
+    SELECT *
+    FROM store.simulations
+    QUALIFY row_number() OVER (
+        PARTITION BY strategy_id, topology_id, training_id
+        ORDER BY task_order = 'program' DESC, created_at DESC, id DESC
+    ) = 1
+),
+measured AS (
+    SELECT strategy_id, topology_id, training_id, median_s, minimum_s,
+           count(*) OVER (PARTITION BY strategy_id, topology_id, training_id) AS executions
+    FROM store.executions
+    WHERE status = 'finished'
+    QUALIFY row_number() OVER (
+        PARTITION BY strategy_id, topology_id, training_id ORDER BY created_at DESC, id DESC
+    ) = 1
+),
+run AS (
+    SELECT strategy_id, topology_id, training_id, predicted.step_time_s AS predicted_s,
+           measured.median_s AS measured_median_s, measured.minimum_s AS measured_minimum_s,
+           coalesce(measured.executions, 0) AS executions, predicted.feasible::BOOLEAN AS feasible,
+           predicted.task_order, predicted.measured_share, predicted.estimated_share, predicted.datasheet_share
+    FROM predicted
+    FULL JOIN measured USING (strategy_id, topology_id, training_id)
+)
+SELECT {_RUN_NAMES}, run.predicted_s, run.measured_median_s, run.measured_minimum_s,
+       training.batch_size / run.predicted_s AS predicted_throughput_samples_per_s,
+       training.batch_size / run.measured_median_s AS measured_throughput_samples_per_s,
+       (run.predicted_s - run.measured_median_s) / run.measured_median_s AS relative_error,
+       (run.predicted_s - run.measured_minimum_s) / run.measured_minimum_s AS relative_error_to_minimum,
+       max(CASE WHEN strategy.source = 'data-parallel' THEN run.predicted_s END) OVER alike
+           / run.predicted_s AS predicted_speedup,
+       max(CASE WHEN strategy.source = 'data-parallel' THEN run.measured_median_s END) OVER alike
+           / run.measured_median_s AS measured_speedup,
+       run.measured_share, run.estimated_share, run.datasheet_share, run.feasible, run.task_order,
+       run.executions, strategy.device_count, strategy.graph_id, run.strategy_id, run.topology_id,
+       run.training_id
+FROM run {_RUN_JOINS}
+WINDOW alike AS (PARTITION BY strategy.graph_id, run.topology_id, run.training_id)
+"""
+
+# One row a graph, topology and training: the fastest strategy by prediction, and the one by measurement.
+_BEST_PER_MODEL = """
+SELECT model, topology, batch_size,
+       arg_min(strategy, predicted_s) FILTER (feasible) AS best_predicted_strategy,
+       min(predicted_s) FILTER (feasible) AS best_predicted_s,
+       max(predicted_speedup) FILTER (feasible) AS predicted_speedup,
+       arg_min(strategy, measured_median_s) AS best_measured_strategy,
+       min(measured_median_s) AS best_measured_median_s,
+       max(measured_speedup) AS measured_speedup,
+       count(*) AS strategies, graph_id, topology_id, training_id
+FROM predicted_vs_measured
+GROUP BY model, topology, batch_size, graph_id, topology_id, training_id
+"""
+
+VIEWS = {
+    "op_costs": _OP_COSTS,
+    "link_costs": _LINK_COSTS,
+    "searches": _SEARCHES,
+    "strategies": _STRATEGIES,
+    "simulations": _SIMULATIONS,
+    "executions": _EXECUTIONS,
+    "traces": _TRACES,
+    "predicted_vs_measured": _PREDICTED_VS_MEASURED,
+    "best_per_model": _BEST_PER_MODEL,
+}
+"""The views by name, in an order in which each may use those before it."""

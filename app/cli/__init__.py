@@ -1,0 +1,1 @@
+"""The command line: options in, services called, tables or JSON out."""

@@ -1,0 +1,92 @@
+"""`app db`."""
+
+from __future__ import annotations
+
+import typer
+
+from app.cli import options
+
+application = typer.Typer(help="The database: where it is, its schema, what it holds.", no_args_is_help=True)
+
+
+@application.command("upgrade")
+def upgrade_database(database: options.Database = None, as_json: options.AsJson = False) -> None:
+    """Make the database, or bring its schema to this version's.
+
+    Example: app db upgrade
+    """
+    from app.cli.output import print_json, print_lines
+    from app.db.engine import display_name, resolve_url
+    from app.db.schema import status, upgrade
+
+    before = upgrade(database)
+    revision, _ = status(database)
+    name = display_name(resolve_url(database))
+    if as_json:
+        print_json({"database": name, "revision": revision, "revision_before": before or None})
+    elif before == revision:
+        print_lines(f"{name}: at revision {revision} already")
+    else:
+        print_lines(f"{name}: brought from revision {before or 'none'} to {revision}")
+
+
+@application.command("status")
+def database_status(database: options.Database = None, as_json: options.AsJson = False) -> None:
+    """Show the schema's revision, the rows of each table, and the op costs by device kind and environment.
+
+    Example: app db status
+    """
+    from app.cli.output import print_json, print_lines, print_table
+    from app.db.engine import display_name, resolve_url
+    from app.db.schema import status
+    from app.db.store import Store
+
+    current, head = status(database)
+    name = display_name(resolve_url(database))
+    counts: dict[str, int] = {}
+    summaries = []
+    if current == head:
+        with Store.open(database) as store:
+            counts, summaries = store.table_counts(), store.cost_summaries()
+    if as_json:
+        print_json(
+            {
+                "database": name,
+                "revision": current,
+                "newest_revision": head,
+                "tables": counts,
+                "op_costs": [
+                    {
+                        "device_kind": one.device_kind.name,
+                        "environment": one.environment.fingerprint,
+                        "measured": one.measured,
+                        "failed": one.failed,
+                        "oldest": one.oldest.isoformat(),
+                        "newest": one.newest.isoformat(),
+                    }
+                    for one in summaries
+                ],
+            }
+        )
+        return
+    print_lines(f"{name}: revision {current or 'none'}, newest {head}")
+    if current != head:
+        print_lines("bring it up to date by: app db upgrade")
+        return
+    print_table(["table", "rows"], [[table, count] for table, count in counts.items()])
+    if summaries:
+        print_table(
+            ["device kind", "environment", "torch", "measured", "failed", "oldest", "newest"],
+            [
+                [
+                    one.device_kind.name,
+                    one.environment.fingerprint[:12],
+                    one.environment.facts.get("torch", "-"),
+                    one.measured,
+                    one.failed,
+                    f"{one.oldest:%Y-%m-%d %H:%M}",
+                    f"{one.newest:%Y-%m-%d %H:%M}",
+                ]
+                for one in summaries
+            ],
+        )

@@ -1,0 +1,73 @@
+"""`app models`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from app.cli import options
+
+application = typer.Typer(
+    help="The networks that come with Soapstone, and what is in one.", no_args_is_help=True
+)
+
+
+@application.command("list")
+def list_models(as_json: options.AsJson = False) -> None:
+    """List the networks of the zoo.
+
+    Example: app models list
+    """
+    from app.cli.output import print_json, print_table
+    from graph.zoo import zoo_entry, zoo_names
+
+    entries = [zoo_entry(name) for name in zoo_names()]
+    if as_json:
+        print_json(
+            [
+                {"name": one.name, "title": one.title, "paper": one.paper, "batch_size": one.batch_size}
+                for one in entries
+            ]
+        )
+        return
+    print_table(
+        ["name", "network", "batch size", "source"],
+        [[one.name, one.title, one.batch_size, one.paper] for one in entries],
+    )
+
+
+@application.command("show")
+def show_model(
+    model: Annotated[str, typer.Argument(help="A network of the zoo, or package.module:factory.")],
+    preset: options.Preset = "paper",
+    batch_size: options.BatchSize = None,
+    batch_norm: options.BatchNorm = "synchronized",
+    as_json: options.AsJson = False,
+) -> None:
+    """Import a network and show its operators, their axes, and what cannot be split.
+
+    Example: app models show inception
+    """
+    from app.cli.output import print_json, print_lines, print_table
+    from app.services.describing import describe_model
+    from app.services.searching import search_request_model
+
+    report = describe_model(search_request_model(model, preset, batch_size), batch_norm)
+    if as_json:
+        print_json(report.to_json())
+        return
+    print_lines(
+        f"{report.name}: {report.operators} operators in {report.groups} groups, {report.parameters:,} parameters, "
+        f"{report.forward_flops / 1e9:.2f} GFLOP forward at batch size {report.batch_size}",
+        f"{report.splittable_share * 100:.2f} % of the operations are in operators that can be split",
+    )
+    print_table(
+        ["operator", "count", "axes", "GFLOP", "share"],
+        [
+            [row.target, row.count, row.axes, f"{row.flops / 1e9:.2f}", f"{row.share * 100:.1f} %"]
+            for row in report.rows
+        ],
+    )
+    for name, reason in report.unsplit:
+        print_lines(f"{name}: {reason}")

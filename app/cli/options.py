@@ -1,0 +1,65 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        help="Path of a SQLite file, or a URL. Default: $SOAPSTONE_DATABASE_URL, else the user's data folder.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Model = Annotated[
+    str,
+    typer.Option("--model", help="A network of the zoo (see app models list), or package.module:factory."),
+]
+Preset = Annotated[str, typer.Option("--preset", help="Sizes of a zoo network: paper or small.")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size", help="Samples a step, over all devices. Default: the preset's.", show_default=False
+    ),
+]
+Precision = Annotated[str, typer.Option("--precision", help="Number format: float32.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adam.")]
+BatchNorm = Annotated[
+    str,
+    typer.Option(
+        "--batch-norm", help="synchronized: statistics of the whole batch; local: of each part, as DDP."
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="cpu or cuda. Default: cuda where there are GPUs, else cpu.", show_default=False
+    ),
+]
+Devices = Annotated[
+    int | None, typer.Option("--devices", help="Use the first N devices. Default: all.", show_default=False)
+]
+Topology = Annotated[
+    str,
+    typer.Option("--topology", help="local, a packaged topology (see app topology list), or a YAML file."),
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="Number of nodes of a packaged topology.", show_default=False)
+]
+
+
+def processor(device: str | None) -> Any:
+    """Return "cpu", "cuda" or None.
+
+    Raises:
+        UsageError: the option is something else.
+    """
+    from graph.errors import UsageError
+
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device: is {device}, must be cpu or cuda; choose one")
+    return device

@@ -1,0 +1,114 @@
+"""Tables, JSON and progress bars. Results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+
+def print_json(document: Any) -> None:
+    """Write one JSON document to standard output."""
+    sys.stdout.write(json.dumps(document, indent=2, sort_keys=True) + "\n")
+
+
+def print_lines(*lines: str) -> None:
+    """Write lines to standard output."""
+    sys.stdout.write("".join(line + "\n" for line in lines))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+    """Write a table to standard output; numbers are expected as text, already rounded."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return seconds as milliseconds for people; a dash where there are none."""
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as per cent; a dash where there is none."""
+    return "-" if share is None else f"{share * 100:.1f} %"
+
+
+def ratio(value: float | None) -> str:
+    """Return a number with two decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def mebibytes(size_bytes: float | None) -> str:
+    """Return bytes as MiB; a dash where there are none."""
+    return "-" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
+
+
+class TerminalProgress:
+    """Implements `app.services.progress.Progress` on standard error: bars on a terminal, lines elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._console.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+
+    def begin(self, text: str, total: int | None) -> None:
+        """Show a bar; off a terminal, one line."""
+        self.end()
+        if self._bars.disable:
+            self.say(text if total is None else f"{text}: {total}")
+        else:
+            self._task = self._bars.add_task(text, total=total)
+
+    def advance(self, steps: int = 1, text: str | None = None) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            self._bars.update(self._task, advance=steps, **({} if text is None else {"description": text}))
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+            self._task = None

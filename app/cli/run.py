@@ -1,0 +1,120 @@
+"""`app run`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from app.cli import options
+
+if TYPE_CHECKING:
+    from app.services.running import RunReport
+
+
+def run(
+    model: options.Model,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            help="best, data-parallel, expert, single-device, a strategy's id or digest, or a JSON file.",
+        ),
+    ] = "best",
+    devices: options.Devices = None,
+    device: options.Device = None,
+    preset: options.Preset = "paper",
+    batch_size: options.BatchSize = None,
+    precision: options.Precision = "float32",
+    optimizer: options.Optimizer = "sgd",
+    batch_norm: options.BatchNorm = "synchronized",
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Steps to measure.")] = 10,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps before the first measured one.")] = 2,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, data and dropout.")] = 0,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare loss and every gradient with the graph on one device.")
+    ] = False,
+    on_miss: Annotated[
+        str, typer.Option("--on-miss", help="A cost that the prediction lacks: measure, estimate or fail.")
+    ] = "measure",
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds after which the run is given up.")
+    ] = 1800.0,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Execute a strategy on this machine's devices, one process a device, and store predicted and measured time.
+
+    Example: app run --model inception --strategy best
+    """
+    from app.cli.output import TerminalProgress, print_json
+    from app.services.costs import ON_MISS
+    from app.services.running import RunRequest, run_strategy
+    from app.services.searching import search_request_model
+    from graph.errors import RuntimeFailure, UsageError
+
+    if on_miss not in ON_MISS:
+        raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
+    request = RunRequest(
+        model=search_request_model(model, preset, batch_size),
+        strategy=strategy,
+        devices=devices,
+        processor=options.processor(device),
+        precision=precision,
+        optimizer=optimizer,
+        batch_norm=batch_norm,
+        iterations=iterations,
+        warmup=warmup,
+        seed=seed,
+        verify=verify,
+        on_miss=on_miss,
+        timeout_s=timeout,
+    )
+    with TerminalProgress(quiet=as_json) as progress:
+        report = run_strategy(request, database, progress)
+    if report is None:
+        return
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    if report.deviations is not None and not report.verified:
+        worst = next(one for one in report.deviations if not one.ok)
+        raise RuntimeFailure(
+            f"verification: gradient {worst.name} deviates by {worst.relative:.2e}, must be within "
+            f"{worst.allowed:.0e} of the graph on one device; report it with the strategy"
+        )
+
+
+def _print(report: RunReport) -> None:
+    from app.cli.output import milliseconds, percent, print_lines, print_table
+
+    print_lines(
+        f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on {report.devices} "
+        f"devices, strategy {report.strategy_digest[:12]}, {len(report.step_times_s)} steps"
+    )
+    print_table(
+        ["", "step", "samples/s"],
+        [
+            ["predicted", milliseconds(report.predicted_s), f"{report.batch_size / report.predicted_s:.2f}"],
+            ["measured, median", milliseconds(report.median_s), f"{report.throughput:.2f}"],
+            [
+                "measured, fastest",
+                milliseconds(report.minimum_s),
+                f"{report.batch_size / report.minimum_s:.2f}",
+            ],
+        ],
+    )
+    print_lines(
+        f"prediction error {percent(report.relative_error)}; loss {report.first_loss:.4f} in the first step, "
+        f"{report.last_loss:.4f} in the last"
+    )
+    if report.deviations is not None:
+        print_table(
+            ["largest deviations from one device", "relative", "allowed"],
+            [[one.name, f"{one.relative:.2e}", f"{one.allowed:.0e}"] for one in report.deviations[:10]],
+        )
+        print_lines(
+            f"{sum(one.ok for one in report.deviations)} of {len(report.deviations)} (loss and gradients) equal within "
+            "dtype tolerance"
+        )

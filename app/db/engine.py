@@ -1,0 +1,236 @@
+"""Where the database is, and how connections to it behave.
+
+SQLite: write-ahead log, so that readers never wait; every writing transaction begins with BEGIN IMMEDIATE,
+because a deferred one that reads before it writes fails as soon as another process writes in between; 60 s of
+patience for the lock. Reads go through a second engine, whose connections refuse to write. PostgreSQL:
+psycopg.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from graph.errors import DatabaseError
+
+ENVIRONMENT_VARIABLE = "SOAPSTONE_DATABASE_URL"
+LOCK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An opened database: one engine that writes, one that only reads, and the folder that traces are relative to."""
+
+    url: sa.URL
+    write_engine: sa.Engine
+    read_engine: sa.Engine
+    trace_root: Path
+    trace_folder: Path
+
+    @property
+    def name(self) -> str:
+        """What to call this database in a message: a file's path, or a URL without its password."""
+        return display_name(self.url)
+
+    def dispose(self) -> None:
+        """Close all idle connections."""
+        self.write_engine.dispose()
+        self.read_engine.dispose()
+
+
+def default_folder() -> Path:
+    """Return the user's data folder for Soapstone; it is not created here."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("soapstone", appauthor=False))
+
+
+def default_path() -> Path:
+    """Return the SQLite file that is used where nobody names another."""
+    return default_folder() / "soapstone.sqlite"
+
+
+def display_name(url: sa.URL) -> str:
+    """Return a file's path for SQLite, else the URL with its password hidden."""
+    if url.get_backend_name() == "sqlite":
+        return str(url.database)
+    return url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+
+
+def resolve_url(database: str | os.PathLike[str] | None = None) -> sa.URL:
+    """Return the URL of the database that is meant.
+
+    `database` is a URL or the path of a SQLite file; None means the environment variable
+    SOAPSTONE_DATABASE_URL, else the file in the user's data folder. Plain `postgresql://` and `postgres://`
+    are taken to mean psycopg.
+
+    Raises:
+        DatabaseError: the URL cannot be read, or names neither SQLite nor PostgreSQL.
+    """
+    text = os.fspath(database) if database is not None else os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if not text:
+        if database is not None:
+            raise DatabaseError(
+                "database: name is empty, must be a path or a URL; leave it out for the default"
+            )
+        return _sqlite_url(default_path())
+    if "://" not in text:
+        return _sqlite_url(Path(text).expanduser())
+    try:
+        url = sa.make_url(text)
+    except (exc.ArgumentError, ValueError):
+        raise DatabaseError(
+            f"database: {_without_password(text)!r} is not a URL, must be a path, sqlite:///PATH or "
+            "postgresql://USER:PASSWORD@HOST/NAME; correct it"
+        ) from None
+    match url.get_backend_name():
+        case "sqlite":
+            if not url.database or url.database == ":memory:" or "mode=memory" in text:
+                raise DatabaseError(
+                    f"database {text!r}: is in memory, must be a file, since several processes write to it; use a path"
+                )
+            return _sqlite_url(Path(url.database))
+        case "postgresql" | "postgres":
+            return _postgresql_url(url)
+        case other:
+            raise DatabaseError(
+                f"database: {other!r} is no known kind, must be sqlite or postgresql; correct the URL"
+            )
+
+
+def connect_engines(url: sa.URL) -> Database:
+    """Return the database at `url`, with engines that connect on first use; its schema is not looked at.
+
+    Raises:
+        DatabaseError: the folder of a SQLite file is missing or unusable.
+    """
+    if url.get_backend_name() == "sqlite":
+        path = Path(str(url.database))
+        _check_sqlite_path(path)
+        return Database(
+            url=url,
+            write_engine=_sqlite_engine(url, begin="BEGIN IMMEDIATE", pragmas=("foreign_keys=ON",)),
+            read_engine=_sqlite_engine(url, begin="BEGIN", pragmas=("query_only=ON",)),
+            trace_root=path.parent,
+            trace_folder=path.parent / f"{path.stem}.traces",
+        )
+    root = default_folder()
+    # One folder a database: searches of different databases have the same numbers.
+    name = f"{url.host or 'local'}-{url.port or 5432}-{url.database}"
+    return Database(
+        url=url,
+        write_engine=sa.create_engine(url, pool_pre_ping=True),
+        # One statement after another must see one state, as they do in a transaction of SQLite.
+        read_engine=sa.create_engine(
+            url,
+            pool_pre_ping=True,
+            isolation_level="REPEATABLE READ",
+            execution_options={"postgresql_readonly": True},
+        ),
+        trace_root=root,
+        trace_folder=root / f"{''.join(c if c.isalnum() or c in '-._' else '_' for c in name)}.traces",
+    )
+
+
+def migration_engine(url: sa.URL) -> sa.Engine:
+    """Return an engine for schema changes: writing, and on SQLite without foreign keys.
+
+    SQLite changes a table by writing a new one and dropping the old one; with foreign keys on, the drop would
+    delete the rows that refer to it.
+    """
+    if url.get_backend_name() == "sqlite":
+        return _sqlite_engine(url, begin="BEGIN IMMEDIATE", pragmas=("foreign_keys=OFF",))
+    return sa.create_engine(url)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the reason in a driver's error, without SQL, parameters and line breaks."""
+    cause = getattr(error, "orig", None) or error
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def _sqlite_url(path: Path) -> sa.URL:
+    return sa.URL.create("sqlite", database=str(path.absolute()))
+
+
+def _postgresql_url(url: sa.URL) -> sa.URL:
+    if importlib.util.find_spec("psycopg") is None:
+        raise DatabaseError(
+            "database: the PostgreSQL driver psycopg is not installed, must be; run pip install 'soapstone[pg]'"
+        )
+    if not url.database:
+        raise DatabaseError(
+            f"database {url.render_as_string(hide_password=True)!r}: has no database name, must have one; append /NAME"
+        )
+    return url.set(drivername="postgresql+psycopg")
+
+
+def _without_password(text: str) -> str:
+    scheme, _, rest = text.partition("://")
+    credentials, at, place = rest.rpartition("@")
+    return f"{scheme}://{credentials.partition(':')[0]}:***@{place}" if at else text
+
+
+def _check_sqlite_path(path: Path) -> None:
+    if path == default_path():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DatabaseError(
+                f"database {path}: its folder cannot be made ({error.strerror}); name another by --database or "
+                f"{ENVIRONMENT_VARIABLE}"
+            ) from None
+    if path.is_dir():
+        raise DatabaseError(f"database {path}: is a folder, must be a file; add a file name")
+    if not path.parent.is_dir():
+        raise DatabaseError(
+            f"database {path}: folder {path.parent} does not exist, must exist; make it first"
+        )
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise DatabaseError(f"database {path}: cannot be read and written, must be; change its permissions")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise DatabaseError(
+            f"database {path}: folder {path.parent} cannot be written to, must be (SQLite keeps its log there); "
+            "change its permissions"
+        )
+
+
+def _sqlite_engine(url: sa.URL, *, begin: str, pragmas: tuple[str, ...]) -> sa.Engine:
+    engine = sa.create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S})
+
+    @sa.event.listens_for(engine, "connect")
+    def _configure(connection: sqlite3.Connection, _record: Any) -> None:
+        # The driver must not begin transactions by itself: it would begin deferred ones.
+        connection.isolation_level = None
+        _use_write_ahead_log(connection)
+        for pragma in ("synchronous=NORMAL", *pragmas):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switch the file to the write-ahead log; two processes may try at once, and SQLite does not wait here."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            # A file system that cannot do it (some network ones) answers with the mode that stays: slower,
+            # still right.
+            connection.execute("PRAGMA journal_mode=WAL").fetchone()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

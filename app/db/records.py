@@ -1,0 +1,315 @@
+"""The rows of the database as frozen dataclasses: what `Store` takes and returns.
+
+Conventions: times are float seconds, sizes are bytes, moments are timezone-aware UTC. `id` is 0 in a record
+that was not read from the database; every `put_...` method of the store returns the id of the row. Texts
+named `document` and `key` are canonical JSON (`graph.canonical`) and are stored unchanged; mappings are
+stored as canonical JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from graph.canonical import digest
+
+Phase = Literal["forward", "backward", "update"]
+"""Which part of a training step an operator cost is of."""
+
+SearchStatus = Literal["running", "finished", "interrupted", "failed"]
+ExecutionStatus = Literal["running", "finished", "failed"]
+TaskOrder = Literal["program", "fifo"]
+"""Order of tasks on a resource in a simulation: the runtime's own, or by ready time (FlexFlow, Algorithm 1)."""
+
+StrategySource = Literal["data-parallel", "single-device", "expert", "search", "import"]
+TraceKind = Literal["proposals", "configurations"]
+
+
+def utc_now() -> datetime:
+    """Return the present moment, in UTC."""
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKindRecord:
+    """A kind of device that costs are measured on; `name` is its identity."""
+
+    name: str
+    processor: str
+    memory_bytes: int
+    description: Mapping[str, Any] = field(default_factory=dict)
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentRecord:
+    """Hardware and software that a measurement depends on; no host name, so that like machines share costs.
+
+    `facts`: processor model, core count, driver, CUDA, PyTorch, Python and operating system versions,
+    threads, clock limits; values are JSON scalars, lists or mappings.
+    """
+
+    facts: Mapping[str, Any]
+    created_at: datetime = field(default_factory=utc_now)
+    id: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """The sha256 of the facts' canonical JSON: the environment's identity."""
+        return digest(dict(self.facts))
+
+
+@dataclass(frozen=True, slots=True)
+class OpSignatureRecord:
+    """What is measured: one local call, named by operator type, every attribute, shapes and dtypes.
+
+    `flops` and `bytes` are those of one forward execution.
+    """
+
+    digest: str
+    target: str
+    key: str
+    flops: int
+    bytes: int
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpCostRecord:
+    """The measured cost of one phase of one signature, or the reason why it could not be measured.
+
+    Either `failure` is None and the three times are numbers, or `failure` says why and they are None.
+    """
+
+    signature: OpSignatureRecord
+    phase: Phase
+    minimum_s: float | None
+    p10_s: float | None
+    median_s: float | None
+    samples_s: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    failure: str | None = None
+    measured_at: datetime = field(default_factory=utc_now)
+    device_kind_id: int = 0
+    environment_id: int = 0
+    id: int = 0
+
+    @property
+    def sample_count(self) -> int:
+        """Number of raw samples."""
+        return len(self.samples_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCostRecord:
+    """The measured time of one communication pattern between processes on devices of one kind, at one size.
+
+    `pattern` is a name such as "p2p" or "all_reduce"; `group_size` counts the processes that take part.
+    """
+
+    pattern: str
+    group_size: int
+    size_bytes: int
+    minimum_s: float
+    median_s: float
+    samples_s: tuple[float, ...] = ()
+    measured_at: datetime = field(default_factory=utc_now)
+    device_kind_id: int = 0
+    environment_id: int = 0
+    id: int = 0
+
+    @property
+    def sample_count(self) -> int:
+        """Number of raw samples."""
+        return len(self.samples_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFitRecord:
+    """What was fitted to the link costs of one pattern and group size.
+
+    Time of a message = `latency_s` + bytes / `bandwidth_bytes_per_s`. `contention_factor` is how many
+    seconds of computing one second of communication beside it costs (0: none), as in `graph.topology`. A value that
+    was not determined is None.
+    """
+
+    pattern: str
+    group_size: int
+    latency_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    contention_factor: float | None = None
+    measured_at: datetime = field(default_factory=utc_now)
+    device_kind_id: int = 0
+    environment_id: int = 0
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """An operator graph; `model` is what it was imported from: model name, preset, batch size, overrides."""
+
+    digest: str
+    name: str
+    model: Mapping[str, Any]
+    operator_count: int
+    parameter_count: int
+    flops: int
+    document: str
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyRecord:
+    """A device topology."""
+
+    digest: str
+    name: str
+    device_count: int
+    document: str
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRecord:
+    """A training description; `batch_size` turns its step times into samples per second."""
+
+    digest: str
+    batch_size: int
+    document: str
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyRecord:
+    """A strategy for one graph; the same strategy found twice is one row and keeps its first `source`."""
+
+    digest: str
+    graph_id: int
+    device_count: int
+    document: str
+    source: StrategySource
+    created_at: datetime = field(default_factory=utc_now)
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """A search. A new one needs the fields without a default; `Store.finish_search` fills in the rest.
+
+    `trace_path` is the folder of its proposals' chunks, relative to the database's trace folder.
+    """
+
+    graph_id: int
+    topology_id: int
+    training_id: int
+    algorithm: str
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    status: SearchStatus = "running"
+    proposals: int = 0
+    accepted: int = 0
+    initial_time_s: float | None = None
+    best_time_s: float | None = None
+    best_strategy_id: int | None = None
+    trace_path: str | None = None
+    started_at: datetime = field(default_factory=utc_now)
+    finished_at: datetime | None = None
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOutcome:
+    """How far a search came: what `Store.update_search` and `Store.finish_search` write."""
+
+    proposals: int
+    accepted: int
+    initial_time_s: float | None
+    best_time_s: float | None
+    best_strategy_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRecord:
+    """The predicted step of one strategy under one set of costs, named by `cost_digest`.
+
+    The three shares say what part of the predicted time rests on measured costs, on estimates and on data
+    sheets; they add up to 1. `compute_s` is summed over the devices. `peak_bytes` has one entry a device.
+    `feasible` is False when a device's memory does not hold the strategy.
+    """
+
+    strategy_id: int
+    topology_id: int
+    training_id: int
+    task_order: TaskOrder
+    cost_digest: str
+    step_time_s: float
+    measured_share: float
+    estimated_share: float
+    datasheet_share: float
+    compute_s: float
+    communication_bytes: int
+    peak_bytes: tuple[int, ...]
+    feasible: bool = True
+    search_id: int | None = None
+    created_at: datetime = field(default_factory=utc_now)
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionRecord:
+    """A real run of a strategy. `Store.start_execution` needs the fields without a default.
+
+    `largest_deviation` is the largest difference found by verification against one device; None if it was not
+    asked for.
+    """
+
+    strategy_id: int
+    topology_id: int
+    training_id: int
+    environment_id: int
+    iterations: int
+    status: ExecutionStatus = "running"
+    step_times_s: tuple[float, ...] = ()
+    minimum_s: float | None = None
+    median_s: float | None = None
+    mean_s: float | None = None
+    throughput_samples_per_s: float | None = None
+    failure: str | None = None
+    largest_deviation: float | None = None
+    created_at: datetime = field(default_factory=utc_now)
+    finished_at: datetime | None = None
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """A Parquet chunk of a search's trace; `path` is relative to the database's trace folder."""
+
+    search_id: int
+    kind: TraceKind
+    path: str
+    rows: int
+    created_at: datetime = field(default_factory=utc_now)
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankedStrategy:
+    """A strategy with its newest simulation."""
+
+    strategy: StrategyRecord
+    simulation: SimulationRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CostSummary:
+    """The operator costs of one device kind in one environment: how many there are, and how old they are."""
+
+    device_kind: DeviceKindRecord
+    environment: EnvironmentRecord
+    measured: int
+    failed: int
+    oldest: datetime
+    newest: datetime

@@ -1,0 +1,207 @@
+"""The schema's version: where the migrations are, how a database gets to the newest, and the check at every open.
+
+An empty or missing database is upgraded at its first open, so that a new user needs no command. An older
+schema is never changed silently: a running process of an older Soapstone may still use it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from app.db.engine import Database, connect_engines, display_name, migration_engine, one_line, resolve_url
+from graph.errors import DatabaseError
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+HEAD = "0001"
+"""The newest revision, so that an open needs no Alembic; a test holds it equal to the migrations'."""
+
+# Any number that nobody else is likely to lock in the same PostgreSQL database.
+_ADVISORY_LOCK = 0x50415053
+
+
+def locate_migrations() -> Path:
+    """Return the folder of the Alembic environment: `app/_migrations` of a wheel, else the repository's.
+
+    Raises:
+        DatabaseError: there is neither.
+    """
+    packaged = Path(__file__).resolve().parent.parent / "_migrations"
+    repository = packaged.parent.parent / "migrations"
+    for folder in (packaged, repository):
+        if (folder / "env.py").is_file():
+            return folder
+    raise DatabaseError(
+        f"migrations: not found at {packaged} or {repository}, must be there; install Soapstone again"
+    )
+
+
+def open_database(database: str | os.PathLike[str] | None = None) -> Database:
+    """Open a database, by URL or path (see `resolve_url`), and check its schema; an empty one gets the schema.
+
+    Raises:
+        DatabaseError: it cannot be opened, is not one of Soapstone's, or its schema is older or newer than
+        this code.
+    """
+    url = resolve_url(database)
+    opened = connect_engines(url)
+    try:
+        current = _current(opened.read_engine)
+        if current is None:
+            upgrade(url)
+        elif current != HEAD:
+            _check_known(url, current)
+            raise DatabaseError(
+                f"database {opened.name}: schema is {current}, must be {HEAD}; run: "
+                f"app db upgrade{_database_option(database)}"
+            )
+    except exc.DBAPIError as error:
+        opened.dispose()
+        raise _unusable(url, error) from None
+    except DatabaseError:
+        opened.dispose()
+        raise
+    return opened
+
+
+def upgrade(database: str | os.PathLike[str] | sa.URL | None = None, *, revision: str = "head") -> str:
+    """Bring a database to a revision, in one transaction; return the revision that it had, or "" for none.
+
+    Processes that do so at once wait for each other.
+
+    Raises:
+        DatabaseError: it cannot be opened, belongs to another program, or is newer than this code.
+    """
+    return _migrate(database, "upgrade", revision)
+
+
+def downgrade(database: str | os.PathLike[str] | sa.URL | None = None, *, revision: str) -> str:
+    """Take a database back to an older revision ("base" drops every table); return the revision that it had."""
+    return _migrate(database, "downgrade", revision)
+
+
+def status(database: str | os.PathLike[str] | sa.URL | None = None) -> tuple[str | None, str]:
+    """Return the database's revision, None where it has no tables yet, and the newest that this code knows.
+
+    A SQLite file that does not exist is not created.
+
+    Raises:
+        DatabaseError: it cannot be opened, or belongs to another program.
+    """
+    url = database if isinstance(database, sa.URL) else resolve_url(database)
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
+        return None, HEAD
+    opened = connect_engines(url)
+    try:
+        return _current(opened.read_engine), HEAD
+    except exc.DBAPIError as error:
+        raise _unusable(url, error) from None
+    finally:
+        opened.dispose()
+
+
+def alembic_config() -> Config:
+    """Return Alembic's configuration, without a file and without output."""
+    from alembic.config import Config
+
+    with closing(open(os.devnull, "w", encoding="utf-8")) as silent:
+        config = Config(stdout=silent)
+    config.set_main_option("script_location", str(locate_migrations()).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+def _migrate(database: str | os.PathLike[str] | sa.URL | None, direction: str, revision: str) -> str:
+    from alembic import command
+
+    url = database if isinstance(database, sa.URL) else resolve_url(database)
+    connect_engines(url).dispose()  # checks the path
+    engine = migration_engine(url)
+    try:
+        with engine.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+            current = _current_on(connection, display_name(url))
+            if current is not None:
+                _check_known(url, current)
+            config = alembic_config()
+            config.attributes["connection"] = connection
+            getattr(command, direction)(config, revision)
+            _check_foreign_keys(connection)
+        return current or ""
+    except exc.DBAPIError as error:
+        raise _unusable(url, error) from None
+    finally:
+        engine.dispose()
+
+
+def _current(engine: sa.Engine) -> str | None:
+    with engine.connect() as connection:
+        return _current_on(connection, display_name(engine.url))
+
+
+def _current_on(connection: sa.Connection, name: str) -> str | None:
+    tables = set(sa.inspect(connection).get_table_names())
+    if "alembic_version" in tables:
+        revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+        if revision is not None:
+            return str(revision)
+    if others := sorted(tables - {"alembic_version"}):
+        raise DatabaseError(
+            f"database {name}: has tables of another program ({', '.join(others[:3])}), must be empty or Soapstone's; "
+            "name another by --database"
+        )
+    return None
+
+
+def _check_known(url: sa.URL, revision: str) -> None:
+    if revision == HEAD:
+        return
+    from alembic.script import ScriptDirectory
+
+    known = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    if revision not in known:
+        raise DatabaseError(
+            f"database {display_name(url)}: schema is {revision}, this Soapstone knows up to {HEAD} and is older than "
+            "the database; install a newer Soapstone"
+        )
+
+
+def _check_foreign_keys(connection: sa.Connection) -> None:
+    """Foreign keys were off during a SQLite migration: make sure that it left no dangling reference."""
+    if connection.dialect.name != "sqlite":
+        return
+    if dangling := connection.exec_driver_sql("PRAGMA foreign_key_check").first():
+        raise DatabaseError(
+            f"database: migration would leave row {dangling[1]} of {dangling[0]} without its {dangling[2]} row; "
+            "nothing was changed, report this"
+        )
+
+
+def _database_option(database: str | os.PathLike[str] | None) -> str:
+    if database is None:
+        return ""
+    import shlex
+
+    text = os.fspath(database)
+    if "://" in text and "@" in text:
+        text = sa.make_url(text).render_as_string(hide_password=True)
+    return f" --database {shlex.quote(text)}"
+
+
+def _unusable(url: sa.URL, error: exc.DBAPIError) -> DatabaseError:
+    reason = one_line(error)
+    if "file is not a database" in reason:
+        return DatabaseError(
+            f"database {display_name(url)}: is not a SQLite database, must be one; name another by --database"
+        )
+    return DatabaseError(
+        f"database {display_name(url)}: cannot be used ({reason}); check the file or the URL"
+    )

@@ -1,0 +1,158 @@
+"""What the store's modules share: upserts for both dialects, and rows to records and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import islice
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+from sqlalchemy.dialects import postgresql, sqlite
+
+from app.db.engine import Database, one_line
+from graph.canonical import canonical_json
+from graph.errors import DatabaseError
+
+Record = TypeVar("Record")
+Item = TypeVar("Item")
+Row = Mapping[str, Any]
+
+BATCH_ROWS = 1000
+"""Values in one IN (...): SQLite allows 32,766 parameters in a statement, PostgreSQL 65,535."""
+
+
+class StorePart:
+    """A family of the store's methods: one database, each method one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A writing transaction: committed at the end, rolled back by an exception."""
+        with self._errors_named(), self.database.write_engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A reading transaction: one state of the database, whatever others write meanwhile."""
+        with self._errors_named(), self.database.read_engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.DBAPIError as error:
+            raise DatabaseError(
+                f"database {self.database.name}: operation failed ({one_line(error)}); check the database"
+            ) from error
+
+
+def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Split into lists of at most BATCH_ROWS."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, BATCH_ROWS)):
+        yield batch
+
+
+def insert_ignoring(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], key: str) -> None:
+    """Insert rows named by the unique column `key`; those that are there already stay as they are.
+
+    Rows are sorted, since PostgreSQL deadlocks on two writers that lock the same rows in different orders.
+    """
+    unique = {row[key]: row for row in reversed(rows)}
+    if unique:
+        insert = _insert(connection, table).on_conflict_do_nothing(index_elements=[key])
+        connection.execute(insert, [unique[name] for name in sorted(unique)])
+
+
+def upsert_newer(
+    connection: sa.Connection,
+    table: sa.Table,
+    rows: Sequence[Row],
+    key: Sequence[str],
+    moment: str,
+    *,
+    keep: Sequence[str] = (),
+) -> int:
+    """Insert rows named by the unique columns `key`, replacing those whose `moment` is not later; return their number.
+
+    Of two rows with one key in `rows`, the later in time counts, of equal times the last: PostgreSQL refuses
+    to touch a row twice in one statement. A value in a column of `keep` stays unless it is NULL.
+    """
+    unique: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        name = tuple(row[column] for column in key)
+        if name not in unique or unique[name][moment] <= row[moment]:
+            unique[name] = row
+    if not unique:
+        return 0
+    insert = _insert(connection, table)
+    changed: dict[str, Any] = {column: insert.excluded[column] for column in rows[0] if column not in key}
+    for column in keep:
+        changed[column] = sa.func.coalesce(table.c[column], insert.excluded[column])
+    upsert = insert.on_conflict_do_update(
+        index_elements=list(key), set_=changed, where=table.c[moment] <= insert.excluded[moment]
+    )
+    connection.execute(upsert, [unique[name] for name in sorted(unique)])
+    return len(unique)
+
+
+def put_named(connection: sa.Connection, table: sa.Table, row: Row, key: str) -> int:
+    """Insert one row named by `key` unless it is there; return its id."""
+    insert_ignoring(connection, table, [row], key)
+    return int(connection.execute(sa.select(table.c.id).where(table.c[key] == row[key])).scalar_one())
+
+
+def insert_row(connection: sa.Connection, table: sa.Table, row: Row) -> int:
+    """Insert one row; return its id."""
+    return int(connection.execute(table.insert().values(row).returning(table.c.id)).scalar_one())
+
+
+def row_of(record: object, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a record's columns: mappings and tuples become canonical JSON, `id` is the database's to give."""
+    row: dict[str, Any] = {}
+    for field in fields(record):  # type: ignore[arg-type]
+        if field.name == "id" or field.name in without:
+            continue
+        value = getattr(record, field.name)
+        if isinstance(value, Mapping):
+            value = canonical_json(dict(value))
+        elif isinstance(value, tuple):
+            value = canonical_json(list(value))
+        row[field.name] = value
+    return row
+
+
+def record_of(kind: type[Record], row: Row) -> Record:
+    """Return a record from a row that has its columns by name; JSON becomes mappings and tuples."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        value = row[field.name]
+        declared = str(field.type)
+        if declared.startswith("Mapping"):
+            value = json.loads(value)
+        elif declared.startswith("tuple"):
+            value = tuple(json.loads(value))
+        values[field.name] = value
+    return kind(**values)
+
+
+def read_one(connection: sa.Connection, kind: type[Record], query: sa.Select[Any]) -> Record | None:
+    """Return the first row of a query as a record, or None."""
+    row = connection.execute(query).mappings().first()
+    return None if row is None else record_of(kind, dict(row))
+
+
+def read_all(connection: sa.Connection, kind: type[Record], query: sa.Select[Any]) -> list[Record]:
+    """Return the rows of a query as records."""
+    return [record_of(kind, dict(row)) for row in connection.execute(query).mappings()]
+
+
+def _insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
+    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)

@@ -1,0 +1,55 @@
+"""The store: the one port between Soapstone and its database.
+
+`Store` has a method for each thing that is read or written; arguments and results are the frozen dataclasses
+of `app.db.records`, and numbers called `..._id` are what the `put_...` and `start_...` methods return. Each
+method is one transaction. Every `put_...` may be repeated: the same row is found again by what names it, and
+of two measurements of one thing the later stays. Any number of processes may write at once. Methods by
+family: `app.db.store_costs`, `app.db.store_nouns`, `app.db.store_runs`.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Self
+
+import sqlalchemy as sa
+
+from app.db import models
+from app.db.schema import open_database
+from app.db.store_costs import CostStore
+from app.db.store_nouns import NounStore
+from app.db.store_runs import RunStore
+
+
+class Store(CostStore, NounStore, RunStore):
+    """All of the database's methods on one opened database; a context manager that closes its connections."""
+
+    @classmethod
+    def open(cls, database: str | os.PathLike[str] | None = None) -> Self:
+        """Open by path or URL; None means SOAPSTONE_DATABASE_URL, else the file in the user's data folder.
+
+        Raises:
+            DatabaseError: it cannot be opened, or its schema is older or newer than this code.
+        """
+        return cls(open_database(database))
+
+    def close(self) -> None:
+        """Close all connections; the store connects again if it is used again."""
+        self.database.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def table_counts(self) -> dict[str, int]:
+        """Return the number of rows of every table, by name."""
+        with self.read() as connection:
+            return {
+                table.name: connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+                for table in sorted(models.metadata.tables.values(), key=lambda table: table.name)
+            }

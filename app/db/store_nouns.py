@@ -1,0 +1,185 @@
+"""The store's methods for graphs, topologies, trainings and strategies: documents named by their digest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from app.db import models
+from app.db.records import (
+    GraphRecord,
+    RankedStrategy,
+    SimulationRecord,
+    StrategyRecord,
+    TaskOrder,
+    TopologyRecord,
+    TrainingRecord,
+)
+from app.db.sql import Record, StorePart, put_named, read_all, read_one, row_of
+from graph.errors import UsageError
+
+_SHORTEST_PREFIX = 6
+
+
+class NounStore(StorePart):
+    """Documents that never change. Writing one again returns the id that it has."""
+
+    def put_graph(self, graph: GraphRecord) -> int:
+        """Store a graph under its digest, once; return its id."""
+        return self._put(models.graphs, graph)
+
+    def graph(self, graph_id: int) -> GraphRecord | None:
+        """Return the graph with that id, or None."""
+        return self._by(GraphRecord, models.graphs, models.graphs.c.id, graph_id)
+
+    def graph_by_digest(self, digest: str) -> GraphRecord | None:
+        """Return the graph with that digest, or None."""
+        return self._by(GraphRecord, models.graphs, models.graphs.c.digest, digest)
+
+    def graphs(self) -> list[GraphRecord]:
+        """Return all graphs, newest first."""
+        return self._all(GraphRecord, models.graphs)
+
+    def put_topology(self, topology: TopologyRecord) -> int:
+        """Store a topology under its digest, once; return its id."""
+        return self._put(models.topologies, topology)
+
+    def topology(self, topology_id: int) -> TopologyRecord | None:
+        """Return the topology with that id, or None."""
+        return self._by(TopologyRecord, models.topologies, models.topologies.c.id, topology_id)
+
+    def topology_by_digest(self, digest: str) -> TopologyRecord | None:
+        """Return the topology with that digest, or None."""
+        return self._by(TopologyRecord, models.topologies, models.topologies.c.digest, digest)
+
+    def topologies(self) -> list[TopologyRecord]:
+        """Return all topologies, newest first."""
+        return self._all(TopologyRecord, models.topologies)
+
+    def put_training(self, training: TrainingRecord) -> int:
+        """Store a training under its digest, once; return its id."""
+        return self._put(models.trainings, training)
+
+    def training(self, training_id: int) -> TrainingRecord | None:
+        """Return the training with that id, or None."""
+        return self._by(TrainingRecord, models.trainings, models.trainings.c.id, training_id)
+
+    def training_by_digest(self, digest: str) -> TrainingRecord | None:
+        """Return the training with that digest, or None."""
+        return self._by(TrainingRecord, models.trainings, models.trainings.c.digest, digest)
+
+    def put_strategy(self, strategy: StrategyRecord) -> int:
+        """Store a strategy under its digest, once; return its id. One found again keeps its first source."""
+        return self._put(models.strategies, strategy)
+
+    def strategy(self, reference: int | str) -> StrategyRecord:
+        """Return the strategy that a reference means: an id, a digest, or the first letters of one (at least 6).
+
+        A text of digits alone that is the id of a strategy means that strategy.
+
+        Raises:
+            UsageError: there is no such strategy, or several digests begin so.
+        """
+        table = models.strategies
+        if isinstance(reference, int) or (reference.isdecimal() and len(reference) < 18):
+            found = self._by(StrategyRecord, table, table.c.id, int(reference))
+            if found is not None:
+                return found
+        text = str(reference)
+        if not isinstance(reference, int) and len(text) >= _SHORTEST_PREFIX:
+            matches = self._beginning_with(text.lower())
+            if len(matches) == 1:
+                return matches[0]
+            if matches:
+                names = ", ".join(match.digest[: len(text) + 4] for match in matches[:3])
+                raise UsageError(
+                    f"strategy {text!r}: means {names}, must mean one; give more letters of its digest"
+                )
+        raise UsageError(
+            f"strategy {text!r}: is not in database {self.database.name}, must be an id or at least "
+            f"{_SHORTEST_PREFIX} letters of a digest; search first, or import it"
+        )
+
+    def strategies(self, *, graph_id: int | None = None, limit: int = 100) -> list[StrategyRecord]:
+        """Return the newest strategies, of one graph if asked."""
+        table = models.strategies
+        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit)
+        if graph_id is not None:
+            query = query.where(table.c.graph_id == graph_id)
+        with self.read() as connection:
+            return read_all(connection, StrategyRecord, query)
+
+    def best_strategy(
+        self, graph_id: int, topology_id: int, training_id: int, *, task_order: TaskOrder = "program"
+    ) -> RankedStrategy | None:
+        """Return the strategy with the lowest predicted step time that fits into memory, or None."""
+        ranked = self.best_strategies(graph_id, topology_id, training_id, task_order=task_order, limit=1)
+        return ranked[0] if ranked else None
+
+    def best_strategies(
+        self,
+        graph_id: int,
+        topology_id: int,
+        training_id: int,
+        *,
+        task_order: TaskOrder = "program",
+        limit: int = 10,
+    ) -> list[RankedStrategy]:
+        """Return feasible strategies by the step time of their newest simulation, fastest first.
+
+        Of equal times, the smaller digest comes first, so that the order does not depend on who stored what
+        first.
+        """
+        strategies, simulations = models.strategies, models.simulations
+        age = sa.func.row_number().over(
+            partition_by=simulations.c.strategy_id,
+            order_by=(simulations.c.created_at.desc(), simulations.c.id.desc()),
+        )
+        newest = (
+            sa.select(simulations, age.label("age"))
+            .join(strategies, simulations.c.strategy_id == strategies.c.id)
+            .where(
+                strategies.c.graph_id == graph_id,
+                simulations.c.topology_id == topology_id,
+                simulations.c.training_id == training_id,
+                simulations.c.task_order == task_order,
+            )
+            .subquery()
+        )
+        query = (
+            sa.select(newest)
+            .join(strategies, newest.c.strategy_id == strategies.c.id)
+            .where(newest.c.age == 1, newest.c.feasible)
+            .order_by(newest.c.step_time_s, strategies.c.digest)
+            .limit(limit)
+        )
+        with self.read() as connection:
+            ranked = read_all(connection, SimulationRecord, query)
+            chosen = sa.select(strategies).where(strategies.c.id.in_([one.strategy_id for one in ranked]))
+            strategy_of = {one.id: one for one in read_all(connection, StrategyRecord, chosen)}
+        return [RankedStrategy(strategy_of[one.strategy_id], one) for one in ranked]
+
+    def _beginning_with(self, prefix: str) -> list[StrategyRecord]:
+        table = models.strategies
+        query = (
+            sa.select(table)
+            .where(table.c.digest.startswith(prefix, autoescape=True))
+            .order_by(table.c.digest)
+        )
+        with self.read() as connection:
+            return read_all(connection, StrategyRecord, query.limit(4))
+
+    def _put(self, table: sa.Table, record: object) -> int:
+        with self.write() as connection:
+            return put_named(connection, table, row_of(record), "digest")
+
+    def _by(
+        self, kind: type[Record], table: sa.Table, column: sa.Column[Any], value: int | str
+    ) -> Record | None:
+        with self.read() as connection:
+            return read_one(connection, kind, sa.select(table).where(column == value))
+
+    def _all(self, kind: type[Record], table: sa.Table) -> list[Record]:
+        with self.read() as connection:
+            return read_all(connection, kind, sa.select(table).order_by(table.c.id.desc()))

@@ -1,0 +1,211 @@
+"""The store's methods for searches, traces, simulations and executions: what was tried, predicted and measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from app.db import models
+from app.db.records import (
+    ExecutionRecord,
+    SearchOutcome,
+    SearchRecord,
+    SearchStatus,
+    SimulationRecord,
+    TraceKind,
+    TraceRecord,
+    utc_now,
+)
+from app.db.sql import StorePart, insert_row, put_named, read_all, read_one, row_of, upsert_newer
+from graph.canonical import canonical_json
+from graph.errors import DatabaseError, UsageError
+
+_SIMULATION_KEY = ("strategy_id", "topology_id", "training_id", "task_order", "cost_digest")
+
+
+class RunStore(StorePart):
+    """What happened, when, and how long it took."""
+
+    def start_search(self, search: SearchRecord) -> int:
+        """Store a search that begins; return its id."""
+        with self.write() as connection:
+            return insert_row(connection, models.searches, row_of(search))
+
+    def update_search(self, search_id: int, outcome: SearchOutcome) -> None:
+        """Store how far a running search has come."""
+        self._change_search(search_id, row_of(outcome))
+
+    def finish_search(self, search_id: int, status: SearchStatus, outcome: SearchOutcome) -> None:
+        """Store how a search ended, now."""
+        self._change_search(search_id, {**row_of(outcome), "status": status, "finished_at": utc_now()})
+
+    def resume_search(self, search_id: int) -> SearchRecord:
+        """Mark a search as running again; return it as it was before.
+
+        Raises:
+            UsageError: there is no such search.
+        """
+        before = self.search(search_id)
+        self._change_search(search_id, {"status": "running", "finished_at": None})
+        return before
+
+    def search(self, search_id: int) -> SearchRecord:
+        """Return the search with that id.
+
+        Raises:
+            UsageError: there is no such search.
+        """
+        table = models.searches
+        with self.read() as connection:
+            found = read_one(connection, SearchRecord, sa.select(table).where(table.c.id == search_id))
+        if found is None:
+            raise UsageError(
+                f"search {search_id}: is not in database {self.database.name}, must be; list them by: app db status"
+            )
+        return found
+
+    def searches(self, *, graph_id: int | None = None, limit: int = 100) -> list[SearchRecord]:
+        """Return the newest searches, of one graph if asked."""
+        table = models.searches
+        query = sa.select(table).order_by(table.c.started_at.desc(), table.c.id.desc()).limit(limit)
+        if graph_id is not None:
+            query = query.where(table.c.graph_id == graph_id)
+        with self.read() as connection:
+            return read_all(connection, SearchRecord, query)
+
+    def record_trace(self, search_id: int, kind: TraceKind, path: str, rows: int) -> int:
+        """Register a Parquet chunk of a search, by its path relative to the trace root; return its id.
+
+        The folder of the search's first chunk becomes its `trace_path`. Registering a chunk again changes
+        nothing.
+        """
+        searches = models.searches
+        trace = TraceRecord(search_id=search_id, kind=kind, path=path, rows=rows)
+        with self.write() as connection:
+            number = put_named(connection, models.traces, row_of(trace), "path")
+            connection.execute(
+                searches.update()
+                .where(searches.c.id == search_id, searches.c.trace_path.is_(None))
+                .values(trace_path=path.rpartition("/")[0])
+            )
+        return number
+
+    def traces(self, *, search_id: int | None = None) -> list[TraceRecord]:
+        """Return the registered chunks in the order of their paths, of one search if asked."""
+        table = models.traces
+        query = sa.select(table).order_by(table.c.path)
+        if search_id is not None:
+            query = query.where(table.c.search_id == search_id)
+        with self.read() as connection:
+            return read_all(connection, TraceRecord, query)
+
+    def put_simulation(self, simulation: SimulationRecord) -> int:
+        """Store a prediction, once a strategy, topology, training, order and costs; return its id.
+
+        One that is stored again becomes the newest, and stays with the search that stored it first.
+        """
+        table = models.simulations
+        row = row_of(simulation)
+        name = sa.and_(*(table.c[column] == row[column] for column in _SIMULATION_KEY))
+        with self.write() as connection:
+            upsert_newer(connection, table, [row], _SIMULATION_KEY, "created_at", keep=("search_id",))
+            return int(connection.execute(sa.select(table.c.id).where(name)).scalar_one())
+
+    def simulations(
+        self, *, strategy_id: int | None = None, search_id: int | None = None, limit: int = 100
+    ) -> list[SimulationRecord]:
+        """Return the newest simulations, of one strategy or search if asked."""
+        table = models.simulations
+        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit)
+        if strategy_id is not None:
+            query = query.where(table.c.strategy_id == strategy_id)
+        if search_id is not None:
+            query = query.where(table.c.search_id == search_id)
+        with self.read() as connection:
+            return read_all(connection, SimulationRecord, query)
+
+    def start_execution(self, execution: ExecutionRecord) -> int:
+        """Store a run that begins; return its id."""
+        with self.write() as connection:
+            return insert_row(connection, models.executions, row_of(execution))
+
+    def finish_execution(
+        self, execution_id: int, step_times_s: Sequence[float], *, largest_deviation: float | None = None
+    ) -> ExecutionRecord:
+        """Store the times of a run's steps, and what follows from them; return the finished row.
+
+        Throughput is the training's batch size over the median.
+
+        Raises:
+            DatabaseError: there are no step times, or no such execution.
+        """
+        if not step_times_s:
+            raise DatabaseError(
+                f"execution {execution_id}: has no step times, must have one; run at least one step"
+            )
+        executions, trainings = models.executions, models.trainings
+        batch_size = (
+            sa.select(trainings.c.batch_size)
+            .join(executions, executions.c.training_id == trainings.c.id)
+            .where(executions.c.id == execution_id)
+        )
+        median_s = statistics.median(step_times_s)
+        row = {
+            "status": "finished",
+            "step_times_s": canonical_json([float(time_s) for time_s in step_times_s]),
+            "minimum_s": min(step_times_s),
+            "median_s": median_s,
+            "mean_s": statistics.fmean(step_times_s),
+            "largest_deviation": largest_deviation,
+            "finished_at": utc_now(),
+        }
+        with self.write() as connection:
+            size = connection.execute(batch_size).scalar()
+            if size is not None and median_s > 0:
+                row["throughput_samples_per_s"] = size / median_s
+            connection.execute(executions.update().where(executions.c.id == execution_id).values(row))
+        return self.execution(execution_id)
+
+    def fail_execution(self, execution_id: int, failure: str) -> None:
+        """Store why a run failed, now.
+
+        Raises:
+            DatabaseError: there is no such execution.
+        """
+        table = models.executions
+        row = {"status": "failed", "failure": failure, "finished_at": utc_now()}
+        with self.write() as connection:
+            connection.execute(table.update().where(table.c.id == execution_id).values(row))
+        self.execution(execution_id)  # says so if there is none
+
+    def execution(self, execution_id: int) -> ExecutionRecord:
+        """Return the execution with that id.
+
+        Raises:
+            DatabaseError: there is no such execution.
+        """
+        table = models.executions
+        with self.read() as connection:
+            found = read_one(connection, ExecutionRecord, sa.select(table).where(table.c.id == execution_id))
+        if found is None:
+            raise DatabaseError(f"execution {execution_id}: is not in database {self.database.name}, must be")
+        return found
+
+    def executions(self, *, strategy_id: int | None = None, limit: int = 100) -> list[ExecutionRecord]:
+        """Return the newest executions, of one strategy if asked."""
+        table = models.executions
+        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit)
+        if strategy_id is not None:
+            query = query.where(table.c.strategy_id == strategy_id)
+        with self.read() as connection:
+            return read_all(connection, ExecutionRecord, query)
+
+    def _change_search(self, search_id: int, row: dict[str, Any]) -> None:
+        table = models.searches
+        with self.write() as connection:
+            changed = connection.execute(table.update().where(table.c.id == search_id).values(row))
+        if changed.rowcount == 0:
+            self.search(search_id)  # says that there is none

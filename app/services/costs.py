@@ -1,0 +1,217 @@
+"""Operator costs for the search: from the database, else measured now, else estimated and marked so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from app.db.records import OpCostRecord, OpSignatureRecord, Phase
+from app.db.store import Store
+from graph.calls import LocalCall, call_from_json
+from graph.canonical import digest
+from graph.errors import CostError
+from graph.topology import DeviceKind
+from search.costs import OperatorCost, Origin
+
+if TYPE_CHECKING:
+    from profiler.estimate import Estimator
+    from profiler.workers import CallResult
+
+OnMiss = Literal["measure", "estimate", "fail"]
+ON_MISS: tuple[OnMiss, ...] = ("measure", "estimate", "fail")
+
+# Measures calls on a real device of the kind that is asked for, storing each as it comes.
+Measure = Callable[[Sequence[LocalCall]], None]
+
+
+def signature_record(call: LocalCall) -> OpSignatureRecord:
+    """Return the row that names a call's cost."""
+    from graph.rules import bytes_moved, flops
+    from profiler.updates import is_update, update_bytes, update_flops
+
+    if is_update(call):
+        return OpSignatureRecord(
+            call.digest, call.target, call.key, int(update_flops(call)), update_bytes(call)
+        )
+    return OpSignatureRecord(call.digest, call.target, call.key, int(flops(call)), int(bytes_moved(call)))
+
+
+def cost_records(result: CallResult) -> list[OpCostRecord]:
+    """Return the rows of one measured call: one a phase, a failure with its reason."""
+    from profiler.measure import FailedMeasurement
+
+    signature = signature_record(result.call)
+    records = []
+    for outcome in result.outcomes:
+        if isinstance(outcome, FailedMeasurement):
+            records.append(OpCostRecord(signature, outcome.phase, None, None, None, failure=outcome.reason))
+        else:
+            records.append(
+                OpCostRecord(
+                    signature,
+                    outcome.phase,
+                    outcome.minimum_s,
+                    outcome.p10_s,
+                    outcome.median_s,
+                    samples_s=outcome.samples_s,
+                    peak_bytes=outcome.peak_bytes,
+                )
+            )
+    return records
+
+
+def model_time_s(record: OpCostRecord) -> float | None:
+    """Return the value of a measurement that predictions use: the minimum, which repeats best; None where it failed."""
+    return record.minimum_s
+
+
+class DatabaseCosts:
+    """Costs of one device kind, in one environment, for `search.costs.CostTable`.
+
+    Everything the database holds for the kind is read once, so that a search meets no SQL. What is not there is
+    measured (`measure`), estimated from what is there or from the data sheet, or refused, as `on_miss` says. A
+    measurement that failed counts as not there, except that it is not tried again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        kind: DeviceKind,
+        kind_id: int | None,
+        environment_id: int | None,
+        on_miss: OnMiss,
+        measure: Measure | None = None,
+    ) -> None:
+        self._store = store
+        self._kind = kind
+        self._kind_id = kind_id
+        self._environment_id = environment_id
+        self._on_miss = on_miss
+        self._measure = measure
+        self._measured: dict[tuple[str, Phase], float] = {}
+        self._failed: set[str] = set()
+        self._estimator: Estimator | None = None
+        self._used: dict[str, str] = {}
+        self._load()
+
+    def _load(self, digests: Iterable[str] | None = None) -> None:
+        if self._kind_id is None:
+            return
+        stored = self._store.op_costs(self._kind_id, self._environment_id, digests)
+        for (name, phase), record in stored.items():
+            time_s = model_time_s(record)
+            if time_s is None:
+                self._failed.add(name)
+            else:
+                self._measured[name, phase] = time_s
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
+        """Return a cost for each call, in order.
+
+        Raises:
+            CostError: a cost is missing and `on_miss` is "fail", or the kind is another than this source's.
+        """
+        if kind_name != self._kind.name:
+            raise CostError(
+                f"costs: are of {self._kind.name}, must be of {kind_name}; profile devices of that kind"
+            )
+        missing = [call for call in calls if not self._has(call) and call.digest not in self._failed]
+        if missing and self._on_miss == "measure" and self._measure is not None:
+            self._measure(missing)
+            self._load([call.digest for call in missing])
+            missing = []
+        if missing and self._on_miss == "fail":
+            raise CostError(
+                f"{missing[0].target} {_shapes(missing[0])}: not measured on {kind_name}, must be (and "
+                f"{len(missing) - 1} more); run app profile or choose --on-miss estimate"
+            )
+        return [self._cost(call) for call in calls]
+
+    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds of one optimizer update of `elements` weights: linear in their number."""
+        from profiler.updates import scaled_update_s, update_call
+
+        if kind_name != self._kind.name:
+            raise CostError(
+                f"costs: are of {self._kind.name}, must be of {kind_name}; profile devices of that kind"
+            )
+        call = update_call(optimizer)
+        if (call.digest, "update") not in self._measured:
+            self.resolve([call], kind_name)
+        time_s = self._measured.get((call.digest, "update"))
+        if time_s is None:
+            estimate = self._fitted().estimate(call, "update")
+            return scaled_update_s(estimate.time_s, elements), Origin(estimate.origin)
+        return scaled_update_s(time_s, elements), Origin.MEASURED
+
+    def used_costs(self, digests: Iterable[str]) -> list[tuple[str, str]]:
+        """Return (call digest, cost) of those calls that this source gave a cost for, in order of digest."""
+        return [(name, self._used[name]) for name in sorted(set(digests)) if name in self._used]
+
+    def _has(self, call: LocalCall) -> bool:
+        from profiler.measure import phases
+
+        return all((call.digest, phase) in self._measured for phase in phases(call))
+
+    def _cost(self, call: LocalCall) -> OperatorCost:
+        from profiler.measure import phases
+
+        wanted = phases(call)
+        if wanted == ("update",):
+            return OperatorCost(self._measured.get((call.digest, "update"), 0.0), 0.0, Origin.MEASURED)
+        if self._has(call):
+            backward_s = self._measured[call.digest, "backward"] if "backward" in wanted else 0.0
+            cost = OperatorCost(self._measured[call.digest, "forward"], backward_s, Origin.MEASURED)
+        else:
+            estimates = [self._fitted().estimate(call, phase) for phase in wanted]
+            origin = Origin.DATASHEET if any(e.origin == "datasheet" for e in estimates) else Origin.ESTIMATED
+            cost = OperatorCost(
+                estimates[0].time_s, estimates[1].time_s if len(estimates) > 1 else 0.0, origin
+            )
+        self._used[call.digest] = f"{cost.forward_s!r} {cost.backward_s!r}"
+        return cost
+
+    def _fitted(self) -> Estimator:
+        """The estimator, calibrated on every measurement of the kind and environment that the database holds."""
+        from profiler.estimate import Estimator, Observation
+
+        if self._estimator is None:
+            observations = []
+            if self._kind_id is not None:
+                stored = self._store.op_costs(self._kind_id, self._environment_id, None)
+                for (_, phase), record in sorted(stored.items()):
+                    time_s = model_time_s(record)
+                    if time_s is not None:
+                        observations.append(Observation(_call_of(record), phase, time_s))
+            self._estimator = Estimator.fit(self._kind, observations)
+        return self._estimator
+
+
+class CostsByKind:
+    """A source for topologies of several device kinds."""
+
+    def __init__(self, sources: dict[str, DatabaseCosts]) -> None:
+        self._sources = sources
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
+        """Return a cost for each call on devices of one kind."""
+        return self._sources[kind_name].resolve(calls, kind_name)
+
+    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds of one optimizer update on a device of one kind."""
+        return self._sources[kind_name].update_cost(elements, optimizer, kind_name)
+
+    def cost_digest(self, digests: Iterable[str]) -> str:
+        """Return the digest of the costs that were given out for some calls: it names what a prediction rests on."""
+        wanted = list(digests)
+        return digest([[name, self._sources[name].used_costs(wanted)] for name in sorted(self._sources)])
+
+
+def _call_of(record: OpCostRecord) -> LocalCall:
+    import json
+
+    return call_from_json(json.loads(record.signature.key))
+
+
+def _shapes(call: LocalCall) -> str:
+    return " x ".join("[" + ", ".join(map(str, spec.shape)) + "]" for spec in call.inputs)

@@ -1,0 +1,97 @@
+"""`app models show`: what an imported network consists of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from app.services.models import ModelRequest, import_graph
+from graph.axes import AxisKind
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorRow:
+    """All operators of one type."""
+
+    target: str
+    count: int
+    axes: str
+    flops: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """Operators, parameters, operations, and what cannot be split, with the reason."""
+
+    name: str
+    batch_size: int
+    operators: int
+    groups: int
+    parameters: int
+    forward_flops: float
+    splittable_share: float
+    rows: tuple[OperatorRow, ...]
+    unsplit: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return {
+            "name": self.name,
+            "batch_size": self.batch_size,
+            "operators": self.operators,
+            "groups": self.groups,
+            "parameters": self.parameters,
+            "forward_flops": self.forward_flops,
+            "splittable_share": self.splittable_share,
+            "types": [
+                {"target": row.target, "count": row.count, "axes": row.axes, "flops": row.flops}
+                for row in self.rows
+            ],
+            "unsplit": dict(self.unsplit),
+        }
+
+
+def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
+    """Import a network and count what is in it."""
+    from graph.rules import flops, local_calls
+    from search.groups import find_groups
+
+    model = import_graph(request, batch_norm=batch_norm)
+    graph = model.graph
+    counts: Counter[str] = Counter()
+    operations: Counter[str] = Counter()
+    axes: dict[str, list[str]] = {}
+    splittable = 0.0
+    for operator in graph.operators:
+        whole = local_calls(graph, operator, (1,) * len(operator.space.axes))[0]
+        amount = flops(whole)
+        counts[operator.target] += 1
+        operations[operator.target] += int(amount)
+        names = axes.setdefault(operator.target, [])
+        real = [axis for axis in operator.space.axes if axis.kind is not AxisKind.REPLICA]
+        names.extend(axis.name for axis in real if axis.name not in names)
+        splittable += amount if real else 0.0
+    total = float(sum(operations.values()))
+    rows = [
+        OperatorRow(
+            target,
+            count,
+            ", ".join(axes[target]) or "-",
+            operations[target],
+            operations[target] / (total or 1.0),
+        )
+        for target, count in counts.items()
+    ]
+    return ModelReport(
+        name=graph.name,
+        batch_size=model.batch_size,
+        operators=len(graph.operators),
+        groups=len(find_groups(graph)),
+        parameters=sum(weight.spec.elements for weight in graph.weights),
+        forward_flops=total,
+        splittable_share=splittable / total if total else 1.0,
+        rows=tuple(sorted(rows, key=lambda row: (-row.flops, row.target))),
+        unsplit=graph.unsplit,
+    )

@@ -1,0 +1,168 @@
+"""Which network is meant, and its operator graph."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graph.errors import ImportFailure, UsageError
+from graph.operators import OperatorGraph
+from graph.zoo import Built, build, zoo_entry, zoo_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# A user's module must not stand in for one of ours: the import system would find ours first.
+OWN_PACKAGES = ("app", "graph", "profiler", "runtime", "search")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A network: a zoo name, or "package.module:factory" of the user's own.
+
+    `batch_size` None means the preset's (or what the user's factory takes by default); `folder` is where a user's
+    module is looked for, last, after everything installed.
+    """
+
+    name: str
+    preset: str = "paper"
+    batch_size: int | None = None
+    folder: str = ""
+
+    @property
+    def is_zoo(self) -> bool:
+        """True for a network that comes with Soapstone."""
+        return ":" not in self.name
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what to store beside a graph: enough to import the model again."""
+        return {"name": self.name, "preset": self.preset, "batch_size": self.batch_size}
+
+
+def build_model(name: str, preset: str, batch_size: int | None, folder: str) -> Built:
+    """Return (module, args, kwargs) on the current default device; the runtime's workers call it by its name.
+
+    Raises:
+        UsageError: there is no such network, preset or factory.
+        ImportFailure: the user's factory failed.
+    """
+    if ":" not in name:
+        return build(name, preset, batch_size)
+    return _call_factory(name, _load_factory(name, folder), batch_size)
+
+
+def _load_factory(name: str, folder: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    top = module_name.partition(".")[0]
+    if top in OWN_PACKAGES:
+        raise UsageError(
+            f"model {name}: package {top} is one of Soapstone's own, must have another name; rename the folder"
+        )
+    if folder and folder not in sys.path:
+        # Last, so that a file in the current folder never shadows an installed package.
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"model {name}: module {module_name} cannot be imported ({error}), must be importable from here; "
+            "check the name or change the folder"
+        ) from error
+    found = Path(getattr(module, "__file__", None) or "").resolve()
+    local = Path(folder or ".") / top
+    if (local.is_dir() or local.with_suffix(".py").is_file()) and Path(
+        folder or "."
+    ).resolve() not in found.parents:
+        raise UsageError(
+            f"model {name}: {top} here is hidden by an installed package of that name, must have a name of its own; "
+            "rename it"
+        )
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        raise UsageError(
+            f"model {name}: {function_name or 'the factory'} is not a function of {module_name}, must return "
+            "(module, args, kwargs); check the name"
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None) -> Built:
+    keywords = {} if batch_size is None else {"batch_size": batch_size}
+    if keywords and "batch_size" not in inspect.signature(factory).parameters:
+        raise UsageError(
+            f"model {name}: its factory takes no batch_size, must for --batch-size; add the parameter"
+        )
+    try:
+        built = factory(**keywords)
+    except Exception as error:
+        raise ImportFailure(
+            f"model {name}: its factory failed ({type(error).__name__}: {_first_line(error)}); correct it"
+        ) from error
+    if not (
+        isinstance(built, tuple)
+        and len(built) == 3
+        and isinstance(built[1], tuple)
+        and isinstance(built[2], dict)
+    ):
+        raise ImportFailure(f"model {name}: its factory returned no (module, args, kwargs), must; correct it")
+    return built
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A request, its graph, and the samples of one step."""
+
+    request: ModelRequest
+    graph: OperatorGraph
+    batch_size: int
+
+
+def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
+    """Export a network on the meta device and return its operator graph.
+
+    Raises:
+        UsageError: there is no such network.
+        ImportFailure: it cannot be exported, or returns no scalar loss.
+    """
+    import torch
+    from graph.importer import import_module
+
+    with torch.device("meta"):
+        module, args, kwargs = build_model(request.name, request.preset, request.batch_size, request.folder)
+    graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
+    return ImportedModel(request, graph, _batch_size(request, args, kwargs))
+
+
+def graph_name(request: ModelRequest) -> str:
+    """Return what to call the graph: the zoo name, with its preset where that is not the paper's."""
+    return (
+        request.name
+        if request.preset == "paper" or not request.is_zoo
+        else f"{request.name}-{request.preset}"
+    )
+
+
+def _batch_size(request: ModelRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    if request.batch_size is not None:
+        return request.batch_size
+    if request.is_zoo:
+        entry = zoo_entry(request.name)
+        return int(entry.presets[request.preset].get("batch_size", entry.batch_size))
+    for item in (*args, *kwargs.values()):
+        shape = tuple(getattr(item, "shape", ()))
+        if shape:
+            return int(shape[0])
+    raise UsageError(f"model {request.name}: no input has a batch dim, must have one; pass --batch-size")
+
+
+def known_models() -> tuple[str, ...]:
+    """Return the names of the networks that come with Soapstone."""
+    return zoo_names()

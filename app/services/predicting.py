@@ -1,0 +1,291 @@
+"""What a prediction rests on (topology, costs, links), and predictions of single strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.db.records import (
+    GraphRecord,
+    SimulationRecord,
+    StrategyRecord,
+    StrategySource,
+    TaskOrder,
+    TopologyRecord,
+    TrainingRecord,
+)
+from app.db.store import Store
+from app.services.costs import CostsByKind, DatabaseCosts, OnMiss
+from app.services.machine import (
+    LocalLinks,
+    Machine,
+    Processor,
+    default_processor,
+    describe,
+    local_devices,
+    local_links,
+    topology_of,
+)
+from app.services.models import ImportedModel
+from app.services.profiling import measure
+from app.services.progress import Progress
+from graph.calls import LocalCall
+from graph.canonical import canonical_json
+from graph.errors import UsageError
+from graph.strategy import Strategy, strategy_text
+from graph.topology import Topology, load_topology
+from graph.training import Training
+from search.costs import CostTable, Origin
+from search.links import LinkCosts
+
+if TYPE_CHECKING:
+    from search.simulator import Simulation
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a strategy is to run: a topology, and this machine where the topology is `local`."""
+
+    topology: Topology
+    machine: Machine | None
+    links: LocalLinks | None
+
+    @property
+    def link_costs(self) -> LinkCosts:
+        """Measured all-reduce costs where there are some, and what the topology's links rest on."""
+        if self.links is None:
+            return LinkCosts(transfers=Origin.DATASHEET, all_reduces=Origin.DATASHEET)
+        measured = (self.links.all_reduce_latency_s, 1.0 / self.links.all_reduce_bytes_per_s)
+        return LinkCosts(
+            all_reduce={self.links.count: measured}, transfers=Origin.MEASURED, all_reduces=Origin.MEASURED
+        )
+
+
+def find_target(
+    store: Store,
+    name: str,
+    progress: Progress,
+    *,
+    devices: int | None = None,
+    nodes: int | None = None,
+    processor: Processor | None = None,
+) -> Target:
+    """Return the topology called `name`: `local`, a packaged one, or a YAML file.
+
+    Raises:
+        TopologyError: there is no such topology, or it has fewer devices.
+        UsageError: fewer devices are on this machine.
+    """
+    if name != LOCAL:
+        if processor is not None:
+            raise UsageError(f"--device: is for topology local, must be left out for {name}; leave it out")
+        topology = load_topology(name, nodes)
+        return Target(topology if devices is None else topology.subset(devices), None, None)
+    if nodes is not None:
+        raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
+    machine = describe(store, local_devices(processor or default_processor(), devices))
+    links = local_links(store, machine, progress)
+    return Target(topology_of(machine, links), machine, links)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that predictions of one model on one target share, and the ids of its rows."""
+
+    model: ImportedModel
+    target: Target
+    training: Training
+    graph_id: int
+    topology_id: int
+    training_id: int
+    source: CostsByKind
+    table: CostTable
+
+    @property
+    def topology(self) -> Topology:
+        """The target's topology."""
+        return self.target.topology
+
+
+def prepare(
+    store: Store,
+    model: ImportedModel,
+    target: Target,
+    training: Training,
+    on_miss: OnMiss,
+    progress: Progress,
+) -> Setting:
+    """Store the graph, topology and training, and return them with a cost table over the database."""
+    source = CostsByKind(
+        {
+            kind.name: _kind_source(store, target, kind.name, on_miss, progress)
+            for kind in target.topology.kinds
+        }
+    )
+    return Setting(
+        model=model,
+        target=target,
+        training=training,
+        graph_id=store.put_graph(graph_record(model)),
+        topology_id=store.put_topology(
+            TopologyRecord(
+                target.topology.digest,
+                target.topology.name,
+                len(target.topology.devices),
+                target.topology.to_json(),
+            )
+        ),
+        training_id=store.put_training(
+            TrainingRecord(training.digest, training.batch_size, canonical_json(training.to_json()))
+        ),
+        source=source,
+        table=CostTable(source),
+    )
+
+
+def _kind_source(
+    store: Store, target: Target, kind_name: str, on_miss: OnMiss, progress: Progress
+) -> DatabaseCosts:
+    kind = target.topology.kind(kind_name)
+    machine = target.machine
+    if machine is None:
+        # Another machine's devices: whatever environment measured that kind, newest first; nothing can be measured here.
+        stored = store.device_kind(kind_name)
+        if on_miss == "measure":
+            raise UsageError(
+                f"--on-miss measure: {kind_name} is not on this machine, must be; choose estimate or fail"
+            )
+        return DatabaseCosts(store, kind, stored.id if stored else None, None, on_miss)
+    return DatabaseCosts(
+        store,
+        kind,
+        machine.kind_id,
+        machine.environment_id,
+        on_miss,
+        lambda calls: _measure_missing(store, machine, calls, progress),
+    )
+
+
+def _measure_missing(store: Store, machine: Machine, calls: Sequence[LocalCall], progress: Progress) -> None:
+    measure(store, machine, calls, progress)
+
+
+def graph_record(model: ImportedModel) -> GraphRecord:
+    """Return the row of a model's graph."""
+    from graph.rules import flops, local_calls
+
+    graph = model.graph
+    total = sum(
+        flops(local_calls(graph, operator, (1,) * len(operator.space.axes))[0])
+        for operator in graph.operators
+    )
+    return GraphRecord(
+        digest=graph.digest,
+        name=graph.name,
+        model=model.request.to_json(),
+        operator_count=len(graph.operators),
+        parameter_count=sum(weight.spec.elements for weight in graph.weights),
+        flops=int(total),
+        document=canonical_json(graph.to_json()),
+    )
+
+
+def predict(
+    store: Store,
+    setting: Setting,
+    strategy: Strategy,
+    source: StrategySource,
+    *,
+    order: TaskOrder = "program",
+    search_id: int | None = None,
+) -> tuple[int, Simulation]:
+    """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation."""
+    from search.simulator import simulate
+
+    strategy.validate(setting.model.graph, len(setting.topology.devices))
+    simulation = simulate(
+        setting.model.graph,
+        strategy,
+        setting.topology,
+        setting.table,
+        setting.training,
+        links=setting.target.link_costs,
+        order=order,
+    )
+    strategy_id = store.put_strategy(
+        StrategyRecord(
+            digest=strategy.digest,
+            graph_id=setting.graph_id,
+            device_count=len(setting.topology.devices),
+            document=strategy_text(strategy, setting.model.graph),
+            source=source,
+        )
+    )
+    store.put_simulation(
+        SimulationRecord(
+            strategy_id=strategy_id,
+            topology_id=setting.topology_id,
+            training_id=setting.training_id,
+            task_order=order,
+            cost_digest=setting.source.cost_digest(_call_digests(setting, strategy)),
+            step_time_s=simulation.step_time_s,
+            measured_share=simulation.shares[Origin.MEASURED],
+            estimated_share=simulation.shares[Origin.ESTIMATED],
+            datasheet_share=simulation.shares[Origin.DATASHEET],
+            compute_s=sum(simulation.compute_s),
+            communication_bytes=simulation.bytes_moved,
+            peak_bytes=simulation.peak_memory_bytes,
+            feasible=simulation.feasible,
+            search_id=search_id,
+        )
+    )
+    return strategy_id, simulation
+
+
+def _call_digests(setting: Setting, strategy: Strategy) -> set[str]:
+    from graph.rules import local_calls
+
+    graph = setting.model.graph
+    return {
+        call.digest
+        for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
+        for call in local_calls(graph, operator, configuration.degrees)
+    }
+
+
+def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
+    """Return the strategy that a user means: a baseline's name, `best`, a file, an id or a digest.
+
+    Raises:
+        UsageError: nothing is stored under that name.
+        StrategyError: the file's or the row's strategy does not fit the graph or the devices.
+    """
+    import json
+
+    from graph.strategy import read_strategy, strategy_from_json
+    from search import baselines
+
+    graph, count = setting.model.graph, len(setting.topology.devices)
+    if reference == "data-parallel":
+        return baselines.data_parallel(graph, count), "data-parallel"
+    if reference == "single-device":
+        return baselines.single_device(graph), "single-device"
+    if reference == "expert":
+        return baselines.expert(graph, count), "expert"
+    if reference == "best":
+        ranked = store.best_strategy(setting.graph_id, setting.topology_id, setting.training_id)
+        if ranked is None:
+            raise UsageError(
+                f"strategy best: none is stored for {graph.name} on {setting.topology.name} at batch size "
+                f"{setting.training.batch_size}, must be; run app search first"
+            )
+        record = ranked.strategy
+    elif Path(reference).suffix == ".json" or Path(reference).is_file():
+        return read_strategy(Path(reference), graph, count), "import"
+    else:
+        record = store.strategy(reference)
+    return strategy_from_json(json.loads(record.document), graph, count), record.source

@@ -1,0 +1,1 @@
+"""Benchmarks: one module each, with `run(*, quick: bool) -> Result`; `scripts/bench NAME` runs one."""

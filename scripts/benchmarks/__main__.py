@@ -1,0 +1,46 @@
+"""Run one benchmark by name. Exit code 2: no such benchmark."""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from scripts.benchmarks.result import Result, show
+
+NOT_BENCHMARKS = ("__main__", "result")
+
+
+def benchmark_names() -> list[str]:
+    """Return the names of all benchmarks, sorted."""
+    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return sorted(module.name for module in modules if module.name not in NOT_BENCHMARKS)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark that the arguments name, print its result, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/bench", description="Run one benchmark.")
+    parser.add_argument("name", help=f"one of: {', '.join(benchmark_names())}")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller sizes")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    options = parser.parse_args(arguments)
+    if options.name not in benchmark_names():
+        known = ", ".join(benchmark_names())
+        print(f"error: benchmark: '{options.name}' is not known, must be one of {known}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"scripts.benchmarks.{options.name}")
+    result = cast(Callable[..., Result], module.run)(quick=options.quick)
+    if options.json:
+        print(json.dumps(result, sort_keys=True))
+    else:
+        show(result, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What a benchmark returns, and how it is shown."""
+
+from typing import TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Measurement(TypedDict):
+    """One measured value and, where there is one, the target that it must not exceed or fall below."""
+
+    name: str
+    value: float
+    unit: str
+    at_most: float | None
+    at_least: float | None
+
+
+class Result(TypedDict):
+    """The outcome of one benchmark; `conditions` says under which counts and sizes it was measured."""
+
+    benchmark: str
+    conditions: dict[str, str | int | float]
+    measurements: list[Measurement]
+
+
+def measurement(
+    name: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None
+) -> Measurement:
+    """Return one measured value with its target, if any."""
+    return Measurement(name=name, value=value, unit=unit, at_most=at_most, at_least=at_least)
+
+
+def meets_target(measured: Measurement) -> bool:
+    """Return whether a value keeps within its target; one without a target does."""
+    at_most, at_least = measured["at_most"], measured["at_least"]
+    return (at_most is None or measured["value"] <= at_most) and (
+        at_least is None or measured["value"] >= at_least
+    )
+
+
+def target_text(measured: Measurement) -> str:
+    """Return a target as text, such as `<= 0.5 s`, or a dash where there is none."""
+    parts = [
+        f"{sign} {bound:g} {measured['unit']}"
+        for sign, bound in (("<=", measured["at_most"]), (">=", measured["at_least"]))
+        if bound is not None
+    ]
+    return ", ".join(parts) or "-"
+
+
+def show(result: Result, console: Console) -> None:
+    """Print a result as a table: each measured value beside its target."""
+    conditions = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
+    table = Table(title=f"{result['benchmark']} ({conditions})", title_justify="left")
+    for column in ("what", "measured", "target", "met"):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for measured in result["measurements"]:
+        has_target = measured["at_most"] is not None or measured["at_least"] is not None
+        met = ("yes" if meets_target(measured) else "no") if has_target else "-"
+        table.add_row(
+            measured["name"], f"{measured['value']:.4g} {measured['unit']}", target_text(measured), met
+        )
+    console.print(table)

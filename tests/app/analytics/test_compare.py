@@ -1,0 +1,163 @@
+"""Predicted against measured: the DuckDB query equals numbers worked out by hand, over every backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.analytics.compare import ComparisonRow, compare, compare_frame
+from app.analytics.duck import connect
+from app.db.records import SearchOutcome, StrategySource
+from app.db.store import Store
+from graph.errors import UsageError
+from tests.app.db import samples
+from tests.app.db.samples import Scene
+
+
+def run(store: Store, scene: Scene, strategy_id: int, step_times_s: list[float], *, at: int = 0) -> None:
+    """Store a finished execution."""
+    store.finish_execution(store.start_execution(scene.execution(strategy_id, at=at)), step_times_s)
+
+
+def strategy(store: Store, scene: Scene, number: int, source: StrategySource = "search") -> int:
+    """Store a strategy."""
+    return store.put_strategy(samples.strategy(scene.graph_id, number, source))
+
+
+@pytest.fixture
+def scene(store: Store) -> Scene:
+    """Batch 8 on two devices: data parallel, a searched strategy, one only predicted, one only measured.
+
+    Data parallel is predicted to take 2 s (after an older prediction of 9 s, and 7 s in fifo order) and takes
+    2.5 s in its newest run; the searched strategy is predicted to take 1 s and takes 0.8 s.
+    """
+    scene = Scene.stored(store)
+    search = store.start_search(scene.search())
+    data_parallel = strategy(store, scene, 1, "data-parallel")
+    searched, predicted_only, measured_only = (strategy(store, scene, number) for number in (2, 3, 4))
+    store.put_simulation(scene.simulation(data_parallel, 9.0, at=0, costs="old"))
+    store.put_simulation(scene.simulation(data_parallel, 2.0, at=1, costs="new"))
+    fifo = replace(scene.simulation(data_parallel, 7.0, at=2), task_order="fifo")
+    store.put_simulation(fifo)
+    store.put_simulation(scene.simulation(searched, 1.0, search_id=search))
+    store.put_simulation(replace(scene.simulation(predicted_only, 4.0), feasible=False))
+    run(store, scene, data_parallel, [6.0, 6.0, 6.0], at=0)
+    run(store, scene, data_parallel, [2.5, 2.0, 4.0], at=1)
+    run(store, scene, searched, [0.8, 0.5, 0.9])
+    run(store, scene, measured_only, [5.0, 5.0, 5.0])
+    store.fail_execution(store.start_execution(scene.execution(searched, at=9)), "rank 1: killed")
+    store.finish_search(search, "finished", SearchOutcome(10, 5, 2.0, 1.0, searched))
+    return scene
+
+
+def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
+    def row(number: int, source: StrategySource, **values: float | bool | None) -> ComparisonRow:
+        shares = {"measured_share": 0.75, "estimated_share": 0.25, "datasheet_share": 0.0, "feasible": True}
+        return ComparisonRow(
+            model="inception",
+            topology="local",
+            batch_size=8,
+            strategy=samples.strategy(scene.graph_id, number).digest,
+            source=source,
+            device_count=2,
+            **{**shares, **values},  # type: ignore[arg-type]
+        )
+
+    searched = row(
+        2,
+        "search",
+        predicted_s=1.0,
+        measured_median_s=0.8,
+        measured_minimum_s=0.5,
+        predicted_throughput_samples_per_s=8.0,
+        measured_throughput_samples_per_s=10.0,
+        relative_error=(1.0 - 0.8) / 0.8,
+        relative_error_to_minimum=1.0,
+        predicted_speedup=2.0,
+        measured_speedup=3.125,
+        executions=1,
+    )
+    data_parallel = row(
+        1,
+        "data-parallel",
+        predicted_s=2.0,
+        measured_median_s=2.5,
+        measured_minimum_s=2.0,
+        predicted_throughput_samples_per_s=4.0,
+        measured_throughput_samples_per_s=3.2,
+        relative_error=-0.2,
+        relative_error_to_minimum=0.0,
+        predicted_speedup=1.0,
+        measured_speedup=1.0,
+        executions=2,
+    )
+    measured_only = row(
+        4,
+        "search",
+        predicted_s=None,
+        measured_median_s=5.0,
+        measured_minimum_s=5.0,
+        predicted_throughput_samples_per_s=None,
+        measured_throughput_samples_per_s=1.6,
+        relative_error=None,
+        relative_error_to_minimum=None,
+        predicted_speedup=None,
+        measured_speedup=0.5,
+        measured_share=None,
+        estimated_share=None,
+        datasheet_share=None,
+        feasible=None,
+        executions=1,
+    )
+    predicted_only = row(
+        3,
+        "search",
+        predicted_s=4.0,
+        measured_median_s=None,
+        measured_minimum_s=None,
+        predicted_throughput_samples_per_s=2.0,
+        measured_throughput_samples_per_s=None,
+        relative_error=None,
+        relative_error_to_minimum=None,
+        predicted_speedup=0.5,
+        measured_speedup=None,
+        feasible=False,
+        executions=0,
+    )
+    assert compare(store.database) == [searched, data_parallel, measured_only, predicted_only]
+
+
+def test_compare_takes_what_is_asked_for(store: Store, scene: Scene) -> None:
+    other = Scene.stored(store, 1, model="alexnet", batch_size=16)
+    lone = strategy(store, other, 50)
+    store.put_simulation(other.simulation(lone, 4.0))
+    (row,) = compare(store.database, model="alexnet")
+    assert (row.batch_size, row.predicted_throughput_samples_per_s, row.predicted_speedup) == (16, 4.0, None)
+    assert [row.model for row in compare(store.database)] == ["alexnet"] + ["inception"] * 4
+    assert compare(store.database, model="vgg") == compare(store.database, topology="dgx") == []
+    assert len(compare(store.database, topology="local")) == 5
+    # The search's best and the baseline, not the strategies of others.
+    found = [row.source for row in compare(store.database, search=1)]
+    assert found == ["search", "data-parallel"]
+    assert compare(store.database, model="alexnet", search=1) == []
+    with pytest.raises(UsageError, match="search 99: is not in database"):
+        compare(store.database, search=99)
+
+
+def test_frame_has_the_rows(store: Store, scene: Scene) -> None:
+    frame = compare_frame(store.database)
+    assert frame["measured_median_s"].tolist()[:3] == [0.8, 2.5, 5.0]
+    assert frame["measured_median_s"].isna().tolist() == [False, False, False, True]
+    assert list(compare_frame(store.database, model="vgg").columns) == list(frame.columns)
+
+
+def test_best_per_model_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
+    connection = connect(store.database)
+    rows = connection.execute(
+        "SELECT model, topology, batch_size, best_predicted_strategy, best_predicted_s, predicted_speedup,"
+        " best_measured_strategy, best_measured_median_s, measured_speedup, strategies FROM best_per_model"
+    ).fetchall()
+    connection.close()
+    best = samples.strategy(scene.graph_id, 2).digest
+    assert rows == [("inception", "local", 8, best, 1.0, 2.0, best, 0.8, 3.125, 4)]

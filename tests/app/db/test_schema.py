@@ -1,0 +1,223 @@
+"""How a database is found, opened, upgraded and refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from app.db import check, engine, schema
+from app.db.engine import migration_engine, resolve_url
+from app.db.schema import downgrade, open_database, status, upgrade
+from app.db.store import Store
+from graph.errors import DatabaseError
+from tests.app.db import samples
+
+
+def tables(url: str) -> list[str]:
+    """Return the names of the tables at a URL."""
+    own = migration_engine(resolve_url(url))
+    names = sa.inspect(own).get_table_names()
+    own.dispose()
+    return sorted(names)
+
+
+def execute(url: str, statement: str) -> None:
+    """Execute one statement."""
+    own = migration_engine(resolve_url(url))
+    with own.begin() as connection:
+        connection.execute(sa.text(statement))
+    own.dispose()
+
+
+def test_first_open_makes_the_schema_silently(database_url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert status(database_url) == (None, schema.HEAD)
+    open_database(database_url).dispose()
+    assert status(database_url) == (schema.HEAD, schema.HEAD)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_migrations_and_models_agree(database_url: str) -> None:
+    assert check.check() == []
+    upgrade(database_url)
+    assert check.differences(resolve_url(database_url)) == []
+
+
+def test_disagreement_is_seen(database_url: str) -> None:
+    upgrade(database_url)
+    execute(database_url, "ALTER TABLE graphs ADD COLUMN extra TEXT")
+    assert "extra" in str(check.differences(resolve_url(database_url)))
+
+
+def test_upgrade_again_keeps_the_rows_and_downgrade_drops_them(database_url: str) -> None:
+    assert upgrade(database_url) == ""
+    with Store.open(database_url) as store:
+        store.put_graph(samples.graph())
+    assert upgrade(database_url) == schema.HEAD
+    with Store.open(database_url) as store:
+        assert store.table_counts()["graphs"] == 1
+    assert downgrade(database_url, revision="base") == schema.HEAD
+    assert tables(database_url) == ["alembic_version"]
+    assert status(database_url) == (None, schema.HEAD)
+    with Store.open(database_url) as store:
+        assert store.table_counts()["graphs"] == 0
+
+
+def test_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgrade(database_url)
+    monkeypatch.setattr(schema, "HEAD", "0002")
+    with pytest.raises(
+        DatabaseError, match=r"schema is 0001, must be 0002; run: app db upgrade --database "
+    ) as raised:
+        open_database(database_url)
+    assert "\n" not in str(raised.value)
+    monkeypatch.setenv(engine.ENVIRONMENT_VARIABLE, database_url)
+    with pytest.raises(DatabaseError, match=r"run: app db upgrade$"):
+        open_database()
+
+
+def test_newer_schema_is_refused(database_url: str) -> None:
+    upgrade(database_url)
+    execute(database_url, "UPDATE alembic_version SET version_num = '9999'")
+    for act in (open_database, upgrade):
+        with pytest.raises(
+            DatabaseError, match=r"schema is 9999, .* is older than the database; install"
+        ) as raised:
+            act(database_url)
+        assert "\n" not in str(raised.value)
+    assert status(database_url) == ("9999", schema.HEAD)
+
+
+def test_tables_of_another_program_are_left_alone(database_url: str) -> None:
+    execute(database_url, "CREATE TABLE customers (id INTEGER)")
+    for act in (open_database, upgrade):
+        with pytest.raises(DatabaseError, match=r"has tables of another program \(customers\)"):
+            act(database_url)
+    assert tables(database_url) == ["customers"]
+
+
+def test_failed_upgrade_changes_nothing(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "locate_migrations", lambda: Path(__file__).parent / "broken_migrations")
+    with pytest.raises(DatabaseError, match="no_such_table"):
+        upgrade(database_url)
+    assert tables(database_url) == []
+
+
+def test_default_is_a_file_in_the_users_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "made by us"))
+    monkeypatch.delenv(engine.ENVIRONMENT_VARIABLE, raising=False)
+    assert status() == (None, schema.HEAD)
+    assert not (tmp_path / "made by us").exists(), "asking for the status makes nothing"
+    open_database().dispose()
+    assert (tmp_path / "made by us" / "soapstone" / "soapstone.sqlite").is_file()
+
+
+def test_option_beats_variable_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(engine.ENVIRONMENT_VARIABLE, "one.sqlite")
+    assert resolve_url().database == str(tmp_path / "one.sqlite")
+    assert resolve_url("two.sqlite").database == str(tmp_path / "two.sqlite")
+    assert resolve_url(f"sqlite:///{tmp_path}/three.sqlite").database == str(tmp_path / "three.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://me@host/name", "'mysql' is no known kind, must be sqlite or postgresql"),
+        ("sqlite://", "is in memory, must be a file"),
+        ("sqlite:///:memory:", "is in memory, must be a file"),
+        ("postgresql://host:nonsense/name", "is not a URL"),
+        ("://", "is not a URL"),
+        ("postgresql://me@host", "has no database name"),
+        ("", "name is empty"),
+        ("postgresql://me:secret@localhost:1/name", "cannot be used"),
+    ],
+)
+def test_bad_url_is_one_line_without_the_password(url: str, message: str) -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(DatabaseError, match=message) as raised:
+        open_database(url)
+    assert "\n" not in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["postgresql://me@host/name", "postgres://me@host/name"])
+def test_plain_postgresql_means_psycopg(url: str) -> None:
+    pytest.importorskip("psycopg")
+    assert resolve_url(url).drivername == "postgresql+psycopg"
+
+
+def test_unusable_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "text.sqlite").write_text("certainly not a database\n" * 100)
+    (tmp_path / "folder").mkdir()
+    for name, message in {
+        "text.sqlite": "is not a SQLite database",
+        "folder": "is a folder, must be a file",
+        "missing/x.sqlite": "missing does not exist, must exist",
+    }.items():
+        with pytest.raises(DatabaseError, match=message) as raised:
+            open_database(tmp_path / name)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_without_permission_is_one_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(DatabaseError, match="cannot be written to"):
+        open_database(tmp_path / "x.sqlite")
+
+
+def test_sqlite_is_set_up_for_many_writers(tmp_path: Path) -> None:
+    database = open_database(tmp_path / "x.sqlite")
+    with database.write_engine.begin() as connection:
+        pragmas = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+        assert pragmas == {"journal_mode": "wal", "synchronous": 1, "foreign_keys": 1, "busy_timeout": 60_000}
+        # The writing transaction holds the lock from its start, and readers do not wait for it.
+        other = sqlite3.connect(tmp_path / "x.sqlite", timeout=0, isolation_level=None)
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+        other.close()
+        with database.read_engine.begin() as reader:
+            assert reader.exec_driver_sql("SELECT count(*) FROM graphs").scalar() == 0
+    with database.read_engine.begin() as reader, pytest.raises(sa.exc.OperationalError, match="readonly"):
+        reader.exec_driver_sql("DELETE FROM graphs")
+    database.dispose()
+
+
+def test_missing_driver_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(
+        DatabaseError, match=r"psycopg is not installed, must be; run pip install 'soapstone\[pg\]'"
+    ):
+        resolve_url("postgresql://me@host/name")
+
+
+def test_migrations_are_found_in_an_installed_package(tmp_path: Path) -> None:
+    """A wheel has no `migrations` beside `app`: it carries them inside, as `app/_migrations`."""
+    root = schema.locate_migrations().parent
+    for package in ("app", "graph"):
+        for source in (root / package).glob("**/*.py"):
+            if "_migrations" not in source.parts:
+                target = tmp_path / source.relative_to(root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+    shutil.copytree(schema.locate_migrations(), tmp_path / "app" / "_migrations")
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-m", "app.db.check"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

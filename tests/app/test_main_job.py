@@ -1,0 +1,117 @@
+"""The main job through the command line, on real devices: profile, search, run, compare."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from graph.zoo import zoo_names
+from tests.app.conftest import Command
+
+INCEPTION = ("--model", "inception", "--preset", "small", "--batch-size", "5")
+TWO_CPUS = ("--device", "cpu", "--devices", "2")
+
+
+def rows(database: Path, query: str) -> list[tuple[object, ...]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_profile_search_run_and_compare_work_on_one_database(command: Command, database: Path) -> None:
+    first = command("profile", *INCEPTION, *TWO_CPUS, "--json")
+    assert first.code == 0, first
+    assert first.document["measured"] == first.document["needed"] > 0
+
+    again = command("profile", *INCEPTION, *TWO_CPUS)
+    assert "nothing measured" in again.output
+    assert "all known already" in again.output
+
+    searched = command("search", *INCEPTION, *TWO_CPUS, "--proposals", "200", "--seed", "3", "--json")
+    assert searched.code == 0, searched
+    best, *baselines = searched.document["predictions"]
+    assert {one["name"] for one in baselines} == {"data-parallel", "expert", "single-device"}
+    assert all(best["predicted_step_time_s"] <= one["predicted_step_time_s"] for one in baselines)
+    assert best["shares"]["measured"] == pytest.approx(1.0)
+
+    for strategy in ("data-parallel", "best"):
+        run = command("run", *INCEPTION, *TWO_CPUS, "--strategy", strategy, "--iterations", "3", "--verify", "--json")
+        assert run.code == 0, run
+        assert len(run.document["step_times_s"]) == 3
+        assert all(deviation["ok"] for deviation in run.document["deviations"])
+
+    compared = command("compare", "--model", "inception-small", "--json")
+    measured = [row for row in compared.document if row["measured_median_s"] is not None]
+    # The best strategy may be data parallelism itself.
+    assert {row["strategy"] for row in measured} == {best["digest"], baselines[0]["digest"]}
+    for row in measured:
+        error = (row["predicted_s"] - row["measured_median_s"]) / row["measured_median_s"]
+        assert row["relative_error"] == pytest.approx(error)
+        assert row["measured_throughput_samples_per_s"] == pytest.approx(5 / row["measured_median_s"])
+
+
+def test_the_same_seed_and_database_give_the_same_strategy(command: Command, database: Path) -> None:
+    arguments = ("search", *INCEPTION, "--topology", "p100-cluster", "--proposals", "120", "--json")
+    found = [command(*arguments, "--seed", seed).document["predictions"][0] for seed in ("7", "7", "8")]
+    assert found[0] == found[1]
+    assert rows(database, "SELECT count(*) FROM searches WHERE status = 'finished'") == [(3,)]
+
+
+def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Command, database: Path) -> None:
+    import duckdb
+
+    outcome = command(
+        "search", *INCEPTION, "--topology", "p100-cluster", "--devices", "4", "--proposals", "150", "--json"
+    )
+    assert outcome.code == 0, outcome
+    chunks = [str(database.parent / path) for (path,) in rows(database, "SELECT path FROM traces WHERE kind = 'proposals'")]
+    names = [str(database.parent / path) for (path,) in rows(database, "SELECT path FROM traces WHERE kind = 'configurations'")]
+    proposals = duckdb.from_parquet(chunks)
+    configurations = duckdb.from_parquet(names)
+    assert proposals.aggregate("count(*), sum(accepted::int)").fetchall() == [
+        (outcome.document["proposals"], outcome.document["accepted"])
+    ]
+    joined = duckdb.sql(
+        "SELECT document FROM proposals JOIN configurations USING (search, operator, configuration)"
+    ).fetchall()
+    assert len(joined) == outcome.document["proposals"]
+    assert all(set(json.loads(document)) == {"degrees", "devices"} for (document,) in joined)
+
+
+@pytest.mark.parametrize("name", zoo_names())
+def test_every_zoo_network_is_searched_on_four_devices_with_its_estimates_marked(
+    command: Command, name: str
+) -> None:
+    outcome = command(
+        "search", "--model", name, "--preset", "small", "--topology", "p100-cluster", "--devices", "4",
+        "--proposals", "60", "--chains", "2", "--json",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome
+    best = outcome.document["predictions"][0]
+    single = next(one for one in outcome.document["predictions"] if one["name"] == "single-device")
+    assert 0 < best["predicted_step_time_s"] <= single["predicted_step_time_s"]
+    assert best["shares"] == {"measured": 0.0, "estimated": 0.0, "datasheet": pytest.approx(1.0)}
+
+
+def test_a_users_own_network_is_searched_from_its_folder(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))\n"
+        "    def forward(self, x, y):\n"
+        "        return torch.nn.functional.cross_entropy(self.layers(x), y)\n"
+        "def factory(batch_size=6):\n"
+        "    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    outcome = command("search", "--model", "mine:factory", "--topology", "dgx1-v100", "--proposals", "20", "--json")
+    assert outcome.code == 0, outcome
+    assert outcome.document["batch_size"] == 6
+    ran = command("run", "--model", "mine:factory", *TWO_CPUS, "--strategy", "data-parallel", "--verify", "--json")
+    assert ran.code == 0, ran

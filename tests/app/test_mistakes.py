@@ -1,0 +1,112 @@
+"""A user's mistake is one line that says what is, what must be and what to do; exit code 2; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Command, Outcome
+
+SMALL = ("--model", "mlp", "--preset", "small")
+
+
+def assert_one_line(outcome: Outcome, *words: str) -> None:
+    assert outcome.code == 2, outcome
+    (line,) = outcome.errors.splitlines()[-1:]
+    assert line.startswith("error: ")
+    assert "Traceback" not in outcome.errors
+    for word in words:
+        assert word in line
+
+
+def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Command, database: Path) -> None:
+    outcome = command("profile", "--gpus", "90-97", "--model", "inception")
+    assert_one_line(outcome, "--gpus", "GPU")
+    assert len(outcome.errors.splitlines()) == 1
+    assert not database.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("search", "--model", "incepton"), ("incepton", "inception")),
+        (("search", "--model", "no_such_module:factory"), ("no_such_module",)),
+        (("search", "--model", "runtime.model:factory"), ("runtime", "rename")),
+        (("search", *SMALL, "--topology", "nowhere"), ("nowhere", "p100-cluster")),
+        (("search", *SMALL, "--topology", "p100-cluster", "--devices", "17"), ("17", "16")),
+        (("search", *SMALL, "--device", "tpu"), ("tpu", "cpu")),
+        (("search", *SMALL, "--topology", "p100-cluster", "--order", "random"), ("random", "fifo")),
+        (("search", *SMALL, "--topology", "p100-cluster", "--on-miss", "guess"), ("guess", "estimate")),
+        (("search", *SMALL, "--topology", "p100-cluster", "--on-miss", "fail"), ("not measured", "P100")),
+        (("search", *SMALL, "--topology", "p100-cluster", "--optimizer", "lion"), ("lion", "adam")),
+        (("search", *SMALL, "--topology", "p100-cluster", "--batch-size", "0"), ("0", "1")),
+        (("search", "--model", "mlp", "--preset", "huge"), ("huge", "small")),
+        (("profile",), ("--model",)),
+        (("profile", *SMALL, "--gpus", "3-1"), ("3-1",)),
+        (("compare", "--search", "12"), ("12",)),
+        (("strategy", "export", "ffffffff", "x.json"), ("ffffffff",)),
+        (("topology", "show", "nowhere"), ("nowhere",)),
+        (("models", "show", "nothing"), ("nothing",)),
+        (("db", "status", "--database", "mysql://x/y"), ("mysql",)),
+    ],
+)
+def test_a_wrong_name_or_value_is_named(command: Command, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert_one_line(command(*arguments), *words)
+
+
+def test_a_topology_file_with_a_mistake_names_file_and_key(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("kinds: {}\nnodes: 3\n")
+    assert_one_line(command("search", *SMALL, "--topology", str(file)), "mine.yaml", "kinds")
+
+
+def test_a_database_of_a_newer_soapstone_is_left_alone(command: Command, database: Path) -> None:
+    assert command("db", "upgrade").code == 0
+    with sqlite3.connect(database) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    before = database.read_bytes()
+    assert_one_line(command("compare"), "9999")
+    assert_one_line(command("db", "upgrade"), "9999")
+    assert database.read_bytes() == before
+
+
+@pytest.fixture
+def strategy_document(command: Command, tmp_path: Path) -> dict[str, object]:
+    """The file of a stored strategy of the small MLP on two CPU devices."""
+    searched = command("search", *SMALL, "--device", "cpu", "--devices", "2", "--proposals", "10", "--json")
+    assert searched.code == 0, searched
+    file = tmp_path / "good.json"
+    digest = searched.document["predictions"][0]["digest"]
+    assert command("strategy", "export", digest, str(file)).code == 0
+    document = json.loads(file.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def test_a_strategy_file_that_does_not_fit_is_refused_with_the_operator_named(
+    command: Command, tmp_path: Path, strategy_document: dict[str, object]
+) -> None:
+    operators = strategy_document["operators"]
+    assert isinstance(operators, dict)
+    name = next(iter(operators))
+    rest = {key: value for key, value in operators.items() if key != name}
+    broken = {
+        "wrong operator": ({**operators, "conv99": operators[name]}, "conv99"),
+        "missing operator": (rest, name),
+        "wrong degree": ({**rest, name: {"degrees": {"sample": 1000}, "devices": [0] * 1000}}, name),
+        "wrong axis": ({**rest, name: {"degrees": {"depth": 2}, "devices": [0, 1]}}, "depth"),
+        "wrong device": ({**rest, name: {"degrees": {}, "devices": [7]}}, "7"),
+        "too few devices": ({**rest, name: {"degrees": {"sample": 2}, "devices": [0]}}, name),
+    }
+    for title, (entries, word) in broken.items():
+        file = tmp_path / f"{title}.json"
+        file.write_text(json.dumps({**strategy_document, "operators": entries}))
+        outcome = command("run", *SMALL, "--device", "cpu", "--devices", "2", "--strategy", str(file))
+        assert_one_line(outcome, word)
+    file = tmp_path / "text.json"
+    file.write_text("not json")
+    outcome = command("run", *SMALL, "--device", "cpu", "--devices", "2", "--strategy", str(file))
+    assert_one_line(outcome, "text.json", "JSON")

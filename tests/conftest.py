@@ -1,0 +1,23 @@
+"""What all tests share: hypothesis profiles, and the skip of CUDA tests where there is no such device."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Derandomized: the same cases in every run. No deadline: a shared machine's pauses are no failures.
+settings.register_profile(
+    "default", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
+settings.register_profile("full", parent=settings.get_profile("default"), max_examples=1000)
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `cuda` where torch sees no CUDA device."""
+    needing_cuda = [item for item in items if item.get_closest_marker("cuda")]
+    if not needing_cuda:
+        return
+    import torch  # imported only where a test needs the answer
+
+    if not torch.cuda.is_available():
+        for item in needing_cuda:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
