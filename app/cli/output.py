@@ -105,7 +105,7 @@ class TerminalProgress:
     def advance(self, steps: int = 1, text: str | None = None) -> None:
         """Move the bar."""
         if self._task is not None:
-            self._bars.update(self._task, advance=steps, **({} if text is None else {"description": text}))
+            self._bars.update(self._task, advance=steps, description=text)
 
     def end(self) -> None:
         """Take the bar away."""

@@ -40,7 +40,7 @@ def search(
         str | None,
         typer.Option(
             "--on-miss",
-            help="A cost that is not stored: measure, estimate or fail. Default: measure on topology local, else estimate.",
+            help="A cost not stored: measure, estimate or fail. Default: measure on topology local, else estimate.",
             show_default=False,
         ),
     ] = None,
@@ -73,7 +73,7 @@ def search(
         beta=beta,
         order=order,  # type: ignore[arg-type]  # run_search checks it
         time_limit_s=time_limit,
-        on_miss=on_miss,  # type: ignore[arg-type]  # checked above
+        on_miss=on_miss,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:

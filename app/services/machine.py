@@ -67,7 +67,7 @@ def describe(store: Store, devices: tuple[PhysicalDevice, ...]) -> Machine:
     Raises:
         UsageError: the devices are of several kinds.
     """
-    from profiler.devices import environment
+    from profiler.environment import environment
 
     kinds = sorted({device.kind.name for device in devices})
     if len(kinds) != 1:

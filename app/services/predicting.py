@@ -153,7 +153,7 @@ def _kind_source(
     kind = target.topology.kind(kind_name)
     machine = target.machine
     if machine is None:
-        # Another machine's devices: whatever environment measured that kind, newest first; nothing can be measured here.
+        # Another machine's devices: nothing can be measured here; any environment's costs of that kind count.
         stored = store.device_kind(kind_name)
         if on_miss == "measure":
             raise UsageError(

@@ -158,8 +158,9 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
 
 
 def _launch(request: RunRequest, setting: Setting, machine: Machine, strategy: Strategy) -> JobResult | None:
-    from runtime.jobs import Job, ModelReference
+    from runtime.jobs import Job
     from runtime.launch import launch
+    from runtime.models import ModelReference
 
     wanted = request.model
     job = Job(

@@ -25,9 +25,8 @@ from search import baselines
 from search.costs import Origin
 
 if TYPE_CHECKING:
-    from search.simulator import Simulation
-
     from search import mcmc
+    from search.simulator import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +207,7 @@ def _search(
                 )
             finally:
                 progress.end()
-        best_id, _ = predict(
-            store, setting, result.strategy, "search", order=options.order, search_id=search_id
-        )
+        found = predict(store, setting, result.strategy, "search", order=options.order, search_id=search_id)
         outcome = SearchOutcome(
             proposals=result.proposals,
             accepted=result.accepted,

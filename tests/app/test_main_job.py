@@ -37,7 +37,9 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
     assert best["shares"]["measured"] == pytest.approx(1.0)
 
     for strategy in ("data-parallel", "best"):
-        run = command("run", *INCEPTION, *TWO_CPUS, "--strategy", strategy, "--iterations", "3", "--verify", "--json")
+        run = command(
+            "run", *INCEPTION, *TWO_CPUS, "--strategy", strategy, "--iterations", "3", "--verify", "--json"
+        )
         assert run.code == 0, run
         assert len(run.document["step_times_s"]) == 3
         assert all(deviation["ok"] for deviation in run.document["deviations"])
@@ -60,22 +62,22 @@ def test_the_same_seed_and_database_give_the_same_strategy(command: Command, dat
 
 
 def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Command, database: Path) -> None:
-    import duckdb
+    from app.analytics.duck import connect
+    from app.db.store import Store
 
     outcome = command(
         "search", *INCEPTION, "--topology", "p100-cluster", "--devices", "4", "--proposals", "150", "--json"
     )
     assert outcome.code == 0, outcome
-    chunks = [str(database.parent / path) for (path,) in rows(database, "SELECT path FROM traces WHERE kind = 'proposals'")]
-    names = [str(database.parent / path) for (path,) in rows(database, "SELECT path FROM traces WHERE kind = 'configurations'")]
-    proposals = duckdb.from_parquet(chunks)
-    configurations = duckdb.from_parquet(names)
-    assert proposals.aggregate("count(*), sum(accepted::int)").fetchall() == [
-        (outcome.document["proposals"], outcome.document["accepted"])
-    ]
-    joined = duckdb.sql(
-        "SELECT document FROM proposals JOIN configurations USING (search, operator, configuration)"
-    ).fetchall()
+    with Store.open(database) as store:
+        connection = connect(store.database)
+        counted = connection.execute("SELECT count(*), sum(accepted::INT) FROM proposals").fetchall()
+        joined = connection.execute(
+            "SELECT document FROM proposals "
+            "JOIN proposal_configurations USING (search, operator, configuration)"
+        ).fetchall()
+        connection.close()
+    assert counted == [(outcome.document["proposals"], outcome.document["accepted"])]
     assert len(joined) == outcome.document["proposals"]
     assert all(set(json.loads(document)) == {"degrees", "devices"} for (document,) in joined)
 
@@ -110,8 +112,12 @@ def test_a_users_own_network_is_searched_from_its_folder(
         "    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}\n"
     )
     monkeypatch.chdir(tmp_path)
-    outcome = command("search", "--model", "mine:factory", "--topology", "dgx1-v100", "--proposals", "20", "--json")
+    outcome = command(
+        "search", "--model", "mine:factory", "--topology", "dgx1-v100", "--proposals", "20", "--json"
+    )
     assert outcome.code == 0, outcome
     assert outcome.document["batch_size"] == 6
-    ran = command("run", "--model", "mine:factory", *TWO_CPUS, "--strategy", "data-parallel", "--verify", "--json")
+    ran = command(
+        "run", "--model", "mine:factory", *TWO_CPUS, "--strategy", "data-parallel", "--verify", "--json"
+    )
     assert ran.code == 0, ran

@@ -53,7 +53,9 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("db", "status", "--database", "mysql://x/y"), ("mysql",)),
     ],
 )
-def test_a_wrong_name_or_value_is_named(command: Command, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_a_wrong_name_or_value_is_named(
+    command: Command, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     assert_one_line(command(*arguments), *words)
 
 
