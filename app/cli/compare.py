@@ -49,9 +49,10 @@ def compare(
             "predicted",
             "measured",
             "error",
-            "samples/s predicted",
-            "measured",
-            "vs data parallel",
+            "predicted/s",
+            "measured/s",
+            "speedup",
+            "predicted",
             "runs",
         ],
         [
@@ -66,10 +67,14 @@ def compare(
                 percent(row.relative_error),
                 ratio(row.predicted_throughput_samples_per_s),
                 ratio(row.measured_throughput_samples_per_s),
-                f"{ratio(row.measured_speedup)} (predicted {ratio(row.predicted_speedup)})",
+                ratio(row.measured_speedup),
+                ratio(row.predicted_speedup),
                 row.executions,
             ]
             for row in rows
         ],
     )
-    print_lines("measured: median step of the newest run; error: (predicted - measured) / measured.")
+    print_lines(
+        "measured: median step of the newest run; error: (predicted - measured) / measured; /s: samples a second;",
+        "speedup: over data parallelism on the same model, topology and batch size, measured and predicted.",
+    )

@@ -85,6 +85,29 @@ def search(
         print_json(report.to_json())
     else:
         _print(report)
+        if topology == "local":
+            _print_next(report, model, preset, batch_size, device, devices)
+
+
+def _print_next(
+    report: SearchReport,
+    model: str,
+    preset: str,
+    batch_size: int | None,
+    device: str | None,
+    devices: int | None,
+) -> None:
+    """Print the command that runs what was found."""
+    from app.cli.output import print_lines
+
+    given = [
+        ("--preset", preset if preset != "paper" else None),
+        ("--batch-size", batch_size),
+        ("--device", device),
+        ("--devices", devices),
+    ]
+    words = ["app run --model", model, *(f"{name} {value}" for name, value in given if value is not None)]
+    print_lines("run it: " + " ".join([*words, f"--strategy {report.best.digest[:12]}"]))
 
 
 def _print(report: SearchReport) -> None:
@@ -127,10 +150,7 @@ def _print(report: SearchReport) -> None:
             for one in report.predictions
         ],
     )
-    print_lines(
-        "measured, estimated, data sheet: the share of the predicted busy time that rests on each.",
-        f"Run it: app run --model {report.model} --strategy {report.best.digest[:12]}",
-    )
+    print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.unsplit:
         print_lines(
             f"{len(report.unsplit)} operators have no rule or sizes that do not factor: see app models show"

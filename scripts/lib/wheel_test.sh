@@ -34,8 +34,9 @@ app() {
 
 app --help >/dev/null
 app db upgrade
-app profile --device cpu --model mlp --preset small --batch-size 8
-app search --model mlp --preset small --batch-size 8 --topology local --devices 2 --seed 0
-app run --model mlp --preset small --batch-size 8 --strategy best
+mlp=(--device cpu --devices 2 --model mlp --preset small --batch-size 8)
+app profile "${mlp[@]}"
+app search "${mlp[@]}" --topology local --seed 0
+app run "${mlp[@]}" --strategy best
 app compare --model mlp-small
 echo "wheel test: passed"

@@ -32,7 +32,7 @@ Command = Callable[..., Outcome]
 @pytest.fixture
 def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The path of a database that does not exist yet; commands use it by default."""
-    path = tmp_path / "store" / "test.sqlite"
+    path = tmp_path / "test.sqlite"
     monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{path}")
     return path
 

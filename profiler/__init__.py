@@ -1,0 +1,1 @@
+"""Executes and measures operators, optimizer updates and links on real devices."""

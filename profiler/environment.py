@@ -1,0 +1,93 @@
+"""What a measurement depends on beside its call and its device: hardware, drivers, software."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from graph.canonical import digest
+from graph.topology import Processor
+from profiler.processors import processor_facts
+
+THREADS_A_DEVICE = 1
+DRIVER_QUERY_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Facts, as JSON values, under which costs were measured. It names no host, so that like machines share costs."""
+
+    facts: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of the facts: the environment's identity."""
+        return digest(dict(self.facts))
+
+
+@lru_cache(maxsize=2)
+def environment(processor: Processor) -> Environment:
+    """Return the environment of this machine's CPU or CUDA devices."""
+    import torch
+
+    facts = processor_facts()
+    described: dict[str, Any] = {
+        "device_type": processor,
+        "processor": facts.name,
+        "cores": facts.cores,
+        "processor_frequency_hz": facts.frequency_hz,
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        # In GiB: the kernel's own share, and so the last digits, change from one start to the next.
+        "memory_gib": round(facts.memory_bytes / 2**30),
+        "operating_system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads_a_device": THREADS_A_DEVICE,
+    }
+    if processor == "cuda":
+        described |= _cuda_facts()
+    return Environment(described)
+
+
+def _cuda_facts() -> dict[str, Any]:
+    import torch
+
+    available = torch.cuda.is_available()
+    version = torch.backends.cudnn.version() if available else None
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": version,
+        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "driver": _driver_facts(),
+    }
+
+
+def _driver_facts() -> list[dict[str, str]]:
+    """Return, per distinct GPU model, driver version and configured limits of clocks and power.
+
+    Source: nvidia-smi's query interface; where it is missing the driver stays unknown and the list empty.
+    """
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    names = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
+    try:
+        told = subprocess.run(
+            [command, f"--query-gpu={','.join(names)}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DRIVER_QUERY_LIMIT_S,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = sorted(
+        {tuple(part.strip() for part in line.split(",")) for line in told.splitlines() if line.strip()}
+    )
+    return [dict(zip(names, row, strict=False)) for row in rows]

@@ -1,0 +1,118 @@
+"""Device kinds: what the devices of this machine are, and what their data sheets say."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from graph.errors import CostError
+from graph.topology import DeviceKind
+from profiler.processors import ProcessorFacts, processor_facts
+
+MIB = 2**20
+
+# A CUDA device without a data sheet here: lanes of float32 a multiprocessor (the most that any NVIDIA generation
+# to date has), its frequency and its memory bandwidth where the driver does not tell. All are assumptions.
+LANES_A_MULTIPROCESSOR = 128
+ASSUMED_CLOCK_HZ = 1.4e9
+ASSUMED_BANDWIDTH_BYTES_PER_S = 500e9
+ASSUMED_LAUNCH_LATENCY_S = 5e-6
+
+
+@lru_cache(maxsize=1)
+def _datasheets() -> dict[str, Any]:
+    import yaml
+
+    text = resources.files("profiler").joinpath("datasheets.yaml").read_text(encoding="utf-8")
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+def _kind_from_entry(entry: dict[str, Any], memory_bytes: int | None = None) -> DeviceKind:
+    return DeviceKind(
+        name=entry["name"],
+        processor="cuda",
+        peak_flops=tuple((precision, float(peak)) for precision, peak in entry["peak_flops"].items()),
+        memory_bytes=int(entry["memory_bytes"]) if memory_bytes is None else memory_bytes,
+        memory_bandwidth_bytes_per_s=float(entry["memory_bandwidth_bytes_per_s"]),
+        launch_latency_s=float(entry["launch_latency_s"]),
+    )
+
+
+def datasheet_kinds() -> tuple[DeviceKind, ...]:
+    """Return the CUDA device kinds whose data sheets are known."""
+    return tuple(_kind_from_entry(entry) for entry in _datasheets()["cuda"])
+
+
+def datasheet_kind(name: str) -> DeviceKind:
+    """Return the CUDA device kind called `name`.
+
+    Raises:
+        CostError: there is no such data sheet.
+    """
+    for kind in datasheet_kinds():
+        if kind.name == name:
+            return kind
+    known = ", ".join(kind.name for kind in datasheet_kinds())
+    raise CostError(
+        f"device kind {name}: no data sheet, known are {known}; give its values in a topology file"
+    )
+
+
+def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:
+    """Return the kind of a CPU device: one core of the processor, with its share of the machine's memory.
+
+    Peak float32: lanes x multiply-add units x 2 x frequency. Memory is rounded down to MiB.
+    """
+    known = processor_facts() if facts is None else facts
+    sheet = _datasheets()["cpu"]
+    vector = next(
+        (entry for entry in sheet["instruction_sets"] if entry["flag"] in known.flags), sheet["otherwise"]
+    )
+    frequency = known.frequency_hz or float(sheet["frequency_hz"])
+    return DeviceKind(
+        name=f"{known.name} (1 core)",
+        processor="cpu",
+        peak_flops=(("float32", vector["lanes"] * vector["units"] * 2 * frequency),),
+        memory_bytes=known.memory_bytes // known.cores // MIB * MIB,
+        memory_bandwidth_bytes_per_s=float(sheet["memory_bandwidth_bytes_per_s"]),
+        launch_latency_s=float(sheet["launch_latency_s"]),
+    )
+
+
+def cuda_kind_of(reported_name: str, memory_bytes: int, properties: Any = None) -> DeviceKind:
+    """Return the kind of a CUDA device from what the driver reports.
+
+    A known name gets its data sheet, with the memory that is really there. An unknown one keeps the driver's name and
+    gets figures from its multiprocessors and clocks, as far as `properties` tell.
+    """
+    for entry in _datasheets()["cuda"]:
+        if any(re.fullmatch(pattern, reported_name) for pattern in entry["torch_names"]):
+            return _kind_from_entry(entry, memory_bytes)
+    processors = int(getattr(properties, "multi_processor_count", 1))
+    clock = float(getattr(properties, "clock_rate", 0)) * 1e3 or ASSUMED_CLOCK_HZ
+    # Two transfers a clock; the width is in bits, the clock in kHz.
+    bandwidth = (
+        2e3
+        * float(getattr(properties, "memory_clock_rate", 0))
+        * float(getattr(properties, "memory_bus_width", 0))
+        / 8
+    )
+    return DeviceKind(
+        name=reported_name,
+        processor="cuda",
+        peak_flops=(("float32", processors * LANES_A_MULTIPROCESSOR * 2 * clock),),
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=bandwidth or ASSUMED_BANDWIDTH_BYTES_PER_S,
+        launch_latency_s=ASSUMED_LAUNCH_LATENCY_S,
+    )
+
+
+def cuda_kind(index: int) -> DeviceKind:
+    """Return the kind of the CUDA device at `index`; torch raises where there is none."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return cuda_kind_of(properties.name, int(properties.total_memory), properties)

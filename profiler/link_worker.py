@@ -1,0 +1,236 @@
+"""What each process of a link probe does. All ranks go through the same steps in the same order."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from profiler.devices import PhysicalDevice
+from profiler.measure import describe_error
+from profiler.timers import synchronize, timer_for
+
+if TYPE_CHECKING:
+    import torch
+
+MIB = 2**20
+WARM_UPS = 2
+# The computation that communication is laid beside: a matrix product, bound by arithmetic, and a sum, bound by memory.
+MATRIX_SIZE = 512
+SUM_ELEMENTS = 2**20
+COMPUTE_S = 0.15
+OVERLAP_BYTES = 4 * MIB
+# Communication fills this share of the computation, so that all of it overlaps.
+OVERLAP_SHARE = 0.4
+MOST_OVERLAPPED = 64
+OVERLAP_ROUNDS = 5
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """One rank's part in a probe. `rendezvous` is a path that all ranks share and that does not exist yet."""
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    pairs: tuple[Pair, ...]
+    p2p_sizes: tuple[int, ...]
+    all_reduce_sizes: tuple[int, ...]
+    limit_s: float
+
+
+@dataclass(slots=True)
+class ProbeReport:
+    """Seconds that one rank saw: messages by pair and size (the pair's first rank), collectives by size, and of each
+    round of overlapping (computation alone, communication alone, both at once until both are done)."""
+
+    p2p_s: dict[tuple[Pair, int], list[float]] = field(default_factory=dict)
+    all_reduce_s: dict[int, list[float]] = field(default_factory=dict)
+    overlaps: list[tuple[float, float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFailure:
+    """Why a rank could not do its part."""
+
+    reason: str
+
+
+def repetitions(size_bytes: int) -> int:
+    """Return how often a message of this size is timed: fixed, since all ranks must agree without asking."""
+    return 30 if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
+
+
+def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
+    """Do this rank's part and send a `ProbeReport` or a `ProbeFailure`."""
+    try:
+        with _group(device, plan):
+            report = _Rank(device, plan).run()
+        connection.send(report)
+    except Exception as error:  # sent to the parent, which raises it with the rank's name
+        connection.send(ProbeFailure(describe_error(error)))
+
+
+@contextmanager
+def _group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend="nccl" if device.processor == "cuda" else "gloo",
+        init_method=f"file://{plan.rendezvous}",
+        rank=plan.rank,
+        world_size=plan.world_size,
+        timeout=datetime.timedelta(seconds=plan.limit_s),
+        device_id=torch.device(device.torch_name) if device.processor == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Rank:
+    """One rank of the probe, inside its process group."""
+
+    def __init__(self, device: PhysicalDevice, plan: ProbePlan) -> None:
+        self.device, self.plan = device, plan
+        self.timer = timer_for(device.torch_name)
+        self.report = ProbeReport()
+
+    def run(self) -> ProbeReport:
+        for pair in self.plan.pairs:
+            for size in self.plan.p2p_sizes:
+                self._measure_messages(pair, size)
+        for size in self.plan.all_reduce_sizes:
+            self._measure_all_reduce(size)
+        self._measure_overlap()
+        return self.report
+
+    def _buffer(self, size_bytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(max(1, size_bytes // 4), dtype=torch.float32, device=self.device.torch_name)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        synchronize(self.device.torch_name)
+        start = self.timer.mark()
+        work()
+        return self.timer.elapsed_s(start, self.timer.mark())
+
+    def _barrier(self) -> None:
+        import torch.distributed as dist
+
+        # Not dist.barrier, which warns without a device id; the effect is the same.
+        dist.all_reduce(self._buffer(4))
+        synchronize(self.device.torch_name)
+
+    def _measure_messages(self, pair: Pair, size: int) -> None:
+        """Send there and back, and take half: one clock suffices."""
+        self._barrier()
+        if self.plan.rank not in pair:
+            return
+        leads, other = self.plan.rank == pair[0], pair[1] if self.plan.rank == pair[0] else pair[0]
+        outgoing, incoming = self._buffer(size), self._buffer(size)
+
+        def exchange() -> None:
+            if leads:
+                _send(outgoing, other)
+                _receive(incoming, other)
+            else:
+                _receive(incoming, other)
+                _send(outgoing, other)
+
+        times = [self._timed(exchange) / 2 for _ in range(WARM_UPS + repetitions(size))]
+        self.report.p2p_s[pair, size] = times[WARM_UPS:]
+
+    def _measure_all_reduce(self, size: int) -> None:
+        import torch.distributed as dist
+
+        buffer, times = self._buffer(size), []
+        for _ in range(WARM_UPS + repetitions(size)):
+            self._barrier()
+            times.append(self._timed(lambda: dist.all_reduce(buffer)))
+        self.report.all_reduce_s[size] = times[WARM_UPS:]
+
+    def _measure_overlap(self) -> None:
+        """Time computation and communication, each alone and then together."""
+        import torch.distributed as dist
+
+        compute = self._computation()
+        self._timed(lambda: compute(2))
+        rounds = self._agree(COMPUTE_S / (self._timed(lambda: compute(4)) / 4), 1_000_000)
+        buffers = [self._buffer(OVERLAP_BYTES) for _ in range(MOST_OVERLAPPED)]
+
+        def communicate(count: int) -> list[dist.Work]:
+            started = [dist.all_reduce(buffer, async_op=True) for buffer in buffers[:count]]
+            return [work for work in started if work is not None]
+
+        def wait_for(count: int) -> None:
+            for work in communicate(count):
+                work.wait()
+
+        def both() -> None:
+            pending = communicate(count)
+            compute(rounds)
+            # Until both are done: a computation that merely starves the communication has not hidden it.
+            for work in pending:
+                work.wait()
+
+        self._timed(lambda: wait_for(2))
+        self._barrier()
+        one = self._timed(lambda: wait_for(4)) / 4
+        count = self._agree(OVERLAP_SHARE * COMPUTE_S / one, MOST_OVERLAPPED)
+        for _ in range(OVERLAP_ROUNDS):
+            self._barrier()
+            alone = self._timed(lambda: compute(rounds))
+            self._barrier()
+            communication = self._timed(lambda: wait_for(count))
+            self._barrier()
+            together = self._timed(both)
+            self.report.overlaps.append((alone, communication, together))
+
+    def _agree(self, wish: float, most: int) -> int:
+        """Return the least of all ranks' wishes, between 1 and `most`."""
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([min(float(most), max(1.0, wish))], device=self.device.torch_name)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return int(value.item())
+
+    def _computation(self) -> Callable[[int], None]:
+        import torch
+
+        name = self.device.torch_name
+        left, right = (torch.rand(MATRIX_SIZE, MATRIX_SIZE, device=name) for _ in range(2))
+        product = torch.empty_like(left)
+        total, term = (torch.zeros(SUM_ELEMENTS, device=name) for _ in range(2))
+
+        def compute(rounds: int) -> None:
+            for _ in range(rounds):
+                torch.mm(left, right, out=product)
+                torch.add(total, term, out=total)
+
+        return compute
+
+
+def _send(buffer: torch.Tensor, other: int) -> None:
+    import torch.distributed as dist
+
+    work = dist.isend(buffer, other)
+    if work is not None:
+        work.wait()
+
+
+def _receive(buffer: torch.Tensor, other: int) -> None:
+    import torch.distributed as dist
+
+    work = dist.irecv(buffer, other)
+    if work is not None:
+        work.wait()

@@ -1,0 +1,219 @@
+"""Measure the links between devices of this machine: messages, all-reduces, and how they slow computation.
+
+One process a device, over torch.distributed: gloo between CPU devices, NCCL between GPUs, on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Literal
+
+from graph.errors import RuntimeFailure, UsageError
+from profiler.devices import PhysicalDevice
+from profiler.fits import fit_link
+from profiler.link_worker import ProbeFailure, ProbePlan, ProbeReport, probe
+from profiler.processes import KILL_WAIT_S, DeviceProcess
+
+Pattern = Literal["p2p", "all_reduce"]
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Message sizes in bytes (a rank's buffer), and the seconds after which the whole probe is given up."""
+
+    p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(8))  # 1 KiB to 16 MiB
+    all_reduce_sizes: tuple[int, ...] = (*(KIB * 4**power for power in range(8)), 32 * MIB)
+    limit_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSample:
+    """Times of one message size, in seconds of one message (one way) or one collective."""
+
+    size_bytes: int
+    minimum_s: float
+    median_s: float
+    samples_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasurement:
+    """A communication pattern between the devices at places `members`, and the line fitted to its minimal times.
+
+    Time = `latency_s` + bytes / `bandwidth_bytes_per_s`; for a collective the bytes are those of one rank's buffer.
+    `residual` is the fit's mean absolute relative error. Minima, as for operators: on a shared machine a median holds
+    other processes' time slices of milliseconds, a hundred times a small message's own time.
+    """
+
+    pattern: Pattern
+    members: tuple[int, ...]
+    samples: tuple[LinkSample, ...]
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    residual: float
+
+    @property
+    def group_size(self) -> int:
+        """Number of devices that take part."""
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbe:
+    """All link measurements of a group of devices.
+
+    `contention`: extra compute seconds per second of communication that overlaps it, as `Topology.contention` has it.
+    """
+
+    links: tuple[LinkMeasurement, ...]
+    contention: float
+
+    def find(self, pattern: Pattern) -> LinkMeasurement:
+        """Return the measurement of `pattern` over the most devices; among equals, the slowest.
+
+        Raises:
+            UsageError: the pattern was not measured.
+        """
+        candidates = [link for link in self.links if link.pattern == pattern]
+        if not candidates:
+            raise UsageError(f"links: {pattern} was not measured, must be; probe the links again")
+        return max(candidates, key=lambda link: (link.group_size, -link.bandwidth_bytes_per_s))
+
+    @property
+    def pairs(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """(bandwidth in bytes per second, latency in seconds) of each pair measured, in both directions."""
+        found = {}
+        for link in self.links:
+            if link.pattern == "p2p":
+                first, second = link.members
+                for pair in ((first, second), (second, first)):
+                    found[pair] = (link.bandwidth_bytes_per_s, link.latency_s)
+        return found
+
+
+def pairs_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[tuple[int, int], ...]:
+    """Return the places of the pairs whose messages are measured.
+
+    All pairs of GPUs, since NVLink, PCIe and the socket bus join them differently; one pair of CPU devices, since all
+    of them meet in the same memory.
+    """
+    if devices[0].processor == "cpu":
+        return ((0, 1),)
+    return tuple((i, j) for i in range(len(devices)) for j in range(i + 1, len(devices)))
+
+
+def probe_links(devices: Sequence[PhysicalDevice], options: LinkOptions | None = None) -> LinkProbe:
+    """Measure messages, all-reduces over all of `devices`, and contention.
+
+    Raises:
+        UsageError: there are fewer than two devices, or CPU and CUDA devices are mixed.
+        RuntimeFailure: a process failed or took too long; the message names it and the reason.
+    """
+    chosen = LinkOptions() if options is None else options
+    if len(devices) < 2 or len({device.processor for device in devices}) > 1:
+        raise UsageError(
+            f"links: {len(devices)} devices [{', '.join(device.label for device in devices)}], must be two or "
+            "more of one processor type; name more with --gpus or use fewer types"
+        )
+    pairs = pairs_to_measure(devices)
+    # A file of our own: no port to be taken, so that probes at the same time do not meet.
+    with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder:
+        reports = _run(devices, chosen, pairs, Path(folder) / "rendezvous")
+    return _summarize(reports, pairs, chosen)
+
+
+def _run(
+    devices: Sequence[PhysicalDevice],
+    options: LinkOptions,
+    pairs: tuple[tuple[int, int], ...],
+    rendezvous: Path,
+) -> list[ProbeReport]:
+    processes: list[DeviceProcess] = []
+    try:
+        for rank, device in enumerate(devices):
+            plan = ProbePlan(
+                rank=rank,
+                world_size=len(devices),
+                rendezvous=str(rendezvous),
+                pairs=pairs,
+                p2p_sizes=options.p2p_sizes,
+                all_reduce_sizes=options.all_reduce_sizes,
+                limit_s=options.limit_s,
+            )
+            processes.append(DeviceProcess(probe, device, plan))
+        return _gather(processes, time.monotonic() + options.limit_s)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _gather(processes: Sequence[DeviceProcess], deadline: float) -> list[ProbeReport]:
+    """Return each rank's report, in order of ranks."""
+    reports: dict[int, ProbeReport] = {}
+    waiting = {process.connection: rank for rank, process in enumerate(processes)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(processes[rank].device.label for rank in waiting.values())
+            raise RuntimeFailure(
+                f"link probe: no answer from {late} in time, must answer; check that nothing else occupies the devices"
+            )
+        for connection in ready:
+            rank = next(place for known, place in waiting.items() if known is connection)
+            label = processes[rank].device.label
+            try:
+                message = processes[rank].connection.recv()
+            except (EOFError, ConnectionResetError) as error:
+                processes[rank].process.join(KILL_WAIT_S)
+                reason = processes[rank].death() or "it closed its pipe"
+                raise RuntimeFailure(f"link probe on {label}: {reason}; try again") from error
+            if isinstance(message, ProbeFailure):
+                raise RuntimeFailure(f"link probe on {label}: {message.reason}; try again")
+            reports[rank] = message
+            del waiting[processes[rank].connection]
+    return [reports[rank] for rank in range(len(processes))]
+
+
+def _summarize(
+    reports: Sequence[ProbeReport], pairs: tuple[tuple[int, int], ...], options: LinkOptions
+) -> LinkProbe:
+    links = []
+    for pair in pairs:
+        taken = {size: reports[pair[0]].p2p_s[pair, size] for size in options.p2p_sizes}
+        links.append(measurement("p2p", pair, taken))
+    # A collective ends when its last rank has it.
+    taken = {
+        size: [max(times) for times in zip(*(report.all_reduce_s[size] for report in reports), strict=True)]
+        for size in options.all_reduce_sizes
+    }
+    links.append(measurement("all_reduce", tuple(range(len(reports))), taken))
+    factors = [contention_factor(report.overlaps) for report in reports]
+    return LinkProbe(tuple(links), statistics.median(factors))
+
+
+def measurement(
+    pattern: Pattern, members: tuple[int, ...], taken: Mapping[int, Sequence[float]]
+) -> LinkMeasurement:
+    """Return the measurement that rests on seconds by message size."""
+    samples = tuple(
+        LinkSample(size, min(times), statistics.median(times), tuple(times)) for size, times in taken.items()
+    )
+    fit = fit_link([sample.size_bytes for sample in samples], [sample.minimum_s for sample in samples])
+    return LinkMeasurement(pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual)
+
+
+def contention_factor(rounds: Sequence[tuple[float, float, float]]) -> float:
+    """Return the extra compute seconds per second of communication, at least 0.
+
+    `rounds`: seconds of computation alone, of communication alone, and of both at once until both are done. The least
+    of each counts: a disturbance only ever adds time, and would otherwise decide a difference of like numbers.
+    """
+    compute_s, communication_s, together_s = (min(times) for times in zip(*rounds, strict=True))
+    return float(max(0.0, (together_s - compute_s) / communication_s))

@@ -1,0 +1,161 @@
+"""From a local call to a function: targets and arguments are resolved once, since a step calls it again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graph.calls import LocalCall
+from graph.errors import CostError
+from graph.operators import Argument, Slot
+from profiler.operators import ours
+from profiler.operators.dtypes import torch_dtype
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionContext:
+    """What a call depends on besides its inputs: the run's seed, the step, and where factories make tensors."""
+
+    seed: int = 0
+    step: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+Compiled = Callable[[Sequence[torch.Tensor], ExecutionContext], Tensors]
+
+# Reshaping works on any memory layout, as assembled local tensors may differ from the exported ones in it.
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "aten.view.default": torch.reshape,
+    "aten.conv1d.default": torch.conv1d,
+    "aten.conv2d.default": torch.conv2d,
+    "aten.conv3d.default": torch.conv3d,
+    "aten.linear.default": torch.nn.functional.linear,
+    "aten.relu.default": torch.relu,
+}
+
+
+def execute(call: LocalCall, inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
+    """Execute a call once; `inputs` are dense tensors of `call.inputs`' shapes, outputs follow `call.outputs`.
+
+    Autograd goes through it. An input that no argument names is unused: its gradient is zero (None from autograd).
+    """
+    return compile_call(call)(inputs, context)
+
+
+def compile_call(call: LocalCall) -> Compiled:
+    """Return the function of a call.
+
+    Raises:
+        CostError: the installed torch has no such operator.
+    """
+    if call.target.startswith("soapstone."):
+        return _with_context(ours.resolve(call), call)
+    function, positional, keyword = _aten(call)
+    if not call.inputs:
+        return _factory(function, positional, keyword)
+    return _bound(function, positional, keyword)
+
+
+def _with_context(function: Callable[..., Any], call: LocalCall) -> Compiled:
+    slots = [(name, _template(value)) for name, value in call.arguments]
+    constants = {name: value for name, value in slots if not _has_slot(value)}
+    tensors = [(name, value) for name, value in slots if _has_slot(value)]
+    if call.target in ours.NEED_CONTEXT:
+
+        def run_bound(inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
+            given = {name: _fill(value, inputs) for name, value in tensors}
+            return _as_tuple(function(**given, **constants, context=context))
+
+        return run_bound
+
+    def run(inputs: Sequence[torch.Tensor], _context: ExecutionContext) -> Tensors:
+        given = {name: _fill(value, inputs) for name, value in tensors}
+        return _as_tuple(function(**given, **constants))
+
+    return run
+
+
+def _aten(call: LocalCall) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    _, name, overload = call.target.split(".")
+    try:
+        operator = getattr(getattr(torch.ops.aten, name), overload)
+    except AttributeError:
+        raise CostError(
+            f"{call.target}: torch {torch.__version__} has no such operator, must have it; use the version that "
+            "the graph was imported with"
+        ) from None
+    given = dict(call.arguments)
+    positional: list[Any] = []
+    keyword: dict[str, Any] = {}
+    for argument in operator._schema.arguments:
+        if argument.name not in given:
+            continue
+        value = _typed(_template(given[argument.name]), argument.name)
+        if argument.kwarg_only or len(positional) < len(keyword):
+            keyword[argument.name] = value
+        else:
+            positional.append(value)
+    if call.target in _REPLACED:
+        return _REPLACED[call.target], positional, {}
+    return operator, positional, keyword
+
+
+def _typed(value: Any, name: str) -> Any:
+    return torch_dtype(value) if name == "dtype" and isinstance(value, str) else value
+
+
+def _template(value: Argument) -> Any:
+    return [_template(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _has_slot(value: Any) -> bool:
+    return isinstance(value, Slot) or (isinstance(value, list) and any(_has_slot(item) for item in value))
+
+
+def _fill(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return inputs[value.index]
+    if isinstance(value, list):
+        return [_fill(item, inputs) for item in value]
+    return value
+
+
+def _as_tuple(result: Any) -> Tensors:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def _factory(function: Callable[..., Any], positional: list[Any], keyword: dict[str, Any]) -> Compiled:
+    def make(_inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
+        return (function(*positional, **keyword, device=context.device),)
+
+    return make
+
+
+def _bound(function: Callable[..., Any], positional: list[Any], keyword: dict[str, Any]) -> Compiled:
+    filled = [place for place, value in enumerate(positional) if _has_slot(value)]
+    filled_keywords = [name for name, value in keyword.items() if _has_slot(value)]
+    direct = [(place, value.index) for place in filled if isinstance(value := positional[place], Slot)]
+    if len(direct) == len(filled) and not filled_keywords:
+
+        def run_direct(inputs: Sequence[torch.Tensor], _context: ExecutionContext) -> Tensors:
+            arguments = positional.copy()
+            for place, slot in direct:
+                arguments[place] = inputs[slot]
+            result = function(*arguments, **keyword)
+            return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+        return run_direct
+
+    def run(inputs: Sequence[torch.Tensor], _context: ExecutionContext) -> Tensors:
+        arguments = positional.copy()
+        for place in filled:
+            arguments[place] = _fill(positional[place], inputs)
+        named = {**keyword, **{name: _fill(keyword[name], inputs) for name in filled_keywords}}
+        return _as_tuple(function(*arguments, **named))
+
+    return run

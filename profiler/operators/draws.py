@@ -1,0 +1,137 @@
+"""Random bits that are a function of (seed, step, operator, global position), so that any split draws the same.
+
+A position is (row, column): row numbers the elements of all dims but the last. A 64-bit key of the row enters two
+rounds of a 32-bit integer hash of the column, in wrapping int32 arithmetic, which vectorizes on every device.
+The hash's constants are those of Chris Wellons' "lowbias32"; those of the keys are of splitmix64 (Steele et al. 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from graph.intervals import Region
+
+_MASK64 = (1 << 64) - 1
+_CHUNK_ELEMENTS = 1 << 16  # so that a chunk's temporaries stay in the cache of a core
+
+
+def _signed(value: int, bits: int) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_MULTIPLIER_1 = _signed(0x7FEB352D, 32)
+_MULTIPLIER_2 = _signed(0x846CA68B, 32)
+_COLUMN_MULTIPLIER = _signed(0x9E3779B9, 32)
+_ROW_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9, 64)
+_ROW_MULTIPLIER_2 = _signed(0x94D049BB133111EB, 64)
+
+
+def _mix_key(*parts: int) -> int:
+    """Return 64 bits of a few integers (splitmix64 as a sponge)."""
+    state = 0
+    for part in parts:
+        state = (state + (part & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state
+
+
+@lru_cache(maxsize=1024)
+def _positions(
+    region: Region, shape: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the int64 row numbers and the hashed int32 columns of a region of a tensor of `shape`."""
+
+    def indexes(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
+        ranges = [torch.arange(start, stop, device=device) for start, stop in intervals]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for intervals, size in zip(region[:-1], shape[:-1], strict=True):
+        rows = (rows[:, None] * size + indexes(intervals)[None, :]).reshape(-1)
+    columns = indexes(region[-1]) if region else torch.zeros(1, dtype=torch.int64, device=device)
+    return rows, columns.to(torch.int32) * _COLUMN_MULTIPLIER
+
+
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return a logical shift of signed integers."""
+    width = values.element_size() * 8
+    return torch.bitwise_right_shift(values, bits).bitwise_and_((1 << (width - bits)) - 1)
+
+
+def _xor_shift_(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return values.bitwise_xor_(_shift_right(values, bits))
+
+
+def _row_keys(rows: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two int32 keys a row."""
+    mixed = rows * _ROW_MULTIPLIER_1 + _signed(key, 64)
+    _xor_shift_(mixed, 30).mul_(_ROW_MULTIPLIER_1)
+    _xor_shift_(mixed, 27).mul_(_ROW_MULTIPLIER_2)
+    _xor_shift_(mixed, 31)
+    return mixed.to(torch.int32), _shift_right(mixed, 32).to(torch.int32)
+
+
+def keep_mask(
+    region: Region,
+    shape: tuple[int, ...],
+    probability: float,
+    key: tuple[int, int, int],
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the bool mask, in the region's shape, of the elements that dropout keeps.
+
+    Args:
+        region: index sets of the elements, one a dim.
+        shape: shape of the whole tensor.
+        probability: of an element to be dropped.
+        key: seed, step and operator number.
+        device: where to make it.
+    """
+    sizes = [sum(stop - start for start, stop in intervals) for intervals in region]
+    threshold = round(probability * 2**32) - 2**31
+    if threshold > 2**31 - 1:
+        return torch.zeros(sizes, dtype=torch.bool, device=device)
+    rows, columns = _positions(region, shape, device)
+    first, second = _row_keys(rows, _mix_key(*key))
+    keep = torch.empty((rows.numel(), columns.numel()), dtype=torch.bool, device=device)
+    step = (
+        max(1, _CHUNK_ELEMENTS // max(columns.numel(), 1)) if device.type == "cpu" else max(rows.numel(), 1)
+    )
+    for start in range(0, rows.numel(), step):
+        chosen = slice(start, start + step)
+        bits = torch.bitwise_xor(first[chosen, None], columns[None, :])
+        _xor_shift_(bits, 16).mul_(_MULTIPLIER_1)
+        bits.add_(second[chosen, None])
+        _xor_shift_(bits, 15).mul_(_MULTIPLIER_2)
+        _xor_shift_(bits, 16)
+        torch.ge(bits, threshold, out=keep[chosen])
+    return keep.reshape(sizes)
+
+
+class _Dropout(torch.autograd.Function):
+    """Masked and scaled values; saves the mask alone."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (values * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward.default(gradients[0], mask, ctx.scale), None, None
+
+
+def dropout(values: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return the values that `mask` keeps, divided by the probability of being kept, and zeros."""
+    scale = 1.0 / (1.0 - probability) if probability < 1 else 0.0
+    result: torch.Tensor = _Dropout.apply(values, mask, scale)
+    return result

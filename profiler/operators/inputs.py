@@ -1,0 +1,49 @@
+"""Random inputs on which a local call can be executed and measured."""
+
+from __future__ import annotations
+
+import torch
+
+from graph.calls import LocalCall
+from graph.operators import FLOATING, TensorSpec
+from graph.rules import index_bounds
+from graph.rules.common import slot_of
+from profiler.operators.dtypes import torch_dtype
+
+__all__ = ["random_inputs", "torch_dtype"]
+
+# Losses that take logarithms of probabilities, and the arguments that hold them.
+_PROBABILITIES = {"binary_cross_entropy": ("self", "target")}
+
+
+def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return dense inputs of a call: normal floats, indexes within their bounds, moments of a unit normal."""
+    generator = torch.Generator().manual_seed(seed)
+    bounds = index_bounds(call)
+    tensors = [_random(spec, bounds.get(slot), generator) for slot, spec in enumerate(call.inputs)]
+    for name in _PROBABILITIES.get(call.target.split(".")[1], ()):
+        slot = slot_of(call, name)
+        if slot is not None:
+            tensors[slot] = torch.sigmoid(tensors[slot])
+    slot = slot_of(call, "moments")
+    if slot is not None:
+        count = float(call.argument("count"))
+        tensors[slot] = torch.stack(
+            (torch.zeros_like(tensors[slot][0]), torch.full_like(tensors[slot][1], count))
+        )
+    return tuple(
+        tensor.to(device).requires_grad_(needs and tensor.is_floating_point())
+        for tensor, needs in zip(tensors, call.gradients, strict=True)
+    )
+
+
+def _random(spec: TensorSpec, bound: int | None, generator: torch.Generator) -> torch.Tensor:
+    dtype = torch_dtype(spec.dtype)
+    if bound is None and spec.dtype in FLOATING:
+        return torch.randn(spec.shape, generator=generator).to(dtype)
+    # Integers of unknown meaning are zeros and ones: small enough for an exponent, large enough for a condition.
+    if spec.dtype in FLOATING:
+        return torch.rand(spec.shape, generator=generator).to(dtype)
+    return torch.randint(0, max(bound if bound is not None else 2, 1), spec.shape, generator=generator).to(
+        dtype
+    )

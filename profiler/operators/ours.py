@@ -1,0 +1,284 @@
+"""The operators of our own, by name: what parts need beyond ATen's operators.
+
+Arguments have the names of the ATen operator that a part was cut from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from graph.calls import LocalCall
+from graph.errors import CostError
+from graph.intervals import Region
+from profiler.operators.attention import attention
+from profiler.operators.batch_norm import batch_norm, batch_norm_apply, moments, running_statistics
+from profiler.operators.draws import dropout, keep_mask
+from profiler.operators.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from profiler.operators.compiling import ExecutionContext
+
+# Pairs of padding (before, after), one a spatial dim.
+Pairs = Sequence[Sequence[int]]
+
+NEED_CONTEXT = frozenset({"soapstone.dropout", "soapstone.attention", "soapstone.constant"})
+
+
+def _padded(values: torch.Tensor, padding: Pairs, fill: float = 0.0) -> tuple[torch.Tensor, list[int]]:
+    """Pad the spatial dims whose ends differ; return the values and the symmetric padding that is left to do."""
+    widths: list[int] = []
+    left: list[int] = []
+    for before, after in reversed(list(padding)):
+        symmetric = before == after
+        widths += [0, 0] if symmetric else [before, after]
+        left.append(before if symmetric else 0)
+    return functional.pad(values, widths, value=fill), left[::-1]
+
+
+def _convolution(
+    function: Callable[..., torch.Tensor],
+    input: torch.Tensor,  # noqa: A002 - ATen's name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Pairs,
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    values, symmetric = _padded(input, padding)
+    return function(values, weight, bias, stride, symmetric, dilation, groups)
+
+
+def _max_pool(
+    function: Callable[..., torch.Tensor],
+    self: torch.Tensor,
+    *,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Pairs,
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> torch.Tensor:
+    values, symmetric = _padded(self, padding, float("-inf"))
+    return function(values, kernel_size, stride or kernel_size, symmetric, dilation, ceil_mode)
+
+
+def _avg_pool(
+    function: Callable[..., torch.Tensor],
+    self: torch.Tensor,
+    *,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Pairs,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None = None,
+) -> torch.Tensor:
+    spatial = len(padding)
+    kernels = (
+        list(kernel_size) * (spatial // len(kernel_size)) if len(kernel_size) != spatial else kernel_size
+    )
+    strides = list(stride or kernels)
+    strides = strides * (spatial // len(strides)) if len(strides) != spatial else strides
+    if count_include_pad or divisor_override is not None:
+        values, symmetric = _padded(self, padding)
+        if divisor_override is None:
+            return function(values, kernels, strides, symmetric, ceil_mode)
+        return function(values, kernels, strides, symmetric, ceil_mode, divisor_override=divisor_override)
+    # Padding does not count: pad everything, average, and correct by how many inputs each window holds.
+    widths = [width for pair in reversed(list(padding)) for width in pair]
+    averages = function(functional.pad(self, widths), kernels, strides, 0, ceil_mode)
+    for dim, ((before, _), kernel, step) in enumerate(zip(padding, kernels, strides, strict=True)):
+        size = self.shape[dim - spatial]
+        starts = torch.arange(averages.shape[dim - spatial], device=self.device) * step - before
+        inside = (starts + kernel).clamp(max=size) - starts.clamp(min=0)
+        factor = (kernel / inside).to(self.dtype)
+        averages = averages * factor.view(-1, *([1] * (spatial - 1 - dim)))
+    return averages
+
+
+def _embedding(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int,
+    start: int,
+    **_settings: Any,
+) -> torch.Tensor:
+    """Look up the rows [start, start + rows) of a vocabulary; other indices give zeros."""
+    local = indices - start
+    inside = (local >= 0) & (local < weight.shape[0])
+    rows = functional.embedding(
+        torch.where(inside, local, 0),
+        weight,
+        padding_idx - start if start <= padding_idx < start + weight.shape[0] else None,
+    )
+    return rows * inside.unsqueeze(-1)
+
+
+def _lstm_cell(
+    input: torch.Tensor,  # noqa: A002 - ATen's name
+    hx: Sequence[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """LSTM cell for some of the hidden units: `hx` is the whole hidden and the local cell state."""
+    if input.is_cuda:
+        gates = functional.linear(input, w_ih), functional.linear(hx[0], w_hh)
+        hidden, cell, _ = torch.ops.aten._thnn_fused_lstm_cell.default(*gates, hx[1], b_ih, b_hh)
+        return hidden, cell
+    gates_sum = functional.linear(hx[0], w_hh, b_hh) + functional.linear(input, w_ih, b_ih)
+    enter, forget, new, leave = gates_sum.chunk(4, 1)
+    cell = forget.sigmoid() * hx[1] + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * cell.tanh(), cell
+
+
+def _gru_cell(
+    input: torch.Tensor,  # noqa: A002 - ATen's name
+    hx: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+    *,
+    hidden: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """GRU cell for the hidden units in the intervals `hidden`; `hx` is the whole state."""
+    reset_x, update_x, new_x = functional.linear(input, w_ih, b_ih).chunk(3, 1)
+    reset_h, update_h, new_h = functional.linear(hx, w_hh, b_hh).chunk(3, 1)
+    own = torch.cat([hx[:, start:stop] for start, stop in hidden], 1)
+    update = (update_x + update_h).sigmoid()
+    new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
+    return (own - new) * update + new
+
+
+def _rnn_cell(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    input: torch.Tensor,  # noqa: A002 - ATen's name
+    hx: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Plain recurrent cell for some of the hidden units; `hx` is the whole state."""
+    return activation(functional.linear(hx, w_hh, b_hh) + functional.linear(input, w_ih, b_ih))
+
+
+def _mean(
+    self: torch.Tensor, *, dim: Sequence[int], keepdim: bool, dtype: str | None, count: int
+) -> torch.Tensor:
+    kind = None if dtype is None else torch_dtype(dtype)
+    return torch.sum(self, list(dim), keepdim, dtype=kind) / count
+
+
+def _mean_loss(function: Callable[..., torch.Tensor], count: int, **arguments: Any) -> torch.Tensor:
+    return function(**arguments) / count
+
+
+def _cross_entropy_sums(
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """Return the sum of weighted losses and the sum of the weights of the targets that are not ignored."""
+    total = functional.cross_entropy(
+        self, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        if target.is_floating_point():  # probabilities: torch divides by the batch size
+            count = total.new_tensor(self.numel() // max(self.shape[min(1, self.dim() - 1)], 1), dtype=kind)
+        else:
+            kept = target != ignore_index
+            if weight is None:
+                count = kept.sum().to(kind)
+            else:
+                count = (weight[torch.where(kept, target, 0)] * kept).sum(dtype=kind)
+    return torch.stack((total.to(kind), count))
+
+
+def _ratio(self: torch.Tensor, dtype: str) -> torch.Tensor:
+    return (self[0] / self[1]).to(torch_dtype(dtype))
+
+
+def _dropout(
+    self: torch.Tensor,
+    p: float,
+    context: ExecutionContext,
+    region: Region,
+    shape: tuple[int, ...],
+    operator: int = 0,
+) -> torch.Tensor:
+    mask = keep_mask(region, shape, p, (context.seed, context.step, operator), self.device)
+    return dropout(self, mask, p)
+
+
+def _constant(
+    data: Sequence[Any], size: Sequence[int], dtype: str, context: ExecutionContext
+) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch_dtype(dtype), device=context.device).reshape(tuple(size))
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "conv1d": partial(_convolution, torch.conv1d),
+    "conv2d": partial(_convolution, torch.conv2d),
+    "conv3d": partial(_convolution, torch.conv3d),
+    "max_pool1d": partial(_max_pool, torch.max_pool1d),
+    "max_pool2d": partial(_max_pool, torch.max_pool2d),
+    "max_pool3d": partial(_max_pool, torch.max_pool3d),
+    "avg_pool1d": partial(_avg_pool, functional.avg_pool1d),
+    "avg_pool2d": partial(_avg_pool, functional.avg_pool2d),
+    "avg_pool3d": partial(_avg_pool, functional.avg_pool3d),
+    "embedding": _embedding,
+    "lstm_cell": _lstm_cell,
+    "gru_cell": _gru_cell,
+    "rnn_tanh_cell": partial(_rnn_cell, torch.tanh),
+    "rnn_relu_cell": partial(_rnn_cell, torch.relu),
+    "attention": attention,
+    "mean": _mean,
+    "cross_entropy_sums": _cross_entropy_sums,
+    "ratio": _ratio,
+    "dropout": _dropout,
+    "constant": _constant,
+    "moments": moments,
+    "batch_norm_apply": batch_norm_apply,
+    "batch_norm": batch_norm,
+    "running_statistics": running_statistics,
+}
+_LOSSES = frozenset(
+    {
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "soft_margin_loss",
+    }
+)
+
+
+def resolve(call: LocalCall) -> Callable[..., Any]:
+    """Return the function of one of our operators, its bindings filled in.
+
+    Raises:
+        CostError: there is no such operator.
+    """
+    name = call.target.removeprefix("soapstone.")
+    if name in _LOSSES:
+        return partial(_mean_loss, getattr(torch.ops.aten, name).default)
+    if name not in _FUNCTIONS:
+        raise CostError(
+            f"{call.target}: unknown, known are {', '.join(sorted(_FUNCTIONS))}; import the model anew"
+        )
+    function = _FUNCTIONS[name]
+    return partial(function, **dict(call.bindings)) if call.bindings else function

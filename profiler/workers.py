@@ -1,0 +1,247 @@
+"""A pool of workers, one process a device, that measure calls and hand each result back as soon as it is there.
+
+A worker that dies, or exceeds the time limit of a call, costs that call and nothing else: it is reported as failed with
+its reason, the worker is started again, and the rest is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Self
+
+from graph.calls import LocalCall
+from graph.errors import RuntimeFailure, UsageError
+from profiler.devices import PhysicalDevice
+from profiler.measure import MeasureOptions, Outcome, failed, is_usable, measure_call
+from profiler.processes import KILL_WAIT_S, DeviceProcess
+
+CALL_LIMIT_S = 60.0
+START_LIMIT_S = 120.0
+# A device whose worker does not come up so often in a row is not tried again.
+MOST_FAILED_STARTS = 3
+READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What measuring one call gave: one outcome a phase, where, and how long it took in all."""
+
+    call: LocalCall
+    device: PhysicalDevice
+    outcomes: tuple[Outcome, ...]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A worker's outcomes, and whether it can go on: some failures leave a GPU's context broken."""
+
+    outcomes: tuple[Outcome, ...]
+    usable: bool
+
+
+def _serve(connection: Connection, device: PhysicalDevice, options: MeasureOptions) -> None:
+    """Measure what is asked for until the parent is gone."""
+    import profiler.operators  # noqa: F401  # loaded before the first call's time limit runs
+
+    connection.send(READY)
+    while True:
+        call = connection.recv()
+        outcomes = measure_call(call, device, options)
+        connection.send(_Answer(outcomes, is_usable(device)))
+
+
+class _Worker:
+    """A device, the process that occupies it (if any), and the call that it is measuring (if any)."""
+
+    def __init__(self, device: PhysicalDevice, options: MeasureOptions) -> None:
+        self.device, self.options = device, options
+        self.process: DeviceProcess | None = None
+        self.ready = False
+        self.call: LocalCall | None = None
+        self.since = 0.0
+        self.failed_starts, self.start_failure = 0, ""
+
+    def start(self) -> None:
+        self.process = DeviceProcess(_serve, self.device, self.options)
+        self.ready, self.since = False, time.monotonic()
+
+    def give(self, call: LocalCall) -> bool:
+        """Send a call to measure; False where the process is no longer there."""
+        if self.process is None or self.process.death() is not None:
+            return False
+        try:
+            self.process.connection.send(call)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        self.call, self.since = call, time.monotonic()
+        return True
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+        self.process, self.ready, self.call = None, False, None
+
+
+class WorkerPool:
+    """Workers on `devices`; a context manager.
+
+    `call_limit_s` bounds the measuring of one call, all phases together; `start_limit_s` the start of a worker.
+
+    Raises:
+        UsageError: there is no device, or one is named twice.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[PhysicalDevice],
+        options: MeasureOptions | None = None,
+        *,
+        call_limit_s: float = CALL_LIMIT_S,
+        start_limit_s: float = START_LIMIT_S,
+    ) -> None:
+        labels = [device.label for device in devices]
+        if not labels or len(set(labels)) < len(labels):
+            raise UsageError(
+                f"workers: devices are [{', '.join(labels)}], must be at least one and all different; name each once"
+            )
+        chosen = MeasureOptions() if options is None else options
+        self._workers = [_Worker(device, chosen) for device in devices]
+        self._call_limit_s, self._start_limit_s = call_limit_s, start_limit_s
+
+    def __enter__(self) -> Self:
+        # All at once: each takes seconds to import torch.
+        self._start_missing()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers at once."""
+        for worker in self._workers:
+            worker.stop()
+
+    @property
+    def process_ids(self) -> tuple[int | None, ...]:
+        """The process ids of the workers, in the order of the devices; None for one that is not started."""
+        return tuple(
+            None if worker.process is None else worker.process.process.pid for worker in self._workers
+        )
+
+    @property
+    def running(self) -> dict[str, LocalCall]:
+        """The calls that are being measured at this moment, by the label of the device."""
+        return {worker.device.label: worker.call for worker in self._workers if worker.call is not None}
+
+    def measure(self, calls: Iterable[LocalCall]) -> Iterator[CallResult]:
+        """Measure `calls`, each on whichever device is free, and yield results as they come.
+
+        Store each result before asking for the next: what was yielded is then safe, whatever happens. Closing the
+        iterator early ends the workers that are busy.
+
+        Raises:
+            RuntimeFailure: no worker can be started; the message holds the reason.
+        """
+        waiting = deque(calls)
+        try:
+            while waiting or any(worker.call is not None for worker in self._workers):
+                self._require_usable()
+                self._start_missing(len(waiting))
+                self._hand_out(waiting)
+                yield from self._collect()
+        finally:
+            for worker in self._workers:
+                if worker.call is not None:
+                    worker.stop()
+
+    def _usable(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.failed_starts < MOST_FAILED_STARTS]
+
+    def _require_usable(self) -> None:
+        if not self._usable():
+            worker = self._workers[0]
+            raise RuntimeFailure(
+                f"worker on {worker.device.label}: did not start {MOST_FAILED_STARTS} times ({worker.start_failure}), "
+                "must start to measure anything; see its messages above"
+            )
+
+    def _start_missing(self, wanted: int | None = None) -> None:
+        """Start workers that have no process, but no more than there are calls left for."""
+        usable = self._usable()
+        missing = [worker for worker in usable if worker.process is None]
+        if wanted is not None:
+            free = sum(worker.process is not None and worker.call is None for worker in usable)
+            missing = missing[: max(0, wanted - free)]
+        for worker in missing:
+            worker.start()
+
+    def _hand_out(self, waiting: deque[LocalCall]) -> None:
+        for worker in self._workers:
+            if worker.ready and worker.call is None and waiting:
+                if worker.give(waiting[0]):
+                    waiting.popleft()
+                else:
+                    worker.stop()  # it died while idle, which costs no call
+
+    def _collect(self) -> Iterator[CallResult]:
+        """Wait for something to happen and yield the results that came of it."""
+        active = [worker for worker in self._workers if worker.process is not None]
+        sources: dict[Connection, _Worker] = {}
+        for worker in active:
+            if worker.process is not None and (worker.call is not None or not worker.ready):
+                sources[worker.process.connection] = worker
+        if not sources:
+            return
+        deadline = min(worker.since + self._limit_s(worker) for worker in sources.values())
+        # A pipe breaks when its process dies, so it tells of deaths too.
+        happened = wait(list(sources), timeout=max(0.0, deadline - time.monotonic()))
+        for source, worker in sources.items():
+            overdue = time.monotonic() >= worker.since + self._limit_s(worker)
+            # The second look: it may have answered while the caller stored the results before.
+            if source in happened or (overdue and worker.process is not None and source.poll()):
+                yield from self._receive(worker)
+            elif overdue:
+                limit = f"took longer than its limit of {self._limit_s(worker):g} s, so its worker was ended"
+                yield from self._lose(worker, limit)
+
+    def _limit_s(self, worker: _Worker) -> float:
+        return self._call_limit_s if worker.ready else self._start_limit_s
+
+    def _receive(self, worker: _Worker) -> Iterator[CallResult]:
+        if worker.process is None:
+            return  # the caller closed the pool meanwhile
+        try:
+            message = worker.process.connection.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.process.join(KILL_WAIT_S)
+            yield from self._lose(worker, worker.process.death() or "the worker closed its pipe")
+            return
+        if worker.call is None:
+            worker.ready, worker.failed_starts = True, 0
+            return
+        call, spent = worker.call, time.monotonic() - worker.since
+        worker.call = None
+        if not message.usable:
+            worker.stop()
+        yield CallResult(call, worker.device, message.outcomes, spent)
+
+    def _lose(self, worker: _Worker, reason: str) -> Iterator[CallResult]:
+        """Give up a worker's process, and the call that it was measuring."""
+        call, spent = worker.call, time.monotonic() - worker.since
+        starting = not worker.ready
+        worker.stop()
+        if call is not None:
+            yield CallResult(call, worker.device, failed(call, reason), spent)
+        elif starting:
+            worker.failed_starts, worker.start_failure = worker.failed_starts + 1, reason

@@ -1,0 +1,138 @@
+"""Estimates against rooflines computed by hand."""
+
+import random
+
+import pytest
+
+from graph.errors import CostError
+from graph.topology import DeviceKind
+from profiler.estimate import (
+    Estimator,
+    Observation,
+    Work,
+    estimate,
+    roofline_s,
+    work_of,
+)
+from profiler.updates import update_call
+from tests.profiler.examples import matrix_product, rectifier
+
+KIND = DeviceKind(
+    name="by hand",
+    processor="cuda",
+    peak_flops=(("float32", 1e12), ("float16", 4e12)),
+    memory_bytes=2**30,
+    memory_bandwidth_bytes_per_s=1e11,
+    launch_latency_s=1e-5,
+)
+
+
+def test_roofline_is_bound_by_arithmetic() -> None:
+    time_s = roofline_s(Work(1e9, 1.0), KIND, arithmetic_efficiency=0.5, memory_efficiency=1.0)
+    assert time_s == pytest.approx(1e9 / 0.5e12 + 1e-5)
+
+
+def test_roofline_is_bound_by_memory() -> None:
+    time_s = roofline_s(Work(1.0, 1e9), KIND, arithmetic_efficiency=1.0, memory_efficiency=0.5)
+    assert time_s == pytest.approx(1e9 / 0.5e11 + 1e-5)
+
+
+def test_nothing_to_do_takes_a_launch() -> None:
+    assert roofline_s(Work(0.0, 0.0), KIND) == 1e-5
+
+
+def test_precision_chooses_the_peak() -> None:
+    single = roofline_s(Work(1e12, 0.0, "float32"), KIND, arithmetic_efficiency=1.0)
+    half = roofline_s(Work(1e12, 0.0, "float16"), KIND, arithmetic_efficiency=1.0)
+    other = roofline_s(Work(1e12, 0.0, "bfloat16"), KIND, arithmetic_efficiency=1.0)
+    assert (single, half, other) == pytest.approx((1.00001, 0.25001, 1.00001))
+
+
+def test_work_of_a_matrix_product() -> None:
+    call = matrix_product(100, 200, 300)
+    forward, backward = work_of(call, "forward"), work_of(call, "backward")
+    moved = 4 * (100 * 200 + 200 * 300 + 100 * 300)
+    assert forward == Work(2 * 100 * 200 * 300, moved, "float32")
+    assert backward.flops == 2 * forward.flops
+    assert backward.size_bytes == moved + 4 * (100 * 200 + 200 * 300)
+
+
+def test_backward_to_one_factor_is_half_the_work() -> None:
+    both = work_of(matrix_product(100, 200, 300), "backward")
+    one = work_of(matrix_product(100, 200, 300, (False, True)), "backward")
+    assert one.flops == both.flops / 2
+
+
+def test_work_of_an_update() -> None:
+    assert work_of(update_call("momentum", 1000), "update") == Work(4000, 5 * 4000, "float32")
+
+
+def test_missing_phase_is_named() -> None:
+    with pytest.raises(
+        CostError, match=r"aten\.mm\.default: has no phase update, must be one of forward, backward"
+    ):
+        work_of(matrix_product(2, 2, 2), "update")
+
+
+def test_data_sheet_estimates_by_hand() -> None:
+    forward_s, backward_s = estimate(matrix_product(1000, 1000, 1000), KIND)
+    assert forward_s == pytest.approx(2e9 / 0.6e12 + 1e-5)
+    assert backward_s == pytest.approx(4e9 / 0.6e12 + 1e-5)
+    assert estimate(matrix_product(10, 10, 10, (False, False)), KIND)[1] == 0.0
+    update_s, nothing = estimate(update_call("sgd", 10**6), KIND)
+    assert update_s == pytest.approx(12e6 / 0.8e11 + 1e-5)
+    assert nothing == 0.0
+
+
+def test_estimates_grow_with_flops() -> None:
+    times = [estimate(matrix_product(size, size, size), KIND) for size in (256, 512, 1024, 2048)]
+    assert times == sorted(times)
+    latency = KIND.launch_latency_s
+    assert (times[3][0] - latency) / (times[2][0] - latency) == pytest.approx(8.0)
+
+
+def _observations() -> list[Observation]:
+    sizes = (64, 128, 256, 512, 1024)
+    products = [matrix_product(size, size, size) for size in sizes]
+    ratios = (3.0, 1.5, 2.0, 2.5, 1.0)
+    return [
+        Observation(call, "forward", ratio * roofline_s(work_of(call, "forward"), KIND))
+        for call, ratio in zip(products, ratios, strict=True)
+    ]
+
+
+def test_estimator_uses_the_median_ratio_of_the_operator_type() -> None:
+    unseen = matrix_product(300, 400, 500)
+    found = Estimator.fit(KIND, _observations()).estimate(unseen, "forward")
+    assert found.time_s == pytest.approx(2.0 * roofline_s(work_of(unseen, "forward"), KIND))
+    assert (found.origin, found.observations) == ("estimated", 5)
+
+
+def test_other_types_use_the_median_over_all() -> None:
+    other = rectifier(10**6)
+    found = Estimator.fit(KIND, _observations()).estimate(other, "forward")
+    assert found.time_s == pytest.approx(2.0 * roofline_s(work_of(other, "forward"), KIND))
+    assert found.origin == "estimated"
+
+
+def test_without_measurements_of_the_phase_the_data_sheet_speaks() -> None:
+    call = matrix_product(300, 400, 500)
+    for estimator in (Estimator.fit(KIND, _observations()), Estimator.fit(KIND, [])):
+        found = estimator.estimate(call, "backward")
+        assert found.time_s == estimate(call, KIND)[1]
+        assert (found.origin, found.observations) == ("datasheet", 0)
+
+
+def test_updates_do_not_learn_from_operators_nor_teach_them() -> None:
+    call = update_call("sgd", 1000)
+    taught = Estimator.fit(KIND, [Observation(call, "update", 1.0)])
+    assert taught.estimate(matrix_product(2, 2, 2), "forward").origin == "datasheet"
+    assert taught.estimate(call, "update").time_s == pytest.approx(1.0)
+    assert Estimator.fit(KIND, _observations()).estimate(call, "update").origin == "datasheet"
+
+
+def test_order_of_observations_does_not_matter() -> None:
+    observations = _observations()
+    shuffled = list(observations)
+    random.Random(5).shuffle(shuffled)
+    assert Estimator.fit(KIND, observations) == Estimator.fit(KIND, shuffled)
