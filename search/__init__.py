@@ -1,0 +1,15 @@
+"""The search: legal configurations, task graph, simulator, and the walk over strategies.
+
+Neither torch nor SQL is known here; numba is imported when something is simulated first.
+
+    search.costs           Origin, OperatorCost, CostSource (a protocol), CostTable
+    search.links           LinkCosts: what communication costs beside the topology's links
+    search.groups          find_groups, follow: operators that take their configuration from another one
+    search.configurations  random_configuration, enumerate_degrees
+    search.needed          needed_calls: what to profile before a search
+    search.baselines       data_parallel, single_device, expert, random_strategy
+    search.taskgraph       build_task_graph, TaskGraph, TaskKind
+    search.simulator       simulate, Simulation, Order
+    search.proposals       Observer, ProposalBatch, encode_configuration, decode_configuration
+    search.mcmc            search, SearchOptions, SearchResult
+"""

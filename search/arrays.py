@@ -1,0 +1,212 @@
+"""The wiring of an operator graph and the links of a topology, as flat arrays for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from graph.operators import OperatorGraph, Value, ValueKind
+from graph.topology import Topology
+from search.costs import ORIGIN_CODE
+from search.kernels import Array, GraphArrays, Holds
+from search.links import LinkCosts, collective_price
+
+
+def csr(rows: Iterable[Sequence[int]]) -> tuple[Array, Array]:
+    """Return (pointers, items) of a list of lists."""
+    listed = [list(row) for row in rows]
+    pointers = np.zeros(len(listed) + 1, np.int64)
+    np.cumsum([len(row) for row in listed], out=pointers[1:])
+    return pointers, np.array([item for row in listed for item in row], np.int64)
+
+
+def operator_values(graph: OperatorGraph) -> list[Value]:
+    """Return the values that operators make, in the graph's order: value k of the kernels."""
+    return [value for value in graph.values if value.kind is ValueKind.OPERATOR]
+
+
+def static_values(graph: OperatorGraph) -> list[Value]:
+    """Return what is in place at step start and read: weights first, then buffers and inputs."""
+    others = [
+        value
+        for value in graph.values
+        if value.kind in (ValueKind.BUFFER, ValueKind.INPUT) and graph.consumers[value.name]
+    ]
+    return [*graph.weights, *others]
+
+
+def graph_arrays(graph: OperatorGraph) -> GraphArrays:
+    """Return the wiring of a graph as arrays."""
+    values = operator_values(graph)
+    number = {value.name: index for index, value in enumerate(values)}
+    renewed = graph.buffer_updates
+    readings = [graph.consumers[value.name] for value in values]
+    readings += [graph.consumers[buffer] for buffer, _ in renewed]
+    position = [{pair: place for place, pair in enumerate(graph.consumers[value.name])} for value in values]
+    gradient = [graph.gradient_inputs(operator) for operator in graph.operators]
+    buffers_of: dict[int, list[int]] = {}
+    for place, (_, value_name) in enumerate(renewed):
+        buffers_of.setdefault(graph.producer[value_name][0], []).append(len(values) + place)
+    slots = [
+        [
+            (number[name], position[number[name]][index, slot]) if name in number else (-1, -1)
+            for slot, name in enumerate(operator.inputs)
+        ]
+        for index, operator in enumerate(graph.operators)
+    ]
+    output_ptr, output_value = csr([number[name] for name in op.outputs] for op in graph.operators)
+    slot_ptr, slot_value = csr([value for value, _ in row] for row in slots)
+    read_ptr, read_value = csr(sorted({value for value, _ in row if value >= 0}) for row in slots)
+    reading_ptr, reading_operator = csr([index for index, _ in row] for row in readings)
+    buffer_ptr, buffer_unit = csr(buffers_of.get(index, []) for index in range(len(graph.operators)))
+    statics = static_values(graph)
+    weight_ptr, weight_user = csr(
+        sorted({index for index, _ in graph.consumers[weight.name]}) for weight in graph.weights
+    )
+    return GraphArrays(
+        output_ptr=output_ptr,
+        output_value=output_value,
+        slot_ptr=slot_ptr,
+        slot_value=slot_value,
+        slot_reading=np.array([reading for row in slots for _, reading in row], np.int64),
+        read_ptr=read_ptr,
+        read_value=read_value,
+        producer=np.array(
+            [graph.producer[value.name][0] for value in values]
+            + [graph.producer[value_name][0] for _, value_name in renewed],
+            np.int64,
+        ),
+        reading_ptr=reading_ptr,
+        reading_operator=reading_operator,
+        reading_gradient=np.array(
+            [gradient[index][slot] for row in readings for index, slot in row], np.bool_
+        ),
+        needs_gradient=np.array([value.requires_gradient for value in values], np.bool_),
+        buffer_ptr=buffer_ptr,
+        buffer_unit=buffer_unit,
+        weight_ptr=weight_ptr,
+        weight_user=weight_user,
+        static_item_bytes=np.array([value.spec.item_bytes for value in statics], np.int64),
+        loss_value=number[graph.loss],
+        value_count=len(values),
+        weight_count=len(graph.weights),
+        static_count=len(statics),
+    )
+
+
+class GrowingArray:
+    """An array that is appended to in place."""
+
+    def __init__(self, dtype: type[np.generic], width: int = 1) -> None:
+        self._items = np.zeros((64, width) if width > 1 else 64, dtype)
+        self._size = 0
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Append items (rows, where the width is more than one)."""
+        size = self._size + len(items)
+        while size > len(self._items):
+            self._items = np.concatenate([self._items, np.zeros_like(self._items)])
+        if items:
+            self._items[self._size : size] = items
+        self._size = size
+
+    @property
+    def items(self) -> Array:
+        """What was appended so far; valid until the next append."""
+        return self._items[: self._size]
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class HoldStore:
+    """What tasks hold: every device, every route, and every set of devices that has met in an all-reduce."""
+
+    def __init__(self, topology: Topology, links: LinkCosts) -> None:
+        self.topology = topology
+        self.links = links
+        self._resource_ptr, self._end_ptr = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
+        self._origin = GrowingArray(np.int64)
+        self._sets: dict[tuple[int, ...], int] = {}
+        self._resource_ptr.extend([0])
+        self._end_ptr.extend([0])
+        devices = range(len(topology.devices))
+        none = (0.0, 0.0)
+        origin = ORIGIN_CODE[links.transfers]
+        for device in devices:
+            self._add([device], [], none, none, origin)
+        for source in devices:
+            for destination in devices:
+                route = topology.route(source, destination)
+                resources = [len(devices) + link for link in route]
+                self._add(resources, [source, destination], none, none, origin)
+
+    def _add(
+        self,
+        resources: Sequence[int],
+        ends: Sequence[int],
+        latency_s: tuple[float, float],
+        s_per_byte: tuple[float, float],
+        origin: int,
+    ) -> int:
+        self._resource.extend(resources)
+        self._resource_ptr.extend([len(self._resource)])
+        self._end.extend(ends)
+        self._end_ptr.extend([len(self._end)])
+        self._latency_s.extend([latency_s])
+        self._s_per_byte.extend([s_per_byte])
+        self._origin.extend([origin])
+        return len(self._origin) - 1
+
+    def device_set(self, members: tuple[int, ...]) -> int:
+        """Return the hold of an all-reduce over `members` (ascending)."""
+        known = self._sets.get(members)
+        if known is None:
+            price = collective_price(self.topology, members, self.links)
+            resources = [len(self.topology.devices) + link for link in price.links]
+            known = self._add(
+                resources, members, price.latency_s, price.s_per_byte, ORIGIN_CODE[price.origin]
+            )
+            self._sets[members] = known
+        return known
+
+    @property
+    def count(self) -> int:
+        """Number of holds so far."""
+        return len(self._origin)
+
+    def arrays(self) -> Holds:
+        """Return all holds so far as arrays; valid until the next one is added."""
+        return Holds(
+            self._resource_ptr.items,
+            self._resource.items,
+            self._end_ptr.items,
+            self._end.items,
+            self._latency_s.items,
+            self._s_per_byte.items,
+            self._origin.items,
+        )
+
+
+def route_arrays(topology: Topology) -> tuple[Array, Array]:
+    """Return, for every ordered pair of devices, latency in seconds and bandwidth in bytes per second, flat."""
+    devices = len(topology.devices)
+    latency_s = np.zeros(devices * devices, np.float64)
+    bandwidth = np.full(devices * devices, np.inf, np.float64)
+    for (source, destination), route in topology.routes.items():
+        place = source * devices + destination
+        latency_s[place] = sum(topology.links[link].latency_s for link in route)
+        bandwidth[place] = min(topology.links[link].bandwidth_bytes_per_s for link in route)
+    return latency_s, bandwidth
+
+
+def contention_ppm(topology: Topology) -> Array:
+    """Return, for each device, its contention factor in parts per million."""
+    factors: list[Any] = [
+        round(topology.contention_of(device.kind_name) * 1e6) for device in topology.devices
+    ]
+    return np.array(factors, np.int64)

@@ -1,0 +1,124 @@
+"""Costs of local calls and optimizer updates, in integer nanoseconds, asked for once each.
+
+The table is dense over the calls met so far. A call that the walk meets for the first time is resolved by a
+`CostSource` (a database, a measurement, an estimate); which of them it was stays with the cost as its origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from graph.calls import LocalCall
+from graph.errors import CostError
+
+
+class Origin(StrEnum):
+    """What a cost rests on."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+    DATASHEET = "datasheet"
+
+
+# Codes of origins in arrays: positions in this tuple.
+ORIGINS: tuple[Origin, ...] = (Origin.MEASURED, Origin.ESTIMATED, Origin.DATASHEET)
+ORIGIN_CODE: dict[Origin, int] = {origin: code for code, origin in enumerate(ORIGINS)}
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return `seconds` in whole nanoseconds, halves rounded up: the one rounding of times outside kernels."""
+    return int(seconds * 1e9 + 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """Seconds of one local call, forward and backward (zero where it has none)."""
+
+    forward_s: float
+    backward_s: float
+    origin: Origin
+
+
+class CostSource(Protocol):
+    """Where costs come from: a database, a measurement, an estimate."""
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> Sequence[OperatorCost | None]:
+        """Return the cost of each call on a device kind, in order; None where there is none."""
+        ...
+
+    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which `optimizer` updates `elements` weights, and what that rests on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """A resolved cost as kernels take it: nanoseconds, and the code of its origin."""
+
+    forward_ns: int
+    backward_ns: int
+    origin: int
+
+
+class CostTable:
+    """Costs met so far, by (call digest, device kind); the rest is resolved in batches when first asked for."""
+
+    def __init__(self, source: CostSource) -> None:
+        self._source = source
+        self._calls: dict[tuple[str, str], CallCost] = {}
+        self._updates: dict[tuple[int, str, str], tuple[int, int]] = {}
+
+    @property
+    def call_count(self) -> int:
+        """Number of distinct (call, device kind) pairs resolved so far."""
+        return len(self._calls)
+
+    def costs(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
+        """Return the cost of each call on a device kind.
+
+        Raises:
+            CostError: the source has no cost for a call, or a cost that is no time.
+        """
+        missing: dict[str, LocalCall] = {}
+        for call in calls:
+            if (call.digest, kind_name) not in self._calls:
+                missing.setdefault(call.digest, call)
+        if missing:
+            resolved = self._source.resolve(list(missing.values()), kind_name)
+            for call, cost in zip(missing.values(), resolved, strict=True):
+                self._calls[call.digest, kind_name] = _checked(call, cost, kind_name)
+        return [self._calls[call.digest, kind_name] for call in calls]
+
+    def update_ns(self, elements: int, optimizer: str, kind_name: str) -> tuple[int, int]:
+        """Return the nanoseconds in which `optimizer` updates `elements` weights, and the code of the origin."""
+        key = (elements, optimizer, kind_name)
+        known = self._updates.get(key)
+        if known is None:
+            seconds, origin = self._source.update_cost(elements, optimizer, kind_name)
+            known = (nanoseconds(seconds), ORIGIN_CODE[origin])
+            self._updates[key] = known
+        return known
+
+
+def describe(call: LocalCall) -> str:
+    """Return a call as a person names it: its target and the shapes of its inputs."""
+    shapes = ", ".join("x".join(str(size) for size in spec.shape) or "scalar" for spec in call.inputs)
+    return f"{call.target} ({shapes})"
+
+
+def _checked(call: LocalCall, cost: OperatorCost | None, kind_name: str) -> CallCost:
+    if cost is None:
+        raise CostError(
+            f"cost of {describe(call)}: not measured on {kind_name}, must be; run `app profile` for this model "
+            "there or allow estimates"
+        )
+    for seconds in (cost.forward_s, cost.backward_s):
+        if not 0 <= seconds < 1e6:
+            raise CostError(
+                f"cost of {describe(call)} on {kind_name}: is {seconds:g} s, must be a time of at least 0; "
+                "measure it again"
+            )
+    return CallCost(nanoseconds(cost.forward_s), nanoseconds(cost.backward_s), ORIGIN_CODE[cost.origin])

@@ -1,0 +1,988 @@
+"""All compiled kernels: memo units, task graph, and both orders of simulation. Callers have validated.
+
+All in one file: a cached kernel does not notice that another file's kernel changed. Integers only, but for prices:
+those are the same double expressions as in `search.links`, without fastmath, and are rounded once.
+
+Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
+
+    operator unit   0 tasks, 1 replicas, then a task: device, forward ns, backward ns, output bytes, origin
+    value unit      0 assemblies, 1 pieces, 2 readers, 3 source tasks, 4 remote pieces, 5 readings, 6 words, then
+                    an assembly: device, bytes copied, first piece, first reader (one more, as a sentinel);
+                    a piece: source task, hold, ns, bytes, rank among remote ones or -1, assembly, hold and ns back;
+                    a reader: reading, task;  a reading: its first reader;  a (reading, task): its assembly;
+                    a source task: its first piece (one more);  the pieces by source task
+    static unit     0 holders, 1 cells, then a holder: device, elements; then a cell: hold, bytes
+
+Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V values, W weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UPDATE = range(7)
+OPERATOR_HEADER, OPERATOR_STRIDE = 2, 5
+VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE = 7, 4, 8
+STATIC_HEADER = 2
+PARTS_PER_MILLION = 1_000_000
+
+
+class GraphArrays(NamedTuple):
+    """The wiring of an operator graph. A CSR pair is `x_ptr` and what it points into."""
+
+    output_ptr: Array  # O + 1, into output_value
+    output_value: Array
+    slot_ptr: Array  # O + 1, into slot_value and slot_reading
+    slot_value: Array  # the value read, or -1 for one in place at step start
+    slot_reading: Array  # position among the value's readings
+    read_ptr: Array  # O + 1, into read_value
+    read_value: Array  # distinct values read, ascending
+    producer: Array  # a value unit: its operator
+    reading_ptr: Array  # V + buffers + 1, into reading_operator and reading_gradient
+    reading_operator: Array
+    reading_gradient: Array  # whether a gradient flows back through the slot
+    needs_gradient: Array  # V
+    buffer_ptr: Array  # O + 1, into buffer_unit
+    buffer_unit: Array  # value units of renewed buffers, V and up
+    weight_ptr: Array  # W + 1, into weight_user
+    weight_user: Array  # operators that read the weight
+    static_item_bytes: Array  # a static unit
+    loss_value: int
+    value_count: int
+    weight_count: int
+    static_count: int
+
+
+class Units(NamedTuple):
+    """Where the memo unit of each operator, value and static tensor starts in the arena."""
+
+    operator_at: Array
+    value_at: Array
+    static_at: Array
+
+
+class Holds(NamedTuple):
+    """What a task holds while it runs: devices 0..D-1, then routes (source, destination), then device sets.
+
+    Resources are devices 0..D-1, then links. `ends` are the devices whose compute the task slows.
+    """
+
+    resource_ptr: Array
+    resource: Array
+    end_ptr: Array
+    end: Array
+    latency_s: Array  # a hold: of two algorithms
+    s_per_byte: Array
+    origin: Array
+
+
+class Tasks(NamedTuple):
+    """Flat arrays of a task graph, in program order."""
+
+    kind: Array
+    run_ns: Array
+    hold: Array
+    origin: Array
+    subject: Array
+    part: Array
+    size_bytes: Array
+    pred_ptr: Array
+    pred: Array
+
+
+class Scratch(NamedTuple):
+    """What the layout knows about operators' tasks and values' assemblies, flat."""
+
+    task_base: Array  # O + 1
+    assembly_base: Array  # V + 1
+    active: Array  # a compute task: whether it has a backward
+    last_reader: Array  # an assembly: the operator after whose backward its gradient is complete, or -1
+    operator_active: Array
+    forward_base: Array
+    backward_task: Array
+    transfer_base: Array
+    gradient_base: Array
+    elements_D: Array
+    memory_D: Array
+    counts: Array  # 0 tasks, 1 dependencies, 2 buckets, 3 bucket entries
+
+
+class Buckets(NamedTuple):
+    """Gradient buckets, in the order of their all-reduces, with linked lists of weights."""
+
+    hold: Array
+    size_bytes: Array
+    after: Array
+    first_entry: Array
+    last_entry: Array
+    entry_weight: Array
+    entry_next: Array
+    filling: Array  # a hold: its bucket being filled, or -1
+    order: Array
+
+
+@njit(cache=True, nogil=True)
+def write_exchange(
+    arena: Array,
+    at: int,
+    source_device: Array,
+    source_region: Array,
+    replicas: int,
+    reader_ptr: Array,
+    reader_device: Array,
+    reader_region: Array,
+    reader_row: Array,
+    row_elements: Array,
+    volume: Array,
+    node_D: Array,
+    latency_s_DD: Array,
+    bandwidth_DD: Array,
+    item_bytes: int,
+) -> int:
+    """Write a value unit at `at`; return its words, or minus the words needed where the arena is too short.
+
+    The same assemblies as `graph.exchange.exchange`, which is its oracle.
+    volume: elements common to a reader's region (row) and a group of replicas of the producer (column).
+    """
+    devices = len(node_D)
+    sources = len(source_device)
+    readings = len(reader_ptr) - 1
+    readers = len(reader_device)
+    groups = volume.shape[1]
+    first_on_device = np.full(devices, -1, np.int64)
+    next_on_device = np.empty(readers, np.int64)
+    first_reader_of = np.empty(readers, np.int64)
+    assembly_of = np.empty(readers, np.int64)
+    readers_of = np.zeros(readers + 1, np.int64)
+    assemblies = 0
+    pieces = 0
+    for reader in range(readers):
+        device = reader_device[reader]
+        found = first_on_device[device]
+        while found >= 0 and reader_region[first_reader_of[found]] != reader_region[reader]:
+            found = next_on_device[found]
+        if found < 0:
+            found = assemblies
+            next_on_device[found] = first_on_device[device]
+            first_on_device[device] = found
+            first_reader_of[found] = reader
+            assemblies += 1
+            for group in range(groups):
+                if volume[reader_row[reader], group] > 0:
+                    pieces += 1
+        assembly_of[reader] = found
+        readers_of[found] += 1
+    assembly_at = at + VALUE_HEADER
+    piece_at = assembly_at + ASSEMBLY_STRIDE * (assemblies + 1)
+    reader_at = piece_at + PIECE_STRIDE * pieces
+    reading_at = reader_at + 2 * readers
+    assigned_at = reading_at + readings
+    source_at = assigned_at + readers
+    end = source_at + sources + 1 + pieces
+    if end > len(arena):
+        return at - end
+    arena[at] = assemblies
+    arena[at + 1] = pieces
+    arena[at + 2] = readers
+    arena[at + 3] = sources
+    arena[at + 5] = readings
+    arena[at + 6] = end - at
+    by_source = np.zeros(sources + 1, np.int64)
+    piece = 0
+    rank = 0
+    reader_start = 0
+    for assembly in range(assemblies):
+        reader = first_reader_of[assembly]
+        device = reader_device[reader]
+        row = reader_row[reader]
+        where = assembly_at + ASSEMBLY_STRIDE * assembly
+        arena[where] = device
+        arena[where + 2] = piece
+        arena[where + 3] = reader_start
+        reader_start += readers_of[assembly]
+        first_piece = piece
+        direct = False
+        for group in range(groups):
+            if volume[row, group] <= 0:
+                continue
+            task = choose_replica(source_device, group * replicas, replicas, device, node_D)
+            source = source_device[task]
+            size_bytes = volume[row, group] * item_bytes
+            target = piece_at + PIECE_STRIDE * piece
+            arena[target] = task
+            arena[target + 3] = size_bytes
+            arena[target + 5] = assembly
+            if source == device:
+                arena[target + 1] = -1
+                arena[target + 2] = 0
+                arena[target + 4] = -1
+                arena[target + 6] = -1
+                arena[target + 7] = 0
+                direct = source_region[task] == reader_region[reader]
+            else:
+                there = source * devices + device
+                back = device * devices + source
+                arena[target + 1] = devices + there
+                arena[target + 2] = transfer_ns(latency_s_DD[there], bandwidth_DD[there], size_bytes)
+                arena[target + 4] = rank
+                arena[target + 6] = devices + back
+                arena[target + 7] = transfer_ns(latency_s_DD[back], bandwidth_DD[back], size_bytes)
+                rank += 1
+            by_source[task + 1] += 1
+            piece += 1
+        direct = direct and piece == first_piece + 1
+        arena[where + 1] = 0 if direct else row_elements[row] * item_bytes
+    sentinel = assembly_at + ASSEMBLY_STRIDE * assemblies
+    arena[sentinel] = -1
+    arena[sentinel + 1] = 0
+    arena[sentinel + 2] = piece
+    arena[sentinel + 3] = readers
+    arena[at + 4] = rank
+    filled = np.zeros(assemblies, np.int64)
+    for reading in range(readings):
+        arena[reading_at + reading] = reader_ptr[reading]
+        for reader in range(reader_ptr[reading], reader_ptr[reading + 1]):
+            assembly = assembly_of[reader]
+            arena[assigned_at + reader] = assembly
+            place = arena[assembly_at + ASSEMBLY_STRIDE * assembly + 3] + filled[assembly]
+            filled[assembly] += 1
+            arena[reader_at + 2 * place] = reading
+            arena[reader_at + 2 * place + 1] = reader - reader_ptr[reading]
+    for task in range(sources):
+        by_source[task + 1] += by_source[task]
+    for task in range(sources + 1):
+        arena[source_at + task] = by_source[task]
+    for piece in range(pieces):
+        task = arena[piece_at + PIECE_STRIDE * piece]
+        arena[source_at + sources + 1 + by_source[task]] = piece
+        by_source[task] += 1
+    return end - at
+
+
+@njit(cache=True, nogil=True)
+def choose_replica(device_T: Array, first: int, replicas: int, device: int, node_D: Array) -> int:
+    """Return the replica that `device` reads: its own, else one in its node, else that of lowest index."""
+    for task in range(first, first + replicas):
+        if device_T[task] == device:
+            return task
+    for task in range(first, first + replicas):
+        if node_D[device_T[task]] == node_D[device]:
+            return task
+    return first
+
+
+@njit(cache=True, nogil=True)
+def transfer_ns(latency_s: float, bandwidth_bytes_per_s: float, size_bytes: int) -> int:
+    """Return the nanoseconds of a transfer; the same expression as `Topology.transfer_time_s`, rounded."""
+    return int((latency_s + size_bytes / bandwidth_bytes_per_s) * 1e9 + 0.5)
+
+
+@njit(cache=True, nogil=True)
+def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> None:
+    """Find which tasks and assemblies take part in the backward, as `graph.plan` does.
+
+    `scratch.task_base` and `scratch.assembly_base` are already there.
+    """
+    active = scratch.active
+    active[: scratch.task_base[-1]] = 0
+    scratch.operator_active[:] = 0
+    for operator in range(len(units.operator_at) - 1, -1, -1):
+        base = scratch.task_base[operator]
+        count = scratch.task_base[operator + 1] - base
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            at = units.value_at[value]
+            piece_at = at + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[at] + 1)
+            reader_at = piece_at + PIECE_STRIDE * arena[at + 1]
+            for assembly in range(arena[at]):
+                where = at + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+                last = -1
+                if graph.needs_gradient[value]:
+                    for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
+                        reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
+                        user = graph.reading_operator[reading]
+                        task = scratch.task_base[user] + arena[reader_at + 2 * reader + 1]
+                        # Readers are in topological order, and backward reaches the first of them last.
+                        if graph.reading_gradient[reading] and active[task]:
+                            last = user
+                            break
+                scratch.last_reader[scratch.assembly_base[value] + assembly] = last
+                if last >= 0:
+                    for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+                        active[base + arena[piece_at + PIECE_STRIDE * piece]] = 1
+            if value == graph.loss_value and graph.needs_gradient[value]:
+                for task in range(0, count, arena[units.operator_at[operator] + 1]):
+                    active[base + task] = 1
+        for task in range(count):
+            if active[base + task]:
+                scratch.operator_active[operator] = 1
+                break
+
+
+@njit(cache=True, nogil=True)
+def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> tuple[int, int]:
+    """Set the bases of tasks and assemblies; return their totals."""
+    total = 0
+    for operator in range(len(units.operator_at)):
+        scratch.task_base[operator] = total
+        total += arena[units.operator_at[operator]]
+    scratch.task_base[len(units.operator_at)] = total
+    assemblies = 0
+    for value in range(graph.value_count):
+        scratch.assembly_base[value] = assemblies
+        assemblies += arena[units.value_at[value]]
+    scratch.assembly_base[graph.value_count] = assemblies
+    return total, assemblies
+
+
+@njit(cache=True, nogil=True)
+def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, state_tensors: int) -> None:
+    """Find the elements that each device updates, and its peak memory (rule: `search.simulator.Simulation`)."""
+    elements_D = scratch.elements_D
+    memory_D = scratch.memory_D
+    elements_D[:] = 0
+    memory_D[:] = 0
+    for static in range(graph.static_count):
+        at = units.static_at[static]
+        trained = False
+        if static < graph.weight_count:
+            for user in range(graph.weight_ptr[static], graph.weight_ptr[static + 1]):
+                trained = trained or scratch.operator_active[graph.weight_user[user]] != 0
+        tensors = 2 + state_tensors if trained else 1
+        for holder in range(arena[at]):
+            device = arena[at + STATIC_HEADER + 2 * holder]
+            elements = arena[at + STATIC_HEADER + 2 * holder + 1]
+            memory_D[device] += elements * graph.static_item_bytes[static] * tensors
+            if trained:
+                elements_D[device] += elements
+    for operator in range(len(units.operator_at)):
+        at = units.operator_at[operator] + OPERATOR_HEADER
+        for task in range(arena[units.operator_at[operator]]):
+            if scratch.active[scratch.task_base[operator] + task]:
+                memory_D[arena[at + OPERATOR_STRIDE * task]] += arena[at + OPERATOR_STRIDE * task + 3]
+    for value in range(graph.value_count):
+        at = units.value_at[value]
+        for assembly in range(arena[at]):
+            if scratch.last_reader[scratch.assembly_base[value] + assembly] >= 0:
+                where = at + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+                memory_D[arena[where]] += arena[where + 1]
+
+
+@njit(cache=True, nogil=True)
+def fill_buckets(
+    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, buckets: Buckets, bucket_bytes: int
+) -> bool:
+    """Fill the gradient buckets as `graph.plan` does; return False where the arrays are too short.
+
+    A bucket's number is the order in which it was opened; `buckets.order` is that of the all-reduces.
+    """
+    operators = len(units.operator_at)
+    complete_at = np.full(graph.weight_count, -1, np.int64)
+    ptr = np.zeros(operators + 1, np.int64)
+    for weight in range(graph.weight_count):
+        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+            operator = graph.weight_user[user]
+            if scratch.operator_active[operator] and (
+                complete_at[weight] < 0 or operator < complete_at[weight]
+            ):
+                complete_at[weight] = operator
+        if complete_at[weight] >= 0:
+            ptr[complete_at[weight] + 1] += 1
+    for operator in range(operators):
+        ptr[operator + 1] += ptr[operator]
+    weights = np.empty(ptr[operators], np.int64)
+    place = ptr.copy()
+    for weight in range(graph.weight_count):
+        if complete_at[weight] >= 0:
+            weights[place[complete_at[weight]]] = weight
+            place[complete_at[weight]] += 1
+    opened = closed = entries = 0
+    buckets.filling[:] = -1
+    for operator in range(operators - 1, -1, -1):
+        for position in range(ptr[operator], ptr[operator + 1]):
+            weight = weights[position]
+            at = units.static_at[weight]
+            cell_at = at + STATIC_HEADER + 2 * arena[at]
+            for cell in range(arena[at + 1]):
+                if opened + 1 > len(buckets.hold) or entries + 1 > len(buckets.entry_weight):
+                    return False
+                hold = arena[cell_at + 2 * cell]
+                bucket = buckets.filling[hold]
+                if bucket < 0:
+                    bucket = opened
+                    opened += 1
+                    buckets.filling[hold] = bucket
+                    buckets.hold[bucket] = hold
+                    buckets.size_bytes[bucket] = 0
+                    buckets.after[bucket] = -1
+                    buckets.first_entry[bucket] = entries
+                elif buckets.entry_weight[buckets.last_entry[bucket]] != weight:
+                    buckets.entry_next[buckets.last_entry[bucket]] = entries
+                # Another cell of a weight that the bucket has already waits for the same tasks.
+                if (
+                    buckets.size_bytes[bucket] == 0
+                    or buckets.entry_weight[buckets.last_entry[bucket]] != weight
+                ):
+                    buckets.entry_weight[entries] = weight
+                    buckets.entry_next[entries] = -1
+                    buckets.last_entry[bucket] = entries
+                    entries += 1
+                buckets.size_bytes[bucket] += arena[cell_at + 2 * cell + 1]
+                if buckets.size_bytes[bucket] >= bucket_bytes:
+                    buckets.after[bucket] = operator
+                    buckets.order[closed] = bucket
+                    closed += 1
+                    buckets.filling[hold] = -1
+    for bucket in range(opened):
+        if buckets.after[bucket] < 0:
+            buckets.after[bucket] = 0
+            buckets.order[closed] = bucket
+            closed += 1
+    scratch.counts[2] = opened
+    scratch.counts[3] = entries
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def put(
+    tasks: Tasks,
+    n: int,
+    kind: int,
+    run_ns: int,
+    hold: int,
+    origin: int,
+    subject: int,
+    part: int,
+    size_bytes: int,
+) -> None:
+    """Write task `n`."""
+    tasks.kind[n] = kind
+    tasks.run_ns[n] = run_ns
+    tasks.hold[n] = hold
+    tasks.origin[n] = origin
+    tasks.subject[n] = subject
+    tasks.part[n] = part
+    tasks.size_bytes[n] = size_bytes
+
+
+@njit(cache=True, nogil=True)
+def lay_out_forward(
+    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, tasks: Tasks, link_origin: int
+) -> bool:
+    """Write all forward tasks and the transfers of their outputs; return False where arrays are too short."""
+    n = e = 0
+    tasks.pred_ptr[0] = 0
+    for operator in range(len(units.operator_at)):
+        at = units.operator_at[operator]
+        count = arena[at]
+        scratch.forward_base[operator] = n
+        if n + count > len(tasks.kind):
+            return False
+        for task in range(count):
+            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+            put(tasks, n, FORWARD, arena[word + 1], arena[word], arena[word + 4], operator, task, 0)
+            for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+                value = graph.slot_value[slot]
+                if value < 0:
+                    continue
+                unit = units.value_at[value]
+                piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+                reading_at = piece_at + PIECE_STRIDE * arena[unit + 1] + 2 * arena[unit + 2]
+                assigned = reading_at + arena[unit + 5] + arena[reading_at + graph.slot_reading[slot]] + task
+                where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * arena[assigned]
+                first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
+                if e + last - first > len(tasks.pred):
+                    return False
+                for piece in range(first, last):
+                    word = piece_at + PIECE_STRIDE * piece
+                    if arena[word + 4] < 0:
+                        tasks.pred[e] = scratch.forward_base[graph.producer[value]] + arena[word]
+                    else:
+                        tasks.pred[e] = scratch.transfer_base[value] + arena[word + 4]
+                    e += 1
+            n += 1
+            tasks.pred_ptr[n] = e
+        outputs = graph.output_ptr[operator + 1] - graph.output_ptr[operator]
+        renewed = graph.buffer_ptr[operator + 1] - graph.buffer_ptr[operator]
+        for output in range(outputs + renewed):
+            if output < outputs:
+                value = graph.output_value[graph.output_ptr[operator] + output]
+            else:
+                value = graph.buffer_unit[graph.buffer_ptr[operator] + output - outputs]
+            unit = units.value_at[value]
+            scratch.transfer_base[value] = n
+            if n + arena[unit + 4] > len(tasks.kind) or e + arena[unit + 4] > len(tasks.pred):
+                return False
+            kind = TRANSFER if output < outputs else BUFFER_TRANSFER
+            piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+            for piece in range(arena[unit + 1]):
+                word = piece_at + PIECE_STRIDE * piece
+                if arena[word + 4] < 0:
+                    continue
+                size_bytes = arena[word + 3]
+                put(tasks, n, kind, arena[word + 2], arena[word + 1], link_origin, value, piece, size_bytes)
+                tasks.pred[e] = scratch.forward_base[operator] + arena[word]
+                n += 1
+                e += 1
+                tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def add_readers(
+    graph: GraphArrays,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    value: int,
+    unit: int,
+    assembly: int,
+    e: int,
+) -> int:
+    """Append the backward tasks that give an assembly its gradient; return the next place, or -1 if too short."""
+    reader_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1) + PIECE_STRIDE * arena[unit + 1]
+    where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+    first, last = arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]
+    if e + last - first > len(tasks.pred):
+        return -1
+    for reader in range(first, last):
+        reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
+        task = scratch.task_base[graph.reading_operator[reading]] + arena[reader_at + 2 * reader + 1]
+        if graph.reading_gradient[reading] and scratch.active[task]:
+            tasks.pred[e] = scratch.backward_task[task]
+            e += 1
+    return e
+
+
+@njit(cache=True, nogil=True, inline="always")
+def lay_out_operator_backward(
+    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, tasks: Tasks, operator: int
+) -> bool:
+    """Write the backward tasks of one operator; return False where arrays are too short."""
+    n, e = scratch.counts[0], scratch.counts[1]
+    at = units.operator_at[operator]
+    if n + arena[at] > len(tasks.kind):
+        return False
+    for task in range(arena[at]):
+        flat = scratch.task_base[operator] + task
+        if not scratch.active[flat]:
+            continue
+        word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+        put(tasks, n, BACKWARD, arena[word + 2], arena[word], arena[word + 4], operator, task, 0)
+        scratch.backward_task[flat] = n
+        if e + 1 > len(tasks.pred):
+            return False
+        tasks.pred[e] = scratch.forward_base[operator] + task
+        e += 1
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            unit = units.value_at[value]
+            sources = arena[unit + 3]
+            piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+            source_at = unit + arena[unit + 6] - arena[unit + 1] - sources - 1
+            for position in range(arena[source_at + task], arena[source_at + task + 1]):
+                word = piece_at + PIECE_STRIDE * arena[source_at + sources + 1 + position]
+                assembly = arena[word + 5]
+                if scratch.last_reader[scratch.assembly_base[value] + assembly] < 0:
+                    continue
+                if arena[word + 4] >= 0:
+                    if e + 1 > len(tasks.pred):
+                        return False
+                    base = scratch.gradient_base[scratch.assembly_base[value] + assembly]
+                    tasks.pred[e] = base + arena[word + 4]
+                    e += 1
+                else:
+                    e = add_readers(graph, arena, scratch, tasks, value, unit, assembly, e)
+                    if e < 0:
+                        return False
+        n += 1
+        tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def lay_out_gradient_transfers(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    operator: int,
+    link_origin: int,
+) -> bool:
+    """Write the transfers of the gradients that one operator's backward completes; False where too short."""
+    n, e = scratch.counts[0], scratch.counts[1]
+    for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+        value = graph.read_value[position]
+        unit = units.value_at[value]
+        piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+        for assembly in range(arena[unit]):
+            flat = scratch.assembly_base[value] + assembly
+            if scratch.last_reader[flat] != operator:
+                continue
+            where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+            based = False
+            for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+                word = piece_at + PIECE_STRIDE * piece
+                if arena[word + 4] < 0:
+                    continue
+                if not based:
+                    scratch.gradient_base[flat] = n - arena[word + 4]
+                    based = True
+                if n + 1 > len(tasks.kind):
+                    return False
+                size_bytes = arena[word + 3]
+                run_ns, hold = arena[word + 7], arena[word + 6]
+                put(tasks, n, GRADIENT_TRANSFER, run_ns, hold, link_origin, value, piece, size_bytes)
+                e = add_readers(graph, arena, scratch, tasks, value, unit, assembly, e)
+                if e < 0:
+                    return False
+                n += 1
+                tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def lay_out_bucket(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    buckets: Buckets,
+    position: int,
+    member_D: Array,
+) -> bool:
+    """Write the all-reduce of one bucket; return False where arrays are too short."""
+    n, e = scratch.counts[0], scratch.counts[1]
+    bucket = buckets.order[position]
+    hold = buckets.hold[bucket]
+    size_bytes = buckets.size_bytes[bucket]
+    if n + 1 > len(tasks.kind):
+        return False
+    seconds = min(
+        holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0],
+        holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1],
+    )
+    run_ns = int(seconds * 1e9 + 0.5)
+    put(tasks, n, SYNCHRONIZE, run_ns, hold, holds.origin[hold], position, 0, size_bytes)
+    for end in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+        member_D[holds.end[end]] = position
+    entry = buckets.first_entry[bucket]
+    while entry >= 0:
+        weight = buckets.entry_weight[entry]
+        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+            operator = graph.weight_user[user]
+            at = units.operator_at[operator]
+            if e + arena[at] > len(tasks.pred):
+                return False
+            for task in range(arena[at]):
+                flat = scratch.task_base[operator] + task
+                device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
+                if scratch.active[flat] and member_D[device] == position:
+                    tasks.pred[e] = scratch.backward_task[flat]
+                    e += 1
+        entry = buckets.entry_next[entry]
+    tasks.pred_ptr[n + 1] = e
+    scratch.counts[0] = n + 1
+    scratch.counts[1] = e
+    return True
+
+
+@njit(cache=True, nogil=True)
+def lay_out_backward(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    buckets: Buckets,
+    link_origin: int,
+) -> bool:
+    """Write backward tasks, gradient transfers and all-reduces; return False where arrays are too short."""
+    member_D = np.full(len(scratch.memory_D), -1, np.int64)
+    position = 0
+    for operator in range(len(units.operator_at) - 1, -1, -1):
+        if not lay_out_operator_backward(graph, units, arena, scratch, tasks, operator):
+            return False
+        if not lay_out_gradient_transfers(graph, units, arena, scratch, tasks, operator, link_origin):
+            return False
+        while position < scratch.counts[2] and buckets.after[buckets.order[position]] == operator:
+            if not lay_out_bucket(graph, units, arena, scratch, tasks, holds, buckets, position, member_D):
+                return False
+            position += 1
+    return True
+
+
+@njit(cache=True, nogil=True)
+def lay_out_updates(
+    tasks: Tasks, scratch: Scratch, holds: Holds, update_ns_D: Array, update_origin_D: Array
+) -> bool:
+    """Write one update a device that holds trained weights; return False where arrays are too short."""
+    devices = len(update_ns_D)
+    n, e = scratch.counts[0], scratch.counts[1]
+    waits_D = np.zeros(devices, np.int64)
+    for task in range(n):
+        if tasks.kind[task] == BACKWARD:
+            waits_D[tasks.hold[task]] += 1
+        elif tasks.kind[task] == SYNCHRONIZE:
+            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
+                waits_D[holds.end[end]] += 1
+    place_D = np.full(devices, -1, np.int64)
+    last = n
+    for device in range(devices):
+        if scratch.elements_D[device] == 0:
+            continue
+        if last + 1 > len(tasks.kind) or e + waits_D[device] > len(tasks.pred):
+            return False
+        put(tasks, last, UPDATE, update_ns_D[device], device, update_origin_D[device], device, 0, 0)
+        place_D[device] = e
+        e += waits_D[device]
+        last += 1
+        tasks.pred_ptr[last] = e
+    for task in range(n):
+        if tasks.kind[task] == BACKWARD:
+            device = tasks.hold[task]
+            if place_D[device] >= 0:
+                tasks.pred[place_D[device]] = task
+                place_D[device] += 1
+        elif tasks.kind[task] == SYNCHRONIZE:
+            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
+                device = holds.end[end]
+                if place_D[device] >= 0:
+                    tasks.pred[place_D[device]] = task
+                    place_D[device] += 1
+    scratch.counts[0] = last
+    scratch.counts[1] = e
+    return True
+
+
+class Timeline(NamedTuple):
+    """When each task runs, and the task that it had to wait for (-1: none)."""
+
+    start_ns: Array
+    end_ns: Array
+    cause: Array
+
+
+# Inlined, and given arrays one by one: tuples of arrays would be counted as references at every task.
+@njit(cache=True, nogil=True, inline="always")
+def serve(
+    task: int,
+    ready_ns: int,
+    cause: int,
+    hold: int,
+    run_ns: int,
+    resource_ptr: Array,
+    resource_of: Array,
+    end_ptr: Array,
+    end_of: Array,
+    contention_ppm_D: Array,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    start_ns_T: Array,
+    end_ns_T: Array,
+    cause_T: Array,
+) -> int:
+    """Run one task as early as what it holds allows; return its end."""
+    begin_ns = ready_ns
+    for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+        resource = resource_of[place]
+        if free_ns_R[resource] > begin_ns:
+            begin_ns = free_ns_R[resource]
+            cause = last_R[resource]
+    if hold < len(debt_ns_D):
+        extra_ns = debt_ns_D[hold] - (begin_ns - free_ns_R[hold])
+        if extra_ns > 0:
+            run_ns += extra_ns
+        debt_ns_D[hold] = 0
+    else:
+        for place in range(end_ptr[hold], end_ptr[hold + 1]):
+            device = end_of[place]
+            slowed = contention_ppm_D[device] * run_ns + PARTS_PER_MILLION // 2
+            debt_ns_D[device] += slowed // PARTS_PER_MILLION
+    end_ns = begin_ns + run_ns
+    for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+        resource = resource_of[place]
+        free_ns_R[resource] = end_ns
+        last_R[resource] = task
+    start_ns_T[task] = begin_ns
+    end_ns_T[task] = end_ns
+    cause_T[task] = cause
+    return end_ns
+
+
+@njit(cache=True, nogil=True)
+def run_program_order(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    resource_count: int,
+    timeline: Timeline,
+) -> int:
+    """Serve the tasks in program order; return the makespan in nanoseconds."""
+    hold_T, run_ns_T, pred_ptr, pred_E = tasks.hold, tasks.run_ns, tasks.pred_ptr, tasks.pred
+    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
+    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
+    free_ns_R = np.zeros(resource_count, np.int64)
+    last_R = np.full(resource_count, -1, np.int64)
+    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
+    makespan_ns = 0
+    for task in range(task_count):
+        ready_ns = 0
+        cause = -1
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            pred = pred_E[place]
+            if end_ns_T[pred] > ready_ns:
+                ready_ns = end_ns_T[pred]
+                cause = pred
+        end_ns = serve(
+            task,
+            ready_ns,
+            cause,
+            hold_T[task],
+            run_ns_T[task],
+            resource_ptr,
+            resource_of,
+            end_ptr,
+            end_of,
+            contention_ppm_D,
+            free_ns_R,
+            last_R,
+            debt_ns_D,
+            start_ns_T,
+            end_ns_T,
+            cause_T,
+        )
+        makespan_ns = max(makespan_ns, end_ns)
+    return makespan_ns
+
+
+@njit(cache=True, nogil=True)
+def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) -> int:
+    """Add (ready time, task) to a binary heap; return its new size."""
+    place = size
+    while place > 0:
+        parent = (place - 1) // 2
+        if heap_ns[parent] < ready_ns or (heap_ns[parent] == ready_ns and heap_task[parent] < task):
+            break
+        heap_ns[place] = heap_ns[parent]
+        heap_task[place] = heap_task[parent]
+        place = parent
+    heap_ns[place] = ready_ns
+    heap_task[place] = task
+    return size + 1
+
+
+@njit(cache=True, nogil=True)
+def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
+    """Remove the first of a binary heap (the caller has read it); return its new size."""
+    size -= 1
+    ready_ns, task = heap_ns[size], heap_task[size]
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            heap_ns[right] < heap_ns[child]
+            or (heap_ns[right] == heap_ns[child] and heap_task[right] < heap_task[child])
+        ):
+            child = right
+        if ready_ns < heap_ns[child] or (ready_ns == heap_ns[child] and task < heap_task[child]):
+            break
+        heap_ns[place] = heap_ns[child]
+        heap_task[place] = heap_task[child]
+        place = child
+    heap_ns[place] = ready_ns
+    heap_task[place] = task
+    return size
+
+
+@njit(cache=True, nogil=True)
+def run_fifo_order(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    resource_count: int,
+    timeline: Timeline,
+) -> int:
+    """Serve the tasks by (ready time, task); return the makespan. Source: FlexFlow, Algorithm 1."""
+    hold_T, run_ns_T, pred_ptr, pred_E = tasks.hold, tasks.run_ns, tasks.pred_ptr, tasks.pred
+    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
+    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
+    waiting = np.empty(task_count, np.int64)
+    ready_ns = np.zeros(task_count, np.int64)
+    cause = np.full(task_count, -1, np.int64)
+    ptr = np.zeros(task_count + 1, np.int64)
+    for task in range(task_count):
+        waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            ptr[pred_E[place] + 1] += 1
+    for task in range(task_count):
+        ptr[task + 1] += ptr[task]
+    successor = np.empty(ptr[task_count], np.int64)
+    filled = ptr.copy()
+    for task in range(task_count):
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            pred = pred_E[place]
+            successor[filled[pred]] = task
+            filled[pred] += 1
+    heap_ns = np.empty(task_count, np.int64)
+    heap_task = np.empty(task_count, np.int64)
+    size = 0
+    for task in range(task_count):
+        if waiting[task] == 0:
+            size = push(heap_ns, heap_task, size, 0, task)
+    free_ns_R = np.zeros(resource_count, np.int64)
+    last_R = np.full(resource_count, -1, np.int64)
+    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
+    makespan_ns = 0
+    while size > 0:
+        first_ns, task = heap_ns[0], heap_task[0]
+        size = pop(heap_ns, heap_task, size)
+        end_ns = serve(
+            task,
+            first_ns,
+            cause[task],
+            hold_T[task],
+            run_ns_T[task],
+            resource_ptr,
+            resource_of,
+            end_ptr,
+            end_of,
+            contention_ppm_D,
+            free_ns_R,
+            last_R,
+            debt_ns_D,
+            start_ns_T,
+            end_ns_T,
+            cause_T,
+        )
+        makespan_ns = max(makespan_ns, end_ns)
+        for place in range(ptr[task], ptr[task + 1]):
+            following = successor[place]
+            if end_ns > ready_ns[following]:
+                ready_ns[following] = end_ns
+                cause[following] = task
+            waiting[following] -= 1
+            if waiting[following] == 0:
+                size = push(heap_ns, heap_task, size, ready_ns[following], following)
+    return makespan_ns

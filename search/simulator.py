@@ -1,0 +1,186 @@
+"""Predict the time of one training step.
+
+Two orders. `program`: every resource serves its tasks in program order, the order in which the runtime issues them;
+one pass, a longest path. `fifo`: tasks are served in order of (ready time, task), FlexFlow's Algorithm 1.
+
+In both, a task starts when all that it waits for has ended and all that it holds is free. Communication slows the
+compute of the devices where it ends: when a transfer or an all-reduce of duration c starts, a device of contention
+factor f owes f * c (rounded to whole nanoseconds, halves up; f is kept in parts per million). The next compute
+task that the device serves takes longer by what is owed beyond the device's idle time just before it, and the debt
+is then nil.
+
+Source: FlexFlow (arXiv:1807.05358), Algorithm 1; contention is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from graph.operators import OperatorGraph
+from graph.plan import BUCKET_BYTES
+from graph.strategy import Strategy
+from graph.topology import Topology
+from graph.training import Training
+from search.costs import ORIGINS, CostTable, Origin
+from search.links import LinkCosts
+from search.needed import LocalCalls
+from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskKind, build_task_graph
+
+Order = Literal["program", "fifo"]
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A simulated training step.
+
+    start_ns, end_ns: of every task. cause: the task that each one had to wait for last, -1 for none.
+
+    Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is
+    alive: weights (with gradient and optimizer state where they are trained), buffers and inputs that its tasks
+    read; the outputs of all its tasks that have a backward (views take none); and the assemblies that carry a
+    gradient and are not just one local task's output.
+    """
+
+    tasks: TaskGraph
+    order: Order
+    step_time_ns: int
+    start_ns: IntArray
+    end_ns: IntArray
+    cause: IntArray
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of one step."""
+        return self.step_time_ns / 1e9
+
+    @cached_property
+    def busy_ns(self) -> IntArray:
+        """How long each task runs, contention included."""
+        return self.end_ns - self.start_ns
+
+    @cached_property
+    def _is_compute(self) -> IntArray:
+        return np.isin(self.tasks.kind_T, [int(kind) for kind in COMPUTE_KINDS])
+
+    @cached_property
+    def compute_s(self) -> tuple[float, ...]:
+        """Seconds that each device computes."""
+        compute = self._is_compute
+        total = np.bincount(
+            self.tasks.hold_T[compute], self.busy_ns[compute], minlength=len(self.tasks.topology.devices)
+        )
+        return tuple(float(item) / 1e9 for item in total)
+
+    @cached_property
+    def communication_s(self) -> float:
+        """Seconds of all transfers and all-reduces together, each counted once."""
+        return int(self.busy_ns[~self._is_compute].sum()) / 1e9
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes of all transfers, and of all-reduces 2 (p - 1) bytes a byte: what their p members send."""
+        tasks = self.tasks
+        collective = tasks.kind_T == TaskKind.SYNCHRONIZE
+        moved = int(tasks.size_bytes_T[~collective].sum())
+        for task in np.flatnonzero(collective).tolist():
+            moved += 2 * (len(tasks.ends(task)) - 1) * int(tasks.size_bytes_T[task])
+        return moved
+
+    @cached_property
+    def critical_path(self) -> tuple[int, ...]:
+        """The tasks, first to last, each waiting for the one before it, that end with the step."""
+        if not len(self.end_ns):
+            return ()
+        task = int(np.argmax(self.end_ns))
+        path = []
+        while task >= 0:
+            path.append(task)
+            task = int(self.cause[task])
+        return tuple(reversed(path))
+
+    @cached_property
+    def shares(self) -> dict[Origin, float]:
+        """What share of all busy time, computation and communication, rests on which kind of cost."""
+        total = np.bincount(self.tasks.origin_T, self.busy_ns, minlength=len(ORIGINS))
+        whole = float(total.sum())
+        return {
+            origin: float(part) / whole if whole else 0.0 for origin, part in zip(ORIGINS, total, strict=True)
+        }
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """Peak bytes of each device."""
+        return tuple(self.tasks.peak_memory_D.tolist())
+
+    @cached_property
+    def infeasible_devices(self) -> tuple[int, ...]:
+        """Devices that have less memory than they need."""
+        topology = self.tasks.topology
+        return tuple(
+            device
+            for device, needed in enumerate(self.peak_memory_bytes)
+            if needed > topology.kind_of(device).memory_bytes
+        )
+
+    @property
+    def feasible(self) -> bool:
+        """Whether every device's memory suffices."""
+        return not self.infeasible_devices
+
+
+def simulate_tasks(tasks: TaskGraph, order: Order = "program") -> Simulation:
+    """Simulate a task graph."""
+    from search import kernels
+
+    count = tasks.task_count
+    flat = kernels.Tasks(
+        tasks.kind_T,
+        tasks.run_ns_T,
+        tasks.hold_T,
+        tasks.origin_T,
+        tasks.subject_T,
+        tasks.part_T,
+        tasks.size_bytes_T,
+        tasks.pred_ptr_T1,
+        tasks.pred_E,
+    )
+    timeline = kernels.Timeline(*(np.zeros(count, np.int64) for _ in range(3)))
+    kernel = kernels.run_program_order if order == "program" else kernels.run_fifo_order
+    makespan_ns = kernel(count, flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
+    return Simulation(tasks, order, int(makespan_ns), timeline.start_ns, timeline.end_ns, timeline.cause)
+
+
+def simulate(
+    graph: OperatorGraph,
+    strategy: Strategy,
+    topology: Topology,
+    costs: CostTable,
+    training: Training,
+    *,
+    links: LinkCosts | None = None,
+    order: Order = "program",
+    bucket_bytes: int = BUCKET_BYTES,
+    local_calls: LocalCalls | None = None,
+) -> Simulation:
+    """Simulate one training step of a strategy.
+
+    Raises:
+        StrategyError: the strategy does not fit the graph or the topology.
+        CostError: a local call has no cost.
+    """
+    tasks = build_task_graph(
+        graph,
+        strategy,
+        topology,
+        costs,
+        training,
+        links=links,
+        bucket_bytes=bucket_bytes,
+        local_calls=local_calls,
+    )
+    return simulate_tasks(tasks, order)

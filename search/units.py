@@ -1,0 +1,327 @@
+"""Memo units of a task graph: what an operator, a value or a weight contributes under given configurations.
+
+A proposal changes few operators, so nearly all units are found again. Units are keyed by what they depend on, not
+by names: equal layers, and equal steps of an unrolled network, share them. They live in one arena; when it is full
+it is emptied, and its users make their units anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graph.axes import Degrees, tasks
+from graph.calls import LocalCall
+from graph.holdings import Cell, cell_elements, cells, held_regions
+from graph.intervals import volume
+from graph.operators import OperatorGraph
+from graph.strategy import Configuration
+from graph.topology import Topology
+from search import kernels
+from search.arrays import HoldStore, graph_arrays, operator_values, route_arrays, static_values
+from search.costs import CallCost, CostTable
+from search.groups import is_view
+from search.links import LinkCosts
+from search.needed import LocalCalls
+from search.regions import IntArray, Regions, Side
+
+# Words of the arena (8 bytes each) after which it is emptied.
+ARENA_WORDS = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An operand of an operator: the operator, its class, and the operand map's number."""
+
+    operator: int
+    kind: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueClass:
+    """What a value unit depends on beside configurations."""
+
+    number: int
+    producer: Port
+    readers: tuple[Port, ...]
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaticClass:
+    """What the unit of a weight, buffer or input depends on beside configurations."""
+
+    number: int
+    readers: tuple[Port, ...]
+    item_bytes: int
+    synchronized: bool
+
+
+class UnitStore:
+    """All memo units met so far, for one graph on one topology."""
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostTable,
+        links: LinkCosts,
+        local_calls: LocalCalls,
+    ) -> None:
+        self.graph = graph
+        self.topology = topology
+        self.costs = costs
+        self.links = links
+        self.wiring = graph_arrays(graph)
+        self.generation = 0
+        self._local_calls = local_calls
+        self._regions = Regions()
+        self._kinds = [device.kind_name for device in topology.devices]
+        self._node_D = np.array([device.node for device in topology.devices], np.int64)
+        self._latency_s_DD, self._bandwidth_DD = route_arrays(topology)
+        self._call_costs: dict[tuple[int, Degrees, str], IntArray] = {}
+        self._classify()
+        self._empty()
+
+    def _empty(self) -> None:
+        self.generation += 1
+        self.arena = np.zeros(1 << 16, np.int64)
+        self.holds = HoldStore(self.topology, self.links)
+        self._end = 0
+        self._regions.clear()
+        self._task_cells: dict[int, tuple[Cell, ...]] = {}
+        self._configurations: dict[Configuration, int] = {}
+        self._units: dict[tuple[int, ...], int] = {}
+
+    def make_room(self) -> None:
+        """Empty the arena if it is full; `generation` then changes."""
+        if self._end > ARENA_WORDS:
+            self._empty()
+
+    def _classify(self) -> None:
+        """Number the classes of operators, values and static tensors: equal numbers, equal units."""
+        graph = self.graph
+        numbers: dict[object, int] = {}
+
+        def number(key: object) -> int:
+            return numbers.setdefault(key, len(numbers))
+
+        self.operator_class = [
+            number(
+                repr(
+                    (
+                        operator.target,
+                        operator.arguments,
+                        graph.input_specs(operator),
+                        graph.output_specs(operator),
+                        graph.gradient_inputs(operator),
+                        graph.has_backward(operator),
+                        operator.space,
+                    )
+                )
+            )
+            for operator in graph.operators
+        ]
+
+        def port(index: int, axes_map: int, *, is_input: bool) -> Port:
+            space = graph.operators[index].space
+            operand = space.inputs[axes_map] if is_input else space.outputs[axes_map]
+            return Port(index, self.operator_class[index], self._regions.port(space.axes, operand))
+
+        def readers(name: str) -> tuple[Port, ...]:
+            return tuple(port(index, slot, is_input=True) for index, slot in graph.consumers[name])
+
+        self.value_classes = []
+        pairs = [(value.name, value.name) for value in operator_values(graph)] + list(graph.buffer_updates)
+        for read_name, made_name in pairs:
+            index, output = graph.producer[made_name]
+            producer, reading = port(index, output, is_input=False), readers(read_name)
+            item_bytes = graph.value_by_name[made_name].spec.item_bytes
+            key = ("value", producer.number, tuple(p.number for p in reading), item_bytes)
+            self.value_classes.append(ValueClass(number(key), producer, reading, item_bytes))
+        self.static_classes = []
+        for place, value in enumerate(static_values(graph)):
+            reading = readers(value.name)
+            weight = place < len(graph.weights)
+            static_key = ("static", tuple(p.number for p in reading), value.spec.item_bytes, weight)
+            self.static_classes.append(
+                StaticClass(number(static_key), reading, value.spec.item_bytes, weight)
+            )
+
+    def configuration(self, configuration: Configuration) -> int:
+        """Return the number of a configuration, valid within a generation."""
+        return self._configurations.setdefault(configuration, len(self._configurations))
+
+    def _place(self, key: tuple[int, ...], words: Sequence[int] | IntArray) -> int:
+        at = self._reserve(len(words))
+        self.arena[at : at + len(words)] = words
+        self._units[key] = at
+        return at
+
+    def _reserve(self, words: int) -> int:
+        at = self._end
+        self._grow(at + words)
+        self._end = at + words
+        return at
+
+    def _grow(self, words: int) -> None:
+        if words > len(self.arena):
+            arena = np.zeros(max(2 * len(self.arena), words), np.int64)
+            arena[: self._end] = self.arena[: self._end]
+            self.arena = arena
+
+    def operator_unit(self, index: int, configuration: Configuration) -> int:
+        """Return where an operator's unit starts.
+
+        Raises:
+            CostError: a local call has no cost on its device's kind.
+        """
+        key = (self.operator_class[index], self.configuration(configuration))
+        known = self._units.get(key)
+        if known is not None:
+            return known
+        count = tasks(configuration.degrees)
+        words = np.empty((count, kernels.OPERATOR_STRIDE), np.int64)
+        words[:, 0] = configuration.devices
+        kinds = [self._kinds[device] for device in configuration.devices]
+        for kind in dict.fromkeys(kinds):
+            costs = self._costs(index, configuration.degrees, kind)
+            here = [task for task in range(count) if kinds[task] == kind]
+            words[here, 1:] = costs[here]
+        header = np.array([count, configuration.degrees[-1]], np.int64)
+        return self._place(key, np.concatenate([header, words.reshape(-1)]))
+
+    def _costs(self, index: int, degrees: Degrees, kind: str) -> IntArray:
+        """Return forward ns, backward ns, output bytes and origin of every task (rows)."""
+        key = (self.operator_class[index], degrees, kind)
+        known = self._call_costs.get(key)
+        if known is None:
+            operator = self.graph.operators[index]
+            calls = self._local_calls(self.graph, operator, degrees)
+            resolved = self.costs.costs(list(_distinct(calls).values()), kind)
+            by_call = dict(zip(_distinct(calls), resolved, strict=True))
+            view = is_view(operator)
+            known = np.array(
+                [_cost_row(by_call[_call_key(call)], call, view=view) for call in calls], np.int64
+            )
+            self._call_costs[key] = known
+        return known
+
+    def value_unit(self, place: int, configurations: Sequence[Configuration]) -> int:
+        """Return where the unit of a value starts (value numbers as in `search.arrays`, renewed buffers last).
+
+        Args:
+            place: the value's number.
+            configurations: those of all operators of the graph.
+        """
+        of = self.value_classes[place]
+        made_by = configurations[of.producer.operator]
+        read_by = [configurations[port.operator] for port in of.readers]
+        key = (of.number, self.configuration(made_by), *(self.configuration(c) for c in read_by))
+        known = self._units.get(key)
+        if known is not None:
+            return known
+        source = self._regions.side(of.producer.number, made_by.degrees)
+        replicas = made_by.degrees[-1]
+        sides = [
+            self._regions.side(port.number, c.degrees) for port, c in zip(of.readers, read_by, strict=True)
+        ]
+        volumes = [self._regions.volumes(side, source, replicas) for side in sides]
+        rows = np.cumsum([0, *(len(side.row_task) for side in sides)])
+        groups = len(source.region) // replicas
+        arguments = (
+            np.array(made_by.devices, np.int64),
+            source.region,
+            replicas,
+            np.cumsum([0, *(len(side.row) for side in sides)]),
+            np.array([device for c in read_by for device in c.devices], np.int64),
+            _joined([side.region for side in sides]),
+            _joined([side.row + first for side, first in zip(sides, rows, strict=False)]),
+            _joined([side.row_elements for side in sides]),
+            np.concatenate(volumes) if volumes else np.empty((0, groups), np.int64),
+            self._node_D,
+            self._latency_s_DD,
+            self._bandwidth_DD,
+            of.item_bytes,
+        )
+        words = kernels.write_exchange(self.arena, self._end, *arguments)
+        if words < 0:
+            self._grow(self._end - words)
+            words = kernels.write_exchange(self.arena, self._end, *arguments)
+        at = self._reserve(words)
+        self._units[key] = at
+        return at
+
+    def static_unit(self, place: int, configurations: Sequence[Configuration]) -> int:
+        """Return where the unit of a weight, buffer or input starts."""
+        of = self.static_classes[place]
+        read_by = [configurations[port.operator] for port in of.readers]
+        key = (of.number, *(self.configuration(c) for c in read_by))
+        known = self._units.get(key)
+        if known is not None:
+            return known
+        sides = [
+            self._regions.side(port.number, c.degrees) for port, c in zip(of.readers, read_by, strict=True)
+        ]
+        holders, shared = self._holdings(sides, read_by, synchronized=of.synchronized)
+        words = [len(holders), len(shared)]
+        for device, elements in holders:
+            words += [device, elements]
+        for members, elements in shared:
+            words += [self.holds.device_set(members), elements * of.item_bytes]
+        return self._place(key, words)
+
+    def _holdings(
+        self, sides: Sequence[Side], read_by: Sequence[Configuration], *, synchronized: bool
+    ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
+        """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
+        devices = [device for c in read_by for device in c.devices]
+        if len(sides) == 1 and len(set(devices)) == len(devices):
+            side = sides[0]
+            holders = [
+                (device, int(side.row_elements[row])) for device, row in zip(devices, side.row, strict=True)
+            ]
+            found = self._cells_of_tasks(side) if synchronized else ()
+            shared = [
+                (tuple(sorted(devices[task] for task in cell.devices)), cell_elements(cell)) for cell in found
+            ]
+        else:
+            numbers = _joined([side.region for side in sides]).tolist()
+            needed = dict.fromkeys(zip(devices, numbers, strict=True))
+            held = held_regions((device, self._regions.region(number)) for device, number in needed)
+            holders = [(device, volume(region)) for device, region in held.items()]
+            found = cells(held) if synchronized and held else ()
+            shared = [(cell.devices, cell_elements(cell)) for cell in found]
+        return holders, [(members, elements) for members, elements in shared if len(members) > 1]
+
+    def _cells_of_tasks(self, side: Side) -> tuple[Cell, ...]:
+        """Return the cells of a weight with one reader whose tasks (here in place of devices) do not share any."""
+        known = self._task_cells.get(side.number)
+        if known is None:
+            held = {task: self._regions.region(number) for task, number in enumerate(side.region.tolist())}
+            known = self._task_cells[side.number] = cells(held)
+        return known
+
+
+def _joined(pieces: Sequence[IntArray]) -> IntArray:
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+def _call_key(call: LocalCall) -> tuple[object, ...]:
+    # Within one operator's calls this is as good as the digest, and much cheaper.
+    return (call.arguments, call.inputs, call.outputs, call.gradients)
+
+
+def _distinct(calls: Sequence[LocalCall]) -> dict[tuple[object, ...], LocalCall]:
+    found: dict[tuple[object, ...], LocalCall] = {}
+    for call in calls:
+        found.setdefault(_call_key(call), call)
+    return found
+
+
+def _cost_row(cost: CallCost, call: LocalCall, *, view: bool) -> tuple[int, int, int, int]:
+    output_bytes = 0 if view else sum(spec.size_bytes for spec in call.outputs)
+    return cost.forward_ns, cost.backward_ns, output_bytes, cost.origin

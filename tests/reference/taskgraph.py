@@ -1,0 +1,234 @@
+"""Slow, obvious derivation of the task graph of a strategy from `graph.plan`, by names instead of arrays."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from graph.axes import Degrees
+from graph.calls import LocalCall
+from graph.exchange import Assembly, piece_bytes
+from graph.intervals import volume
+from graph.operators import Operator, OperatorGraph, ValueKind
+from graph.plan import Plan, build_plan, weight_holdings
+from graph.strategy import Strategy
+from graph.topology import Topology
+from graph.training import OPTIMIZER_STATE, Training
+from search.costs import CostSource, OperatorCost
+from search.groups import is_view
+from search.links import LinkCosts, collective_price
+
+Calls = Callable[[OperatorGraph, Operator, Degrees], tuple[LocalCall, ...]]
+# ("forward", operator, task), ("transfer", value, assembly, piece), ("synchronize", bucket), ...
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task by name; predecessors by name."""
+
+    key: Key
+    run_ns: int
+    resources: tuple[int, ...]
+    ends: tuple[int, ...]
+    size_bytes: int
+    predecessors: frozenset[Key]
+
+
+def nanoseconds(seconds: float) -> int:
+    """Halves up."""
+    return int(seconds * 1e9 + 0.5)
+
+
+class Deriver:
+    """Walks a plan in program order."""
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        strategy: Strategy,
+        topology: Topology,
+        source: CostSource,
+        training: Training,
+        calls: Calls,
+        bucket_bytes: int,
+        links: LinkCosts,
+    ) -> None:
+        self.graph, self.strategy, self.topology = graph, strategy, topology
+        self.source, self.training, self.links = source, training, links
+        node_of = [device.node for device in topology.devices]
+        self.plan: Plan = build_plan(graph, strategy, node_of, bucket_bytes)
+        self.calls = [
+            calls(graph, operator, configuration.degrees)
+            for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
+        ]
+        self.tasks: list[Task] = []
+
+    def cost(self, index: int, task: int) -> OperatorCost:
+        device = self.strategy.configurations[index].devices[task]
+        kind = self.topology.devices[device].kind_name
+        (cost,) = self.source.resolve([self.calls[index][task]], kind)
+        assert cost is not None
+        return cost
+
+    def link_resources(self, source: int, destination: int) -> tuple[int, ...]:
+        return tuple(len(self.topology.devices) + link for link in self.topology.routes[source, destination])
+
+    def derive(self) -> list[Task]:
+        """Return all tasks in program order."""
+        for index, operator in enumerate(self.graph.operators):
+            self.forward(index, operator)
+        for index in range(len(self.graph.operators) - 1, -1, -1):
+            self.backward(index)
+            self.gradient_transfers(index)
+            for bucket in self.plan.buckets_after.get(index, ()):
+                self.synchronize(bucket)
+        self.updates()
+        return self.tasks
+
+    def forward(self, index: int, operator: Operator) -> None:
+        devices = self.strategy.configurations[index].devices
+        for task, device in enumerate(devices):
+            waits: set[Key] = set()
+            for name in operator.inputs:
+                for position, assembly in enumerate(self.plan.exchanges.get(name, ())):
+                    if any(reader.operator == index and reader.task == task for reader in assembly.readers):
+                        waits |= self.pieces(name, position, assembly)
+            run_ns = nanoseconds(self.cost(index, task).forward_s)
+            self.tasks.append(Task(("forward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
+        for name in operator.outputs:
+            self.transfers("transfer", name, index, self.plan.exchanges[name])
+        for buffer, value in self.graph.buffer_updates:
+            if value in operator.outputs:
+                self.transfers("renew", buffer, index, self.plan.buffer_exchanges[buffer], value)
+
+    def pieces(self, name: str, position: int, assembly: Assembly) -> set[Key]:
+        producer, _ = self.graph.producer[name]
+        return {
+            ("forward", producer, piece.source_task)
+            if piece.source_device == assembly.device
+            else ("transfer", name, position, number)
+            for number, piece in enumerate(assembly.pieces)
+        }
+
+    def transfers(
+        self, kind: str, name: str, index: int, assemblies: tuple[Assembly, ...], value: str | None = None
+    ) -> None:
+        item_bytes = self.graph.value_by_name[value or name].spec.item_bytes
+        for position, assembly in enumerate(assemblies):
+            for number, piece in enumerate(assembly.pieces):
+                if piece.source_device != assembly.device:
+                    self.transfer(
+                        (kind, name, position, number),
+                        piece.source_device,
+                        assembly.device,
+                        piece_bytes(piece, item_bytes),
+                        frozenset({("forward", index, piece.source_task)}),
+                    )
+
+    def transfer(
+        self, key: Key, source: int, destination: int, size_bytes: int, waits: frozenset[Key]
+    ) -> None:
+        run_ns = nanoseconds(self.topology.transfer_time_s(source, destination, size_bytes))
+        resources = self.link_resources(source, destination)
+        self.tasks.append(Task(key, run_ns, resources, (source, destination), size_bytes, waits))
+
+    def reading_backwards(self, assembly: Assembly) -> frozenset[Key]:
+        return frozenset(
+            ("backward", reader.operator, reader.task)
+            for reader in assembly.readers
+            if self.plan.active[reader.operator][reader.task]
+            and self.graph.gradient_inputs(self.graph.operators[reader.operator])[reader.slot]
+        )
+
+    def backward(self, index: int) -> None:
+        operator = self.graph.operators[index]
+        for task, device in enumerate(self.strategy.configurations[index].devices):
+            if not self.plan.active[index][task]:
+                continue
+            waits: set[Key] = {("forward", index, task)}
+            for name in operator.outputs:
+                for position, assembly in enumerate(self.plan.exchanges[name]):
+                    if not self.plan.active_assemblies[name][position]:
+                        continue
+                    for number, piece in enumerate(assembly.pieces):
+                        if piece.source_task != task:
+                            continue
+                        if piece.source_device == assembly.device:
+                            waits |= self.reading_backwards(assembly)
+                        else:
+                            waits.add(("gradient", name, position, number))
+            run_ns = nanoseconds(self.cost(index, task).backward_s)
+            self.tasks.append(Task(("backward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
+
+    def gradient_transfers(self, index: int) -> None:
+        for back in self.plan.gradient_transfers.get(index, ()):
+            assembly = self.plan.exchanges[back.value][back.assembly]
+            item_bytes = self.graph.value_by_name[back.value].spec.item_bytes
+            for number, piece in enumerate(assembly.pieces):
+                if piece.source_device != assembly.device:
+                    self.transfer(
+                        ("gradient", back.value, back.assembly, number),
+                        assembly.device,
+                        piece.source_device,
+                        piece_bytes(piece, item_bytes),
+                        self.reading_backwards(assembly),
+                    )
+
+    def synchronize(self, number: int) -> None:
+        bucket = self.plan.buckets[number]
+        waits = {
+            ("backward", index, task)
+            for entry in bucket.entries
+            for index, _ in self.graph.consumers[entry.weight]
+            for task, device in enumerate(self.strategy.configurations[index].devices)
+            if device in bucket.devices and self.plan.active[index][task]
+        }
+        price = collective_price(self.topology, bucket.devices, self.links)
+        resources = tuple(len(self.topology.devices) + link for link in price.links)
+        run_ns = price.duration_ns(bucket.size_bytes)
+        key: Key = ("synchronize", number)
+        self.tasks.append(Task(key, run_ns, resources, bucket.devices, bucket.size_bytes, frozenset(waits)))
+
+    def trained(self) -> list[str]:
+        return [
+            weight.name
+            for weight in self.graph.weights
+            if any(any(self.plan.active[index]) for index, _ in self.graph.consumers[weight.name])
+        ]
+
+    def updates(self) -> None:
+        devices_of = {task.key: task.resources[0] for task in self.tasks if task.key[0] == "backward"}
+        for device in range(len(self.topology.devices)):
+            held = [self.plan.held[name] for name in self.trained()]
+            elements = sum(volume(regions[device]) for regions in held if device in regions)
+            if not elements:
+                continue
+            waits: set[Key] = {key for key, mine in devices_of.items() if mine == device}
+            for number, bucket in enumerate(self.plan.buckets):
+                if device in bucket.devices:
+                    waits.add(("synchronize", number))
+            kind = self.topology.devices[device].kind_name
+            seconds, _ = self.source.update_cost(elements, self.training.optimizer, kind)
+            run_ns = nanoseconds(seconds)
+            self.tasks.append(Task(("update", device), run_ns, (device,), (), 0, frozenset(waits)))
+
+    def peak_memory(self) -> list[int]:
+        """Return the bytes of each device: static tensors, outputs of tasks with a backward, assemblies."""
+        total = [0] * len(self.topology.devices)
+        state = OPTIMIZER_STATE[self.training.optimizer]
+        for value in self.graph.values:
+            if value.kind is not ValueKind.OPERATOR:
+                tensors = 2 + state if value.name in self.trained() else 1
+                for device, region in weight_holdings(self.graph, self.strategy, value.name).items():
+                    total[device] += volume(region) * value.spec.item_bytes * tensors
+        for index, operator in enumerate(self.graph.operators):
+            for task, device in enumerate(self.strategy.configurations[index].devices):
+                if self.plan.active[index][task] and not is_view(operator):
+                    for spec in self.calls[index][task].outputs:
+                        total[device] += prod(spec.shape) * spec.item_bytes
+        for name, assemblies in self.plan.exchanges.items():
+            for position, assembly in enumerate(assemblies):
+                if self.plan.active_assemblies[name][position] and not assembly.direct:
+                    item_bytes = self.graph.value_by_name[name].spec.item_bytes
+                    total[assembly.device] += volume(assembly.region) * item_bytes
+        return total

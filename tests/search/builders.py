@@ -1,0 +1,320 @@
+"""Small operator graphs with hand-written iteration spaces, made-up costs, and random strategies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from graph.axes import (
+    REPLICA_AXIS,
+    Axis,
+    AxisKind,
+    Degrees,
+    Factor,
+    IterationSpace,
+    OperandMap,
+    along,
+    operand_regions,
+    whole,
+)
+from graph.calls import LocalCall
+from graph.intervals import shape
+from graph.operators import Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
+from graph.strategy import Configuration, Strategy
+from graph.topology import DeviceKind, Topology, load_topology, local_topology
+from search.costs import OperatorCost, Origin
+
+SAMPLE, ATTRIBUTE, PARAMETER, REDUCTION = (
+    AxisKind.SAMPLE,
+    AxisKind.ATTRIBUTE,
+    AxisKind.PARAMETER,
+    AxisKind.REDUCTION,
+)
+
+
+@dataclass
+class GraphBuilder:
+    """Adds operators one after the other; `finish` makes the graph."""
+
+    operators: list[Operator] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    buffer_updates: list[tuple[str, str]] = field(default_factory=list)
+
+    def value(self, name: str, sizes: Sequence[int], kind: ValueKind, dtype: str = "float32") -> str:
+        gradient = kind is ValueKind.WEIGHT
+        self.values.append(Value(name, TensorSpec(tuple(sizes), dtype), kind, gradient))
+        if kind is ValueKind.INPUT:
+            self.inputs.append(name)
+        return name
+
+    def spec(self, name: str) -> TensorSpec:
+        return next(value.spec for value in self.values if value.name == name)
+
+    def operator(
+        self,
+        name: str,
+        target: str,
+        inputs: Sequence[str],
+        outputs: Sequence[tuple[str, Sequence[int]]],
+        axes: Sequence[Axis],
+        input_maps: Sequence[OperandMap],
+        output_maps: Sequence[OperandMap],
+        *,
+        differentiable: bool = True,
+    ) -> None:
+        known = {value.name: value for value in self.values}
+        gradient = differentiable and any(known[value].requires_gradient for value in inputs)
+        space = IterationSpace((*axes, REPLICA_AXIS), tuple(input_maps), tuple(output_maps))
+        arguments = tuple((f"argument{slot}", Slot(slot)) for slot in range(len(inputs)))
+        self.operators.append(
+            Operator(name, target, arguments, tuple(inputs), tuple(value for value, _ in outputs), space)
+        )
+        for value, sizes in outputs:
+            self.values.append(
+                Value(value, TensorSpec(tuple(sizes), "float32"), ValueKind.OPERATOR, gradient)
+            )
+
+    def linear(self, name: str, source: str, features: int, weight: str | None = None) -> str:
+        samples, inner = self.spec(source).shape
+        if weight is None:
+            weight = self.value(f"{name}.weight", (features, inner), ValueKind.WEIGHT)
+        axes = (
+            Axis("sample", samples, SAMPLE),
+            Axis("out", features, PARAMETER),
+            Axis("in", inner, REDUCTION),
+        )
+        self.operator(
+            name,
+            "aten.linear.default",
+            (source, weight),
+            [(name, (samples, features))],
+            axes,
+            [(along(0, samples), along(2, inner)), (along(1, features), along(2, inner))],
+            [(along(0, samples), along(1, features))],
+        )
+        return name
+
+    def pointwise(self, name: str, *sources: str) -> str:
+        sizes = self.spec(sources[0]).shape
+        kinds = (SAMPLE, *([ATTRIBUTE] * (len(sizes) - 1)))
+        axes = [
+            Axis(f"d{dim}", size, kind) for dim, (size, kind) in enumerate(zip(sizes, kinds, strict=True))
+        ]
+        operand = tuple(along(dim, size) for dim, size in enumerate(sizes))
+        self.operator(
+            name,
+            "aten.add.Tensor" if len(sources) > 1 else "aten.relu.default",
+            sources,
+            [(name, sizes)],
+            axes,
+            [operand] * len(sources),
+            [operand],
+        )
+        return name
+
+    def window(self, name: str, source: str) -> str:
+        """A pooling of kernel 3, stride 1, padding 1 along the second dim."""
+        samples, length = self.spec(source).shape
+        axes = (Axis("sample", samples, SAMPLE), Axis("length", length, ATTRIBUTE))
+        touched = (Factor(length, 1, start=-1, stride=1, extent=3),)
+        self.operator(
+            name,
+            "aten.avg_pool1d.default",
+            (source,),
+            [(name, (samples, length))],
+            axes,
+            [(along(0, samples), touched)],
+            [(along(0, samples), along(1, length))],
+        )
+        return name
+
+    def normalization(self, name: str, source: str) -> str:
+        """Moments (partial sums over samples), a buffer renewed from them, and their application."""
+        samples, features = self.spec(source).shape
+        axes = (Axis("sample", samples, SAMPLE), Axis("channel", features, PARAMETER))
+        both, channel = (along(0, samples), along(1, features)), (along(1, features),)
+        moments = [(f"{name}.sum", (features,)), (f"{name}.squares", (features,))]
+        self.operator(
+            f"{name}.moments", "soapstone.moments", (source,), moments, axes, [both], [channel, channel]
+        )
+        weight = self.value(f"{name}.weight", (features,), ValueKind.WEIGHT)
+        buffer = self.value(f"{name}.running", (features,), ValueKind.BUFFER)
+        alone = (Axis("channel", features, PARAMETER),)
+        line = (along(0, features),)
+        renewed = f"{name}.renewed"
+        self.operator(
+            f"{name}.statistics",
+            "soapstone.running_statistics",
+            (f"{name}.sum", f"{name}.squares", buffer),
+            [(renewed, (features,))],
+            alone,
+            [line, line, line],
+            [line],
+            differentiable=False,
+        )
+        self.buffer_updates.append((buffer, renewed))
+        self.operator(
+            name,
+            "soapstone.apply",
+            (source, f"{name}.sum", f"{name}.squares", weight),
+            [(name, (samples, features))],
+            axes,
+            [both, channel, channel, channel],
+            [both],
+        )
+        return name
+
+    def heads(self, name: str, source: str, groups: int) -> str:
+        """A view whose second dim is a product of a fixed factor, groups, and the rest; then their middle."""
+        samples, features = self.spec(source).shape
+        inner = features // groups // 2
+        axes = (
+            Axis("sample", samples, SAMPLE),
+            Axis("group", groups, PARAMETER),
+            Axis("inner", inner, ATTRIBUTE),
+        )
+        fused = (Factor(2, None, 1, 1, 1), Factor(groups, 1), Factor(inner, 2))
+        self.operator(
+            name,
+            "aten.slice.Tensor",
+            (source,),
+            [(name, (samples, groups * inner))],
+            axes,
+            [(along(0, samples), fused)],
+            [(along(0, samples), (Factor(groups, 1), Factor(inner, 2)))],
+        )
+        return name
+
+    def loss(self, source: str) -> str:
+        """Sum and count over samples (partial sums), and their quotient."""
+        samples, features = self.spec(source).shape
+        axes = (Axis("sample", samples, SAMPLE),)
+        self.operator(
+            "loss.sum",
+            "aten.cross_entropy_loss.default",
+            (source,),
+            [("loss.sum", ()), ("loss.count", ())],
+            axes,
+            [(along(0, samples), whole(features))],
+            [(), ()],
+        )
+        self.operator(
+            "loss", "aten.div.Tensor", ("loss.sum", "loss.count"), [("loss", ())], (), [(), ()], [()]
+        )
+        return "loss"
+
+    def finish(self, loss: str = "loss") -> OperatorGraph:
+        graph = OperatorGraph(
+            "test",
+            tuple(self.operators),
+            tuple(self.values),
+            tuple(self.inputs),
+            loss,
+            buffer_updates=tuple(self.buffer_updates),
+        )
+        graph.validate()
+        return graph
+
+
+def two_layers(samples: int = 8, features: int = 16) -> OperatorGraph:
+    """Two linear layers with a relu between them, and a loss."""
+    builder = GraphBuilder()
+    x = builder.value("input.0", (samples, features), ValueKind.INPUT)
+    x = builder.pointwise("relu", builder.linear("first", x, features))
+    builder.loss(builder.linear("second", x, features))
+    return builder.finish()
+
+
+def branches() -> OperatorGraph:
+    """A residual branch, batch norms, a shared weight, a window, a fused product of factors, a buffer."""
+    builder = GraphBuilder()
+    x = builder.value("input.0", (6, 8), ValueKind.INPUT)
+    first = builder.normalization("norm", builder.linear("first", x, 8))
+    window = builder.window("window", builder.pointwise("relu", first))
+    shared = builder.linear("shared", window, 8)
+    again = builder.linear("again", shared, 8, weight="shared.weight")
+    total = builder.pointwise("total", again, first)
+    wide = builder.linear("wide", total, 24)
+    builder.loss(builder.linear("last", builder.heads("heads", wide, 3), 5))
+    return builder.finish()
+
+
+def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
+    """What rules do, for operators that have none: the same target and arguments on the regions' shapes."""
+
+    def specs(
+        operands: Sequence[OperandMap], whole_specs: Sequence[TensorSpec]
+    ) -> list[tuple[TensorSpec, ...]]:
+        regions = [operand_regions(operator.space.axes, operand, degrees) for operand in operands]
+        return [
+            tuple(
+                TensorSpec(shape(region), spec.dtype) for region, spec in zip(task, whole_specs, strict=True)
+            )
+            for task in zip(*regions, strict=True)
+        ] or [()] * int(np.prod(degrees))
+
+    inputs = specs(operator.space.inputs, graph.input_specs(operator))
+    outputs = specs(operator.space.outputs, graph.output_specs(operator))
+    gradients = graph.gradient_inputs(operator)
+    return tuple(
+        LocalCall(operator.target, operator.arguments, mine, theirs, gradients)
+        for mine, theirs in zip(inputs, outputs, strict=True)
+    )
+
+
+class MadeUpCosts:
+    """Costs that grow with the elements read and written; the origin follows from the target."""
+
+    def __init__(self, seconds_per_element: float = 1e-6, base_s: float = 1e-6) -> None:
+        self.seconds_per_element = seconds_per_element
+        self.base_s = base_s
+        self.asked: list[tuple[str, str]] = []
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:
+        self.asked += [(call.digest, kind_name) for call in calls]
+        return [self._cost(call, kind_name) for call in calls]
+
+    def _cost(self, call: LocalCall, kind_name: str) -> OperatorCost:
+        elements = sum(spec.elements for spec in (*call.inputs, *call.outputs))
+        if "linear" in call.target:
+            elements = call.inputs[0].elements * call.inputs[1].shape[0]
+        forward_s = self.base_s + elements * self.seconds_per_element * (1 + len(kind_name) % 3)
+        origin = (Origin.MEASURED, Origin.ESTIMATED, Origin.DATASHEET)[len(call.target) % 3]
+        return OperatorCost(forward_s, 2 * forward_s if call.has_backward else 0.0, origin)
+
+    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        return self.base_s + elements * 1e-9 * len(optimizer + kind_name), Origin.ESTIMATED
+
+
+def device_kind(name: str = "made-up", memory_bytes: int = 1 << 40) -> DeviceKind:
+    """A device kind of which only the memory matters here."""
+    return DeviceKind(name, "cpu", (("float32", 1e12),), memory_bytes, 1e11, 0.0)
+
+
+def devices(count: int, contention: float = 0.0, memory_bytes: int = 1 << 40) -> Topology:
+    """One node of like devices."""
+    return local_topology(count, device_kind(memory_bytes=memory_bytes), 2e8, 3e-6, contention)
+
+
+def cluster() -> Topology:
+    """Two nodes of four devices with shared links."""
+    return load_topology("p100-cluster", nodes=2)
+
+
+def random_anywhere(graph: OperatorGraph, device_count: int, rng: np.random.Generator) -> Strategy:
+    """A legal strategy with no regard to groups or distinct devices: all that `Strategy.validate` accepts."""
+    configurations = []
+    for operator in graph.operators:
+        degrees = [1] * len(operator.space.axes)
+        for _ in range(int(rng.integers(0, 3))):
+            axis = int(rng.integers(len(degrees)))
+            size = min(operator.space.axes[axis].size, 4)
+            degrees[axis] = int(rng.integers(1, size + 1))
+        count = int(np.prod(degrees))
+        chosen: Any = rng.integers(0, device_count, count) if rng.random() < 0.5 else None
+        if chosen is None:
+            chosen = [(int(rng.integers(device_count)) + task) % device_count for task in range(count)]
+        configurations.append(Configuration(tuple(degrees), tuple(int(device) for device in chosen)))
+    return Strategy(graph.digest, tuple(configurations))

@@ -1,0 +1,207 @@
+"""Both orders of simulation: the kernels give exactly what the slow reference gives."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph.training import Training
+from search.baselines import data_parallel, single_device
+from search.costs import CostTable, Origin
+from search.kernels import Holds
+from search.links import LinkCosts
+from search.simulator import Order, Simulation, simulate, simulate_tasks
+from search.taskgraph import TaskGraph
+from tests.reference import simulate as reference
+from tests.search.builders import MadeUpCosts, cluster, devices, local_calls, two_layers
+
+DEVICES, LINKS = 3, 4
+TRAINING = Training(8)
+
+
+def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
+    """Return a task graph with one hold a task, after those of the devices."""
+    graph, topology = two_layers(), devices(DEVICES)
+    resources = [(device,) for device in range(DEVICES)] + [task.resources for task in tasks]
+    ends: list[tuple[int, ...]] = [()] * DEVICES + [task.ends for task in tasks]
+    count = len(tasks)
+    hold = [task.device if task.device is not None else DEVICES + place for place, task in enumerate(tasks)]
+
+    def pointers(rows: list[tuple[int, ...]]) -> np.ndarray:
+        return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+
+    def items(rows: list[tuple[int, ...]]) -> np.ndarray:
+        return np.array([item for row in rows for item in row], np.int64)
+
+    zeros = np.zeros(count, np.int64)
+    return TaskGraph(
+        graph=graph,
+        topology=topology,
+        kind_T=zeros,
+        run_ns_T=np.array([task.run_ns for task in tasks], np.int64),
+        hold_T=np.array(hold, np.int64),
+        origin_T=zeros,
+        subject_T=zeros,
+        part_T=zeros,
+        size_bytes_T=zeros,
+        pred_ptr_T1=pointers([task.predecessors for task in tasks]),
+        pred_E=items([task.predecessors for task in tasks]),
+        contention_ppm_D=np.array(contention_ppm, np.int64),
+        peak_memory_D=np.zeros(DEVICES, np.int64),
+        holds=Holds(
+            pointers(resources),
+            items(resources),
+            pointers(ends),
+            items(ends),
+            np.zeros((len(resources), 2)),
+            np.zeros((len(resources), 2)),
+            np.zeros(len(resources), np.int64),
+        ),
+    )
+
+
+@st.composite
+def task_lists(draw: st.DrawFn) -> list[reference.Task]:
+    """Random tasks: dependencies point backwards, durations collide often, transfers hold several links."""
+    tasks: list[reference.Task] = []
+    for place in range(draw(st.integers(1, 40))):
+        earlier = st.integers(max(0, place - 8), place - 1) if place else st.nothing()
+        predecessors = tuple(draw(st.sets(earlier, max_size=3))) if place else ()
+        run_ns = draw(st.integers(0, 9))
+        if draw(st.booleans()):
+            device = draw(st.integers(0, DEVICES - 1))
+            tasks.append(reference.Task(run_ns, predecessors, (device,), device))
+        else:
+            links = draw(st.sets(st.integers(DEVICES, DEVICES + LINKS - 1), min_size=1, max_size=3))
+            ends = draw(st.sets(st.integers(0, DEVICES - 1), min_size=2, max_size=3))
+            tasks.append(reference.Task(run_ns, predecessors, tuple(links), None, tuple(ends)))
+    return tasks
+
+
+ORDERS: dict[Order, Callable[[list[reference.Task], list[int]], list[tuple[int, int]]]] = {
+    "program": reference.program_order,
+    "fifo": reference.fifo_order,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(
+    tasks=task_lists(),
+    contention_ppm=st.lists(st.sampled_from([0, 300_000, 1_000_000, 1_750_001]), min_size=3, max_size=3),
+)
+def test_kernel_equals_reference(
+    order: Order, tasks: list[reference.Task], contention_ppm: list[int]
+) -> None:
+    simulation = simulate_tasks(flat(tasks, contention_ppm), order)
+    expected = ORDERS[order](tasks, contention_ppm)
+    found = list(zip(simulation.start_ns.tolist(), simulation.end_ns.tolist(), strict=True))
+    assert found == expected
+    assert simulation.step_time_ns == max(end for _, end in expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(tasks=task_lists())
+def test_critical_path_has_no_gap(order: Order, tasks: list[reference.Task]) -> None:
+    simulation = simulate_tasks(flat(tasks, [500_000] * DEVICES), order)
+    path = simulation.critical_path
+    assert simulation.end_ns[path[-1]] == simulation.step_time_ns
+    assert simulation.start_ns[path[0]] == 0
+    for before, after in itertools.pairwise(path):
+        assert simulation.end_ns[before] == simulation.start_ns[after]
+
+
+def compute(run_ns: int, device: int, *predecessors: int) -> reference.Task:
+    return reference.Task(run_ns, predecessors, (device,), device)
+
+
+def transfer(run_ns: int, *predecessors: int) -> reference.Task:
+    return reference.Task(run_ns, predecessors, (DEVICES,), None, (0, 1))
+
+
+def test_orders_differ_where_program_order_waits() -> None:
+    # Task 2 stands before task 3 on device 1, but is ready only after the long task 0.
+    tasks = [compute(100, 0), transfer(10, 0), compute(5, 1, 1), compute(7, 1)]
+    program = simulate_tasks(flat(tasks, [0] * 3), "program")
+    fifo = simulate_tasks(flat(tasks, [0] * 3), "fifo")
+    assert program.start_ns.tolist() == [0, 100, 110, 115]
+    assert fifo.start_ns.tolist() == [0, 100, 110, 0]
+
+
+def test_communication_slows_the_compute_beside_it() -> None:
+    # Transfer of 10 from 0; device 1 computes 20 at the same time and owes half of 10.
+    tasks = [compute(0, 0), transfer(10, 0), compute(20, 1), compute(20, 1)]
+    simulation = simulate_tasks(flat(tasks, [500_000] * 3))
+    assert simulation.end_ns.tolist() == [0, 10, 25, 45]
+
+
+def test_compute_that_waits_for_the_transfer_is_not_slowed() -> None:
+    tasks = [compute(0, 0), transfer(10, 0), compute(20, 1, 1)]
+    assert simulate_tasks(flat(tasks, [1_000_000] * 3)).end_ns.tolist() == [0, 10, 30]
+
+
+def step(count: int, *, data: bool, memory_bytes: int = 1 << 40) -> Simulation:
+    graph = two_layers()
+    strategy = data_parallel(graph, count) if data else single_device(graph)
+    return simulate(
+        graph,
+        strategy,
+        devices(count, memory_bytes=memory_bytes),
+        CostTable(MadeUpCosts()),
+        TRAINING,
+        local_calls=local_calls,
+    )
+
+
+def test_one_device_takes_the_sum_of_its_costs() -> None:
+    simulation = step(1, data=False)
+    assert simulation.compute_s == (simulation.step_time_s,)
+    assert simulation.communication_s == 0
+    assert simulation.bytes_moved == 0
+    assert simulation.step_time_ns == int(simulation.tasks.run_ns_T.sum())
+
+
+def test_data_parallel_moves_gradients_and_partial_losses() -> None:
+    simulation = step(2, data=True)
+    weights_bytes = 2 * 16 * 16 * 4
+    # Sum and count of the loss go to device 0; only the sum's gradient comes back if the count has one too.
+    partial = simulation.bytes_moved - 2 * weights_bytes
+    assert partial == 4 * 4
+    assert sum(simulation.shares.values()) == pytest.approx(1.0)
+    assert all(share > 0 for share in simulation.shares.values())
+
+
+def test_shares_are_all_there() -> None:
+    assert set(step(1, data=False).shares) == set(Origin)
+
+
+def test_memory_beyond_a_device_is_infeasible() -> None:
+    weights_bytes = 2 * 16 * 16 * 4
+    state = 2 * weights_bytes + 8 * 16 * 4  # weights, gradients, input
+    activations = 3 * 8 * 16 * 4 + 2 * 4 + 4  # two layers and a relu, the parts of the loss, the loss
+    assert step(1, data=False).peak_memory_bytes == (state + activations,)
+    assert step(1, data=False, memory_bytes=state + activations).feasible
+    small = step(1, data=False, memory_bytes=state + activations - 1)
+    assert small.infeasible_devices == (0,)
+    assert not small.feasible
+
+
+def test_measured_all_reduce_takes_precedence() -> None:
+    graph, topology = two_layers(), cluster()
+    strategy = data_parallel(graph, 8)
+    slow = LinkCosts({8: (1.0, 0.0)})
+
+    def simulated(links: LinkCosts | None) -> Simulation:
+        return simulate(
+            graph,
+            strategy,
+            topology,
+            CostTable(MadeUpCosts()),
+            TRAINING,
+            links=links,
+            local_calls=local_calls,
+        )
+
+    assert simulated(slow).step_time_s > 1.0 > simulated(None).step_time_s

@@ -1,0 +1,190 @@
+"""The task graph is `graph.plan`, task by task; and changes build the same one as a fresh start."""
+
+import numpy as np
+import pytest
+
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy
+from graph.topology import Topology
+from graph.training import Training
+from search.arrays import operator_values
+from search.baselines import data_parallel, expert, random_strategy, single_device
+from search.costs import CostTable, Origin
+from search.links import LinkCosts
+from search.taskgraph import TaskGraph, TaskGraphBuilder, TaskKind, build_task_graph
+from tests.reference import taskgraph as reference
+from tests.search.builders import (
+    MadeUpCosts,
+    branches,
+    cluster,
+    devices,
+    local_calls,
+    random_anywhere,
+    two_layers,
+)
+
+TRAINING = Training(8, optimizer="adam")
+BUCKET_BYTES = 200
+KINDS = {
+    "forward": TaskKind.FORWARD,
+    "backward": TaskKind.BACKWARD,
+    "transfer": TaskKind.TRANSFER,
+    "gradient": TaskKind.GRADIENT_TRANSFER,
+    "renew": TaskKind.BUFFER_TRANSFER,
+    "synchronize": TaskKind.SYNCHRONIZE,
+    "update": TaskKind.UPDATE,
+}
+
+
+def built(graph: OperatorGraph, strategy: Strategy, topology: Topology, links: LinkCosts) -> TaskGraph:
+    return build_task_graph(
+        graph,
+        strategy,
+        topology,
+        CostTable(MadeUpCosts()),
+        TRAINING,
+        links=links,
+        bucket_bytes=BUCKET_BYTES,
+        local_calls=local_calls,
+    )
+
+
+def subject(graph: OperatorGraph, key: reference.Key) -> int:
+    """The number by which the arrays name what a reference task is about."""
+    kind, name = key[0], key[1]
+    if kind in ("transfer", "gradient", "renew"):
+        values = [value.name for value in operator_values(graph)]
+        values += [buffer for buffer, _ in graph.buffer_updates]
+        return values.index(str(name), len(operator_values(graph)) if kind == "renew" else 0)
+    return int(name)
+
+
+def check_equal(tasks: TaskGraph, expected: list[reference.Task]) -> None:
+    place = {task.key: index for index, task in enumerate(expected)}
+    assert tasks.task_count == len(expected)
+    for index, task in enumerate(expected):
+        kind = KINDS[str(task.key[0])]
+        assert TaskKind(int(tasks.kind_T[index])) is kind, task.key
+        assert tasks.subject_T[index] == subject(tasks.graph, task.key)
+        assert tasks.run_ns_T[index] == task.run_ns, task.key
+        assert tasks.resources(index) == task.resources, task.key
+        assert tasks.size_bytes_T[index] == task.size_bytes, task.key
+        if task.ends:
+            assert tasks.ends(index) == task.ends, task.key
+        found = set(tasks.pred_E[tasks.pred_ptr_T1[index] : tasks.pred_ptr_T1[index + 1]].tolist())
+        assert found == {place[key] for key in task.predecessors}, task.key
+
+
+GRAPHS = {"two_layers": two_layers, "branches": branches}
+TOPOLOGIES = {"one node": devices(3, contention=0.5), "two nodes": cluster()}
+LINKS = LinkCosts({2: (1e-5, 2e-9)})
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
+def test_task_graph_is_the_plan(make: object, topology: Topology) -> None:
+    graph = branches() if make is branches else two_layers()
+    count = len(topology.devices)
+    rng = np.random.default_rng(3)
+    strategies = [data_parallel(graph, count), single_device(graph, count - 1), expert(graph, count)]
+    strategies += [random_anywhere(graph, count, rng) for _ in range(40)]
+    strategies += [random_strategy(graph, count, rng) for _ in range(20)]
+    for strategy in strategies:
+        deriver = reference.Deriver(
+            graph, strategy, topology, MadeUpCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS
+        )
+        expected = deriver.derive()
+        tasks = built(graph, strategy, topology, LINKS)
+        check_equal(tasks, expected)
+        assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
+
+
+@pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
+def test_changes_build_what_a_fresh_start_builds(make: object) -> None:
+    graph = branches() if make is branches else two_layers()
+    topology = cluster()
+    rng = np.random.default_rng(11)
+    builder = TaskGraphBuilder(
+        graph,
+        topology,
+        CostTable(MadeUpCosts()),
+        TRAINING,
+        bucket_bytes=BUCKET_BYTES,
+        local_calls=local_calls,
+    )
+    layout = builder.layout(random_anywhere(graph, 8, rng))
+    for _ in range(60):
+        other = random_anywhere(graph, 8, rng).configurations
+        changed = rng.choice(len(other), size=int(rng.integers(1, 4)), replace=False)
+        undo = layout.change({int(index): other[index] for index in changed})
+        if rng.random() < 0.3:
+            layout.undo(undo)
+        makespan_ns, timeline = layout.run("program")
+        strategy = Strategy(graph.digest, tuple(layout.configurations))
+        fresh = TaskGraphBuilder(
+            graph,
+            topology,
+            CostTable(MadeUpCosts()),
+            TRAINING,
+            bucket_bytes=BUCKET_BYTES,
+            local_calls=local_calls,
+        )
+        expected = fresh.layout(strategy)
+        expected_ns, expected_timeline = expected.run("program")
+        count = layout.task_count
+        assert (makespan_ns, count) == (expected_ns, expected.task_count)
+        assert timeline.end_ns[:count].tolist() == expected_timeline.end_ns[:count].tolist()
+        assert layout.peak_memory_D.tolist() == expected.peak_memory_D.tolist()
+
+
+def test_an_emptied_arena_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = branches(), cluster()
+    strategies = [random_anywhere(graph, 8, np.random.default_rng(seed)) for seed in range(6)]
+
+    def makespans() -> list[int]:
+        builder = TaskGraphBuilder(
+            graph, topology, CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls
+        )
+        layout = builder.layout(strategies[0])
+        found = [layout.run("program")[0]]
+        for strategy in strategies[1:]:
+            undo = layout.change(dict(enumerate(strategy.configurations)))
+            found.append(layout.run("program")[0])
+            layout.undo(undo)
+            found.append(layout.run("program")[0])
+        return found
+
+    expected = makespans()
+    monkeypatch.setattr("search.units.ARENA_WORDS", 1)
+    assert makespans() == expected
+
+
+def test_equal_costs_are_asked_for_once() -> None:
+    source = MadeUpCosts()
+    table = CostTable(source)
+    graph = two_layers()
+    for _ in range(2):
+        build_task_graph(graph, data_parallel(graph, 2), devices(2), table, TRAINING, local_calls=local_calls)
+    assert len(source.asked) == len(set(source.asked)) == table.call_count
+    # First and second layer are the same call but for the gradient of the input; two halves are one call.
+    assert table.call_count == 5
+
+
+def test_names_say_what_a_task_does() -> None:
+    graph = two_layers()
+    tasks = built(graph, data_parallel(graph, 2), devices(2), LINKS)
+    names = tasks.names()
+    assert names[0] == "forward first[0]"
+    assert "send loss.sum 1->0" in names
+    assert "send gradient of loss.sum 0->1" in names
+    assert "all-reduce bucket 0 over 0, 1" in names
+    assert names[-1] == "update device 1"
+    assert len(tasks.resource_names()) == tasks.resource_count
+
+
+def test_collectives_rest_on_what_their_costs_rest_on() -> None:
+    graph = two_layers()
+    links = LinkCosts({2: (1e-5, 2e-9)}, transfers=Origin.ESTIMATED, all_reduces=Origin.MEASURED)
+    tasks = built(graph, data_parallel(graph, 2), devices(2), links)
+    assert set(tasks.origin_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist()) == {0}
+    assert set(tasks.origin_T[tasks.kind_T == TaskKind.TRANSFER].tolist()) == {1}

@@ -1,0 +1,79 @@
+"""Networks of the zoo, as imported, with their rules: task graph = plan, legal strategies, calls that suffice."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from graph.operators import OperatorGraph
+from graph.rules import local_calls
+from graph.training import Training
+from search.baselines import data_parallel, expert, random_strategy, single_device
+from search.costs import CostTable
+from search.groups import find_groups
+from search.links import LinkCosts
+from search.mcmc import SearchOptions, search
+from search.needed import needed_calls
+from search.taskgraph import build_task_graph
+from tests.reference import taskgraph as reference
+from tests.search.builders import MadeUpCosts, cluster, devices, random_anywhere
+from tests.search.test_taskgraph import check_equal
+
+QUICK = ("alexnet", "nmt", "gpt2", "dlrm")
+SLOW = ("inception", "resnet101", "rnntc", "rnnlm", "vgg16", "densenet121", "bert-large", "candle-uno", "mlp")
+TRAINING = Training(4)
+BUCKET_BYTES = 1 << 16
+
+
+@lru_cache(maxsize=1)
+def imported(name: str) -> OperatorGraph:
+    import torch
+
+    from graph.importer import import_module
+    from graph.zoo import build
+
+    with torch.device("meta"):
+        module, arguments, keywords = build(name, "small")
+    return import_module(module, arguments, keywords, name=name)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_task_graph_is_the_plan(name: str) -> None:
+    graph, topology = imported(name), cluster()
+    rng = np.random.default_rng(0)
+    for strategy in (
+        data_parallel(graph, 8),
+        single_device(graph, 3),
+        expert(graph, 8),
+        random_strategy(graph, 8, rng),
+        random_anywhere(graph, 8, rng),
+    ):
+        strategy.validate(graph, 8)
+        deriver = reference.Deriver(
+            graph, strategy, topology, MadeUpCosts(), TRAINING, local_calls, BUCKET_BYTES, LinkCosts()
+        )
+        expected = deriver.derive()
+        tasks = build_task_graph(
+            graph, strategy, topology, CostTable(MadeUpCosts()), TRAINING, bucket_bytes=BUCKET_BYTES
+        )
+        check_equal(tasks, expected)
+        assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_groups_cover_the_graph_and_are_fewer_than_its_operators(name: str) -> None:
+    graph = imported(name)
+    groups = find_groups(graph)
+    assert sorted(index for group in groups for index in group.operators) == list(range(len(graph.operators)))
+    assert 2 * len(groups) <= len(graph.operators) + 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_search_on_two_devices_needs_no_more_calls_than_were_named(name: str) -> None:
+    """Every split over two devices splits one axis, so what is profiled is all that is asked for."""
+    graph = imported(name)
+    named = {call.digest for call in needed_calls(graph, 2)}
+    source = MadeUpCosts(1e-9)
+    result = search(graph, devices(2), CostTable(source), TRAINING, SearchOptions(proposals=300, seed=4))
+    assert {digest for digest, _ in source.asked} <= named
+    assert result.step_time_s <= min(chain.initial_s for chain in result.chains)
