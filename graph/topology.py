@@ -121,7 +121,7 @@ class Topology:
     """Devices, links, and for every ordered pair of devices the links that a transfer holds, in order.
 
     `contention` holds (kind name, factor): the extra seconds that a computation on that kind takes per second
-    of communication that overlaps it; 0 where a kind is not named.
+    of a transfer that it overlaps and that ends at the device; 0 where a kind is not named.
     """
 
     name: str

@@ -22,6 +22,8 @@ from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 Pattern = Literal["p2p", "all_reduce"]
 KIB, MIB = 2**10, 2**20
+# While contention is measured, messages go around a ring: each rank is an end of two, one sent and one received.
+MESSAGES_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class LinkMeasurement:
 class LinkProbe:
     """All link measurements of a group of devices.
 
-    `contention`: extra compute seconds per second of communication that overlaps it, as `Topology.contention` has it.
+    `contention`: extra compute seconds, at each end, per second of a message, as `Topology.contention` has it.
     """
 
     links: tuple[LinkMeasurement, ...]
@@ -181,17 +183,22 @@ def _gather(processes: Sequence[DeviceProcess], deadline: float) -> list[ProbeRe
     return [reports[rank] for rank in range(len(processes))]
 
 
+def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return, for each repetition, the time of the rank that was last: communication ends when all have it."""
+    return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+
+
 def _summarize(
     reports: Sequence[ProbeReport], pairs: tuple[tuple[int, int], ...], options: LinkOptions
 ) -> LinkProbe:
     links = []
     for pair in pairs:
-        taken = {size: reports[pair[0]].p2p_s[pair, size] for size in options.p2p_sizes}
+        taken = {
+            size: _slowest([reports[rank].p2p_s[pair, size] for rank in pair]) for size in options.p2p_sizes
+        }
         links.append(measurement("p2p", pair, taken))
-    # A collective ends when its last rank has it.
     taken = {
-        size: [max(times) for times in zip(*(report.all_reduce_s[size] for report in reports), strict=True)]
-        for size in options.all_reduce_sizes
+        size: _slowest([report.all_reduce_s[size] for report in reports]) for size in options.all_reduce_sizes
     }
     links.append(measurement("all_reduce", tuple(range(len(reports))), taken))
     factors = [contention_factor(report.overlaps) for report in reports]
@@ -210,10 +217,10 @@ def measurement(
 
 
 def contention_factor(rounds: Sequence[tuple[float, float, float]]) -> float:
-    """Return the extra compute seconds per second of communication, at least 0.
+    """Return the extra compute seconds at each end of a message per second that the message takes, at least 0.
 
-    `rounds`: seconds of computation alone, of communication alone, and of both at once until both are done. The least
+    `rounds`: device seconds of computation alone, seconds of communication alone, device seconds of both. The least
     of each counts: a disturbance only ever adds time, and would otherwise decide a difference of like numbers.
     """
     compute_s, communication_s, together_s = (min(times) for times in zip(*rounds, strict=True))
-    return float(max(0.0, (together_s - compute_s) / communication_s))
+    return float(max(0.0, (together_s - compute_s) / communication_s)) / MESSAGES_AT_ONCE

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from graph.intervals import Region
-from profiler.operators.draws import dropout, keep_mask
+from profiler.operators.draws import dropout, keep_mask, whole_region
 
 if TYPE_CHECKING:
     from profiler.operators.compiling import ExecutionContext
@@ -27,7 +27,7 @@ def attention(
     enable_gqa: bool,
     start: int,
     context: ExecutionContext,
-    region: Region = (),
+    region: Region | None = None,
     shape: tuple[int, ...] = (),
     operator: int = 0,
 ) -> torch.Tensor:
@@ -36,10 +36,9 @@ def attention(
     A causal row i sees keys 0..i, so keys beyond the last row are not touched. With dropout the scores are made
     explicitly, since no fused kernel draws from a counter.
     """
-    rows = query.shape[-2]
+    rows, full_keys = query.shape[-2], key.shape[-2]
     if is_causal:
         seen = min(start + rows, key.shape[-2])
-        full_keys = key.shape[-2]
         key, value = key[..., :seen, :], value[..., :seen, :]
     if not dropout_p:
         if is_causal and start == 0:
@@ -56,14 +55,15 @@ def attention(
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         scores = scores.masked_fill(~_causal(rows, start, seen, query.device), float("-inf"))
-        region = (*region[:-1], ((0, seen),))
-        shape = (*shape[:-1], full_keys)
     elif attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         else:
             scores = scores + attn_mask
     weights = torch.softmax(scores, -1)
+    if region is None:
+        region, shape = whole_region((*scores.shape[:-1], full_keys))
+    region = (*region[:-1], ((0, scores.shape[-1]),))
     mask = keep_mask(region, shape, dropout_p, (context.seed, context.step, operator), query.device)
     return dropout(weights, mask, dropout_p) @ value
 

@@ -40,8 +40,14 @@ class _Moments(torch.autograd.Function):
 
 def moments(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - ATen's name
     """Return sums and sums of squares [2, C] of an activation [N, C, ...]."""
-    result: torch.Tensor = _Moments.apply(input)
+    result: torch.Tensor = _Moments.apply(input)  # type: ignore[no-untyped-call]
     return result
+
+
+def fixed_moments(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """Return the moments [2, C] of one element with this mean and variance."""
+    mean, variance = mean.double(), variance.double()
+    return torch.stack((mean, variance + mean * mean))
 
 
 def _statistics(moments: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +117,7 @@ def batch_norm_apply(
     eps: float,
 ) -> torch.Tensor:
     """Return an activation normalized by moments of `count` elements a channel; gradients reach the moments."""
-    result: torch.Tensor = _Apply.apply(input, moments, weight, bias, count, eps)
+    result: torch.Tensor = _Apply.apply(input, moments, weight, bias, count, eps)  # type: ignore[no-untyped-call]
     return result
 
 

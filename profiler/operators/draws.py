@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graph.intervals import Region
+from graph.intervals import Region, full_region
 
 _MASK64 = (1 << 64) - 1
 _CHUNK_ELEMENTS = 1 << 16  # so that a chunk's temporaries stay in the cache of a core
@@ -130,8 +130,13 @@ class _Dropout(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward.default(gradients[0], mask, ctx.scale), None, None
 
 
+def whole_region(shape: Sequence[int]) -> tuple[Region, tuple[int, ...]]:
+    """Return the region and shape of a whole tensor: what a call without bindings draws for."""
+    return full_region(shape), tuple(shape)
+
+
 def dropout(values: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     """Return the values that `mask` keeps, divided by the probability of being kept, and zeros."""
     scale = 1.0 / (1.0 - probability) if probability < 1 else 0.0
-    result: torch.Tensor = _Dropout.apply(values, mask, scale)
+    result: torch.Tensor = _Dropout.apply(values, mask, scale)  # type: ignore[no-untyped-call]
     return result

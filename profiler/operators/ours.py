@@ -1,6 +1,7 @@
 """The operators of our own, by name: what parts need beyond ATen's operators.
 
-Arguments have the names of the ATen operator that a part was cut from.
+Arguments have the names of the ATen operator that a part was cut from. A call read back from its key has no bindings:
+then a part is taken to start at the whole tensor's first element, which costs the same.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from graph.calls import LocalCall
 from graph.errors import CostError
 from graph.intervals import Region
 from profiler.operators.attention import attention
-from profiler.operators.batch_norm import batch_norm, batch_norm_apply, moments, running_statistics
-from profiler.operators.draws import dropout, keep_mask
+from profiler.operators.batch_norm import (
+    batch_norm,
+    batch_norm_apply,
+    fixed_moments,
+    moments,
+    running_statistics,
+)
+from profiler.operators.draws import dropout, keep_mask, whole_region
 from profiler.operators.dtypes import torch_dtype
 
 if TYPE_CHECKING:
@@ -106,7 +113,7 @@ def _embedding(
     weight: torch.Tensor,
     indices: torch.Tensor,
     padding_idx: int,
-    start: int,
+    start: int = 0,
     **_settings: Any,
 ) -> torch.Tensor:
     """Look up the rows [start, start + rows) of a vocabulary; other indices give zeros."""
@@ -147,12 +154,13 @@ def _gru_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
     *,
-    hidden: Sequence[Sequence[int]],
+    hidden: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """GRU cell for the hidden units in the intervals `hidden`; `hx` is the whole state."""
     reset_x, update_x, new_x = functional.linear(input, w_ih, b_ih).chunk(3, 1)
     reset_h, update_h, new_h = functional.linear(hx, w_hh, b_hh).chunk(3, 1)
-    own = torch.cat([hx[:, start:stop] for start, stop in hidden], 1)
+    intervals = ((0, w_ih.shape[0] // 3),) if hidden is None else hidden
+    own = torch.cat([hx[:, start:stop] for start, stop in intervals], 1)
     update = (update_x + update_h).sigmoid()
     new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
     return (own - new) * update + new
@@ -214,10 +222,12 @@ def _dropout(
     self: torch.Tensor,
     p: float,
     context: ExecutionContext,
-    region: Region,
-    shape: tuple[int, ...],
+    region: Region | None = None,
+    shape: tuple[int, ...] = (),
     operator: int = 0,
 ) -> torch.Tensor:
+    if region is None:
+        region, shape = whole_region(self.shape)
     mask = keep_mask(region, shape, p, (context.seed, context.step, operator), self.device)
     return dropout(self, mask, p)
 
@@ -250,6 +260,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "constant": _constant,
     "moments": moments,
+    "fixed_moments": fixed_moments,
     "batch_norm_apply": batch_norm_apply,
     "batch_norm": batch_norm,
     "running_statistics": running_statistics,

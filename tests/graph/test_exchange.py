@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+
 from graph.axes import (
     REPLICA_AXIS,
     Axis,
@@ -121,9 +122,9 @@ def test_a_local_replica_is_read_before_one_in_the_node_before_any_other(seed: i
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cells_are_disjoint_cover_what_is_held_and_name_exactly_the_holders(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    needed = []
+    needed: list[tuple[int, Region]] = []
     for _ in range(int(rng.integers(1, 7))):
-        region = (random_set(rng, 7) or ((0, 1),), random_set(rng, 5) or ((2, 3),))
+        region: Region = (random_set(rng, 7) or ((0, 1),), random_set(rng, 5) or ((2, 3),))
         needed.append((int(rng.integers(0, 4)), region))
     held = held_regions(needed)
     for device, region in needed:

@@ -93,8 +93,8 @@ def test_measurement_keeps_samples_and_fits_minima() -> None:
     assert (link.latency_s, link.bandwidth_bytes_per_s) == (0.0, 1000.0)
 
 
-def test_contention_is_the_extra_time_a_second_of_communication() -> None:
-    assert contention_factor([(0.1, 0.05, 0.18), (0.11, 0.06, 0.175)]) == pytest.approx(1.5)
+def test_contention_is_the_extra_time_a_second_of_each_of_two_messages() -> None:
+    assert contention_factor([(0.1, 0.05, 0.18), (0.11, 0.06, 0.175)]) == pytest.approx(0.75)
     assert contention_factor([(0.2, 0.05, 0.19)]) == 0.0
 
 

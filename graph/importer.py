@@ -1,0 +1,242 @@
+"""Import a module as an operator graph, through torch.export.
+
+An import needs no memory for weights: build module and inputs under `torch.device("meta")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from graph.errors import ImportFailure
+from graph.importing.building import GraphBuilder, spec_of
+from graph.importing.exporting import export, qualified_name
+from graph.importing.lowering import Lowering
+from graph.importing.propagation import refined_spaces
+from graph.operators import FLOATING, Operator, OperatorGraph, Value, ValueKind
+
+BATCH_NORM_MODES = ("synchronized", "local")
+# Larger tensors that a forward makes from numbers must be buffers, so that the graph stays small.
+LARGEST_CONSTANT = 65536
+
+
+def import_module(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    batch_norm: str = "synchronized",
+) -> OperatorGraph:
+    """Return the operator graph of one training step's forward.
+
+    Inputs are the tensors of `args`, then of `kwargs`, flattened in order: "input.0", "input.1", ... Frozen
+    parameters are buffers that nothing updates. Weights and buffers that the loss does not depend on are left out.
+
+    Args:
+        module: returns a scalar loss, or an object whose `.loss` is one. A module in evaluation mode is put into
+            training mode.
+        args: example inputs, which fix all sizes; real or meta.
+        kwargs: further example inputs.
+        name: of the graph, for messages.
+        batch_norm: "synchronized" (statistics of the whole batch) or "local" (of each part).
+
+    Raises:
+        ImportFailure: the module cannot be exported, returns no scalar loss, or has sizes that depend on data.
+    """
+    if batch_norm not in BATCH_NORM_MODES:
+        raise ImportFailure(
+            f"model {name}: batch norm mode {batch_norm} is unknown, must be one of {', '.join(BATCH_NORM_MODES)}"
+        )
+    program = export(module, args, kwargs or {}, name)
+    builder = GraphBuilder(name)
+    lowering = Lowering(builder, batch_norm)
+    inputs, aliases = _place_values(program, module, lowering)
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            lowering.lower(node)
+        elif node.op == "get_attr":
+            raise ImportFailure(
+                f"model {name}: {node.name} is a nested graph, must be none; avoid control flow that depends on data"
+            )
+    loss, updates = _results(program, lowering)
+    _remove_dead(builder, loss, updates)
+    _stop_gradients(builder, loss)
+    if not builder.values[loss].requires_gradient:
+        raise ImportFailure(
+            f"model {name}: the loss depends on no trainable weight, must depend on one; check requires_grad"
+        )
+    return _finish(builder, inputs, loss, updates, aliases, batch_norm)
+
+
+def _place_values(
+    program: ExportedProgram, module: nn.Module, lowering: Lowering
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Add inputs, weights, buffers and constants; return the inputs' names and (alias, name) of tied tensors."""
+    builder = lowering.builder
+    first, aliases = _canonical_names(module)
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    inputs: list[str] = []
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        tensor = node.meta.get("val")
+        spec = specs[node.name]
+        if spec.kind is InputKind.USER_INPUT:
+            if isinstance(tensor, torch.Tensor):
+                inputs.append(f"input.{len(inputs)}")
+                builder.add_value(inputs[-1], spec_of(tensor, builder.model, node.name), ValueKind.INPUT)
+                lowering.environment[node] = inputs[-1]
+            continue
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            lowering.environment[node] = _constant(program, lowering, node, str(spec.target))
+            continue
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            raise ImportFailure(
+                f"model {builder.model}: input {node.name} is a {spec.kind.name.lower()}, must be a tensor; "
+                "pass tensors and numbers alone"
+            )
+        target = first.get(qualified_name(str(spec.target)), qualified_name(str(spec.target)))
+        if target not in builder.values:
+            trainable = spec.kind is InputKind.PARAMETER and module.get_parameter(target).requires_grad
+            builder.add_value(
+                target,
+                spec_of(tensor, builder.model, target),
+                ValueKind.WEIGHT if trainable else ValueKind.BUFFER,
+                trainable=trainable,
+            )
+        lowering.environment[node] = target
+    return tuple(inputs), aliases
+
+
+def _canonical_names(module: nn.Module) -> tuple[dict[str, str], tuple[tuple[str, str], ...]]:
+    """Return the first name of every parameter and buffer by any of its names, and (alias, first name) pairs."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    aliases = []
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names[name] = first.setdefault(id(tensor), name)
+        if names[name] != name:
+            aliases.append((name, names[name]))
+    return names, tuple(aliases)
+
+
+def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, target: str) -> str:
+    """Add a small tensor that the forward makes from numbers, as an operator that holds them."""
+    tensor = program.constants[target]
+    model = lowering.builder.model
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.numel() > LARGEST_CONSTANT:
+        raise ImportFailure(
+            f"model {model}: constant {qualified_name(target)} has no values here or too many, must have at most "
+            f"{LARGEST_CONSTANT}; register it as a buffer"
+        )
+    spec = spec_of(tensor, model, target)
+    data = tuple(tensor.detach().reshape(-1).tolist())
+    arguments = {"data": data, "size": spec.shape, "dtype": spec.dtype}
+    return lowering.builder.add(node.name, "soapstone.constant", arguments, [spec])[0]
+
+
+def _results(program: ExportedProgram, lowering: Lowering) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the loss and, for each updated buffer, the value that replaces it."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    loss = ""
+    updates = []
+    for spec in program.graph_signature.output_specs:
+        node = nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            value = lowering.value(node)
+            buffer = qualified_name(str(spec.target))
+            if value != buffer:
+                updates.append((buffer, value))
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            loss = lowering.value(node)
+    if lowering.builder.values[loss].kind is not ValueKind.OPERATOR:
+        raise ImportFailure(
+            f"model {lowering.builder.model}: the loss is {loss} itself, must be computed from the inputs"
+        )
+    return loss, tuple(updates)
+
+
+def _ancestors(builder: GraphBuilder, values: Sequence[str]) -> set[str]:
+    """Return the names of the values that `values` are computed from, and their own."""
+    needed = set(values)
+    for operator in reversed(builder.operators):
+        if not needed.isdisjoint(operator.outputs):
+            needed.update(operator.inputs)
+    return needed
+
+
+def _remove_dead(builder: GraphBuilder, loss: str, updates: Sequence[tuple[str, str]]) -> None:
+    """Drop operators, weights and buffers on which neither the loss nor a buffer's update depends."""
+    needed = _ancestors(builder, [loss, *(value for _, value in updates)])
+    builder.operators = [
+        operator for operator in builder.operators if not needed.isdisjoint(operator.outputs)
+    ]
+    kept = {name for operator in builder.operators for name in (*operator.inputs, *operator.outputs)}
+    kept.update(buffer for buffer, _ in updates)
+    builder.values = {
+        name: value for name, value in builder.values.items() if name in kept or value.kind is ValueKind.INPUT
+    }
+
+
+def _stop_gradients(builder: GraphBuilder, loss: str) -> None:
+    """Clear the flag of values from which no gradient of the loss can come."""
+    needed = {loss}
+    for operator in reversed(builder.operators):
+        if any(name in needed and builder.values[name].requires_gradient for name in operator.outputs):
+            needed.update(operator.inputs)
+    for name, value in builder.values.items():
+        if name not in needed:
+            value.requires_gradient = False
+
+
+def _finish(
+    builder: GraphBuilder,
+    inputs: tuple[str, ...],
+    loss: str,
+    updates: tuple[tuple[str, str], ...],
+    aliases: tuple[tuple[str, str], ...],
+    batch_norm: str,
+) -> OperatorGraph:
+    spaces, conflicts = refined_spaces(builder)
+    unsplit = []
+    operators = []
+    for draft, space in zip(builder.operators, spaces, strict=True):
+        reason = builder.unsplit_reason(draft) or conflicts.get(draft.name)
+        if reason is not None:
+            unsplit.append((draft.name, reason))
+        operators.append(
+            Operator(
+                draft.name,
+                draft.target,
+                draft.arguments,
+                draft.inputs,
+                draft.outputs,
+                space,
+                builder.splittable(draft),
+            )
+        )
+    graph = OperatorGraph(
+        name=builder.model,
+        operators=tuple(operators),
+        values=tuple(
+            Value(name, value.spec, value.kind, value.requires_gradient and value.spec.dtype in FLOATING)
+            for name, value in builder.values.items()
+        ),
+        inputs=inputs,
+        loss=loss,
+        buffer_updates=updates,
+        aliases=tuple(pair for pair in aliases if pair[1] in builder.values),
+        unsplit=tuple(unsplit),
+        batch_norm=batch_norm,
+    )
+    graph.validate()
+    return graph

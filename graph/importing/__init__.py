@@ -1,0 +1,1 @@
+"""The steps of an import: export, lowering to our operators, propagation of factors."""

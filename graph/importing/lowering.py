@@ -1,0 +1,372 @@
+"""From an exported ATen graph to our operators: one name for each meaning, so that few rules and few keys suffice."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph.errors import ImportFailure
+from graph.importing.arguments import complete_arguments, plain_argument
+from graph.importing.building import GraphBuilder, Ref, spec_of
+from graph.operators import FLOATING, Argument, TensorSpec
+from graph.rules.common import positive
+
+# What a node stands for: a value, or several, of which None are not available.
+Lowered = str | tuple[str | None, ...]
+Arguments = dict[str, Any]
+Lowerer = Callable[["Lowering", str, fx.Node, Arguments], Lowered]
+
+_SPELLINGS = (
+    ("_native_batch_norm_legit_functional", "batch_norm"),
+    ("_native_batch_norm_legit_no_training", "batch_norm"),
+    ("_native_batch_norm_legit", "batch_norm"),
+    ("native_dropout", "dropout"),
+)
+
+
+class Lowering:
+    """Lowers the calls of one graph in order."""
+
+    def __init__(self, builder: GraphBuilder, batch_norm: str) -> None:
+        self.builder = builder
+        self.batch_norm = batch_norm
+        self.environment: dict[fx.Node, Lowered] = {}
+
+    def lower(self, node: fx.Node) -> None:
+        """Lower one call."""
+        if node.target is python_operator.getitem:
+            source, position = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(position, int)
+            found = self.environment.get(source)
+            if isinstance(found, tuple) and found[position] is not None:
+                self.environment[node] = found[position] or ""
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise ImportFailure(
+                f"model {self.builder.model}: {node.name} is a {type(node.target).__name__}, must be an ATen operator; "
+                "avoid control flow that depends on data"
+            )
+        if not node.users:
+            return  # checks and the like; nothing here has side effects
+        arguments = complete_arguments(node)
+        name = node.name
+        for theirs, ours in _SPELLINGS:
+            name = name.replace(theirs, ours)
+        lowerer = LOWERERS.get(str(node.target).removeprefix("aten."), plain)
+        self.environment[node] = lowerer(self, name, node, arguments)
+
+    def value(self, node: Any) -> str:
+        """Return the value that a node stands for.
+
+        Raises:
+            ImportFailure: it is an output that the lowered operator does not have.
+        """
+        found = self.environment.get(node)
+        if not isinstance(found, str):
+            raise ImportFailure(
+                f"model {self.builder.model}: {node} is used, but a part of the graph cannot make it; "
+                "use the operator's first output alone"
+            )
+        return found
+
+    def argument(self, value: Any, where: str) -> Argument:
+        """Return an argument with `Ref`s for nodes."""
+
+        def resolve(item: Any) -> Any:
+            if isinstance(item, fx.Node):
+                return Ref(self.value(item))
+            if isinstance(item, (tuple, list)):
+                return tuple(resolve(part) for part in item)
+            return item
+
+        return plain_argument(resolve(value), self.builder.model, where)
+
+    def add(
+        self, name: str, target: str, arguments: Arguments, outputs: Sequence[TensorSpec]
+    ) -> tuple[str, ...]:
+        """Add an operator from arguments that still hold nodes."""
+        resolved = {key: self.argument(value, name) for key, value in arguments.items()}
+        return self.builder.add(name, target, resolved, outputs)
+
+    def one(self, name: str, target: str, arguments: Arguments, output: TensorSpec) -> str:
+        """Add an operator with one output."""
+        return self.add(name, target, arguments, [output])[0]
+
+    def spec(self, node: fx.Node) -> TensorSpec:
+        """Return the spec of a node's only result."""
+        return spec_of(node.meta["val"], self.builder.model, node.name)
+
+
+def plain(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Keep an operator as it is."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    draws = torch.Tag.nondeterministic_seeded in node.target.tags
+    if draws and all(arguments.get(probability, 1) for probability in ("dropout_p", "dropout")):
+        raise ImportFailure(
+            f"model {lowering.builder.model}: {name} ({node.target}) draws random numbers that parts cannot repeat, "
+            "must be dropout or attention; draw them outside and pass them as an input"
+        )
+    result = node.meta["val"]
+    many = isinstance(result, (tuple, list))
+    specs = [spec_of(tensor, lowering.builder.model, name) for tensor in (result if many else [result])]
+    names = lowering.add(name, str(node.target), arguments, specs)
+    return names if many else names[0]
+
+
+def _alias(lowering: Lowering, _name: str, _node: fx.Node, arguments: Arguments) -> Lowered:
+    return lowering.value(next(iter(arguments.values())))
+
+
+def _reshape(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    source = lowering.value(next(iter(arguments.values())))
+    spec = lowering.spec(node)
+    if lowering.builder.spec(source).shape == spec.shape:
+        return source
+    return lowering.builder.add(name, "aten.view.default", {"self": Ref(source), "size": spec.shape}, [spec])[
+        0
+    ]
+
+
+def _permute(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    source = lowering.value(arguments["self"])
+    rank = len(lowering.builder.spec(source).shape)
+    order = list(range(rank))
+    if "dims" in arguments:
+        order = [positive(dim, rank) for dim in arguments["dims"]]
+    elif rank >= 2:
+        first = positive(arguments.get("dim0", 0), rank)
+        second = positive(arguments.get("dim1", 1), rank)
+        order[first], order[second] = order[second], order[first]
+    if order == list(range(rank)):
+        return source
+    return lowering.builder.add(
+        name, "aten.permute.default", {"self": Ref(source), "dims": tuple(order)}, [lowering.spec(node)]
+    )[0]
+
+
+def _convert(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    source = lowering.value(arguments["self"])
+    spec = lowering.spec(node)
+    if lowering.builder.spec(source) == spec:
+        return source
+    return lowering.builder.add(
+        name, "aten._to_copy.default", {"self": Ref(source), "dtype": spec.dtype}, [spec]
+    )[0]
+
+
+def _detach(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    source = lowering.value(arguments["self"])
+    if not lowering.builder.values[source].requires_gradient:
+        return source
+    return lowering.one(name, "aten.detach.default", arguments, lowering.spec(node))
+
+
+def _expand(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    return _expanded(lowering, name, lowering.value(arguments["self"]), lowering.spec(node))
+
+
+def _expanded(lowering: Lowering, name: str, source: str, spec: TensorSpec) -> str:
+    if lowering.builder.spec(source).shape == spec.shape:
+        return source
+    arguments = {"self": Ref(source), "size": spec.shape, "implicit": False}
+    return lowering.builder.add(name, "aten.expand.default", arguments, [spec])[0]
+
+
+def _broadcast(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    return tuple(
+        _expanded(lowering, f"{name}.{position}", lowering.value(source), spec_of(result, name, name))
+        for position, (source, result) in enumerate(zip(arguments["tensors"], node.meta["val"], strict=True))
+    )
+
+
+def _slice(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    source = lowering.value(arguments["self"])
+    if lowering.builder.spec(source).shape == lowering.spec(node).shape:
+        return source
+    return lowering.one(name, "aten.slice.Tensor", arguments, lowering.spec(node))
+
+
+def _cat(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    # An empty vector may be joined to anything; it is a leftover that adds nothing.
+    tensors = [tensor for tensor in arguments["tensors"] if tuple(tensor.meta["val"].shape) != (0,)]
+    if len(tensors) == 1:
+        return lowering.value(tensors[0])
+    return lowering.one(name, "aten.cat.default", {**arguments, "tensors": tensors}, lowering.spec(node))
+
+
+def _split(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    specs = [spec_of(result, lowering.builder.model, name) for result in node.meta["val"]]
+    source = lowering.value(arguments["self"])
+    if len(specs) == 1:
+        return (source,)
+    dim = positive(arguments["dim"], len(specs[0].shape))
+    sizes = tuple(spec.shape[dim] for spec in specs)
+    resolved = {"self": Ref(source), "split_sizes": sizes, "dim": dim}
+    return lowering.builder.add(name, "aten.split_with_sizes.default", resolved, specs)
+
+
+def _dropout(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    several = isinstance(node.meta["val"], (tuple, list))
+    source = lowering.value(arguments["input"])
+    result = source
+    if arguments["train"] is not False and arguments["p"] > 0:
+        given = {"self": Ref(source), "p": float(arguments["p"])}
+        result = lowering.builder.add(name, "soapstone.dropout", given, [lowering.builder.spec(source)])[0]
+    return (result, None) if several else result
+
+
+def _bernoulli(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Draw ones with probability p, as dropping whole channels does: dropout of ones gives 1 / p, or 0."""
+    spec, probability = lowering.spec(node), float(arguments["p"])
+    ones: Arguments = {"size": spec.shape, "fill_value": 1.0, "dtype": spec.dtype}
+    source = lowering.one(f"{name}.ones", "aten.full.default", ones, spec)
+    drop: Arguments = {"self": Ref(source), "p": 1 - probability}
+    kept = lowering.builder.add(f"{name}.dropout", "soapstone.dropout", drop, [spec])[0]
+    return lowering.builder.add(name, "aten.mul.Tensor", {"self": Ref(kept), "other": probability}, [spec])[0]
+
+
+def _attention(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    if not arguments["dropout_p"]:
+        return plain(lowering, name, node, arguments)
+    return lowering.one(name, "soapstone.attention", {**arguments, "start": 0}, lowering.spec(node))
+
+
+def _factory(fill: int | None) -> Lowerer:
+    def lower(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+        spec = lowering.spec(node)
+        value = arguments["fill_value"] if fill is None else fill
+        if fill is not None and spec.dtype in FLOATING:
+            value = float(fill)
+        given: Arguments = {"size": spec.shape, "fill_value": value, "dtype": spec.dtype}
+        return lowering.one(name, "aten.full.default", given, spec)
+
+    return lower
+
+
+def _arange(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    spec = lowering.spec(node)
+    given: Arguments = {
+        "start": arguments.get("start", 0),
+        "end": arguments["end"],
+        "step": arguments.get("step", 1),
+        "dtype": spec.dtype,
+    }
+    return lowering.one(name, "aten.arange.start_step", given, spec)
+
+
+def _copy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    source = lowering.value(arguments["src"])
+    spec = lowering.spec(node)
+    mine = lowering.builder.spec(source)
+    if mine.dtype != spec.dtype:
+        converted = TensorSpec(mine.shape, spec.dtype)
+        given = {"self": Ref(source), "dtype": spec.dtype}
+        source = lowering.builder.add(f"{name}.to", "aten._to_copy.default", given, [converted])[0]
+    return _expanded(lowering, name, source, spec)
+
+
+def _cross_entropy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    spec = lowering.spec(node)
+    if arguments["reduction"] != 1:
+        return plain(lowering, name, node, arguments)
+    kind = "float64" if spec.dtype == "float64" else "float32"
+    given = {key: value for key, value in arguments.items() if key != "reduction"}
+    sums = lowering.one(f"{name}.sums", "soapstone.cross_entropy_sums", given, TensorSpec((2,), kind))
+    return lowering.builder.add(
+        f"{name}.ratio", "soapstone.ratio", {"self": Ref(sums), "dtype": spec.dtype}, [spec]
+    )[0]
+
+
+def _batch_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    if not arguments.get("training", True):
+        return plain(lowering, name, node, arguments)
+    builder = lowering.builder
+    given = {key: lowering.argument(value, name) for key, value in arguments.items()}
+    source = given["input"]
+    spec = builder.spec(source.name)
+    count = spec.elements // max(spec.shape[1], 1)
+    statistics = TensorSpec((2, spec.shape[1]), "float64")
+    vectors = {"weight": given["weight"], "bias": given["bias"]}
+    if lowering.batch_norm == "local":
+        settings = {"input": source, **vectors, "eps": given["eps"]}
+        output, moments = builder.add(name, "soapstone.batch_norm", settings, [spec, statistics])
+    else:
+        moments = builder.add(f"{name}.moments", "soapstone.moments", {"input": source}, [statistics])[0]
+        settings = {"input": source, "moments": Ref(moments), **vectors, "count": count, "eps": given["eps"]}
+        output = builder.add(name, "soapstone.batch_norm_apply", settings, [spec])[0]
+    if "running_mean" not in given or given["running_mean"] is None:
+        return output, None, None
+    running = builder.add(
+        f"{name}.statistics",
+        "soapstone.running_statistics",
+        {
+            "moments": Ref(moments),
+            "mean": given["running_mean"],
+            "variance": given["running_var"],
+            "momentum": given["momentum"],
+            "count": count,
+        },
+        [builder.spec(given["running_mean"].name), builder.spec(given["running_var"].name)],
+    )
+    return output, None, None, *running
+
+
+def _fixed_batch_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Normalize by running statistics, which stay: a batch norm in evaluation mode inside a training step."""
+    spec = spec_of(node.meta["val"][0], lowering.builder.model, name)
+    moments = lowering.one(
+        f"{name}.moments",
+        "soapstone.fixed_moments",
+        {"mean": arguments["running_mean"], "variance": arguments["running_var"]},
+        TensorSpec((2, spec.shape[1]), "float64"),
+    )
+    given = {key: lowering.argument(arguments[key], name) for key in ("input", "weight", "bias", "eps")}
+    settings = {
+        "input": given["input"],
+        "moments": Ref(moments),
+        "weight": given["weight"],
+        "bias": given["bias"],
+        "count": 1,
+        "eps": given["eps"],
+    }
+    return lowering.builder.add(name, "soapstone.batch_norm_apply", settings, [spec])[0], None, None
+
+
+LOWERERS: dict[str, Lowerer] = {
+    **dict.fromkeys(
+        ("clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default"), _alias
+    ),
+    **dict.fromkeys(("lift_fresh.default", "positive.default"), _alias),
+    **dict.fromkeys(("view.default", "_unsafe_view.default", "reshape.default", "view_as.default"), _reshape),
+    **dict.fromkeys(("flatten.using_ints", "unflatten.int", "unsqueeze.default", "ravel.default"), _reshape),
+    **dict.fromkeys(("squeeze.default", "squeeze.dim", "squeeze.dims"), _reshape),
+    **dict.fromkeys(("permute.default", "transpose.int", "t.default"), _permute),
+    **dict.fromkeys(("_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other"), _convert),
+    "type_as.default": _convert,
+    "detach.default": _detach,
+    "expand.default": _expand,
+    "expand_as.default": _expand,
+    "broadcast_to.default": _expand,
+    "broadcast_tensors.default": _broadcast,
+    "slice.Tensor": _slice,
+    "cat.default": _cat,
+    **dict.fromkeys(("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default"), _split),
+    **dict.fromkeys(("native_dropout.default", "dropout.default"), _dropout),
+    "scaled_dot_product_attention.default": _attention,
+    **dict.fromkeys(("zeros.default", "new_zeros.default", "zeros_like.default"), _factory(0)),
+    **dict.fromkeys(("empty.memory_format", "new_empty.default", "empty_like.default"), _factory(0)),
+    **dict.fromkeys(("ones.default", "new_ones.default", "ones_like.default"), _factory(1)),
+    **dict.fromkeys(("full.default", "new_full.default", "full_like.default"), _factory(None)),
+    **dict.fromkeys(("arange.default", "arange.start", "arange.start_step"), _arange),
+    "copy.default": _copy,
+    "bernoulli.p": _bernoulli,
+    "cross_entropy_loss.default": _cross_entropy,
+    "_native_batch_norm_legit_functional.default": _batch_norm,
+    "_native_batch_norm_legit.no_stats": _batch_norm,
+    "_native_batch_norm_legit_no_training.default": _fixed_batch_norm,
+}

@@ -1,0 +1,162 @@
+"""What is known about operator types: axes, operand maps, local calls and their costs.
+
+Every function here is pure and needs no torch. Local calls are memoised per graph, since a search asks for the same
+configurations again and again, and shared between like operators (forty unrolled steps).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from graph.axes import Degrees, coordinates, operand_regions, part_of
+from graph.calls import LocalCall
+from graph.operators import Operator, OperatorGraph
+from graph.rules.base import Part, Signature
+from graph.rules.common import BaseRule, is_whole
+from graph.rules.registry import is_known, rule_for
+
+__all__ = [
+    "BaseRule",
+    "Part",
+    "Signature",
+    "backward_flops",
+    "bytes_moved",
+    "flops",
+    "index_bounds",
+    "is_known",
+    "local_calls",
+    "local_gradients",
+    "part",
+    "parts",
+    "rule_for",
+    "signature",
+    "whole_call",
+]
+
+# Lists of local calls kept for one graph; the least recently used go first.
+CACHED_CONFIGURATIONS = 65536
+
+
+def signature(graph: OperatorGraph, operator: Operator) -> Signature:
+    """Return an operator without its name: target, arguments, global shapes."""
+    return Signature(
+        operator.target, operator.arguments, graph.input_specs(operator), graph.output_specs(operator)
+    )
+
+
+def parts(operator: Operator, degrees: Degrees) -> tuple[Part, ...]:
+    """Return the parts of all tasks of a configuration, in task order."""
+    space = operator.space
+    inputs = [operand_regions(space.axes, operand, degrees) for operand in space.inputs]
+    outputs = [operand_regions(space.axes, operand, degrees) for operand in space.outputs]
+    return tuple(
+        Part(
+            space,
+            tuple(
+                part_of(axis, degree, index)
+                for axis, degree, index in zip(space.axes, degrees, coordinate, strict=True)
+            ),
+            tuple(regions[task] for regions in inputs),
+            tuple(regions[task] for regions in outputs),
+        )
+        for task, coordinate in enumerate(coordinates(degrees))
+    )
+
+
+def part(operator: Operator, degrees: Degrees, task_index: int) -> Part:
+    """Return the part of one task of a configuration."""
+    return parts(operator, degrees)[task_index]
+
+
+def local_gradients(graph: OperatorGraph, operator: Operator) -> tuple[bool, ...]:
+    """For each input slot: whether the operator's backward makes a gradient of it."""
+    if not graph.has_backward(operator):
+        return (False,) * len(operator.inputs)
+    return graph.gradient_inputs(operator)
+
+
+def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
+    """Return what every task of a configuration executes, in task order; equal calls are one object."""
+    classes: dict[str, int] = graph._cache.setdefault("rules.classes", {})
+    if not classes:
+        classes.update(_operator_classes(graph))
+    cache: OrderedDict[tuple[int, Degrees], tuple[LocalCall, ...]] = graph._cache.setdefault(
+        "rules.local_calls", OrderedDict()
+    )
+    key = (classes[operator.name], degrees)
+    calls = cache.get(key)
+    if calls is None:
+        calls = _make_calls(graph, operator, degrees)
+        cache[key] = calls
+        if len(cache) > CACHED_CONFIGURATIONS:
+            cache.popitem(last=False)
+    else:
+        cache.move_to_end(key)
+    return calls
+
+
+def whole_call(graph: OperatorGraph, operator: Operator) -> LocalCall:
+    """Return what one task executes that runs the operator whole."""
+    return local_calls(graph, operator, (1,) * len(operator.space.axes))[0]
+
+
+def _operator_classes(graph: OperatorGraph) -> dict[str, int]:
+    """Number operators so that like ones share a number; one whose calls name it (dropout) has its own."""
+    numbers: dict[object, int] = {}
+    result: dict[str, int] = {}
+    for operator in graph.operators:
+        key: tuple[object, ...] = (
+            signature(graph, operator),
+            operator.space,
+            local_gradients(graph, operator),
+        )
+        if operator.target in DRAWING:
+            key = (*key, operator.name)
+        result[operator.name] = numbers.setdefault(key, len(numbers))
+    return result
+
+
+# Operators that draw random numbers: their calls carry the operator's number.
+DRAWING = frozenset({"soapstone.dropout", "soapstone.attention"})
+
+
+def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
+    own = signature(graph, operator)
+    gradients = local_gradients(graph, operator)
+    rule = rule_for(operator.target)
+    interned: dict[LocalCall, LocalCall] = graph._cache.setdefault("rules.interned", {})
+    if len(interned) > CACHED_CONFIGURATIONS:
+        interned.clear()
+    calls = []
+    for piece in parts(operator, degrees):
+        if operator.target.startswith("aten.") and is_whole(own, piece):
+            # The whole operator runs the very kernel that the module would.
+            call = LocalCall(own.target, own.arguments, own.inputs, own.outputs, gradients)
+        else:
+            call = rule.localize(own, piece, gradients)
+        if operator.target in DRAWING:
+            number = graph.index_by_name[operator.name]
+            call = replace(call, bindings=(*call.bindings, ("operator", number)))
+        calls.append(interned.setdefault(call, call))
+    return tuple(calls)
+
+
+def flops(call: LocalCall) -> float:
+    """Return the floating-point operations of one forward execution; a multiply-add is two."""
+    return rule_for(call.target).flops(call)
+
+
+def backward_flops(call: LocalCall) -> float:
+    """Return the floating-point operations of one backward execution, of all differentiated inputs."""
+    return rule_for(call.target).backward_flops(call)
+
+
+def bytes_moved(call: LocalCall) -> int:
+    """Return the bytes that one forward execution reads and writes at least."""
+    return rule_for(call.target).bytes_moved(call)
+
+
+def index_bounds(call: LocalCall) -> dict[int, int]:
+    """Return, for input slots that hold indexes, the bound below which they must stay."""
+    return rule_for(call.target).index_bounds(call)

@@ -1,0 +1,245 @@
+"""What rules share: building spaces, following broadcasts, rewriting calls, default costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from graph import intervals
+from graph.axes import (
+    REPLICA_AXIS,
+    Axis,
+    AxisKind,
+    Dim,
+    IterationSpace,
+    OperandMap,
+    along,
+    partial_axes,
+    whole,
+)
+from graph.calls import LocalCall
+from graph.operators import Argument, Slot, TensorSpec
+from graph.rules.base import Part, Signature
+
+_NAMES_BY_RANK: Mapping[int, tuple[str, ...]] = {
+    1: ("sample",),
+    2: ("sample", "channel"),
+    3: ("sample", "length", "channel"),
+    4: ("sample", "channel", "height", "width"),
+    5: ("sample", "channel", "depth", "height", "width"),
+}
+
+
+class SpaceBuilder:
+    """Collects the axes of an operator; dims of one point get no axis, since they cannot be split."""
+
+    def __init__(self) -> None:
+        self.axes: list[Axis] = []
+
+    def add(self, name: str, size: int, kind: AxisKind) -> Dim:
+        """Add an axis of `size` points; return the dim that follows it."""
+        if size <= 1:
+            return whole(size)
+        taken = {axis.name for axis in self.axes}
+        unique, count = name, 2
+        while unique in taken:
+            unique, count = f"{name}{count}", count + 1
+        self.axes.append(Axis(unique, size, kind))
+        return along(len(self.axes) - 1, size)
+
+    def space(self, inputs: Sequence[OperandMap], outputs: Sequence[OperandMap]) -> IterationSpace:
+        """Return the space; the replica axis is appended."""
+        return IterationSpace((*self.axes, REPLICA_AXIS), tuple(inputs), tuple(outputs))
+
+
+def axis_of(dim: Dim) -> int | None:
+    """Return the axis of a dim made by `SpaceBuilder.add`, None where it has none."""
+    return dim[0].axis
+
+
+def dim_name(rank: int, dim: int) -> str:
+    """Return the customary name of a dim of an activation of `rank` dims."""
+    names = _NAMES_BY_RANK.get(rank)
+    if names is not None:
+        return names[dim]
+    return "sample" if dim == 0 else f"dim{dim}"
+
+
+def activation_dims(
+    builder: SpaceBuilder, shape: Sequence[int], fixed: frozenset[int] = frozenset()
+) -> list[Dim]:
+    """Return one axis a dim of an activation: dim 0 SAMPLE, the others ATTRIBUTE; `fixed` dims stay whole.
+
+    Kinds and names are labels only. The importer corrects them where the batch has moved to another dim.
+    """
+    rank = len(shape)
+    return [
+        whole(size)
+        if dim in fixed
+        else builder.add(dim_name(rank, dim), size, AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE)
+        for dim, size in enumerate(shape)
+    ]
+
+
+def broadcast_operand(dims: Sequence[Dim], shape: Sequence[int], result: Sequence[int]) -> OperandMap:
+    """Return how an operand of `shape` follows the `dims` of the `result` shape to which it is broadcast."""
+    offset = len(result) - len(shape)
+    return tuple(
+        dims[offset + position] if size == result[offset + position] else whole(size)
+        for position, size in enumerate(shape)
+    )
+
+
+def whole_operand(spec: TensorSpec) -> OperandMap:
+    """Return an operand that every task needs whole."""
+    return tuple(whole(size) for size in spec.shape)
+
+
+def whole_space(signature: Signature) -> IterationSpace:
+    """Return the space of an operator that runs whole, or replicated."""
+    return IterationSpace(
+        (REPLICA_AXIS,),
+        tuple(whole_operand(spec) for spec in signature.inputs),
+        tuple(whole_operand(spec) for spec in signature.outputs),
+    )
+
+
+def positive(dim: int, rank: int) -> int:
+    """Return a dim counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def argument_or(signature: Signature | LocalCall, name: str, default: Argument) -> Argument:
+    """Return an argument, or `default` where the schema has none of that name."""
+    for key, value in signature.arguments:
+        if key == name:
+            return value
+    return default
+
+
+def slot_of(signature: Signature | LocalCall, name: str) -> int | None:
+    """Return the input slot of a tensor argument; None where it is absent."""
+    value = argument_or(signature, name, None)
+    return value.index if isinstance(value, Slot) else None
+
+
+def slots_in(argument: Argument) -> list[int]:
+    """Return the input slots inside an argument, in order."""
+    if isinstance(argument, Slot):
+        return [argument.index]
+    if isinstance(argument, tuple):
+        return [slot for item in argument for slot in slots_in(item)]
+    return []
+
+
+def used_slots(call: LocalCall) -> frozenset[int]:
+    """Return the inputs that a call reads; the others are in its part, but their gradient is zero."""
+    return frozenset(slot for _, value in call.arguments for slot in slots_in(value))
+
+
+def whole_axis(part: Part, axis: int) -> bool:
+    """True where a part covers all points of an axis."""
+    return part.space.axes[axis].kind is AxisKind.REPLICA or part.points[axis] == (
+        0,
+        part.space.axes[axis].size,
+    )
+
+
+def sums_whole(part: Part, output: int = 0) -> bool:
+    """True where an output is complete, not a partial sum: all axes that it lacks are covered."""
+    return all(whole_axis(part, axis) for axis in partial_axes(part.space, output))
+
+
+def owns_additions(part: Part, output: int = 0) -> bool:
+    """True for the one part of each partial sum that adds what must be added exactly once (a bias)."""
+    return all(part.points[axis][0] == 0 for axis in partial_axes(part.space, output))
+
+
+def local_call(
+    signature: Signature,
+    part: Part,
+    gradients: Sequence[bool],
+    *,
+    target: str | None = None,
+    replace: Mapping[str, Argument] | None = None,
+    extra: Sequence[tuple[str, Argument]] = (),
+    bindings: Sequence[tuple[str, Any]] = (),
+) -> LocalCall:
+    """Return a local call: the signature's arguments, some replaced, with the part's local shapes.
+
+    An input whose slot no argument names any more is unused: its gradient is zero, and its flag is cleared.
+    """
+    replace = replace or {}
+    arguments = (*((name, replace.get(name, value)) for name, value in signature.arguments), *extra)
+    used = {slot for _, value in arguments for slot in slots_in(value)}
+    return LocalCall(
+        target=target or signature.target,
+        arguments=arguments,
+        inputs=part.input_specs(signature),
+        outputs=part.output_specs(signature),
+        gradients=tuple(flag and slot in used for slot, flag in enumerate(gradients)),
+        bindings=tuple(bindings),
+    )
+
+
+def is_whole(signature: Signature, part: Part) -> bool:
+    """True where a part is the whole operator: every operand's region is full."""
+    return all(
+        region == intervals.full_region(spec.shape)
+        for region, spec in (
+            *zip(part.inputs, signature.inputs, strict=True),
+            *zip(part.outputs, signature.outputs, strict=True),
+        )
+    )
+
+
+class BaseRule(ABC):
+    """Defaults of a rule: arguments unchanged, one operation an output element, no fixed index ranges."""
+
+    @abstractmethod
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the axes and operand maps."""
+
+    # Axes that must not become products, since the local call needs one interval of them.
+    rigid: frozenset[str] = frozenset()
+    # True where values are copied or relabelled, nothing computed; and where not even copied.
+    computes_nothing = False
+    is_view = False
+    # True where axes are best called what the producer of the input calls them.
+    inherits_names = False
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return the call with unchanged arguments on local shapes."""
+        return local_call(signature, part, gradients)
+
+    def flops(self, call: LocalCall) -> float:
+        """Return one operation an output element, or zero where nothing is computed."""
+        return 0.0 if self.computes_nothing else float(sum(spec.elements for spec in call.outputs))
+
+    def backward_flops(self, call: LocalCall) -> float:
+        """Return the forward's operations once for every differentiated input."""
+        return self.flops(call) * sum(call.gradients)
+
+    def bytes_moved(self, call: LocalCall) -> int:
+        """Return the bytes of all inputs read and outputs written, zero for a view."""
+        if self.is_view:
+            return 0
+        used = used_slots(call)
+        return sum(spec.size_bytes for slot, spec in enumerate(call.inputs) if slot in used) + sum(
+            spec.size_bytes for spec in call.outputs
+        )
+
+    def index_bounds(self, call: LocalCall) -> dict[int, int]:  # noqa: ARG002 - lookups use it
+        """Return, for input slots that hold indexes, the bound below which they must stay."""
+        return {}
+
+    def unsplit_reason(self, signature: Signature) -> str | None:  # noqa: ARG002 - views use it
+        """Return why some dims of the operator cannot be split although they are large; None where all can."""
+        return None
+
+
+def elements(shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape."""
+    return prod(shape)

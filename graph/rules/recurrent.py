@@ -1,0 +1,60 @@
+"""Recurrent cells. A split of the hidden units needs the whole previous state, but makes its own units only."""
+
+from __future__ import annotations
+
+from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
+from graph.calls import LocalCall
+from graph.rules.base import Part, Signature
+from graph.rules.common import BaseRule, SpaceBuilder, local_call, whole_axis, whole_space
+
+
+class RecurrentCellRule(BaseRule):
+    """aten.lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell with `gates` blocks of weights.
+
+    Axes: sample, hidden (a parameter). Weights are [gates x hidden, features]. The LSTM's cell state follows hidden.
+    """
+
+    def __init__(self, gates: int) -> None:
+        self.gates = gates
+
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the axes; a state without batch dim runs whole."""
+        features, state = signature.inputs[0].shape, signature.inputs[1].shape
+        if len(features) != 2:
+            return whole_space(signature)
+        builder = SpaceBuilder()
+        sample = builder.add("sample", state[0], AxisKind.SAMPLE)
+        hidden = builder.add("hidden", state[1], AxisKind.PARAMETER)
+        block: Dim = (*whole(self.gates), *hidden) if self.gates > 1 else hidden
+        output = (sample, hidden)
+        inputs: list[OperandMap] = [(sample, whole(features[1])), (sample, whole(state[1]))]
+        if self.gates == 4:
+            inputs.append(output)
+        inputs += [(block, whole(features[1])), (block, whole(state[1]))]
+        inputs += [(block,)] * (len(signature.inputs) - len(inputs))
+        return builder.space(inputs, [output] * len(signature.outputs))
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return the plain cell, or ours where torch's refuses a part of the hidden units."""
+        split = any(
+            axis.kind is AxisKind.PARAMETER and not whole_axis(part, index)
+            for index, axis in enumerate(part.space.axes)
+        )
+        if not split:
+            return local_call(signature, part, gradients)
+        name = signature.target.removeprefix("aten.").split(".")[0]
+        bindings = (("hidden", part.outputs[0][1]),) if self.gates == 3 else ()
+        return local_call(signature, part, gradients, target=f"soapstone.{name}", bindings=bindings)
+
+    def flops(self, call: LocalCall) -> float:
+        """Return two operations for each sample and weight, and about ten a unit."""
+        samples = call.inputs[0].shape[0] if len(call.inputs[0].shape) == 2 else 1
+        weights = sum(spec.elements for spec in call.inputs if self._is_matrix(call, spec.shape))
+        return 2.0 * samples * weights + 10.0 * call.outputs[0].elements
+
+    def _is_matrix(self, call: LocalCall, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and shape[0] == self.gates * call.outputs[0].shape[-1]
+
+    def backward_flops(self, call: LocalCall) -> float:
+        """Return the forward's operations once for the data and once for the weight gradient."""
+        return self.flops(call) * 2 if any(call.gradients) else 0.0

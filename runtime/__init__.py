@@ -1,0 +1,1 @@
+"""Executes a strategy on real devices through `torch.distributed`, and times it."""

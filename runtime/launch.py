@@ -1,0 +1,158 @@
+"""Starts one process a device through torchrun's launcher, runs a job in them, and brings back the result."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from graph.errors import RuntimeFailure
+from profiler.pinning import child_variables, started_with
+from runtime.jobs import Job, JobResult
+from runtime.processes import describe_exit, join_group, leave_group, occupy, own_words, run_patiently
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+DEFAULT_TIMEOUT_S = 1800.0
+# From the first failure to the end of all processes.
+SHUTDOWN_S = 5
+POSIX_SIGNALS = tuple(name for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name))
+
+
+def launch(
+    job: Job,
+    devices: Sequence[int | None],
+    device_type: str = "cpu",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> JobResult | None:
+    """Execute a job on `devices`, one process each, and return its result.
+
+    Under torchrun (RANK and WORLD_SIZE are set) the job runs in this process, which is one rank of perhaps several
+    hosts; then only rank 0 gets a result.
+
+    Args:
+        job: what to execute; its strategy's device r is rank r.
+        devices: for each local rank, its core ("cpu"; None: not pinned) or the index of its device ("cuda").
+        device_type: "cpu" or "cuda".
+        timeout_s: how long a rank waits for another one.
+
+    Raises:
+        RuntimeFailure: a rank failed; one line with the rank and the reason. All processes have ended.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _run_here(job, devices, device_type, timeout_s)
+    if len(devices) < job.strategy.device_count:
+        raise RuntimeFailure(
+            f"run: there are {len(devices)} devices, must be {job.strategy.device_count} for this strategy; "
+            "name more or search for fewer"
+        )
+    return _launch(job, tuple(devices[: job.strategy.device_count]), device_type, timeout_s)
+
+
+def _run_here(
+    job: Job, devices: Sequence[int | None], device_type: str, timeout_s: float
+) -> JobResult | None:
+    import torch.distributed as dist
+
+    device = occupy(devices[int(os.environ.get("LOCAL_RANK", "0"))], device_type)
+    joins = not dist.is_initialized()
+    if joins:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        join_group(device_type, timeout_s, store=None, rank=rank, size=size)
+    result = run_patiently(job, device, timeout_s)
+    if joins:
+        leave_group()
+    return result
+
+
+def _work(job: Job, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
+    """What each launched process does."""
+    return _run_here(job, devices, device_type, timeout_s)
+
+
+def _launch(
+    job: Job, devices: tuple[int | None, ...], device_type: str, timeout_s: float
+) -> JobResult | None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="soapstone-run-") as folder, _quiet_launcher(), _own_handlers():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=len(devices),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            rdzv_configs={"timeout": 60, "join_timeout": 60},
+            local_addr="127.0.0.1",
+            # A restart would repeat the failure, and has been seen to hang.
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            shutdown_timeout=SHUTDOWN_S,
+            # What a failing rank has to say comes back as its error; the terminal stays clean.
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
+        variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
+        try:
+            with started_with(variables):
+                results = elastic_launch(config, _work)(job.without_caches(), devices, device_type, timeout_s)
+        except ChildFailedError as error:
+            raise RuntimeFailure(_explain(error)) from error
+        except SignalException as error:
+            # The launcher has ended all processes; what the signal means here is the caller's business again.
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from error
+            raise SystemExit(128 + error.sigval) from error
+    result: JobResult | None = results[0]
+    return result
+
+
+def _explain(error: ChildFailedError) -> str:
+    rank, failure = error.get_first_failure()
+    return f"rank {rank}: {_reason(rank, failure)}; all processes were ended"
+
+
+def _reason(rank: int, failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"its process {describe_exit(failure.exitcode)}, must run to the end"
+    # Of an exception, torch gives a record that holds its text, else a text.
+    message = failure.message
+    text = message.get("message", "") if isinstance(message, Mapping) else message
+    return own_words(str(text), rank)
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Put the signal handlers back that the launcher replaces for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before |= {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in POSIX_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keep the launcher's own log lines from the terminal: failures come back as one line."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

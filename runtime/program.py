@@ -1,0 +1,378 @@
+"""The static program of one rank: its share of the plan's common order, as instructions.
+
+All ranks walk the plan's events in the same order, so nothing can deadlock: a wait is always for something that
+stands earlier in the common order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from graph.calls import LocalCall
+from graph.exchange import Assembly, Piece
+from graph.intervals import Region, shape
+from graph.operators import FLOATING, Operator, ValueKind
+from graph.plan import Plan
+from graph.rules import local_calls
+from profiler.operators import compile_call
+from runtime import instructions as steps
+from runtime.assembling import Recipe
+from runtime.layout import Layout, Local, Reading
+from runtime.segments import Node, Segments, cuts
+from runtime.selections import Selection
+from runtime.synchronization import FinishReduction, Reduction, StartReduction, reductions
+
+Instruction = steps.Instruction
+# Makes a recorded step's instruction from the slots that it reads.
+Make = Callable[[steps.Slots], Instruction]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a rank executes in one step, and the tensors that must be in place before it.
+
+    shapes: of all slots.
+    readings: regions of inputs, buffers and weights that tasks read.
+    held: for each weight of the rank, its slot and region; the gradient of that slot updates it.
+    empty: slots of tensors without elements, with shape and dtype.
+    updated: the weights that get a gradient.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    readings: tuple[Reading, ...]
+    held: dict[str, tuple[int, Region]]
+    empty: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    updated: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+
+
+def compile_program(plan: Plan, rank: int, device: torch.device) -> Program:
+    """Return `rank`'s program of a plan, for tensors on `device`."""
+    return _Compiler(plan, rank, device).compile()
+
+
+class _Compiler:
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        self.plan = plan
+        self.graph = plan.graph
+        self.rank = rank
+        self.device = device
+        self.layout = Layout(plan, rank)
+        self.segments = Segments(cuts(plan, self.layout))
+        self.arrivals: dict[tuple[str, int, Piece], int] = {}
+        self.gradient_arrivals: dict[int, list[tuple[int, int, Selection]]] = {}
+        self.instructions: list[Instruction] = []
+
+    def compile(self) -> Program:
+        nodes = self._nodes()
+        inputs = self.segments.connect(
+            (node for group in nodes for node, _ in group), self._leaf_targets(), self.layout
+        )
+        self._expect_messages()
+        self._forward(nodes, inputs)
+        finished = self._backward()
+        self._renew_buffers()
+        self.instructions.extend(FinishReduction(reduction) for reduction in finished)
+        held = self.layout.held
+        return Program(
+            shapes=tuple(self.layout.shapes),
+            readings=tuple(self.layout.readings.values()),
+            held={name: (slot, self.plan.held[name][self.rank]) for name, slot in held.items()},
+            empty=tuple(
+                (local.slot, shape(local.assembly.region), self._dtype(local.value))
+                for local in self.layout.empty
+            ),
+            updated=tuple(name for name in held if self._has_gradient(name)),
+            instructions=tuple(self._with_releases()),
+        )
+
+    # ---- what there is to execute
+
+    def _nodes(self) -> list[list[tuple[Node, Make]]]:
+        """For each operator, its recorded steps, each with what makes its instruction from its input slots."""
+        result = []
+        for index, operator in enumerate(self.graph.operators):
+            group: list[tuple[Node, Make]] = []
+            for local in self.layout.assemblies.get(index, ()):
+                if not local.assembly.remote_pieces:
+                    group.append(self._local_assembly(index, local))
+            if self.layout.tasks[index]:
+                degrees = self.plan.strategy.configurations[index].degrees
+                calls = local_calls(self.graph, operator, degrees)
+                for task in self.layout.tasks[index]:
+                    group.append(self._call(index, operator, task, calls[task]))
+            result.append(group)
+        return result
+
+    def _call(self, index: int, operator: Operator, task: int, call: LocalCall) -> tuple[Node, Make]:
+        layout = self.layout
+        inputs = tuple(layout.sources[index, task, slot] for slot in range(len(operator.inputs)))
+        outputs = tuple(layout.outputs[index, task, position] for position in range(len(operator.outputs)))
+        active = self.plan.active[index][task]
+        wanted = tuple(active and flag for flag in self.graph.gradient_inputs(operator))
+        values = [self.graph.value_by_name[name] for name in operator.outputs]
+        constants = tuple(
+            slot
+            for slot, value in zip(outputs, values, strict=True)
+            if active and not value.requires_gradient and value.spec.dtype in FLOATING
+        )
+        execute = compile_call(call)
+        return Node(index, inputs, wanted, outputs), lambda slots: steps.Call(
+            execute, slots, outputs, constants
+        )
+
+    def _local_assembly(self, index: int, local: Local) -> tuple[Node, Make]:
+        pieces = local.assembly.pieces
+        recipe = Recipe(local.assembly.region, [piece.region for piece in pieces], self.device)
+        selections = tuple(self._cut(local.value, piece) for piece in pieces)
+        sources = tuple(self.layout.piece_slot(local.value, piece) for piece in pieces)
+        active = self.plan.active_assemblies[local.value][local.number]
+        node = Node(index, sources, (active,) * len(sources), (local.slot,))
+        return node, lambda slots: steps.Assemble(recipe, selections, slots, local.slot)
+
+    def _cut(self, value: str, piece: Piece) -> Selection:
+        """The part of its task's output that a piece is."""
+        return Selection(piece.region, self.layout.source_region(value, piece), self.device)
+
+    def _dtype(self, value: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.graph.value_by_name[value].spec.dtype)
+        return dtype
+
+    def _has_gradient(self, weight: str) -> bool:
+        return self.graph.value_by_name[weight].requires_gradient and any(
+            any(self.plan.active[operator]) for operator, _ in self.graph.consumers[weight]
+        )
+
+    # ---- what crosses segments and ranks
+
+    def _leaf_targets(self) -> dict[int, int]:
+        targets = {
+            reading.slot: self.layout.held[reading.value]
+            for reading in self.layout.readings.values()
+            if self.graph.value_by_name[reading.value].kind is ValueKind.WEIGHT
+            and self.graph.value_by_name[reading.value].requires_gradient
+        }
+        for group in self.layout.assemblies.values():
+            for local in group:
+                if local.assembly.remote_pieces:
+                    targets[local.slot] = local.slot
+        return targets
+
+    def _expect_messages(self) -> None:
+        """Note every tensor whose gradient comes from another rank, from a received assembly, or from the seed."""
+        for value, assemblies in self.plan.exchanges.items():
+            for assembly, active in zip(assemblies, self.plan.active_assemblies[value], strict=True):
+                if not active or not assembly.remote_pieces:
+                    continue
+                for piece in assembly.pieces:
+                    if piece.source_device == self.rank:
+                        self.segments.expect_gradient(self.layout.piece_slot(value, piece))
+        for slot in self._loss_parts():
+            self.segments.expect_gradient(slot)
+
+    def _loss_parts(self) -> tuple[int, ...]:
+        operator, position = self.graph.producer[self.graph.loss]
+        return tuple(
+            self.layout.outputs[operator, task, position]
+            for task in self.plan.seeds
+            if task in self.layout.tasks[operator]
+        )
+
+    # ---- forward
+
+    def _forward(
+        self,
+        nodes: list[list[tuple[Node, Make]]],
+        inputs: dict[Node, tuple[int, ...]],
+    ) -> None:
+        for index, operator in enumerate(self.graph.operators):
+            for local in self.layout.assemblies.get(index, ()):
+                if local.assembly.remote_pieces:
+                    active = self.plan.active_assemblies[local.value][local.number]
+                    self.instructions.append(self._receive(local, local.value, differentiable=active))
+            for node, make in nodes[index]:
+                instruction = make(inputs[node])
+                self.instructions.append(instruction if node.active else steps.Unrecorded(instruction))
+                pairs = tuple(
+                    (slot, self.segments.leaves[slot])
+                    for slot in node.outputs
+                    if slot in self.segments.leaves
+                )
+                if pairs:
+                    self.instructions.append(steps.Detach(pairs))
+            self._exchange([(value, value, self.plan.exchanges[value]) for value in operator.outputs])
+        parts = self._loss_parts()
+        if parts:
+            self.instructions.append(steps.Loss(parts))
+
+    def _receive(self, local: Local, event: str, *, differentiable: bool) -> steps.Receive:
+        pieces = local.assembly.pieces
+        selections: list[Selection | None] = []
+        sources = []
+        arrivals = []
+        for piece in pieces:
+            if piece.source_device == self.rank:
+                selections.append(self._cut(local.value, piece))
+                sources.append(self.layout.piece_slot(local.value, piece))
+            else:
+                slot = self.arrivals[event, local.number, piece]
+                selections.append(None)
+                sources.append(slot)
+                arrivals.append(slot)
+        recipe = Recipe(local.assembly.region, [piece.region for piece in pieces], self.device)
+        return steps.Receive(
+            recipe, tuple(selections), tuple(sources), tuple(arrivals), local.slot, differentiable
+        )
+
+    def _exchange(self, exchanges: Sequence[tuple[str, str, tuple[Assembly, ...]]]) -> None:
+        """Append the messages about some values, if the rank has any.
+
+        Each entry is a name for the event (a value, or the buffer that it renews), the value, and its assemblies.
+        """
+        sends: dict[tuple[int, Region], tuple[int, Selection]] = {}
+        order = []
+        arrivals = []
+        for event, value, assemblies in exchanges:
+            for number, assembly, piece in self.layout.messages(assemblies):
+                if assembly.device == self.rank:
+                    slot = self.layout.new_slot(shape(piece.region))
+                    self.arrivals[event, number, piece] = slot
+                    arrivals.append(self._arrival(piece.source_device, slot, piece.region, value))
+                else:
+                    source = self.layout.piece_slot(value, piece)
+                    key = (source, piece.region)
+                    if key not in sends:
+                        sends[key] = (source, self._cut(value, piece))
+                    order.append((assembly.device, list(sends).index(key)))
+        if order or arrivals:
+            self.instructions.append(
+                steps.Exchange(tuple(sends.values()), tuple(order), tuple(arrivals), self.device)
+            )
+
+    def _arrival(self, peer: int, slot: int, region: Region, value: str) -> steps.Arrival:
+        return steps.Arrival(peer, slot, shape(region), self._dtype(value))
+
+    # ---- backward
+
+    def _backward(self) -> list[Reduction]:
+        """Append the backward; return the reductions that it starts."""
+        started: list[Reduction] = []
+        parts = self._loss_parts()
+        if parts and self.graph.value_by_name[self.graph.loss].requires_gradient:
+            self.instructions.append(steps.Seed(parts))
+        first = {segment.first: number for number, segment in self.segments.by_number.items()}
+        for index in range(len(self.graph.operators) - 1, -1, -1):
+            if index in first:
+                self._differentiate(first[index])
+            self._gradient_messages(index)
+            for number in self.plan.buckets_after.get(index, ()):
+                bucket = self.plan.buckets[number]
+                if self.rank in bucket.devices:
+                    held = {name: self.plan.held[name][self.rank] for name in self.layout.held}
+                    made = reductions(self.graph, bucket, self.layout.held, held, self.device, len(started))
+                    started.extend(made)
+                    self.instructions.extend(StartReduction(reduction) for reduction in made)
+        return started
+
+    def _differentiate(self, number: int) -> None:
+        segment = self.segments.by_number[number]
+        arrived = self.gradient_arrivals.pop(number, [])
+        if arrived:
+            self.instructions.append(steps.ReceiveGradients(tuple(arrived)))
+        if segment.outputs and segment.inputs:
+            targets = []
+            for leaf, target in segment.inputs.items():
+                targets.append((target, self._weight_places.get(leaf)))
+            self.instructions.append(
+                steps.Differentiate(tuple(segment.outputs), tuple(segment.inputs), tuple(targets))
+            )
+
+    @cached_property
+    def _weight_places(self) -> dict[int, Selection]:
+        """For each reading of a part of a held weight, which part it is."""
+        places = {}
+        for reading in self.layout.readings.values():
+            held = self.plan.held.get(reading.value, {}).get(self.rank)
+            if held is not None and held != reading.region:
+                places[reading.slot] = Selection(reading.region, held, self.device)
+        return places
+
+    def _gradient_messages(self, index: int) -> None:
+        taken_apart = []
+        arrivals = []
+        for transfer in self.plan.gradient_transfers.get(index, ()):
+            value = transfer.value
+            assembly = self.plan.exchanges[value][transfer.assembly]
+            if not assembly.remote_pieces:
+                continue
+            if assembly.device == self.rank:
+                reader = assembly.readers[0]
+                slot = self.layout.sources[reader.operator, reader.task, reader.slot]
+                whole = self._arrival(self.rank, slot, assembly.region, value)
+                taken_apart.append(
+                    (whole, tuple(self._gradient_part(value, assembly, piece) for piece in assembly.pieces))
+                )
+                continue
+            for piece in assembly.pieces:
+                if piece.source_device == self.rank:
+                    slot = self.layout.new_slot(shape(piece.region))
+                    arrivals.append(self._arrival(assembly.device, slot, piece.region, value))
+                    source = self.layout.piece_slot(value, piece)
+                    maker = self.segments.made_in(source)
+                    if maker is not None:
+                        self.gradient_arrivals.setdefault(maker, []).append(
+                            (slot, source, self._cut(value, piece))
+                        )
+        if taken_apart or arrivals:
+            self.instructions.append(steps.SendGradients(tuple(taken_apart), tuple(arrivals), self.device))
+
+    def _gradient_part(self, value: str, assembly: Assembly, piece: Piece) -> steps.GradientPart:
+        selection = Selection(piece.region, assembly.region, self.device)
+        if piece.source_device != self.rank:
+            return steps.GradientPart(selection, piece.source_device, -1, None)
+        source = self.layout.piece_slot(value, piece)
+        return steps.GradientPart(selection, None, source, self._cut(value, piece))
+
+    # ---- after the backward
+
+    def _renew_buffers(self) -> None:
+        """Append the messages that renew buffers where they are read, and their assembly."""
+        updates = [
+            (buffer, value, self.plan.buffer_exchanges[buffer]) for buffer, value in self.graph.buffer_updates
+        ]
+        self._exchange(updates)
+        for buffer, value, assemblies in updates:
+            for number, assembly in enumerate(assemblies):
+                if assembly.device != self.rank or not assembly.pieces:
+                    continue
+                reading = self.layout.readings[buffer, assembly.region]
+                if assembly.direct:
+                    slot = self.layout.piece_slot(value, assembly.pieces[0])
+                else:
+                    slot = self.layout.new_slot(shape(assembly.region))
+                    local = Local(value, number, assembly, slot)
+                    self.instructions.append(self._receive(local, buffer, differentiable=False))
+                self.instructions.append(steps.Renew(slot, reading.slot))
+
+    def _with_releases(self) -> list[Instruction]:
+        """The instructions, each followed by the release of what nothing later needs."""
+        kept = {reading.slot for reading in self.layout.readings.values()}
+        kept.update(local.slot for local in self.layout.empty)
+        last: dict[int, int] = {}
+        for position, instruction in enumerate(self.instructions):
+            for slot in instruction.touches:
+                last[slot] = position
+        released: dict[int, list[int]] = {}
+        for slot, position in last.items():
+            if slot not in kept:
+                released.setdefault(position, []).append(slot)
+        result: list[Instruction] = []
+        for position, instruction in enumerate(self.instructions):
+            result.append(instruction)
+            if position in released:
+                result.append(steps.Release(tuple(released[position])))
+        return result

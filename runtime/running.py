@@ -1,0 +1,121 @@
+"""One rank's run of a job: build, step, time, verify, collect."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from graph.plan import Plan
+from profiler.timers import synchronize, timer_for
+from runtime.checking import collect_gradients, verify_strategy
+from runtime.collecting import collect_buffers, collect_weights
+from runtime.communication import World
+from runtime.executor import Executor
+from runtime.jobs import Job, JobResult
+from runtime.models import tensors_of
+from runtime.verify import Verification
+
+if TYPE_CHECKING:
+    from runtime.jobs import Arrays
+
+
+class JobRun:
+    """A job on this rank."""
+
+    def __init__(self, job: Job, plan: Plan, device: str) -> None:
+        """Build the module and compile the rank's program."""
+        self._job = job
+        self._device = torch.device(device)
+        self._world = World(job.strategy.device_count)
+        self._plan = plan
+        self._tensors = tensors_of(job.graph, job.model.build(job.seed))
+        # Before the run's own tensors are made, so that the two are not in memory at once.
+        self._verified = self._verify() if job.verify else None
+        self._executor = Executor(
+            self._plan,
+            self._world,
+            self._tensors,
+            job.training,
+            seed=job.seed,
+            learning_rate=job.learning_rate,
+            device=self._device,
+        )
+
+    def result(self) -> JobResult | None:
+        """Execute all steps; return the result on rank 0."""
+        job = self._job
+        losses = []
+        times = []
+        gradients: Arrays | None = None
+        for number in range(job.steps):
+            elapsed_s = self._timed_step(number)
+            if number >= job.warmup:
+                times.append(elapsed_s)
+            losses.append(self._executor.loss())
+            if number == 0 and job.collect:
+                gradients = self._collect_gradients()
+        weights: Arrays | None = None
+        buffers: Arrays | None = None
+        if job.collect:
+            weights, buffers = self._collect_state()
+        measured = self._world.gather(
+            (tuple(times[-job.iterations :] if job.iterations else ()), self._peak_bytes())
+        )
+        if measured is None:
+            return None
+        rank_times = tuple(times for times, _ in measured)
+        return JobResult(
+            step_times_s=tuple(max(of_step) for of_step in zip(*rank_times, strict=True)),
+            rank_times_s=rank_times,
+            losses=tuple(losses),
+            verification=None if self._verified is None else self._verified.with_run(losses[0]),
+            peak_bytes=tuple(peak for _, peak in measured),
+            gradients=gradients,
+            weights=weights,
+            buffers=buffers,
+        )
+
+    def _timed_step(self, number: int) -> float:
+        timer = timer_for(self._device)
+        if number == self._job.warmup:
+            # Nothing that building or verifying left behind may be collected inside a measured step.
+            gc.collect()
+        self._world.barrier(self._device)
+        start = timer.mark()
+        self._executor.step(number)
+        synchronize(self._device)
+        return timer.elapsed_s(start, timer.mark())
+
+    def _verify(self) -> Verification | None:
+        verified = verify_strategy(self._job, self._world, self._tensors, self._device)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return verified
+
+    def _collect_gradients(self) -> Arrays:
+        whole = collect_gradients(self._plan, self._world, self._executor, self._tensors, self._device)
+        return _arrays(whole)
+
+    def _collect_state(self) -> tuple[Arrays, Arrays]:
+        weights = collect_weights(
+            self._plan, self._world, self._executor.weights(), self._tensors.parameters, self._device
+        )
+        buffers = collect_buffers(self._world, self._executor.buffers(), self._tensors.buffers)
+        return _arrays(weights), _arrays(buffers)
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}

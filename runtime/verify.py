@@ -1,0 +1,164 @@
+"""The graph on one device, and how far an execution's loss and gradients are from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graph.axes import Degrees
+from graph.intervals import full_region
+from graph.operators import Operator, OperatorGraph
+from graph.rules import local_calls, parts
+from graph.strategy import Strategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from profiler.operators import ExecutionContext
+    from runtime.executor import InitialTensors
+
+# Largest deviation allowed of results in float64, relative to a gradient's largest element: sums in another order,
+# amplified through a hundred layers.
+ALLOWED = 1e-6
+# The same for the loss of the run itself, which is in the run's own precision.
+ALLOWED_OF_RUN = 1e-3
+RUN_LOSS = "loss of the run"
+# A gradient that is zero but for rounding (a bias before a normalization) is compared on this share of the largest.
+NOISE_FLOOR = 1e-3
+# Batch normalization with the statistics of each part, as DistributedDataParallel does it.
+OWN_STATISTICS = frozenset({"soapstone.batch_norm"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Loss, gradient of every weight, and new value of every updated buffer, from one device."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far one tensor is from the reference.
+
+    largest: largest absolute difference. relative: that, relative to the reference's largest element (or a small
+    share of the largest gradient's, where that is more). allowed: what `relative` must not exceed.
+    """
+
+    name: str
+    largest: float
+    relative: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """True where the deviation is allowed; never for a value that is not a number."""
+        return self.relative <= self.allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Deviations of the loss (first) and of every gradient; `loss` is the reference's."""
+
+    loss: float
+    deviations: tuple[Deviation, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True where all deviations are allowed."""
+        return all(deviation.ok for deviation in self.deviations)
+
+    def with_run(self, first_loss: float) -> Verification:
+        """Return the verification with one more deviation: of the loss of the run's own first step."""
+        difference = abs(first_loss - self.loss)
+        run = Deviation(RUN_LOSS, difference, difference / (abs(self.loss) or 1.0), ALLOWED_OF_RUN)
+        return Verification(self.loss, (*self.deviations, run))
+
+    @property
+    def worst(self) -> Deviation:
+        """The deviation that is closest to, or furthest beyond, what is allowed."""
+        return max(self.deviations, key=lambda item: (not item.ok, item.relative / item.allowed))
+
+
+def interpret(
+    graph: OperatorGraph, tensors: InitialTensors, context: ExecutionContext, strategy: Strategy | None = None
+) -> Reference:
+    """Execute the graph on one device: whole local calls in order, plain autograd.
+
+    Operators whose statistics are each part's own, by definition, run in the parts of `strategy`, where it is given.
+    """
+    import torch
+
+    weights = {
+        name: parameter.detach().clone().requires_grad_(graph.value_by_name[name].requires_gradient)
+        for name, parameter in tensors.parameters.items()
+    }
+    values: dict[str, torch.Tensor] = {**tensors.inputs, **tensors.buffers, **weights}
+    for index, operator in enumerate(graph.operators):
+        degrees: Degrees = (1,) * len(operator.space.axes)
+        if strategy is not None and operator.target in OWN_STATISTICS:
+            # Replicas compute the same: one of each is enough.
+            degrees = (*strategy.configurations[index].degrees[:-1], 1)
+        results = _execute(graph, operator, degrees, [values[name] for name in operator.inputs], context)
+        values.update(zip(operator.outputs, results, strict=True))
+    loss = values[graph.loss]
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    gradients: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
+    if loss.requires_grad:
+        gradients = torch.autograd.grad(loss, [weights[name] for name in trained], allow_unused=True)
+    return Reference(
+        loss=float(loss.detach()),
+        gradients={
+            name: torch.zeros_like(weights[name]) if gradient is None else gradient
+            for name, gradient in zip(trained, gradients, strict=True)
+        },
+        buffers={buffer: values[value].detach() for buffer, value in graph.buffer_updates},
+    )
+
+
+def _execute(
+    graph: OperatorGraph,
+    operator: Operator,
+    degrees: Degrees,
+    inputs: Sequence[torch.Tensor],
+    context: ExecutionContext,
+) -> list[torch.Tensor]:
+    """Execute all tasks of an operator on parts of whole inputs; return whole outputs."""
+    from profiler.operators import compile_call
+    from runtime.assembling import Recipe, assemble
+    from runtime.selections import Selection, selection_of
+
+    pieces = parts(operator, degrees)
+    results = []
+    for piece, call in zip(pieces, local_calls(graph, operator, degrees), strict=True):
+        # A slice reads a part of its input even where it is not split.
+        local = [
+            selection_of(region, tuple(whole.shape), whole.device).take(whole)
+            for region, whole in zip(piece.inputs, inputs, strict=True)
+        ]
+        results.append(compile_call(call)(local, context))
+    outputs = []
+    for position, spec in enumerate(graph.output_specs(operator)):
+        regions = [piece.outputs[position] for piece in pieces]
+        recipe = Recipe(full_region(spec.shape), regions, context.device)
+        selections = [Selection(region, region, context.device) for region in regions]
+        outputs.append(assemble(recipe, selections, [result[position] for result in results]))
+    return outputs
+
+
+def verification(loss: float, gradients: Mapping[str, torch.Tensor], reference: Reference) -> Verification:
+    """Compare an execution's loss and gradients with the reference; a missing gradient counts as zeros."""
+    scale = abs(reference.loss) or 1.0
+    difference = abs(loss - reference.loss)
+    deviations = [Deviation("loss", difference, difference / scale, ALLOWED)]
+    largest = [float(gradient.abs().max()) for gradient in reference.gradients.values() if gradient.numel()]
+    floor = NOISE_FLOOR * max(largest, default=1.0) or 1.0
+    for name, expected in reference.gradients.items():
+        found = gradients.get(name)
+        distance = expected if found is None else found.to(expected.device) - expected
+        difference = float(distance.abs().max()) if distance.numel() else 0.0
+        own = float(expected.abs().max()) if expected.numel() else 0.0
+        deviations.append(Deviation(name, difference, difference / max(own, floor), ALLOWED))
+    return Verification(reference.loss, tuple(deviations))

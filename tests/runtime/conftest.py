@@ -1,0 +1,18 @@
+"""One pool of processes for all tests of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.pool import LocalPool
+
+PROCESSES = 4
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[LocalPool]:
+    """Four processes; strategies of fewer devices use the first ones."""
+    with LocalPool(PROCESSES, timeout_s=120) as processes:
+        yield processes

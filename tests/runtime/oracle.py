@@ -1,0 +1,135 @@
+"""The unpartitioned module, trained by torch.optim in one process: what an execution must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from graph.importer import import_module
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy
+from graph.training import Training
+from runtime.jobs import Job, JobResult
+from runtime.models import ModelReference
+from runtime.pool import LocalPool
+
+SEED = 11
+LEARNING_RATE = 0.05
+STEPS = 3
+# Sums in another order: float32 has 24 bits, and a hundred layers amplify.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Losses of every step, gradients of the first one, weights and buffers after the last one."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@lru_cache(maxsize=64)
+def graph_of(name: str, **keywords: int) -> OperatorGraph:
+    """Return the graph of a network of tests.runtime.models."""
+    module, args, kwargs = reference(name, **keywords).build(SEED)
+    return import_module(module, args, kwargs, name=name)
+
+
+def reference(name: str, **keywords: int) -> ModelReference:
+    """Return the reference of a network of tests.runtime.models."""
+    return ModelReference(f"tests.runtime.models:{name}", keywords)
+
+
+def make_job(
+    graph: OperatorGraph, strategy: Strategy, model: ModelReference, optimizer: str = "momentum"
+) -> Job:
+    """Return a job of three collected training steps."""
+    return Job(
+        graph=graph,
+        strategy=strategy,
+        node_of=(0,) * strategy.device_count,
+        training=Training(batch_size=1, optimizer=optimizer),
+        model=model,
+        seed=SEED,
+        iterations=STEPS,
+        warmup=0,
+        learning_rate=LEARNING_RATE,
+        collect=True,
+        verify=True,
+    )
+
+
+def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's own optimizer of that name."""
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=LEARNING_RATE)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "momentum" else 0.0)
+
+
+def train_plain(model: ModelReference, optimizer: str = "momentum") -> Expected:
+    """Train the plain module for three steps."""
+    module, args, kwargs = model.build(SEED)
+    stepper = make_optimizer(optimizer, list(module.parameters()))
+    losses = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        stepper.zero_grad()
+        loss = module(*args, **kwargs)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in module.named_parameters()
+                if parameter.grad is not None
+            }
+        stepper.step()
+    return Expected(
+        tuple(losses),
+        gradients,
+        {name: parameter.detach() for name, parameter in module.named_parameters()},
+        dict(module.named_buffers()),
+    )
+
+
+def assert_equal(result: JobResult, expected: Expected, tolerance: float = TOLERANCE) -> None:
+    """Check losses, every gradient, weights and buffers against the plain module."""
+    assert result.losses == tuple(_close(loss, tolerance) for loss in expected.losses)
+    assert result.gradients is not None
+    assert result.weights is not None
+    assert result.buffers is not None
+    assert sorted(result.gradients) == sorted(expected.gradients)
+    compare(result.gradients, expected.gradients, tolerance, "gradient")
+    compare(result.weights, expected.weights, 10 * tolerance, "weight")
+    compare(result.buffers, expected.buffers, 10 * tolerance, "buffer")
+
+
+def compare(found: Mapping[str, object], expected: Mapping[str, Tensor], tolerance: float, what: str) -> None:
+    """Compare tensors by name, relative to each one's largest element (and a little to the largest of all)."""
+    scale = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=0.0)
+    for name, tensor in found.items():
+        difference = (torch.as_tensor(tensor).double() - expected[name].double()).abs().max()
+        allowed = tolerance * max(float(expected[name].abs().max()), 0.01 * scale)
+        assert float(difference) <= allowed, (
+            f"{what} of {name} is off by {float(difference)}, allowed {allowed}"
+        )
+
+
+def _close(loss: float, tolerance: float) -> object:
+    import pytest
+
+    return pytest.approx(loss, rel=tolerance)
+
+
+def check(pool: LocalPool, graph: OperatorGraph, strategy: Strategy, model: ModelReference) -> None:
+    """Run a strategy and compare it with the plain module."""
+    result = pool.run(make_job(graph, strategy, model))
+    assert result.verification is not None
+    assert result.verification.ok, result.verification.worst
+    assert_equal(result, train_plain(model))

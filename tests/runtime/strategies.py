@@ -1,0 +1,69 @@
+"""Strategies for the runtime's tests: by kind of axis, and random legal ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from graph.axes import AxisKind, Degrees, tasks
+from graph.operators import Operator, OperatorGraph
+from graph.strategy import Configuration, Strategy
+
+MOST_TASKS = 6
+
+
+def by_kind(graph: OperatorGraph, kinds: Sequence[AxisKind], devices: Sequence[int]) -> Strategy:
+    """Split every operator along its first axis of one of `kinds` over `devices`; others run on the first device."""
+
+    def configure(operator: Operator) -> Configuration:
+        degrees = [1] * len(operator.space.axes)
+        for index, axis in enumerate(operator.space.axes):
+            if axis.kind in kinds:
+                degrees[index] = min(len(devices), axis.size)
+                break
+        return Configuration(tuple(degrees), tuple(devices[: tasks(tuple(degrees))]))
+
+    return Strategy(graph.digest, tuple(configure(operator) for operator in graph.operators))
+
+
+def in_turn(graph: OperatorGraph, devices: Sequence[int]) -> Strategy:
+    """Run every operator whole, on one device after another."""
+    return Strategy(
+        graph.digest,
+        tuple(
+            Configuration((1,) * len(operator.space.axes), (devices[index % len(devices)],))
+            for index, operator in enumerate(graph.operators)
+        ),
+    )
+
+
+def random_strategy(graph: OperatorGraph, device_count: int, seed: int) -> Strategy:
+    """Return a random legal strategy.
+
+    Any axes, degrees that need not divide sizes, any device for each task, so that tasks share devices and operators
+    use disjoint ones. The last device is always used, so that the strategy needs `device_count` processes.
+    """
+    generator = random.Random(seed)
+    configurations = []
+    for operator in graph.operators:
+        degrees = _random_degrees(operator, generator)
+        pool = generator.sample(range(device_count), generator.randint(1, device_count))
+        devices = tuple(generator.choice(pool) for _ in range(tasks(degrees)))
+        configurations.append(Configuration(degrees, devices))
+    if all(device_count - 1 not in c.devices for c in configurations):
+        first = configurations[0]
+        configurations[0] = Configuration(first.degrees, (device_count - 1, *first.devices[1:]))
+    strategy = Strategy(graph.digest, tuple(configurations))
+    strategy.validate(graph, device_count)
+    return strategy
+
+
+def _random_degrees(operator: Operator, generator: random.Random) -> Degrees:
+    degrees = [1] * len(operator.space.axes)
+    for index in generator.sample(range(len(degrees)), min(2, len(degrees))):
+        axis = operator.space.axes[index]
+        largest = 2 if axis.kind is AxisKind.REPLICA else min(axis.size, 3)
+        degree = generator.randint(1, largest)
+        if tasks(tuple(degrees)) * degree <= MOST_TASKS:
+            degrees[index] = degree
+    return tuple(degrees)

@@ -1,0 +1,95 @@
+"""A rank that fails ends the run on all ranks within seconds, and is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from graph.axes import AxisKind
+from graph.errors import RuntimeFailure, UsageError
+from runtime.jobs import Job, run_job
+from runtime.launch import launch
+from runtime.models import ModelReference
+from runtime.pool import LocalPool
+from tests.runtime.oracle import graph_of, make_job, reference
+from tests.runtime.strategies import by_kind, in_turn
+
+
+def job_of(model: ModelReference) -> Job:
+    graph = graph_of("perceptron")
+    return make_job(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), model)
+
+
+def test_exception_in_a_pool_names_the_rank() -> None:
+    with LocalPool(2, timeout_s=60) as pool:
+        with pytest.raises(RuntimeFailure, match=r"^rank 1: ValueError: no such weights$"):
+            pool.run(job_of(ModelReference("tests.runtime.models:failing", {"rank": 1})))
+        with pytest.raises(RuntimeFailure, match="failed before"):
+            pool.run(job_of(reference("perceptron")))
+
+
+def test_killed_rank_ends_the_pool() -> None:
+    pool = LocalPool(2, timeout_s=60)
+    processes = [psutil.Process(number) for number in pool.process_ids]
+    killer = threading.Timer(0.5, os.kill, (pool.process_ids[1], signal.SIGKILL))
+    graph = graph_of("perceptron")
+    endless = Job(
+        graph=graph,
+        strategy=by_kind(graph, [AxisKind.SAMPLE], [0, 1]),
+        node_of=(0, 0),
+        training=make_job(graph, in_turn(graph, [0]), reference("perceptron")).training,
+        model=reference("perceptron"),
+        iterations=10**9,
+    )
+    killer.start()
+    with pytest.raises(
+        RuntimeFailure, match=r"^rank 1: its process was ended by signal SIGKILL .*out of memory"
+    ):
+        pool.run(endless)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_killed_rank_ends_a_launch_within_seconds() -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeFailure, match=r"^rank 1: its process was ended by signal SIGKILL") as failure:
+        launch(job_of(ModelReference("tests.runtime.models:dying", {"rank": 1})), [None, None])
+    assert "\n" not in str(failure.value)
+    assert time.monotonic() - start < 60  # a hang would last until the timeout of half an hour
+
+
+def test_exception_in_a_launch_names_rank_and_reason() -> None:
+    with pytest.raises(
+        RuntimeFailure, match=r"^rank 0: ValueError: no such weights; all processes were ended$"
+    ):
+        launch(job_of(ModelReference("tests.runtime.models:failing", {"rank": 0})), [None, None])
+
+
+def test_too_few_devices() -> None:
+    with pytest.raises(RuntimeFailure, match="there are 1 devices, must be 2"):
+        launch(job_of(reference("perceptron")), [None])
+
+
+def test_too_few_processes() -> None:
+    with pytest.raises(RuntimeFailure, match="there are 1 processes, must be 2"):
+        run_job(job_of(reference("perceptron")))
+
+
+@pytest.mark.parametrize("factory", ["tests.runtime.models:none", "no_such_package:model", "perceptron"])
+def test_unknown_factory(factory: str) -> None:
+    graph = graph_of("perceptron")
+    with pytest.raises(UsageError, match=f"^model {factory}: cannot be imported"):
+        run_job(make_job(graph, in_turn(graph, [0]), ModelReference(factory)))
+
+
+def test_module_of_other_sizes() -> None:
+    graph = graph_of("perceptron")
+    job = make_job(graph, in_turn(graph, [0]), reference("perceptron", batch_size=3))
+    with pytest.raises(
+        RuntimeFailure, match=r"input input.0: the module has shape \(3, 6\), must have shape \(7, 6\)"
+    ):
+        run_job(job)

@@ -1,0 +1,67 @@
+"""Execution through torchrun's launcher, and inside a group that torchrun has made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graph.axes import AxisKind
+from profiler.pinning import child_variables
+from runtime.launch import launch
+from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
+from tests.runtime.strategies import by_kind
+
+ROOT = Path(__file__).parents[2]
+
+UNDER_TORCHRUN = """
+import json, os, sys
+sys.path.append(sys.argv[1])
+from graph.axes import AxisKind
+from runtime.launch import launch
+from tests.runtime.oracle import graph_of, make_job, reference
+from tests.runtime.strategies import by_kind
+graph = graph_of("branches")
+job = make_job(graph, by_kind(graph, [AxisKind.PARAMETER], [0, 1]), reference("branches"))
+result = launch(job, [None, None], timeout_s=60)
+assert (result is None) == (os.environ["RANK"] != "0")
+if result is not None:
+    print(json.dumps(result.losses))
+"""
+
+
+def test_launched_processes_equal_the_module() -> None:
+    graph = graph_of("branches")
+    job = make_job(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), reference("branches"))
+    result = launch(job, [0, None], timeout_s=60)
+    assert result is not None
+    assert_equal(result, train_plain(reference("branches")))
+    assert len(result.step_times_s) == job.iterations
+    assert [len(times) for times in result.rank_times_s] == [job.iterations] * 2
+    assert all(
+        time >= max(of_step)
+        for time, of_step in zip(result.step_times_s, zip(*result.rank_times_s, strict=True), strict=True)
+    )
+    assert all(peak > 0 for peak in result.peak_bytes)
+
+
+def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    import os
+
+    done = subprocess.run(
+        [*command, str(script), str(ROOT)],
+        env={**os.environ, **child_variables()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = json.loads(done.stdout.strip().splitlines()[-1])
+    assert losses == pytest.approx(train_plain(reference("branches")).losses, rel=1e-4)

@@ -1,0 +1,171 @@
+"""The static programs of all ranks, executed by a model of the ranks' messages: they match, and nothing deadlocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from graph.plan import build_plan
+from graph.strategy import Strategy
+from runtime.communication import World
+from runtime.executor import Executor
+from runtime.instructions import (
+    Arrival,
+    Differentiate,
+    Exchange,
+    Instruction,
+    Receive,
+    ReceiveGradients,
+    Release,
+    SendGradients,
+)
+from runtime.models import tensors_of
+from runtime.program import Program, compile_program
+from runtime.synchronization import FinishReduction, StartReduction
+from tests.runtime.oracle import SEED, graph_of, make_job, reference
+from tests.runtime.strategies import in_turn, random_strategy
+
+CPU = torch.device("cpu")
+
+
+def sent_by(instruction: Instruction) -> list[tuple[int, tuple[int, ...]]]:
+    """Return (peer, shape) of the messages that an instruction sends, in order."""
+    if isinstance(instruction, Exchange):
+        return [(peer, instruction.sends[part][1].shape) for peer, part in instruction.order]
+    if isinstance(instruction, SendGradients):
+        return [
+            (part.peer, part.selection.shape)
+            for _, parts in instruction.assemblies
+            for part in parts
+            if part.peer is not None
+        ]
+    return []
+
+
+def arrivals_of(instruction: Instruction) -> tuple[Arrival, ...]:
+    return instruction.arrivals if isinstance(instruction, (Exchange, SendGradients)) else ()
+
+
+def awaited_by(instruction: Instruction) -> tuple[int, ...]:
+    """Return the slots of the messages that an instruction waits for."""
+    if isinstance(instruction, Receive):
+        return instruction.arrivals
+    if isinstance(instruction, ReceiveGradients):
+        return tuple(slot for slot, _, _ in instruction.parts)
+    return ()
+
+
+class Rank:
+    """One rank of the model: where it stands, and which message each awaited slot is."""
+
+    def __init__(self, number: int, program: Program) -> None:
+        self.number = number
+        self.instructions = program.instructions
+        self.position = 0
+        self.expected: dict[int, tuple[int, int]] = {}
+
+
+class Model:
+    """All ranks; the k-th message from one rank to another is the k-th that the other receives from it."""
+
+    def __init__(self, programs: list[Program]) -> None:
+        self.ranks = [Rank(number, program) for number, program in enumerate(programs)]
+        self.sent: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+        self.received: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+        self.started: dict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
+        self.reductions: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        self.number_in_group: dict[tuple[int, int], int] = {}
+
+    def run(self) -> bool:
+        """Run all ranks until they finish or none can go on; return whether they finished."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.ranks:
+                while rank.position < len(rank.instructions) and self._step(rank):
+                    rank.position += 1
+                    moved = True
+        return all(rank.position == len(rank.instructions) for rank in self.ranks)
+
+    def _step(self, rank: Rank) -> bool:
+        instruction: Any = rank.instructions[rank.position]
+        for slot in awaited_by(instruction):
+            peer, place = rank.expected[slot]
+            if len(self.sent[peer, rank.number]) <= place:
+                return False
+        if isinstance(instruction, FinishReduction):
+            reduction = instruction.reduction
+            key = (reduction.ranks, self.number_in_group[rank.number, reduction.number])
+            return self.started[key] == set(reduction.ranks)
+        if isinstance(instruction, StartReduction):
+            reduction = instruction.reduction
+            order = self.reductions[rank.number, reduction.ranks]
+            self.reductions[rank.number, reduction.ranks] += 1
+            self.number_in_group[rank.number, reduction.number] = order
+            self.started[reduction.ranks, order].add(rank.number)
+        for peer, shape in sent_by(instruction):
+            self.sent[rank.number, peer].append(shape)
+        for arrival in arrivals_of(instruction):
+            messages = self.received[arrival.peer, rank.number]
+            rank.expected[arrival.slot] = (arrival.peer, len(messages))
+            messages.append(arrival.shape)
+        return True
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "dropped"])
+@pytest.mark.parametrize("devices", [2, 5, 8])
+def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
+    graph = graph_of(name)
+    for seed in range(8):
+        plan = build_plan(graph, random_strategy(graph, devices, seed), (0,) * devices, bucket_bytes=200)
+        model = Model([compile_program(plan, rank, CPU) for rank in range(devices)])
+        assert model.run(), f"seed {seed}: a rank waits for ever"
+        assert model.sent == model.received
+
+
+def test_one_device_has_one_segment_and_no_messages() -> None:
+    graph = graph_of("convolutions")
+    program = compile_program(build_plan(graph, in_turn(graph, [0]), (0,)), 0, CPU)
+    kinds = [type(instruction) for instruction in program.instructions]
+    assert kinds.count(Differentiate) == 1
+    assert not {Exchange, SendGradients, Receive, StartReduction} & set(kinds)
+
+
+def test_a_step_leaves_no_tensor_behind() -> None:
+    """Every tensor of a step is released; what stays are weights, gradients, inputs and buffers."""
+    graph = graph_of("recurrent")
+    model = reference("recurrent")
+    job = make_job(graph, in_turn(graph, [0]), model)
+    executor = Executor(
+        build_plan(graph, job.strategy, (0,)),
+        World(1),
+        tensors_of(graph, model.build(SEED)),
+        job.training,
+        seed=0,
+        learning_rate=0.1,
+        device=CPU,
+    )
+    executor.step(0)
+    kept = {reading.slot for reading in executor._program.readings}
+    assert {slot for slot, value in enumerate(executor._state.values) if value is not None} == kept
+
+
+def test_buckets_cut_the_backward_into_segments() -> None:
+    """Two devices with replicated weights and small buckets: gradients travel while the backward goes on."""
+    graph = graph_of("perceptron")
+    degrees = [tuple(2 if axis.name == "sample" else 1 for axis in o.space.axes) for o in graph.operators]
+    from graph.strategy import Configuration
+
+    strategy = Strategy(
+        graph.digest,
+        tuple(Configuration(d, (0, 1) if 2 in d else (0,)) for d in degrees),
+    )
+    plan = build_plan(graph, strategy, (0, 0), bucket_bytes=100)
+    program = compile_program(plan, 1, CPU)
+    kinds = [type(i) for i in program.instructions if not isinstance(i, Release)]
+    first_reduction = kinds.index(StartReduction)
+    assert Differentiate in kinds[:first_reduction]
+    assert Differentiate in kinds[first_reduction:]
