@@ -149,10 +149,12 @@ def _own_handlers() -> Iterator[None]:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep the launcher's own log lines from the terminal: failures come back as one line."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

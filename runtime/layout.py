@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from graph.axes import operand_regions
 from graph.exchange import Assembly, Piece
 from graph.intervals import Region, shape
-from graph.operators import ValueKind
+from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan
 
 
@@ -34,9 +34,37 @@ class Local:
     slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which all ranks execute operators: those that the loss depends on, then those for buffers alone.
+
+    Statistics of a whole batch, which only renew buffers, would otherwise make every device wait at every layer.
+    """
+
+    of_loss: tuple[int, ...]
+    of_buffers: tuple[int, ...]
+
+
+def execution_order(graph: OperatorGraph) -> Order:
+    """Return the order; each of its two parts is topological."""
+    values = {graph.loss}
+    needed = set()
+    for index in range(len(graph.operators) - 1, -1, -1):
+        operator = graph.operators[index]
+        if not values.isdisjoint(operator.outputs):
+            needed.add(index)
+            values.update(operator.inputs)
+    everything = range(len(graph.operators))
+    return Order(
+        tuple(index for index in everything if index in needed),
+        tuple(index for index in everything if index not in needed),
+    )
+
+
 class Layout:
     """Slots of one rank. `shapes` are those of all slots, in order.
 
+    order: in which operators are executed.
     tasks: for each operator, the rank's tasks.
     outputs: slot by (operator, task, output position).
     readings: in order of first use; `held` maps each weight that the rank holds to its slot.
@@ -48,6 +76,7 @@ class Layout:
         """Lay out `rank`'s tensors."""
         self.plan = plan
         self.rank = rank
+        self.order = execution_order(plan.graph)
         self.shapes: list[tuple[int, ...]] = []
         self.tasks = tuple(
             tuple(task for task, device in enumerate(configuration.devices) if device == rank)
@@ -102,6 +131,8 @@ class Layout:
                     self.outputs[index, task, position] = self.new_slot(shape(regions[task]))
 
     def _make_assemblies(self) -> None:
+        order = self.order.of_loss + self.order.of_buffers
+        position = {operator: place for place, operator in enumerate(order)}
         for value, assemblies in self.plan.exchanges.items():
             for number, assembly in enumerate(assemblies):
                 if assembly.device != self.rank:
@@ -112,7 +143,9 @@ class Layout:
                     slot = self.new_slot(shape(assembly.region))
                     local = Local(value, number, assembly, slot)
                     if assembly.pieces:
-                        first = min(reader.operator for reader in assembly.readers)
+                        first = min(
+                            (reader.operator for reader in assembly.readers), key=position.__getitem__
+                        )
                         self.assemblies.setdefault(first, []).append(local)
                     else:
                         self.empty.append(local)

@@ -73,8 +73,11 @@ class _Compiler:
             (node for group in nodes for node, _ in group), self._leaf_targets(), self.layout
         )
         self._expect_messages()
-        self._forward(nodes, inputs)
+        # What only renews buffers comes last: its messages (statistics of all devices) then hold nobody up.
+        self._forward(self.layout.order.of_loss, nodes, inputs)
+        self._loss()
         finished = self._backward()
+        self._forward(self.layout.order.of_buffers, nodes, inputs)
         self._renew_buffers()
         self.instructions.extend(FinishReduction(reduction) for reduction in finished)
         held = self.layout.held
@@ -186,10 +189,11 @@ class _Compiler:
 
     def _forward(
         self,
+        operators: Sequence[int],
         nodes: list[list[tuple[Node, Make]]],
         inputs: dict[Node, tuple[int, ...]],
     ) -> None:
-        for index, operator in enumerate(self.graph.operators):
+        for index in operators:
             for local in self.layout.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:
                     active = self.plan.active_assemblies[local.value][local.number]
@@ -204,7 +208,10 @@ class _Compiler:
                 )
                 if pairs:
                     self.instructions.append(steps.Detach(pairs))
-            self._exchange([(value, value, self.plan.exchanges[value]) for value in operator.outputs])
+            outputs = self.graph.operators[index].outputs
+            self._exchange([(value, value, self.plan.exchanges[value]) for value in outputs])
+
+    def _loss(self) -> None:
         parts = self._loss_parts()
         if parts:
             self.instructions.append(steps.Loss(parts))

@@ -193,7 +193,9 @@ def _search(
     outcome = SearchOutcome(0, 0, None, None)
     try:
         # First, so that a baseline that the search finds again keeps its name.
-        progress.begin("simulating the baselines (after an installation, compiling the simulator first)", None)
+        progress.begin(
+            "simulating the baselines (after an installation, compiling the simulator first)", None
+        )
         known = _baselines(store, setting, options.order, search_id)
         progress.end()
         with ProposalTrace(store, search_id) as trace:

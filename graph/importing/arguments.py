@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from graph.errors import ImportFailure
+from graph.importing.building import Ref
 from graph.operators import Argument
 
 # They say where and how memory lies, which a plan decides anew.
@@ -36,14 +37,12 @@ def plain_argument(value: Any, model: str, where: str) -> Argument:
     Raises:
         ImportFailure: it is of a kind that a graph cannot hold.
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, Ref)):
         return value
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, (tuple, list)):
         return tuple(plain_argument(item, model, where) for item in value)
-    if type(value).__name__ == "Ref":
-        return value
     raise ImportFailure(
         f"model {model}: {where} has an argument of type {type(value).__name__}, must be numbers, text or tensors; "
         "make it constant"

@@ -42,7 +42,7 @@ def _mix_key(*parts: int) -> int:
     return state
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _positions(
     region: Region, shape: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,11 +84,11 @@ def test_zoo_network_is_its_module(name: str) -> None:
     assert all(operator.splittable for operator in graph)
 
 
-@pytest.mark.parametrize("name", zoo_names())
-def test_zoo_network_in_random_parts_is_itself_whole(name: str) -> None:
-    """Every operator in a random configuration of its own, dropout drawn: loss, gradients and buffers stay."""
-    module, args, graph = _imported(name)
-    generator = random.Random(5)
+def check_random_parts(
+    module: nn.Module, graph: OperatorGraph, args: Sequence[torch.Tensor], seed: int
+) -> None:
+    """Run every operator in a random configuration of its own: loss, gradients and buffers stay."""
+    generator = random.Random(seed)
     degrees = {operator.name: random_degrees(operator.space, generator) for operator in graph}
     weights, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     context = ExecutionContext(seed=11, step=4)
@@ -101,6 +101,12 @@ def test_zoo_network_in_random_parts_is_itself_whole(name: str) -> None:
         )
     for buffer, _ in graph.buffer_updates:
         torch.testing.assert_close(split.buffers[buffer], whole.buffers[buffer], rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", zoo_names())
+def test_zoo_network_in_random_parts_is_itself_whole(name: str) -> None:
+    module, args, graph = _imported(name)
+    check_random_parts(module, graph, args, seed=5)
 
 
 @functools.cache
@@ -221,6 +227,40 @@ def test_many_operators_together() -> None:
 
     module = _Module(forward, up=nn.Linear(4, 6)).double()
     check_against_module(module, [torch.randn(3, 5, 4, dtype=torch.float64)], 1e-6)
+
+
+def test_gates_cut_from_one_projection_refine_it() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        enter, forget, new, leave = self.gates(x).chunk(4, 1)
+        loss: torch.Tensor = (enter.sigmoid() * new.tanh() * forget.sigmoid() * leave).sum()
+        return loss
+
+    module = _Module(forward, gates=nn.Linear(5, 12)).double()
+    x = torch.randn(2, 5, dtype=torch.float64)
+    graph = check_against_module(module, [x], 1e-9)
+    axes = [(axis.name, axis.size) for axis in graph.operators[0].space.axes[:-1]]
+    assert axes == [("sample", 2), ("channel.0", 4), ("channel.1", 3), ("in", 5)]
+    for seed in range(10):
+        check_random_parts(module, graph, [x], seed)
+
+
+def test_cuts_that_do_not_fit_together_are_reported() -> None:
+    """Twelve channels seen as 3 x 4 and as 2 x 6: the first view in program order is refined."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        loss: torch.Tensor = (y.view(2, 3, 4).sum(1).prod(1) + y.view(2, 2, 6).prod(1).sum(1)).sum()
+        return loss
+
+    module = _Module(forward, up=nn.Linear(5, 12)).double()
+    x = torch.randn(2, 5, dtype=torch.float64)
+    graph = check_against_module(module, [x], 1e-9)
+    assert [axis.size for axis in graph.operators[0].space.axes[1:3]] == [3, 4]
+    assert graph.unsplit == (
+        ("view_1", "dim 1 of linear is already a product with strides [4], a further one of 6 does not fit"),
+    )
+    for seed in range(10):
+        check_random_parts(module, graph, [x], seed)
 
 
 def test_attention_heads_are_refined_from_projection_to_output() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from graph import rules
+from tests.reference.cells import recurrent_cell
 from tests.reference.randoms import floats, indexes
 from tests.reference.rules import Case, check_case, one_operator
 
@@ -91,29 +92,7 @@ def test_added_products(seed: int) -> None:
 @pytest.mark.parametrize("name", ["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"])
 def test_recurrent_cells(seed: int, name: str) -> None:
     generator = random.Random(seed)
-    batch, features, hidden = generator.randint(1, 4), generator.randint(1, 5), generator.randint(1, 6)
-    gates = {"lstm_cell": 4, "gru_cell": 3}.get(name, 1)
-    x, state = floats(batch, features, seed=seed), floats(batch, hidden, seed=seed + 1)
-    weights = [
-        floats(gates * hidden, features, seed=seed + 2),
-        floats(gates * hidden, hidden, seed=seed + 3),
-        floats(gates * hidden, seed=seed + 4),
-        floats(gates * hidden, seed=seed + 5),
-    ]
-    function = getattr(torch, name)
-    named = dict(zip(("w_ih", "w_hh", "b_ih", "b_hh"), weights, strict=True))
-    if name == "lstm_cell":
-        cell = floats(batch, hidden, seed=seed + 6)
-        case = Case(
-            "aten.lstm_cell.default",
-            {"input": x, "hx": (state, cell), **named},
-            (x, state, cell, *weights),
-            lambda x, h, c, *w: function(x, (h, c), *w),
-        )
-    else:
-        case = Case(
-            f"aten.{name}.default", {"input": x, "hx": state, **named}, (x, state, *weights), function
-        )
+    case = recurrent_cell(generator, seed, name)
     for _ in range(2):
         check_case(case, generator)
 

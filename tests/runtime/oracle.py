@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -122,8 +123,6 @@ def compare(found: Mapping[str, object], expected: Mapping[str, Tensor], toleran
 
 
 def _close(loss: float, tolerance: float) -> object:
-    import pytest
-
     return pytest.approx(loss, rel=tolerance)
 
 

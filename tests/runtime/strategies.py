@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
 
 MOST_TASKS = 6
+
+
+def seeds(quick: int, full: int) -> list[Any]:
+    """Return the parameters of a test: seeds, of which all but the first few run only under scripts/test --all."""
+    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(full)]
 
 
 def by_kind(graph: OperatorGraph, kinds: Sequence[AxisKind], devices: Sequence[int]) -> Strategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +53,6 @@ def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    import os
-
     done = subprocess.run(
         [*command, str(script), str(ROOT)],
         env={**os.environ, **child_variables()},

@@ -23,7 +23,7 @@ from tests.runtime.oracle import (
     reference,
     train_plain,
 )
-from tests.runtime.strategies import by_kind, in_turn, random_strategy
+from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
 
 PLAIN = ("perceptron", "convolutions", "recurrent", "branches")
 
@@ -38,7 +38,7 @@ def test_one_device_equals_the_module(name: str, optimizer: str) -> None:
     assert_equal(result, train_plain(model, optimizer))
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize(
     "kind", [AxisKind.SAMPLE, AxisKind.PARAMETER, AxisKind.REDUCTION, AxisKind.ATTRIBUTE]
@@ -75,7 +75,7 @@ def test_several_tasks_on_one_device(pool: LocalPool, name: str) -> None:
     check(pool, graph, strategy, reference(name))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 20))
 @pytest.mark.parametrize("processes", [2, 3, 4])
 @pytest.mark.parametrize("name", PLAIN)
 def test_random_legal_strategies(pool: LocalPool, name: str, processes: int, seed: int) -> None:
@@ -83,7 +83,7 @@ def test_random_legal_strategies(pool: LocalPool, name: str, processes: int, see
     check(pool, graph, random_strategy(graph, processes, seed), reference(name))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 20))
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_dropout_and_attention(pool: LocalPool, processes: int, seed: int) -> None:
     """Draws depend on (seed, step, operator, global index), not on the split; heads are inner factors of a dim."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graph.plan import build_plan
-from graph.strategy import Strategy
+from graph.strategy import Configuration, Strategy
 from runtime.communication import World
 from runtime.executor import Executor
 from runtime.instructions import (
@@ -157,8 +157,6 @@ def test_buckets_cut_the_backward_into_segments() -> None:
     """Two devices with replicated weights and small buckets: gradients travel while the backward goes on."""
     graph = graph_of("perceptron")
     degrees = [tuple(2 if axis.name == "sample" else 1 for axis in o.space.axes) for o in graph.operators]
-    from graph.strategy import Configuration
-
     strategy = Strategy(
         graph.digest,
         tuple(Configuration(d, (0, 1) if 2 in d else (0,)) for d in degrees),

@@ -17,7 +17,7 @@ from runtime.jobs import Job
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
 from tests.runtime.oracle import compare
-from tests.runtime.strategies import by_kind, random_strategy
+from tests.runtime.strategies import by_kind, random_strategy, seeds
 
 SEED = 5
 
@@ -47,14 +47,14 @@ def plain_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return float(loss.detach()), gradients
 
 
-@pytest.mark.parametrize("choice", ["data parallel", "random 0", "random 1"])
+@pytest.mark.parametrize("choice", ["data parallel", *seeds(2, 20)])
 @pytest.mark.parametrize("name", zoo_names())
-def test_zoo_network(pool: LocalPool, name: str, choice: str) -> None:
+def test_zoo_network(pool: LocalPool, name: str, choice: str | int) -> None:
     graph = zoo_graph(name)
     if choice == "data parallel":
         strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
     else:
-        strategy = random_strategy(graph, 2, zlib.crc32(f"{name} {choice}".encode()))
+        strategy = random_strategy(graph, 2, zlib.crc32(f"{name} random {choice}".encode()))
     job = Job(
         graph=graph,
         strategy=strategy,
