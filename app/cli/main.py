@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `app --help` answers at on
 from __future__ import annotations
 
 import sys
+from typing import Any, NoReturn
 
 import typer
 
@@ -30,21 +31,41 @@ application.add_typer(strategy.application, name="strategy")
 application.add_typer(database.application, name="db")
 
 
+# What Typer raises for a command line that it cannot parse; it exports only this class's children.
+_Misuse: type[Exception] = typer.BadParameter.__bases__[0]
+_INTERRUPTED = 130
+
+
 def main() -> None:
     """Run the command line: a user's mistake is one line on standard error and exit code 2."""
     try:
-        application(standalone_mode=True)
+        # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
+        code = application(standalone_mode=False)
     except RuntimeFailure as error:
-        _fail(error, 1)
+        _fail(str(error), 1)
     except SoapstoneError as error:
-        _fail(error, 2)
+        _fail(str(error), 2)
+    except _Misuse as error:
+        _refuse(error)
     except KeyboardInterrupt:
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
         sys.stderr.write("interrupted\n")
-        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(error: SoapstoneError, code: int) -> None:
-    sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
+def _refuse(error: Any) -> NoReturn:
+    """End with one line about a command line that cannot be parsed; with the help where it is empty."""
+    text = error.format_message()
+    if error.ctx is None or text == error.ctx.get_help():
+        sys.stderr.write(text.rstrip() + "\n")
+        sys.exit(2)
+    command = error.ctx.command_path
+    _fail(f"{command}: {text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help", 2)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    sys.stderr.write("error: " + " ".join(text.split()) + "\n")
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -57,6 +58,8 @@ def build_model(name: str, preset: str, batch_size: int | None, folder: str) -> 
 
 def _load_factory(name: str, folder: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
+        raise UsageError(f"model {name}: is no name of a function, must be package.module:factory; correct it")
     top = module_name.partition(".")[0]
     if top in OWN_PACKAGES:
         raise UsageError(
@@ -72,6 +75,11 @@ def _load_factory(name: str, folder: str) -> Callable[..., Any]:
             f"model {name}: module {module_name} cannot be imported ({error}), must be importable from here; "
             "check the name or change the folder"
         ) from error
+    except (Exception, SystemExit) as error:
+        # A script may parse our arguments and leave when it is imported.
+        raise ImportFailure(
+            f"model {name}: module {module_name} failed while it was imported ({_reason(error)}); correct it"
+        ) from error
     found = Path(getattr(module, "__file__", None) or "").resolve()
     local = Path(folder or ".") / top
     if (local.is_dir() or local.with_suffix(".py").is_file()) and Path(
@@ -84,27 +92,30 @@ def _load_factory(name: str, folder: str) -> Callable[..., Any]:
     factory = getattr(module, function_name, None)
     if not callable(factory):
         raise UsageError(
-            f"model {name}: {function_name or 'the factory'} is not a function of {module_name}, must return "
+            f"model {name}: {function_name} is not a function of {module_name}, must return "
             "(module, args, kwargs); check the name"
         )
     return factory  # type: ignore[no-any-return]
 
 
 def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None) -> Built:
+    from torch import nn
+
     keywords = {} if batch_size is None else {"batch_size": batch_size}
-    if keywords and "batch_size" not in inspect.signature(factory).parameters:
+    if keywords and not _takes_batch_size(factory):
         raise UsageError(
             f"model {name}: its factory takes no batch_size, must for --batch-size; add the parameter"
         )
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"model {name}: batch size is {batch_size}, must be >= 1")
     try:
         built = factory(**keywords)
-    except Exception as error:
-        raise ImportFailure(
-            f"model {name}: its factory failed ({type(error).__name__}: {_first_line(error)}); correct it"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise ImportFailure(f"model {name}: its factory failed ({_reason(error)}); correct it") from error
     if not (
         isinstance(built, tuple)
         and len(built) == 3
+        and isinstance(built[0], nn.Module)
         and isinstance(built[1], tuple)
         and isinstance(built[2], dict)
     ):
@@ -112,8 +123,17 @@ def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None
     return built
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+def _takes_batch_size(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # some of C
+        return False
+    return "batch_size" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _reason(error: BaseException) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -135,9 +155,13 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
     import torch
     from graph.importer import import_module
 
-    with torch.device("meta"):
-        module, args, kwargs = build_model(request.name, request.preset, request.batch_size, request.folder)
-    graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
+    # What a user's module prints must not end up in our results.
+    with contextlib.redirect_stdout(sys.stderr):
+        with torch.device("meta"):
+            module, args, kwargs = build_model(
+                request.name, request.preset, request.batch_size, request.folder
+            )
+        graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
     return ImportedModel(request, graph, _batch_size(request, args, kwargs))
 
 

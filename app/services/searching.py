@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from search.simulator import Simulation
 
 
+# What a column holds, what no search comes near, and what a float can still multiply.
+LARGEST_INTEGER = 2**63 - 1
+LARGEST_BUDGET = 10**12
+LARGEST_CHAIN_COUNT = 1024
+LARGEST_BETA = 1e12
+
+
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
     """What `app search` was asked for. `time_limit_s` makes a result that cannot be reproduced."""
@@ -124,10 +131,7 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
     Raises:
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
     """
-    from search import mcmc
-
-    if request.order not in ("program", "fifo"):
-        raise UsageError(f"--order: is {request.order}, must be program or fifo; choose one")
+    options = _options(request)
     progress.begin(f"importing {request.model.name}", None)
     model = import_graph(request.model, batch_norm=request.batch_norm)
     progress.end()
@@ -144,14 +148,6 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
         # What this machine can measure it measures; of other machines there are only estimates.
         on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
         setting = prepare(store, model, target, training, on_miss, progress)
-        options = mcmc.SearchOptions(
-            proposals=request.proposals,
-            chains=request.chains,
-            seed=request.seed,
-            beta=request.beta,
-            order=request.order,
-            time_limit_s=request.time_limit_s,
-        )
         search_id, result, found = _search(store, setting, options, progress)
     return SearchReport(
         search_id=search_id,
@@ -165,6 +161,31 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
         seconds=result.seconds,
         predictions=found,
         unsplit=model.graph.unsplit,
+    )
+
+
+def _options(request: SearchRequest) -> mcmc.SearchOptions:
+    """Check what the command line gave, before anything is imported or written."""
+    from search import mcmc
+
+    if request.order not in ("program", "fifo"):
+        raise UsageError(f"--order: is {request.order}, must be program or fifo; choose one")
+    for name, value, most in (
+        ("--proposals", request.proposals, LARGEST_BUDGET),
+        ("--chains", request.chains, LARGEST_CHAIN_COUNT),
+        ("--seed", request.seed, LARGEST_INTEGER),
+        ("--beta", request.beta, LARGEST_BETA),
+        ("--time", request.time_limit_s or 0, LARGEST_BUDGET),
+    ):
+        if not value <= most:
+            raise UsageError(f"{name}: is {value}, must be at most {most}; choose another")
+    return mcmc.SearchOptions(
+        proposals=request.proposals,
+        chains=request.chains,
+        seed=request.seed,
+        beta=request.beta,
+        order=request.order,
+        time_limit_s=request.time_limit_s,
     )
 
 

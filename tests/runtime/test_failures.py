@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import psutil
 import pytest
@@ -55,11 +54,10 @@ def test_killed_rank_ends_the_pool() -> None:
 
 
 def test_killed_rank_ends_a_launch_within_seconds() -> None:
-    start = time.monotonic()
+    # The survivor would wait for half an hour; the test's own time limit is far below that.
     with pytest.raises(RuntimeFailure, match=r"^rank 1: its process was ended by signal SIGKILL") as failure:
         launch(job_of(ModelReference("tests.runtime.models:dying", {"rank": 1})), [None, None])
     assert "\n" not in str(failure.value)
-    assert time.monotonic() - start < 60  # a hang would last until the timeout of half an hour
 
 
 def test_exception_in_a_launch_names_rank_and_reason() -> None:
