@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli import options
+
+if TYPE_CHECKING:
+    from app.analytics.compare import ComparisonRow
 
 
 def compare(
@@ -33,6 +37,8 @@ def compare(
 
     with Store.open(database) as store:
         rows = compare_stored(store.database, model, topology, search)
+        if not rows and (model is not None or topology is not None):
+            _refuse_filter(compare_stored(store.database), model, topology)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
@@ -78,3 +84,17 @@ def compare(
         "measured: median step of the newest run; error: (predicted - measured) / measured; /s: samples a second;",
         "speedup: over data parallelism on the same model, topology and batch size, measured and predicted.",
     )
+
+
+def _refuse_filter(rows: Sequence[ComparisonRow], model: str | None, topology: str | None) -> None:
+    """Raise an error that names what is stored, if anything is."""
+    from graph.errors import UsageError
+
+    for option, given, known in (
+        ("--model", model, sorted({row.model for row in rows})),
+        ("--topology", topology, sorted({row.topology for row in rows})),
+    ):
+        if rows and given is not None and given not in known:
+            raise UsageError(
+                f"{option}: is {given}, must have a stored strategy; strategies are stored for {', '.join(known)}"
+            )

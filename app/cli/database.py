@@ -45,7 +45,8 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
     name = display_name(resolve_url(database))
     counts: dict[str, int] = {}
     summaries = []
-    if current == head:
+    if current is not None:
+        # Says what to do about a schema that is older or newer.
         with Store.open(database) as store:
             counts, summaries = store.table_counts(), store.cost_summaries()
     if as_json:
@@ -70,8 +71,8 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
         )
         return
     print_lines(f"{name}: revision {current or 'none'}, newest {head}")
-    if current != head:
-        print_lines("bring it up to date by: app db upgrade")
+    if current is None:
+        print_lines("make it by: app db upgrade")
         return
     print_table(["table", "rows"], [[table, count] for table, count in counts.items()])
     if summaries:

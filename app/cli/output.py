@@ -41,7 +41,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 def milliseconds(seconds: float | None) -> str:
     """Return seconds as milliseconds for people; a dash where there are none."""
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.3f} ms"
 
 
 def percent(share: float | None) -> str:

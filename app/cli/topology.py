@@ -57,8 +57,11 @@ def show_topology(
     from app.cli.output import TerminalProgress
     from app.db.store import Store
     from app.services.predicting import LOCAL, find_target
+    from graph.errors import UsageError
     from graph.topology import load_topology
 
+    if topology != LOCAL and device is not None:
+        raise UsageError(f"--device: is for topology local, must be left out for {topology}; leave it out")
     if topology == LOCAL:
         with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
             found = find_target(
@@ -84,9 +87,15 @@ def probe_topology(
     from app.cli.output import TerminalProgress
     from app.db.store import Store
     from app.services.machine import default_processor, describe, local_devices, local_links, topology_of
+    from graph.errors import UsageError
 
+    found_devices = local_devices(options.processor(device) or default_processor(), devices)
+    if len(found_devices) < 2:
+        raise UsageError(
+            "topology probe: there is 1 device, must be at least 2 to have links; give more --devices"
+        )
     with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
-        machine = describe(store, local_devices(options.processor(device) or default_processor(), devices))
+        machine = describe(store, found_devices)
         found = topology_of(machine, local_links(store, machine, progress, again=True))
     _show(found, as_json=as_json)
 

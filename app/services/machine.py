@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Processor = Literal["cpu", "cuda"]
 CONTENTION = "contention"
+# Each device is a process; beyond this, they would do nothing but take turns, and memory would run out.
+DEVICES_PER_CORE = 8
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,19 @@ def local_devices(processor: Processor, count: int | None) -> tuple[PhysicalDevi
     CPU devices may share cores where there are too few: a machine with one core works.
 
     Raises:
-        UsageError: fewer GPUs are present.
+        UsageError: fewer GPUs are present, or far fewer cores.
     """
     from profiler.devices import available_devices, cpu_devices, select_devices
 
     if count is not None and count < 1:
         raise UsageError(f"--devices: is {count}, must be at least 1; ask for one or more")
     if processor == "cpu":
+        cores = len(available_devices("cpu"))
+        if count is not None and count > cores * DEVICES_PER_CORE:
+            raise UsageError(
+                f"--devices: is {count}, must be at most {cores * DEVICES_PER_CORE} on the {cores} cores of this "
+                "machine; ask for fewer"
+            )
         return available_devices("cpu") if count is None else cpu_devices(count)
     devices = available_devices("cuda")
     if not devices:

@@ -7,7 +7,9 @@ import importlib
 import inspect
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from graph.errors import ImportFailure, UsageError
@@ -15,7 +17,7 @@ from graph.operators import OperatorGraph
 from graph.zoo import Built, build, zoo_entry, zoo_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # A user's module must not stand in for one of ours: the import system would find ours first.
 OWN_PACKAGES = ("app", "graph", "profiler", "runtime", "search")
@@ -56,18 +58,36 @@ def build_model(name: str, preset: str, batch_size: int | None, folder: str) -> 
     return _call_factory(name, _load_factory(name, folder), batch_size)
 
 
+class _FolderFinder:
+    """Finds modules in a folder after everything installed, so that none there ever shadows a package.
+
+    `sys.path` is not enough: the packages of an editable install are found after all of it, and worker processes
+    inherit it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a top-level module is in the folder, or None."""
+        return PathFinder.find_spec(name, [self.folder], target) if path is None else None
+
+
 def _load_factory(name: str, folder: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
-        raise UsageError(f"model {name}: is no name of a function, must be package.module:factory; correct it")
+        raise UsageError(
+            f"model {name}: is no name of a function, must be package.module:factory; correct it"
+        )
     top = module_name.partition(".")[0]
     if top in OWN_PACKAGES:
         raise UsageError(
             f"model {name}: package {top} is one of Soapstone's own, must have another name; rename the folder"
         )
-    if folder and folder not in sys.path:
-        # Last, so that a file in the current folder never shadows an installed package.
-        sys.path.append(folder)
+    if folder and all(getattr(finder, "folder", None) != folder for finder in sys.meta_path):
+        sys.meta_path.append(_FolderFinder(folder))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -153,6 +173,7 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
         ImportFailure: it cannot be exported, or returns no scalar loss.
     """
     import torch
+
     from graph.importer import import_module
 
     # What a user's module prints must not end up in our results.

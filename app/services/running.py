@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from runtime.jobs import JobResult
 
 
+LONGEST_TIMEOUT_S = 1e8
+"""About three years; torch's own timeouts overflow not far beyond."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunRequest:
     """What `app run` was asked for."""
@@ -111,13 +115,19 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
         SoapstoneError: a model, strategy or option that cannot be used.
         RuntimeFailure: a rank failed; the run is stored as failed, with the reason.
     """
+    if request.iterations < 1:
+        raise UsageError(f"--iterations: is {request.iterations}, must be at least 1; ask for one or more")
+    if not 0 < request.timeout_s < LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"--timeout: is {request.timeout_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
+        )
+    if request.seed >= 2**63:
+        raise UsageError(f"--seed: is {request.seed}, must be below 2 to the 63; choose another")
     rank = int(os.environ.get("RANK", "0"))
     progress.begin(f"importing {request.model.name}", None)
     model = import_graph(request.model, batch_norm=request.batch_norm)
     progress.end()
     training = Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
-    if request.iterations < 1:
-        raise UsageError(f"--iterations: is {request.iterations}, must be at least 1; ask for one or more")
     with Store.open(database) as store:
         target = find_target(store, LOCAL, progress, devices=request.devices, processor=request.processor)
         setting = prepare(store, model, target, training, request.on_miss, progress)

@@ -37,6 +37,7 @@ app db upgrade
 mlp=(--device cpu --devices 2 --model mlp --preset small --batch-size 8)
 app profile "${mlp[@]}"
 app search "${mlp[@]}" --topology local --seed 0
+app run "${mlp[@]}" --strategy data-parallel --verify
 app run "${mlp[@]}" --strategy best
 app compare --model mlp-small
 echo "wheel test: passed"

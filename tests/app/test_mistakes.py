@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,20 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("topology", "show", "nowhere"), ("nowhere",)),
         (("models", "show", "nothing"), ("nothing",)),
         (("db", "status", "--database", "mysql://x/y"), ("mysql",)),
+        (("frobnicate",), ("frobnicate", "app --help")),
+        (("search",), ("--model", "app search --help")),
+        (("search", *SMALL, "--devices", "two"), ("--devices", "integer")),
+        (("search", *SMALL, "--beta", "inf"), ("--beta", "inf")),
+        (("search", *SMALL, "--seed", str(2**63)), ("--seed", str(2**63 - 1))),
+        (("search", *SMALL, "--chains", "100000"), ("--chains", "1024")),
+        (("search", *SMALL, "--time", "nan"), ("time", "nan")),
+        (("search", "--model", ":factory"), (":factory", "package.module:factory")),
+        (("search", "--model", "../mine:factory"), ("../mine", "package.module:factory")),
+        (("run", *SMALL, "--timeout", "nan"), ("--timeout", "nan")),
+        (("run", *SMALL, "--seed", str(2**63)), ("--seed",)),
+        (("topology", "show", "p100-cluster", "--device", "cpu"), ("--device", "local")),
+        (("topology", "show", "local", "--device", "cpu", "--devices", "100000"), ("100000", "fewer")),
+        (("topology", "probe", "--device", "cpu", "--devices", "1"), ("1 device", "--devices")),
     ],
 )
 def test_a_wrong_name_or_value_is_named(
@@ -72,7 +88,95 @@ def test_a_database_of_a_newer_soapstone_is_left_alone(command: Command, databas
     before = database.read_bytes()
     assert_one_line(command("compare"), "9999")
     assert_one_line(command("db", "upgrade"), "9999")
+    assert_one_line(command("db", "status"), "9999", "newer")
     assert database.read_bytes() == before
+
+
+USER_MODULE = """
+import torch
+from torch import nn
+
+print("imported")
+
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        print("forward")
+        return self.layer(x).square().mean()
+
+
+def good(batch_size=6):
+    print("built")
+    return Mine(), (torch.randn(batch_size, 4),), {}
+
+
+def keywords(**options):
+    return good(**options)
+
+
+def no_module():
+    return 3, (torch.randn(6, 4),), {}
+
+
+def leaves():
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with modules of a user's own, and packages that are named as some of ours."""
+    folder = tmp_path / "user"
+    for package in ("runtime", "graph"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text("raise RuntimeError('found instead of ours')\n")
+    (folder / "users_own.py").write_text(USER_MODULE)
+    (folder / "users_broken.py").write_text("1 / 0\n")
+    (folder / "users_script.py").write_text("import sys\nsys.exit(7)\n")
+    monkeypatch.chdir(folder)
+    finders = list(sys.meta_path)
+    yield folder
+    sys.meta_path[:] = finders
+    sys.modules.pop("users_own", None)
+
+
+@pytest.mark.parametrize("factory", ["good", "keywords"])
+def test_what_a_users_module_prints_is_no_part_of_the_document(
+    command: Command, user_folder: Path, factory: str
+) -> None:
+    outcome = command("models", "show", f"users_own:{factory}", "--batch-size", "5", "--json")
+    assert outcome.code == 0, outcome
+    assert outcome.document["batch_size"] == 5
+    # Worker processes inherit sys.path: with the folder on it, its packages could be found instead of ours.
+    assert str(user_folder) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("users_own:no_module", ("(module, args, kwargs)",)),
+        ("users_own:leaves", ("SystemExit",)),
+        ("users_broken:factory", ("ZeroDivisionError", "users_broken")),
+        ("users_script:factory", ("SystemExit", "users_script")),
+        ("graph:factory", ("graph", "rename")),
+    ],
+)
+def test_a_users_module_that_fails_is_named(
+    command: Command, user_folder: Path, model: str, words: tuple[str, ...]
+) -> None:
+    assert_one_line(command("models", "show", model), *words)
+
+
+def test_comparing_what_was_never_stored_names_what_is(command: Command, database: Path) -> None:
+    assert command("compare", "--model", "nothing").code == 0
+    searched = command("search", *SMALL, "--topology", "p100-cluster", "--devices", "2", "--proposals", "0")
+    assert searched.code == 0, searched
+    assert_one_line(command("compare", "--model", "nothing"), "nothing", "mlp-small")
+    assert_one_line(command("compare", "--topology", "nowhere"), "nowhere", "p100-cluster")
 
 
 @pytest.fixture
