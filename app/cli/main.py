@@ -5,7 +5,9 @@ Commands import what they need when they run, so that `app --help` answers at on
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 from typing import Any, NoReturn
 
 import typer
@@ -38,6 +40,8 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line: a user's mistake is one line on standard error and exit code 2."""
+    # As an exception, so that what is under way is ended and recorded.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
         code = application(standalone_mode=False)
@@ -52,6 +56,10 @@ def main() -> None:
     if code == _INTERRUPTED:
         sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _refuse(error: Any) -> NoReturn:

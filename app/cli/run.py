@@ -38,7 +38,10 @@ def run(
         str, typer.Option("--on-miss", help="A cost that the prediction lacks: measure, estimate or fail.")
     ] = "measure",
     timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds after which the run is given up.")
+        float,
+        typer.Option(
+            "--timeout", help="Seconds that a process waits for another before the run is given up."
+        ),
     ] = 1800.0,
     database: options.Database = None,
     as_json: options.AsJson = False,

@@ -156,9 +156,13 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
             if rank == 0:
                 store.fail_execution(execution_id, str(error))
             raise
-        except KeyboardInterrupt:
+        except BaseException as error:
+            # A signal ends as one of these two; anything else is a bug, and the row must not stay "running" either.
+            ended = isinstance(error, KeyboardInterrupt | SystemExit)
             if rank == 0:
-                store.fail_execution(execution_id, "interrupted")
+                store.fail_execution(
+                    execution_id, "interrupted" if ended else f"{type(error).__name__}: {error}"
+                )
             raise
         finally:
             progress.end()

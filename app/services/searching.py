@@ -242,6 +242,9 @@ def _search(
             best_strategy_id=best.strategy_id,
         )
         status = "interrupted" if result.interrupted else "finished"
+    except (KeyboardInterrupt, SystemExit):
+        status = "interrupted"
+        raise
     finally:
         store.finish_search(search_id, status, outcome)
     return search_id, result, (best, *known)
