@@ -126,9 +126,14 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
     """
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, Mapping) else type(document).__name__
+        found = repr(document.get("format")) if isinstance(document, Mapping) else type(document).__name__
         raise StrategyError(
             f"strategy file: format is {found}, must be {FORMAT}; export it with this Soapstone"
+        )
+    if document.get("graph") != graph.digest:
+        raise StrategyError(
+            f"strategy file: is for graph {str(document.get('graph'))[:12]}, must be for {graph.name} "
+            f"({graph.digest[:12]}); pass the model and sizes that it was made for"
         )
     entries = document.get("operators")
     if not isinstance(entries, Mapping):
@@ -183,16 +188,27 @@ def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strate
         StrategyError: the file cannot be read, is no JSON, or does not fit.
     """
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise StrategyError(
             f"strategy file {path}: cannot be read ({error.strerror}), must be a readable file; check the path"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StrategyError(
             f"strategy file {path}: is not JSON ({error}), must be a strategy; export it again"
         ) from error
     return strategy_from_json(document, graph, device_count)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; one that names a key twice would silently lose the first."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(
+            key for position, (key, _) in enumerate(pairs) if key in {name for name, _ in pairs[:position]}
+        )
+        raise ValueError(f"{twice} is there twice")
+    return found
 
 
 def strategy_text(strategy: Strategy, graph: OperatorGraph) -> str:

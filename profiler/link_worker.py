@@ -24,6 +24,7 @@ ROWS = 8
 SOURCES = 3
 # Written before each message, so that neither data nor code is left in the caches, as after a convolution.
 EVICTED_BYTES = 16 * MIB
+BETWEEN = ((2, 64, 35, 35), (96, 64, 3, 3))
 # The computation that communication is laid beside: a matrix product, bound by arithmetic, and a sum, bound by memory.
 MATRIX_SIZE = 512
 SUM_ELEMENTS = 2**20
@@ -150,8 +151,9 @@ class _Rank:
         synchronize(self.device.torch_name)
 
     def _measure_messages(self, pair: Pair, size: int) -> None:
-        """Time an exchange as a training step has it: both ways at once, with data out of the caches, cut out of a
-        larger tensor and put in place beside the rank's own part, into memory that was never written before.
+        """Time an exchange as a training step has it: both ways at once, after a convolution, with data and code out
+        of the caches, cut out of a larger tensor and put in place beside the rank's own part, into memory that was
+        never written before.
 
         A bare ping-pong of one warm buffer is ten times as fast on a CPU, and predicts nothing.
         """
@@ -163,6 +165,7 @@ class _Rank:
         columns = max(1, size // 4 // ROWS)
         sources = [self._buffer(2 * ROWS * columns * 4).view(ROWS, 2 * columns) for _ in range(SOURCES)]
         eviction = self._buffer(EVICTED_BYTES)
+        images, filters = (torch.zeros(sizes, device=self.device.torch_name) for sizes in BETWEEN)
 
         def exchange(source: torch.Tensor) -> None:
             outgoing = source[:, columns:].contiguous()
@@ -174,8 +177,9 @@ class _Rank:
 
         times = []
         for repetition in range(WARM_UPS + repetitions(size)):
-            eviction.add_(1.0)
             self._barrier()
+            torch.conv2d(images, filters)
+            eviction.add_(1.0)
             if taking_part:
                 source = sources[repetition % SOURCES]
                 times.append(self._timed(lambda source=source: exchange(source)))  # type: ignore[misc]

@@ -47,11 +47,11 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """A communication pattern between the devices at places `members`, and the line fitted to its minimal times.
+    """A communication pattern between the devices at places `members`, and the line fitted to its median times.
 
     Time = `latency_s` + bytes / `bandwidth_bytes_per_s`; for a collective the bytes are those of one rank's buffer.
-    `residual` is the fit's mean absolute relative error. Minima, as for operators: on a shared machine a median holds
-    other processes' time slices of milliseconds, a hundred times a small message's own time.
+    `residual` is the fit's mean absolute relative error. Medians, unlike for operators: that a process must wake up
+    for a message is part of every message, and the least time is the one for which it happened to be awake.
     """
 
     pattern: Pattern
@@ -183,6 +183,11 @@ def _gather(processes: Sequence[DeviceProcess], deadline: float) -> list[ProbeRe
     return [reports[rank] for rank in range(len(processes))]
 
 
+def _latest_start(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return, for each repetition, the time of the rank that came last: it waited for no other's computation."""
+    return [min(of_ranks) for of_ranks in zip(*times, strict=True)]
+
+
 def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
     """Return, for each repetition, the time of the rank that was last: communication ends when all have it."""
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
@@ -194,7 +199,8 @@ def _summarize(
     links = []
     for pair in pairs:
         taken = {
-            size: _slowest([reports[rank].p2p_s[pair, size] for rank in pair]) for size in options.p2p_sizes
+            size: _latest_start([reports[rank].p2p_s[pair, size] for rank in pair])
+            for size in options.p2p_sizes
         }
         links.append(measurement("p2p", pair, taken))
     taken = {
@@ -212,7 +218,7 @@ def measurement(
     samples = tuple(
         LinkSample(size, min(times), statistics.median(times), tuple(times)) for size, times in taken.items()
     )
-    fit = fit_link([sample.size_bytes for sample in samples], [sample.minimum_s for sample in samples])
+    fit = fit_link([sample.size_bytes for sample in samples], [sample.median_s for sample in samples])
     return LinkMeasurement(pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from app.db.records import (
     GraphRecord,
+    RankedStrategy,
     SimulationRecord,
     StrategyRecord,
     StrategySource,
@@ -246,6 +247,18 @@ def predict(
     return strategy_id, simulation
 
 
+def _best(store: Store, setting: Setting) -> RankedStrategy | None:
+    """Return the stored strategy of the lowest prediction: in the runtime's own order, else in another."""
+    orders: tuple[TaskOrder, ...] = ("program", "fifo")
+    for order in orders:
+        ranked = store.best_strategy(
+            setting.graph_id, setting.topology_id, setting.training_id, task_order=order
+        )
+        if ranked is not None:
+            return ranked
+    return None
+
+
 def _call_digests(setting: Setting, strategy: Strategy) -> set[str]:
     from graph.rules import local_calls
 
@@ -277,7 +290,7 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     if reference == "expert":
         return baselines.expert(graph, count), "expert"
     if reference == "best":
-        ranked = store.best_strategy(setting.graph_id, setting.topology_id, setting.training_id)
+        ranked = _best(store, setting)
         if ranked is None:
             raise UsageError(
                 f"strategy best: none is stored for {graph.name} on {setting.topology.name} at batch size "

@@ -114,12 +114,17 @@ class GraphBuilder:
         return is_known(operator.target)
 
 
-def spec_of(tensor: torch.Tensor, model: str, where: str) -> TensorSpec:
+def spec_of(tensor: object, model: str, where: str) -> TensorSpec:
     """Return the spec of a (fake) tensor.
 
     Raises:
-        ImportFailure: its sizes depend on data, or its dtype is not supported.
+        ImportFailure: it is no tensor but a number read out of one, its sizes depend on data, or its dtype is not
+            supported.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ImportFailure(
+            f"model {model}: {where} is a number that depends on data, must be a tensor; avoid item() in its forward"
+        )
     shape = []
     for size in tensor.shape:
         if not isinstance(size, int):

@@ -61,6 +61,8 @@ RATE_UNITS = {
         for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
     },
 }
+# Routes are kept for every pair: 4,096 devices have 17 million.
+MOST_DEVICES = 4096
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 FLOPS_UNITS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-z/]*)\s*")
@@ -101,8 +103,8 @@ def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -
         TopologyError: the text is malformed; the message is one line and names the file and the key.
     """
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content = yaml.load(text, _Loader)  # a SafeLoader: it makes plain data only
+    except (yaml.YAMLError, RecursionError) as error:
         raise TopologyError(f"{where}: is not YAML ({_one_line(error)}); correct it") from error
     root = _Entry(where, "", content)
     root.check_keys(("kinds", "nodes"), ("name", "network"))
@@ -112,6 +114,11 @@ def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -
     if nodes is not None:
         title = f"{title}-x{nodes}"
     total = sum(count for count, _, _ in groups)
+    device_count = sum(count * len(devices) for count, devices, _ in groups)
+    if device_count > MOST_DEVICES:
+        root.fail(
+            "nodes", f"have {device_count} devices in all, must be at most {MOST_DEVICES}; ask for fewer"
+        )
     network = root.child("network") if "network" in content else None
     if total > 1 and network is None:
         root.fail("network", f"is missing, {total} nodes need it; add nics, bandwidth and latency")
@@ -119,6 +126,20 @@ def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -
         return _Builder(title, kinds, contention).build(groups, _read_network(network))
     except TopologyError as error:
         raise TopologyError(f"{where}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error; the first would silently be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        """Return the mapping of a node whose keys differ."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key} is there twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
 
 
 def _one_line(error: Exception) -> str:
@@ -265,7 +286,10 @@ def _read_devices(entry: _Entry, known: Sequence[str]) -> tuple[str, ...]:
     for name in entry.mapping():
         if name not in known:
             entry.fail(name, f"is no kind of this file, those are {', '.join(known)}")
-        names.extend([name] * entry.child(name).integer(1))
+        count = entry.child(name).integer(1)
+        if count > MOST_DEVICES:
+            entry.fail(name, f"is {count}, must be at most {MOST_DEVICES}")
+        names.extend([name] * count)
     return tuple(names)
 
 

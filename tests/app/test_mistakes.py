@@ -212,7 +212,14 @@ def test_a_strategy_file_that_does_not_fit_is_refused_with_the_operator_named(
         file.write_text(json.dumps({**strategy_document, "operators": entries}))
         outcome = command("run", *SMALL, "--device", "cpu", "--devices", "2", "--strategy", str(file))
         assert_one_line(outcome, word)
-    file = tmp_path / "text.json"
-    file.write_text("not json")
-    outcome = command("run", *SMALL, "--device", "cpu", "--devices", "2", "--strategy", str(file))
-    assert_one_line(outcome, "text.json", "JSON")
+    text = json.dumps(strategy_document)
+    unreadable = {
+        "text": "not json",
+        "deep": "[" * 100_000,
+        "twice": text.replace('"operators": {', '"operators": {"a": 1, "a": 2, ', 1),
+    }
+    for title, content in unreadable.items():
+        file = tmp_path / f"{title}.json"
+        file.write_text(content)
+        outcome = command("run", *SMALL, "--device", "cpu", "--devices", "2", "--strategy", str(file))
+        assert_one_line(outcome, file.name, "JSON")

@@ -369,6 +369,10 @@ def test_local_batch_norm_whole_is_the_module() -> None:
         (lambda self, x: {"loss": self.head(x).sum()}, r"returns dict, must return a scalar loss"),
         (lambda self, x: self.head(x).sum() if x.sum() > 0 else x.sum(), r"torch\.export fails"),
         (lambda self, x: self.head(x)[x.sum(1) > 0].sum(), r"size that depends on data|torch\.export fails"),
+        (
+            lambda self, x: (self.head(x) / x.sum().item()).sum(),
+            r"number that depends on data|torch\.export fails",
+        ),
         (lambda self, x: (self.head(x) * torch.rand(2, 2)).sum(), r"draws random numbers"),
         (lambda _, x: x.sum(), r"depends on no trainable weight"),
         (lambda self, x: self.missing(x), r"torch\.export fails \(AttributeError"),

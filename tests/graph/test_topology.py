@@ -445,3 +445,23 @@ def test_link_needs_bandwidth_and_no_negative_latency(bandwidth: float, latency:
 def test_negative_size_is_refused() -> None:
     with pytest.raises(TopologyError, match="size is -1 B, must be >= 0"):
         two_devices().transfer_time_s(0, 1, -1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("kinds: {}\nkinds: {}\nnodes: {}\n", "kinds is there twice"),
+        ("[" * 20_000, "is not YAML"),
+    ],
+)
+def test_yaml_that_repeats_a_key_or_never_ends_is_one_line(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    with pytest.raises(TopologyError, match=words) as caught:
+        load_topology(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_devices_than_routes_can_be_kept_for_are_refused() -> None:
+    with pytest.raises(TopologyError, match="at most 4096"):
+        load_topology("p100-cluster", nodes=10_000_000)
