@@ -14,6 +14,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -76,7 +77,7 @@ class TerminalProgress:
             transient=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._task: Any = None
+        self._tasks: list[TaskID] = []
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -85,7 +86,8 @@ class TerminalProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.end()
+        while self._tasks:
+            self.end()
         self._bars.stop()
 
     def say(self, text: str) -> None:
@@ -97,20 +99,17 @@ class TerminalProgress:
         self._console.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
 
     def begin(self, text: str, total: int | None) -> None:
-        """Show a bar; off a terminal, one line."""
-        self.end()
+        """Show a bar, below those of stages that this one is part of; off a terminal, one line."""
         if self._bars.disable:
             self.say(text if total is None else f"{text}: {total}")
-        else:
-            self._task = self._bars.add_task(text, total=total)
+        self._tasks.append(self._bars.add_task(text, total=total))
 
     def advance(self, steps: int = 1, text: str | None = None) -> None:
         """Move the bar."""
-        if self._task is not None:
-            self._bars.update(self._task, advance=steps, description=text)
+        if self._tasks:
+            self._bars.update(self._tasks[-1], advance=steps, description=text)
 
     def end(self) -> None:
-        """Take the bar away."""
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-            self._task = None
+        """Take the last bar away."""
+        if self._tasks:
+            self._bars.remove_task(self._tasks.pop())

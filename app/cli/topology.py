@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli import options
+
+if TYPE_CHECKING:
+    from graph.topology import Topology
 
 application = typer.Typer(
     help="Device topologies: packaged, from a file, or this machine's.", no_args_is_help=True
@@ -100,13 +103,11 @@ def probe_topology(
     _show(found, as_json=as_json)
 
 
-def _show(topology: object, *, as_json: bool) -> None:
+def _show(topology: Topology, *, as_json: bool) -> None:
     import json
 
     from app.cli.output import print_json, print_lines, print_table
-    from graph.topology import Topology
 
-    assert isinstance(topology, Topology)
     if as_json:
         print_json(json.loads(topology.to_json()))
         return

@@ -21,7 +21,7 @@ OnMiss = Literal["measure", "estimate", "fail"]
 ON_MISS: tuple[OnMiss, ...] = ("measure", "estimate", "fail")
 
 # Measures calls on a real device of the kind that is asked for, storing each as it comes.
-Measure = Callable[[Sequence[LocalCall]], None]
+Measure = Callable[[Sequence[LocalCall]], object]
 
 
 def signature_record(call: LocalCall) -> OpSignatureRecord:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from app.services.machine import (
     topology_of,
 )
 from app.services.models import ImportedModel
-from app.services.profiling import measure
+from app.services.profiling import Measurer
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
@@ -112,6 +113,7 @@ class Setting:
         return self.target.topology
 
 
+@contextmanager
 def prepare(
     store: Store,
     model: ImportedModel,
@@ -119,14 +121,24 @@ def prepare(
     training: Training,
     on_miss: OnMiss,
     progress: Progress,
+) -> Iterator[Setting]:
+    """Store the graph, topology and training, and give them with a cost table over the database.
+
+    Workers that measured missing costs end with the context.
+    """
+    with ExitStack() as stack:
+        sources = {}
+        for kind in target.topology.kinds:
+            measurer = None
+            if target.machine is not None:
+                measurer = stack.enter_context(Measurer(store, target.machine, progress))
+            sources[kind.name] = _kind_source(store, target, kind.name, on_miss, measurer)
+        yield _setting(store, model, target, training, CostsByKind(sources))
+
+
+def _setting(
+    store: Store, model: ImportedModel, target: Target, training: Training, source: CostsByKind
 ) -> Setting:
-    """Store the graph, topology and training, and return them with a cost table over the database."""
-    source = CostsByKind(
-        {
-            kind.name: _kind_source(store, target, kind.name, on_miss, progress)
-            for kind in target.topology.kinds
-        }
-    )
     return Setting(
         model=model,
         target=target,
@@ -149,11 +161,11 @@ def prepare(
 
 
 def _kind_source(
-    store: Store, target: Target, kind_name: str, on_miss: OnMiss, progress: Progress
+    store: Store, target: Target, kind_name: str, on_miss: OnMiss, measurer: Measurer | None
 ) -> DatabaseCosts:
     kind = target.topology.kind(kind_name)
     machine = target.machine
-    if machine is None:
+    if machine is None or measurer is None:
         # Another machine's devices: nothing can be measured here; any environment's costs of that kind count.
         stored = store.device_kind(kind_name)
         if on_miss == "measure":
@@ -161,18 +173,26 @@ def _kind_source(
                 f"--on-miss measure: {kind_name} is not on this machine, must be; choose estimate or fail"
             )
         return DatabaseCosts(store, kind, stored.id if stored else None, None, on_miss)
-    return DatabaseCosts(
-        store,
-        kind,
-        machine.kind_id,
-        machine.environment_id,
-        on_miss,
-        lambda calls: _measure_missing(store, machine, calls, progress),
-    )
+    return DatabaseCosts(store, kind, machine.kind_id, machine.environment_id, on_miss, measurer.measure)
 
 
-def _measure_missing(store: Store, machine: Machine, calls: Sequence[LocalCall], progress: Progress) -> None:
-    measure(store, machine, calls, progress)
+def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) -> None:
+    """Ask for the costs of many calls, by device kind, at once: what is missing is then measured in one go."""
+    for kind_name, wanted in calls.items():
+        setting.table.costs(wanted, kind_name)
+
+
+def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalCall]]:
+    """Return the distinct calls of a strategy for each device kind that executes them."""
+    from graph.rules import local_calls
+
+    graph, topology = setting.model.graph, setting.topology
+    found: dict[str, dict[str, LocalCall]] = {}
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        calls = local_calls(graph, operator, configuration.degrees)
+        for call, device in zip(calls, configuration.devices, strict=True):
+            found.setdefault(topology.devices[device].kind_name, {})[call.digest] = call
+    return {kind_name: list(calls.values()) for kind_name, calls in found.items()}
 
 
 def graph_record(model: ImportedModel) -> GraphRecord:
@@ -208,6 +228,8 @@ def predict(
     from search.simulator import simulate
 
     strategy.validate(setting.model.graph, len(setting.topology.devices))
+    calls = calls_by_kind(setting, strategy)
+    resolve_costs(setting, calls)
     simulation = simulate(
         setting.model.graph,
         strategy,
@@ -232,7 +254,7 @@ def predict(
             topology_id=setting.topology_id,
             training_id=setting.training_id,
             task_order=order,
-            cost_digest=setting.source.cost_digest(_call_digests(setting, strategy)),
+            cost_digest=setting.source.cost_digest(call.digest for some in calls.values() for call in some),
             step_time_s=simulation.step_time_s,
             measured_share=simulation.shares[Origin.MEASURED],
             estimated_share=simulation.shares[Origin.ESTIMATED],
@@ -257,17 +279,6 @@ def _best(store: Store, setting: Setting) -> RankedStrategy | None:
         if ranked is not None:
             return ranked
     return None
-
-
-def _call_digests(setting: Setting, strategy: Strategy) -> set[str]:
-    from graph.rules import local_calls
-
-    graph = setting.model.graph
-    return {
-        call.digest
-        for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
-        for call in local_calls(graph, operator, configuration.degrees)
-    }
 
 
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from app.db.store import Store
 from app.services.costs import cost_records
@@ -15,6 +17,9 @@ from graph.calls import LocalCall
 from graph.errors import UsageError
 from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
+
+if TYPE_CHECKING:
+    from profiler.workers import WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ def profile(
     local_links(store, machine, progress)
     calls = calls_of(models, optimizers, machine.count)
     missing = missing_calls(store, machine, calls)
-    failed = measure(store, machine, missing, progress)
+    with Measurer(store, machine, progress) as measurer:
+        failed = measurer.measure(missing)
     return ProfileReport(
         device_kind=machine.kind.name,
         devices=machine.count,
@@ -139,24 +145,45 @@ def missing_calls(store: Store, machine: Machine, calls: Sequence[LocalCall]) ->
     return [call for call in calls if any((call.digest, phase) not in stored for phase in phases(call))]
 
 
-def measure(
-    store: Store, machine: Machine, calls: Sequence[LocalCall], progress: Progress
-) -> list[LocalCall]:
-    """Measure calls on the machine's devices, storing each as it comes; return those that failed."""
-    from profiler.measure import FailedMeasurement
-    from profiler.workers import WorkerPool
+class Measurer:
+    """Measures calls on a machine's devices and stores each result as it comes; a context manager.
 
-    failed: list[LocalCall] = []
-    if not calls:
-        return failed
-    progress.begin(f"measuring on {machine.count} x {machine.kind.name}", len(calls))
-    try:
-        with WorkerPool(machine.devices) as pool:
-            for result in pool.measure(calls):
-                store.put_op_costs(machine.kind_id, machine.environment_id, cost_records(result))
+    Its workers start with the first call and stay, since each takes seconds to start: a search meets calls one by one.
+    """
+
+    def __init__(self, store: Store, machine: Machine, progress: Progress) -> None:
+        self._store = store
+        self._machine = machine
+        self._progress = progress
+        self._pool: WorkerPool | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def measure(self, calls: Sequence[LocalCall]) -> list[LocalCall]:
+        """Measure and store calls; return those that failed."""
+        from profiler.measure import FailedMeasurement
+        from profiler.workers import WorkerPool
+
+        failed: list[LocalCall] = []
+        if not calls:
+            return failed
+        machine = self._machine
+        if self._pool is None:
+            self._pool = WorkerPool(machine.devices).__enter__()
+        self._progress.begin(f"measuring on {machine.count} x {machine.kind.name}", len(calls))
+        try:
+            for result in self._pool.measure(calls):
+                self._store.put_op_costs(machine.kind_id, machine.environment_id, cost_records(result))
                 if any(isinstance(outcome, FailedMeasurement) for outcome in result.outcomes):
                     failed.append(result.call)
-                progress.advance()
-    finally:
-        progress.end()
-    return failed
+                self._progress.advance()
+        finally:
+            self._progress.end()
+        return failed

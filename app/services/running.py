@@ -130,9 +130,10 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
     training = Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
     with Store.open(database) as store:
         target = find_target(store, LOCAL, progress, devices=request.devices, processor=request.processor)
-        setting = prepare(store, model, target, training, request.on_miss, progress)
-        strategy, source = named_strategy(store, setting, request.strategy)
-        strategy_id, simulation = predict(store, setting, strategy, source)
+        # Workers that measure what the prediction lacks end here: the run needs their cores.
+        with prepare(store, model, target, training, request.on_miss, progress) as setting:
+            strategy, source = named_strategy(store, setting, request.strategy)
+            strategy_id, simulation = predict(store, setting, strategy, source)
         machine = setting.target.machine
         if machine is None:
             raise UsageError(

@@ -16,7 +16,7 @@ from app.db.trace import ConfigurationName, ProposalBatch, ProposalTrace
 from app.services.costs import OnMiss
 from app.services.machine import Processor
 from app.services.models import ModelRequest, import_graph
-from app.services.predicting import LOCAL, Setting, find_target, predict, prepare
+from app.services.predicting import LOCAL, Setting, find_target, predict, prepare, resolve_costs
 from app.services.progress import Progress
 from graph.canonical import canonical_json
 from graph.errors import UsageError
@@ -24,6 +24,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from search import baselines
 from search.costs import Origin
+from search.needed import needed_calls
 
 if TYPE_CHECKING:
     from search import mcmc
@@ -147,8 +148,12 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
         )
         # What this machine can measure it measures; of other machines there are only estimates.
         on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
-        setting = prepare(store, model, target, training, on_miss, progress)
-        search_id, result, found = _search(store, setting, options, progress)
+        with prepare(store, model, target, training, on_miss, progress) as setting:
+            if on_miss == "measure":
+                # As `app profile` does; the walk then seldom meets a call that nobody measured.
+                calls = needed_calls(model.graph, len(target.topology.devices))
+                resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
+            search_id, result, found = _search(store, setting, options, progress)
     return SearchReport(
         search_id=search_id,
         model=model.graph.name,

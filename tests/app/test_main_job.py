@@ -97,6 +97,16 @@ def test_every_zoo_network_is_searched_on_four_devices_with_its_estimates_marked
     assert best["shares"] == {"measured": 0.0, "estimated": 0.0, "datasheet": pytest.approx(1.0)}
 
 
+def test_a_search_without_a_profile_measures_what_the_profile_would(command: Command, database: Path) -> None:
+    small = ("--model", "mlp", "--preset", "small", *TWO_CPUS)
+    searched = command("search", *small, "--proposals", "40", "--json")
+    assert searched.code == 0, searched
+    assert searched.document["predictions"][0]["shares"]["measured"] == pytest.approx(1.0)
+    profiled = command("profile", *small, "--json")
+    assert (profiled.document["measured"], profiled.document["failed"]) == (0, 0)
+    assert profiled.document["known"] == profiled.document["needed"] > 0
+
+
 def test_a_users_own_network_is_searched_from_its_folder(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
