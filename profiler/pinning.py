@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -69,16 +70,31 @@ def child_variables() -> dict[str, str]:
     }
 
 
+# Variables that are set for children now: how many contexts set each, and what was there before the first.
+_set_now: dict[str, tuple[int, str | None]] = {}
+_set_now_lock = threading.Lock()
+
+
 @contextmanager
 def started_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while a child process is started, then restore what was there."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    """Set environment variables while a child process is started, then restore what was there.
+
+    Contexts may overlap, in several threads too: the last one to end restores what was there before the first.
+    """
+    with _set_now_lock:
+        for name, value in variables.items():
+            count, before = _set_now.get(name, (0, os.environ.get(name)))
+            _set_now[name] = (count + 1, before)
+            os.environ[name] = value
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        with _set_now_lock:
+            for name in variables:
+                count, before = _set_now.pop(name)
+                if count > 1:
+                    _set_now[name] = (count - 1, before)
+                elif before is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = before

@@ -211,6 +211,21 @@ def test_child_variables_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PYTHONSAFEPATH" not in os.environ
 
 
+def test_overlapping_starts_in_threads_leave_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    first, second = started_with(child_variables()), started_with(child_variables())
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+    second.__exit__(None, None, None)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
 def test_no_core_to_pin_to_changes_nothing() -> None:
     before = usable_cores()
     assert not pin_to_core(None)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from tests.profiler.examples import impossible_matrix_product, long_matrix_produ
 
 QUICK = MeasureOptions(repetitions=3, budget_s=0.0)
 PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 
 def _until(condition: Callable[[], object]) -> None:
@@ -164,7 +166,11 @@ with WorkerPool(cpu_devices(1)) as pool:
 """
     command = [sys.executable, "-c", script]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+    # Said outright, since the script imports from the tests.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, cwd=ROOT, env=environment
+    ) as run:
         try:
             assert run.stdout is not None
             assert run.stderr is not None
