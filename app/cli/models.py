@@ -51,9 +51,9 @@ def show_model(
     """
     from app.cli.output import print_json, print_lines, print_table
     from app.services.describing import describe_model
-    from app.services.searching import search_request_model
+    from app.services.models import requested_model
 
-    report = describe_model(search_request_model(model, preset, batch_size), batch_norm)
+    report = describe_model(requested_model(model, preset, batch_size), batch_norm)
     if as_json:
         print_json(report.to_json())
         return

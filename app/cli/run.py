@@ -52,14 +52,14 @@ def run(
     """
     from app.cli.output import TerminalProgress, print_json
     from app.services.costs import ON_MISS
+    from app.services.models import requested_model
     from app.services.running import RunRequest, run_strategy
-    from app.services.searching import search_request_model
     from graph.errors import RuntimeFailure, UsageError
 
     if on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = RunRequest(
-        model=search_request_model(model, preset, batch_size),
+        model=requested_model(model, preset, batch_size),
         strategy=strategy,
         devices=devices,
         processor=options.processor(device),

@@ -53,13 +53,14 @@ def search(
     """
     from app.cli.output import TerminalProgress, print_json
     from app.services.costs import ON_MISS
-    from app.services.searching import SearchRequest, run_search, search_request_model
+    from app.services.models import requested_model
+    from app.services.searching import SearchRequest, run_search
     from graph.errors import UsageError
 
     if on_miss is not None and on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = SearchRequest(
-        model=search_request_model(model, preset, batch_size),
+        model=requested_model(model, preset, batch_size),
         topology=topology,
         devices=devices,
         nodes=nodes,

@@ -111,6 +111,23 @@ class DatabaseCosts:
         Raises:
             CostError: a cost is missing and `on_miss` is "fail", or the kind is another than this source's.
         """
+        self._obtain(calls, kind_name)
+        return [self._cost(call) for call in calls]
+
+    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds of one optimizer update of `elements` weights: linear in their number."""
+        from profiler.updates import scaled_update_s, update_call
+
+        call = update_call(optimizer)
+        self._obtain([call], kind_name)
+        time_s = self._measured.get((call.digest, "update"))
+        if time_s is None:
+            estimate = self._fitted().estimate(call, "update")
+            return scaled_update_s(estimate.time_s, elements), Origin(estimate.origin)
+        return scaled_update_s(time_s, elements), Origin.MEASURED
+
+    def _obtain(self, calls: Sequence[LocalCall], kind_name: str) -> None:
+        """Measure what is missing, or refuse it, as `on_miss` says."""
         if kind_name != self._kind.name:
             raise CostError(
                 f"costs: are of {self._kind.name}, must be of {kind_name}; profile devices of that kind"
@@ -125,24 +142,6 @@ class DatabaseCosts:
                 f"{missing[0].target} {_shapes(missing[0])}: not measured on {kind_name}, must be (and "
                 f"{len(missing) - 1} more); run app profile or choose --on-miss estimate"
             )
-        return [self._cost(call) for call in calls]
-
-    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds of one optimizer update of `elements` weights: linear in their number."""
-        from profiler.updates import scaled_update_s, update_call
-
-        if kind_name != self._kind.name:
-            raise CostError(
-                f"costs: are of {self._kind.name}, must be of {kind_name}; profile devices of that kind"
-            )
-        call = update_call(optimizer)
-        if (call.digest, "update") not in self._measured:
-            self.resolve([call], kind_name)
-        time_s = self._measured.get((call.digest, "update"))
-        if time_s is None:
-            estimate = self._fitted().estimate(call, "update")
-            return scaled_update_s(estimate.time_s, elements), Origin(estimate.origin)
-        return scaled_update_s(time_s, elements), Origin.MEASURED
 
     def used_costs(self, digests: Iterable[str]) -> list[tuple[str, str]]:
         """Return (call digest, cost) of those calls that this source gave a cost for, in order of digest."""
@@ -157,8 +156,6 @@ class DatabaseCosts:
         from profiler.measure import phases
 
         wanted = phases(call)
-        if wanted == ("update",):
-            return OperatorCost(self._measured.get((call.digest, "update"), 0.0), 0.0, Origin.MEASURED)
         if self._has(call):
             backward_s = self._measured[call.digest, "backward"] if "backward" in wanted else 0.0
             cost = OperatorCost(self._measured[call.digest, "forward"], backward_s, Origin.MEASURED)

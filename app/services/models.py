@@ -46,6 +46,11 @@ class ModelRequest:
         return {"name": self.name, "preset": self.preset, "batch_size": self.batch_size}
 
 
+def requested_model(name: str, preset: str, batch_size: int | None) -> ModelRequest:
+    """Return the model that a command's options mean, looked for in the current folder as well."""
+    return ModelRequest(name, preset, batch_size, str(Path.cwd()))
+
+
 def build_model(name: str, preset: str, batch_size: int | None, folder: str) -> Built:
     """Return (module, args, kwargs) on the current default device; the runtime's workers call it by its name.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -357,8 +356,3 @@ def _prediction(
         peak_memory_bytes=simulation.peak_memory_bytes,
         feasible=simulation.feasible,
     )
-
-
-def search_request_model(name: str, preset: str, batch_size: int | None) -> ModelRequest:
-    """Return the model that a command's options mean, looked for in the current folder as well."""
-    return ModelRequest(name, preset, batch_size, str(Path.cwd()))
