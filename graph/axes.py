@@ -230,7 +230,10 @@ def refine(space: IterationSpace, factors: Mapping[int, Sequence[int]]) -> Itera
 
 
 def refinable(space: IterationSpace) -> frozenset[int]:
-    """Return the axes that only identity factors follow, so that they may be replaced by products."""
+    """Return the axes that only identity factors of their own size follow, so that products may replace them.
+
+    A shorter factor is clipped; a longer one is a slice from 0 on. Neither is a product of the axis's factors.
+    """
     touched = {
         factor.axis: True
         for operand in (*space.inputs, *space.outputs)
@@ -241,6 +244,8 @@ def refinable(space: IterationSpace) -> frozenset[int]:
     for operand in (*space.inputs, *space.outputs):
         for dim in operand:
             for factor in dim:
-                if factor.axis is not None and not factor.is_identity:
+                if factor.axis is None:
+                    continue
+                if not factor.is_identity or factor.size != space.axes[factor.axis].size:
                     touched[factor.axis] = False
     return frozenset(axis for axis, pure in touched.items() if pure)

@@ -18,6 +18,8 @@ from graph.importing.building import GraphBuilder, spec_of
 from graph.importing.exporting import export, qualified_name
 from graph.importing.lowering import Lowering
 from graph.importing.propagation import refined_spaces
+from graph.importing.rewriting import REWRITERS
+from graph.importing.unrolling import UNROLLERS
 from graph.operators import FLOATING, Operator, OperatorGraph, Value, ValueKind
 
 BATCH_NORM_MODES = ("synchronized", "local")
@@ -55,7 +57,7 @@ def import_module(
         )
     program = export(module, args, kwargs or {}, name)
     builder = GraphBuilder(name)
-    lowering = Lowering(builder, batch_norm)
+    lowering = Lowering(builder, batch_norm, {**REWRITERS, **UNROLLERS})
     inputs, aliases = _place_values(program, module, lowering)
     for node in program.graph.nodes:
         if node.op == "call_function":
@@ -133,13 +135,14 @@ def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, targe
     """Add a small tensor that the forward makes from numbers, as an operator that holds them."""
     tensor = program.constants[target]
     model = lowering.builder.model
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.numel() > LARGEST_CONSTANT:
+    no_values = not isinstance(tensor, torch.Tensor) or (tensor.is_meta and tensor.numel() > 0)
+    if no_values or tensor.numel() > LARGEST_CONSTANT:
         raise ImportFailure(
             f"model {model}: constant {qualified_name(target)} has no values here or too many, must have at most "
             f"{LARGEST_CONSTANT}; register it as a buffer"
         )
     spec = spec_of(tensor, model, target)
-    data = tuple(tensor.detach().reshape(-1).tolist())
+    data = tuple(tensor.detach().reshape(-1).tolist()) if tensor.numel() else ()
     arguments = {"data": data, "size": spec.shape, "dtype": spec.dtype}
     return lowering.builder.add(node.name, "soapstone.constant", arguments, [spec])[0]
 

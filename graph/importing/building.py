@@ -14,7 +14,7 @@ from graph.rules.base import Signature
 from graph.rules.registry import is_known
 
 # Operators whose outputs carry no gradient, and outputs by position that carry none.
-NOT_DIFFERENTIABLE = frozenset({"aten.detach.default", "soapstone.running_statistics"})
+NOT_DIFFERENTIABLE = frozenset({"aten.detach.default", "aten.histc.default", "soapstone.running_statistics"})
 NOT_DIFFERENTIABLE_OUTPUTS = {"soapstone.batch_norm": frozenset({1})}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from graph.axes import Axis, AxisKind, Dim, IterationSpace
+from graph.axes import Axis, AxisKind, Dim, IterationSpace, followed_axes
 from graph.importing.building import DraftOperator, GraphBuilder
 from graph.operators import ValueKind
 from graph.rules import rule_for
@@ -20,9 +20,14 @@ _FREE = (AxisKind.SAMPLE, AxisKind.ATTRIBUTE)
 
 
 class _Labels:
-    """For every dim of every value: where the batch lies, and the name of each extent."""
+    """For every dim of every value: where the batch lies, and the name of each extent. `sizes` are of batches."""
 
     def __init__(self, builder: GraphBuilder) -> None:
+        self.sizes = {
+            value.spec.shape[0]
+            for value in builder.values.values()
+            if value.kind is ValueKind.INPUT and value.spec.shape
+        }
         self.batch: dict[tuple[str, int], _Extent] = {}
         self.names: dict[tuple[str, int], dict[_Extent, str]] = {}
         for name, value in builder.values.items():
@@ -36,8 +41,10 @@ def labelled(builder: GraphBuilder, spaces: Sequence[IterationSpace]) -> list[It
     result = []
     for operator, space in zip(builder.operators, spaces, strict=True):
         if operator.inputs:
-            space = _with_kinds(_with_names(space, _inherited(operator, space, labels)), operator, labels)
+            space = _with_names(space, _inherited(operator, space, labels))
+        space = _with_kinds(space, operator, labels)
         _record(operator, space, labels)
+        _record_shuffled(builder, operator, labels)
         result.append(space)
     return result
 
@@ -62,6 +69,14 @@ def _record(operator: DraftOperator, space: IterationSpace, labels: _Labels) -> 
                     batch.append(extent)
             if batch:
                 labels.batch[name, dim] = (batch[0][0], batch[-1][1])
+
+
+def _record_shuffled(builder: GraphBuilder, operator: DraftOperator, labels: _Labels) -> None:
+    """Where samples are reordered (sorted by expert, say), they may then stand anywhere along the dim."""
+    for slot, source, target in rule_for(operator.target).shuffled(builder.signature(operator)):
+        if (operator.inputs[slot], source) in labels.batch:
+            for name in operator.outputs:
+                labels.batch[name, target] = (1, builder.spec(name).shape[target])
 
 
 def _inherited(operator: DraftOperator, space: IterationSpace, labels: _Labels) -> dict[int, str]:
@@ -100,6 +115,8 @@ def _with_kinds(space: IterationSpace, operator: DraftOperator, labels: _Labels)
                 for axis, (inner, outer) in _extents(factors)
                 if axis is not None and low <= inner and outer <= high
             )
+    if not samples:
+        samples.update(_made_for_batch(space, labels))
     axes: list[Axis] = []
     names = {axis.name for axis in space.axes}
     for index, axis in enumerate(space.axes):
@@ -113,6 +130,17 @@ def _with_kinds(space: IterationSpace, operator: DraftOperator, labels: _Labels)
                 name = _free("sample", names)
         axes.append(Axis(name, axis.size, kind))
     return replace(space, axes=tuple(axes))
+
+
+def _made_for_batch(space: IterationSpace, labels: _Labels) -> set[int]:
+    """Return the outermost axis of a first dim that is made here (a factory, an expansion) in a batch's size."""
+    followed = {axis for operand in space.inputs for axis in followed_axes(operand)}
+    first = [operand[0][0] for operand in space.outputs if operand and operand[0]]
+    return {
+        factor.axis
+        for factor in first
+        if factor.axis is not None and factor.axis not in followed and factor.size in labels.sizes
+    }
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,11 +30,14 @@ _SPELLINGS = (
 
 
 class Lowering:
-    """Lowers the calls of one graph in order."""
+    """Lowers the calls of one graph in order; `rewriters` are further lowerers, by name."""
 
-    def __init__(self, builder: GraphBuilder, batch_norm: str) -> None:
+    def __init__(
+        self, builder: GraphBuilder, batch_norm: str, rewriters: Mapping[str, Lowerer] = MappingProxyType({})
+    ) -> None:
         self.builder = builder
         self.batch_norm = batch_norm
+        self.rewriters = rewriters
         self.environment: dict[fx.Node, Lowered] = {}
 
     def lower(self, node: fx.Node) -> None:
@@ -57,7 +61,8 @@ class Lowering:
         name = node.name
         for theirs, ours in _SPELLINGS:
             name = name.replace(theirs, ours)
-        lowerer = LOWERERS.get(str(node.target).removeprefix("aten."), plain)
+        target = str(node.target).removeprefix("aten.")
+        lowerer = LOWERERS.get(target) or self.rewriters.get(target, plain)
         self.environment[node] = lowerer(self, name, node, arguments)
 
     def value(self, node: Any) -> str:
@@ -167,10 +172,11 @@ def _detach(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) 
 
 
 def _expand(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    return _expanded(lowering, name, lowering.value(arguments["self"]), lowering.spec(node))
+    return expanded(lowering, name, lowering.value(arguments["self"]), lowering.spec(node))
 
 
-def _expanded(lowering: Lowering, name: str, source: str, spec: TensorSpec) -> str:
+def expanded(lowering: Lowering, name: str, source: str, spec: TensorSpec) -> str:
+    """Return `source` expanded to a spec's shape; itself where it has that shape."""
     if lowering.builder.spec(source).shape == spec.shape:
         return source
     arguments = {"self": Ref(source), "size": spec.shape, "implicit": False}
@@ -179,7 +185,7 @@ def _expanded(lowering: Lowering, name: str, source: str, spec: TensorSpec) -> s
 
 def _broadcast(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
     return tuple(
-        _expanded(lowering, f"{name}.{position}", lowering.value(source), spec_of(result, name, name))
+        expanded(lowering, f"{name}.{position}", lowering.value(source), spec_of(result, name, name))
         for position, (source, result) in enumerate(zip(arguments["tensors"], node.meta["val"], strict=True))
     )
 
@@ -267,7 +273,7 @@ def _copy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) ->
         converted = TensorSpec(mine.shape, spec.dtype)
         given = {"self": Ref(source), "dtype": spec.dtype}
         source = lowering.builder.add(f"{name}.to", "aten._to_copy.default", given, [converted])[0]
-    return _expanded(lowering, name, source, spec)
+    return expanded(lowering, name, source, spec)
 
 
 def _cross_entropy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -337,6 +343,10 @@ def _fixed_batch_norm(lowering: Lowering, name: str, node: fx.Node, arguments: A
     return lowering.builder.add(name, "soapstone.batch_norm_apply", settings, [spec])[0], None, None
 
 
+def _scalar_tensor(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    return _factory(None)(lowering, name, node, {"fill_value": arguments["s"]})
+
+
 LOWERERS: dict[str, Lowerer] = {
     **dict.fromkeys(
         ("clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default"), _alias
@@ -363,6 +373,7 @@ LOWERERS: dict[str, Lowerer] = {
     **dict.fromkeys(("ones.default", "new_ones.default", "ones_like.default"), _factory(1)),
     **dict.fromkeys(("full.default", "new_full.default", "full_like.default"), _factory(None)),
     **dict.fromkeys(("arange.default", "arange.start", "arange.start_step"), _arange),
+    "scalar_tensor.default": _scalar_tensor,
     "copy.default": _copy,
     "bernoulli.p": _bernoulli,
     "cross_entropy_loss.default": _cross_entropy,

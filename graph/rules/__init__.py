@@ -14,7 +14,7 @@ from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.rules.base import Part, Signature
 from graph.rules.common import BaseRule, is_whole
-from graph.rules.registry import is_known, rule_for
+from graph.rules.registry import is_known, rule_for, rule_name
 
 __all__ = [
     "BaseRule",
@@ -30,6 +30,7 @@ __all__ = [
     "part",
     "parts",
     "rule_for",
+    "rule_name",
     "signature",
     "whole_call",
 ]

@@ -54,6 +54,11 @@ class SpaceBuilder:
         return IterationSpace((*self.axes, REPLICA_AXIS), tuple(inputs), tuple(outputs))
 
 
+def joined(outer: Dim, inner: Dim) -> Dim:
+    """Return the dim that is the product of two; factors of one point are left out."""
+    return tuple(factor for factor in (*outer, *inner) if factor.size != 1) or whole(1)
+
+
 def axis_of(dim: Dim) -> int | None:
     """Return the axis of a dim made by `SpaceBuilder.add`, None where it has none."""
     return dim[0].axis
@@ -234,6 +239,13 @@ class BaseRule(ABC):
     def index_bounds(self, call: LocalCall) -> dict[int, int]:  # noqa: ARG002 - lookups use it
         """Return, for input slots that hold indexes, the bound below which they must stay."""
         return {}
+
+    def shuffled(self, signature: Signature) -> tuple[tuple[int, int, int], ...]:  # noqa: ARG002 - sorting uses it
+        """Return (input slot, its dim, dim of all outputs) triples: an output dim that is that input dim, reordered.
+
+        No axis follows such a dim, but where the samples stood there, they still do.
+        """
+        return ()
 
     def unsplit_reason(self, signature: Signature) -> str | None:  # noqa: ARG002 - views use it
         """Return why some dims of the operator cannot be split although they are large; None where all can."""

@@ -9,7 +9,15 @@ from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
 from graph.rules.base import Part, Signature
-from graph.rules.common import BaseRule, SpaceBuilder, local_call, owns_additions, slot_of, whole_space
+from graph.rules.common import (
+    BaseRule,
+    SpaceBuilder,
+    joined,
+    local_call,
+    owns_additions,
+    slot_of,
+    whole_space,
+)
 from graph.rules.windows import SPATIAL_NAMES, Pair, local_padding, repeat, symmetric_padding, window_dim
 
 
@@ -66,9 +74,9 @@ class ConvolutionRule(BaseRule):
             windows.append(window)
             positions.append(position)
         reduction = builder.add("in", weight[1], AxisKind.REDUCTION)
-        outputs = _channels(group, channel)
+        outputs = joined(group, channel)
         inputs = [
-            (sample, _channels(group, reduction), *windows),
+            (sample, joined(group, reduction), *windows),
             (outputs, reduction, *(whole(size) for size in weight[2:])),
         ]
         if slot_of(signature, "bias") is not None:
@@ -101,8 +109,3 @@ class ConvolutionRule(BaseRule):
     def backward_flops(self, call: LocalCall) -> float:
         """Return the forward's operations once for the data and once for the weight gradient."""
         return self.flops(call) * sum(call.gradients[:2])
-
-
-def _channels(group: Dim, channel: Dim) -> Dim:
-    factors = tuple(factor for factor in (*group, *channel) if factor.size > 1)
-    return factors or whole(1)

@@ -14,7 +14,6 @@ from graph.rules.common import (
     activation_dims,
     argument_or,
     broadcast_operand,
-    elements,
     local_call,
     positive,
     whole_operand,
@@ -167,17 +166,3 @@ class SampleRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return a constant number of operations an output element."""
         return self.flops_per_output * call.outputs[0].elements
-
-
-class TransposedConvolutionRule(SampleRule):
-    """aten.conv_transposeNd on [N, C, ...]: the samples split."""
-
-    def space(self, signature: Signature) -> IterationSpace:
-        """Return the sample axis; an image without batch dim runs whole."""
-        batched = len(signature.inputs[0].shape) == len(signature.inputs[1].shape)
-        return SampleRule.space(self, signature) if batched else whole_space(signature)
-
-    def flops(self, call: LocalCall) -> float:
-        """Return two operations for each input element and each weight of its channel."""
-        weight = call.inputs[1].shape
-        return 2.0 * call.inputs[0].elements * elements(weight[1:])

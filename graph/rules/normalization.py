@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
-from graph.rules.base import Signature
-from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, whole_operand
+from graph.intervals import count
+from graph.rules.base import Part, Signature
+from graph.rules.common import (
+    BaseRule,
+    SpaceBuilder,
+    activation_dims,
+    joined,
+    local_call,
+    slot_of,
+    whole_operand,
+    whole_space,
+)
 
 
 class LayerNormRule(BaseRule):
@@ -32,16 +42,59 @@ class LayerNormRule(BaseRule):
 
 
 class GroupNormRule(BaseRule):
-    """aten.group_norm(input [N, C, ...], num_groups, weight [C], bias [C]): samples split, all else is whole."""
+    """aten.group_norm(input [N, C, ...], num_groups, weight [C], bias [C]).
+
+    Axes: sample, group (a parameter); channels are (group, channel of a group).
+    """
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the sample axis."""
+        """Return the axes."""
         shape = signature.inputs[0].shape
+        groups = signature.argument("num_groups")
         builder = SpaceBuilder()
         sample: Dim = builder.add("sample", shape[0], AxisKind.SAMPLE)
-        image = (sample, *(whole(size) for size in shape[1:]))
-        return builder.space([image, *(whole_operand(spec) for spec in signature.inputs[1:])], [image])
+        channels = joined(builder.add("group", groups, AxisKind.PARAMETER), whole(shape[1] // groups))
+        image = (sample, channels, *(whole(size) for size in shape[2:]))
+        return builder.space([image, *([(channels,)] * (len(signature.inputs) - 1))], [image])
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return the call on the part's groups."""
+        size = signature.inputs[0].shape[1] // signature.argument("num_groups")
+        groups = count(part.inputs[0][1]) // size
+        return local_call(signature, part, gradients, replace={"num_groups": groups})
 
     def flops(self, call: LocalCall) -> float:
         """Return eight operations an element."""
         return 8.0 * call.inputs[0].elements
+
+    def backward_flops(self, call: LocalCall) -> float:
+        """Return twelve operations an element."""
+        return 12.0 * call.inputs[0].elements if any(call.gradients) else 0.0
+
+
+class InstanceNormRule(GroupNormRule):
+    """aten.instance_norm(input [N, C, ...], weight [C], bias [C], ...): samples and channels split.
+
+    With running statistics, which it would update in place, it runs whole.
+    """
+
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the axes."""
+        if self.unsplit_reason(signature) is not None:
+            return whole_space(signature)
+        shape = signature.inputs[0].shape
+        builder = SpaceBuilder()
+        sample: Dim = builder.add("sample", shape[0], AxisKind.SAMPLE)
+        channel: Dim = builder.add("channel", shape[1], AxisKind.PARAMETER)
+        image = (sample, channel, *(whole(size) for size in shape[2:]))
+        return builder.space([image, *([(channel,)] * (len(signature.inputs) - 1))], [image])
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return the call with unchanged arguments."""
+        return local_call(signature, part, gradients)
+
+    def unsplit_reason(self, signature: Signature) -> str | None:
+        """Name running statistics."""
+        if slot_of(signature, "running_mean") is not None:
+            return "runs whole: it has running statistics"
+        return None

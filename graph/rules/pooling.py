@@ -22,7 +22,8 @@ from graph.rules.windows import SPATIAL_NAMES, local_padding, repeat, symmetric_
 class PoolingRule(BaseRule):
     """aten.max_poolNd and aten.avg_poolNd on [N, C, ...].
 
-    Where `ceil_mode` adds a last, shorter window, that spatial dim is not split.
+    A last, shorter window, which `ceil_mode` adds, is one over more padding. Only an average that divides by the size
+    of such a window, padding included, then differs: its spatial dims are not split.
     """
 
     def __init__(self, name: str, spatial: int) -> None:
@@ -51,10 +52,16 @@ class PoolingRule(BaseRule):
             )
         )
 
+    def _own_divisor(self, signature: Signature) -> bool:
+        """True where a shorter last window is divided by its own size, padding included."""
+        counts = argument_or(signature, "count_include_pad", default=False)
+        given = argument_or(signature, "divisor_override", None) is not None
+        return bool(counts) and not given and self._shorter_last_window(signature)
+
     def unsplit_reason(self, signature: Signature) -> str | None:
         """Say where `ceil_mode` keeps the spatial dims whole."""
-        if self._shorter_last_window(signature):
-            return "spatial dims are whole: ceil_mode adds a shorter last window"
+        if self._own_divisor(signature):
+            return "spatial dims are whole: ceil_mode adds a shorter last window, averaged with its padding"
         return None
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -66,7 +73,7 @@ class PoolingRule(BaseRule):
         sample = builder.add("sample", image[0], AxisKind.SAMPLE)
         channel = builder.add("channel", image[1], AxisKind.ATTRIBUTE)
         strides, paddings, reaches = self._geometry(signature)
-        fixed = self._shorter_last_window(signature)
+        fixed = self._own_divisor(signature)
         inputs: list[Dim] = [sample, channel]
         outputs: list[Dim] = [sample, channel]
         for index, name in enumerate(SPATIAL_NAMES[self.spatial]):
@@ -74,13 +81,14 @@ class PoolingRule(BaseRule):
             if fixed:
                 window, position = whole(size), whole(positions)
             else:
+                end = (positions - 1) * strides[index] - paddings[index] + reaches[index]
                 window, position = window_dim(
                     builder,
                     name,
                     size,
                     positions,
                     before=paddings[index],
-                    after=paddings[index],
+                    after=max(paddings[index], end - size),
                     stride=strides[index],
                     reach=reaches[index],
                 )
@@ -90,7 +98,9 @@ class PoolingRule(BaseRule):
 
     def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain pooling where symmetric padding does, else ours with a pair a dim."""
-        if len(part.inputs[0]) != self.spatial + 2 or self._shorter_last_window(signature):
+        if len(part.inputs[0]) != self.spatial + 2 or part.outputs[0][2:] == intervals.full_region(
+            signature.outputs[0].shape[2:]
+        ):
             return local_call(signature, part, gradients)
         strides, _, reaches = self._geometry(signature)
         pairs = tuple(local_padding(part, 0, 2 + index) for index in range(self.spatial))

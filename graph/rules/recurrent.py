@@ -1,11 +1,15 @@
-"""Recurrent cells. A split of the hidden units needs the whole previous state, but makes its own units only."""
+"""Recurrent cells and layers.
+
+A cell's split of the hidden units needs the whole previous state, but makes its own units only. A layer is one operator
+for all its time steps: only its samples split.
+"""
 
 from __future__ import annotations
 
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.rules.base import Part, Signature
-from graph.rules.common import BaseRule, SpaceBuilder, local_call, whole_axis, whole_space
+from graph.rules.common import BaseRule, SpaceBuilder, local_call, whole_axis, whole_operand, whole_space
 
 
 class RecurrentCellRule(BaseRule):
@@ -54,6 +58,44 @@ class RecurrentCellRule(BaseRule):
 
     def _is_matrix(self, call: LocalCall, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and shape[0] == self.gates * call.outputs[0].shape[-1]
+
+    def backward_flops(self, call: LocalCall) -> float:
+        """Return the forward's operations once for the data and once for the weight gradient."""
+        return self.flops(call) * 2 if any(call.gradients) else 0.0
+
+
+class RecurrentLayerRule(BaseRule):
+    """aten.lstm.input, gru.input, rnn_tanh.input, rnn_relu.input: (input, initial states, weights) -> output, states.
+
+    Axes: sample; time and hidden units are whole, since every step needs the whole state of the one before. The
+    importer writes stacked layers one by one.
+    """
+
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the sample axis; a sequence without batch dim runs whole."""
+        shape = signature.inputs[0].shape
+        if len(shape) != 3:
+            return whole_space(signature)
+        batch = 0 if signature.argument("batch_first") else 1
+        builder = SpaceBuilder()
+        sample = builder.add("sample", shape[batch], AxisKind.SAMPLE)
+
+        def along(sizes: tuple[int, ...], dim: int) -> OperandMap:
+            return tuple(sample if d == dim else whole(size) for d, size in enumerate(sizes))
+
+        states = len(signature.outputs) - 1
+        inputs = [along(shape, batch)]
+        inputs += [along(spec.shape, 1) for spec in signature.inputs[1 : 1 + states]]
+        inputs += [whole_operand(spec) for spec in signature.inputs[1 + states :]]
+        outputs = [along(signature.outputs[0].shape, batch)]
+        outputs += [along(spec.shape, 1) for spec in signature.outputs[1:]]
+        return builder.space(inputs, outputs)
+
+    def flops(self, call: LocalCall) -> float:
+        """Return two operations for each sample, time step and element of a weight matrix."""
+        steps = call.inputs[0].elements // max(call.inputs[0].shape[-1], 1)
+        matrices = sum(spec.elements for spec in call.inputs[len(call.outputs) :] if len(spec.shape) == 2)
+        return 2.0 * steps * matrices + 10.0 * call.outputs[0].elements
 
     def backward_flops(self, call: LocalCall) -> float:
         """Return the forward's operations once for the data and once for the weight gradient."""

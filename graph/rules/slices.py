@@ -1,11 +1,10 @@
-"""Slicing and joining: select, slice, split, unbind, cat, stack, and lookups by index."""
+"""Slicing and joining: select, slice, split, unbind, cat, stack, index_select, and embedding."""
 
 from __future__ import annotations
 
 from graph.axes import AxisKind, Dim, Factor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.intervals import count
-from graph.operators import Slot
 from graph.rules.base import Part, Signature
 from graph.rules.common import (
     BaseRule,
@@ -226,46 +225,3 @@ class EmbeddingRule(BaseRule):
             if name == "vocabulary":
                 return {1: value}
         return {1: call.inputs[0].shape[0]}
-
-
-class IndexRule(BaseRule):
-    """aten.index(self, indices) with one index tensor of rank one: as index_select; else whole."""
-
-    computes_nothing = True
-
-    def space(self, signature: Signature) -> IterationSpace:
-        """Return one axis an output dim; the looked-up dim is whole."""
-        shape, result = signature.inputs[0].shape, signature.outputs[0].shape
-        dim = self._dim(signature)
-        builder = SpaceBuilder()
-        if dim is None:
-            return builder.space(
-                [tuple(whole(size) for size in spec.shape) for spec in signature.inputs],
-                [tuple(whole(size) for size in result)],
-            )
-        dims = activation_dims(builder, result)
-        return builder.space(
-            [(*dims[:dim], whole(shape[dim]), *dims[dim + 1 :]), (dims[dim],)], [tuple(dims)]
-        )
-
-    def unsplit_reason(self, signature: Signature) -> str | None:
-        """Say where several index tensors keep the operator whole."""
-        return "runs whole: it has several index tensors" if self._dim(signature) is None else None
-
-    @staticmethod
-    def _dim(signature: Signature) -> int | None:
-        indices = signature.argument("indices")
-        given = [dim for dim, index in enumerate(indices) if isinstance(index, Slot)]
-        if len(given) != 1 or len(signature.inputs) != 2:
-            return None
-        spec = signature.inputs[1]
-        return given[0] if len(spec.shape) == 1 and spec.dtype != "bool" else None
-
-    def index_bounds(self, call: LocalCall) -> dict[int, int]:
-        """Return the size of each looked-up dim."""
-        shape = call.inputs[0].shape
-        return {
-            index.index: shape[dim]
-            for dim, index in enumerate(call.argument("indices"))
-            if isinstance(index, Slot)
-        }

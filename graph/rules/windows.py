@@ -74,11 +74,12 @@ def symmetric_padding(
 ) -> tuple[int, ...] | None:
     """Return one number a dim where padding both ends alike gives the same windows; None where it does not.
 
-    Padding too much at the end is harmless as long as the stride keeps a further window from fitting.
+    Padding too much at the end is harmless as long as the stride keeps a further window from fitting. Windows that lie
+    in the padding altogether read nothing; torch's kernels refuse such an input, so that it is padded beforehand.
     """
     for (before, _), size, count, stride, reach in zip(
         paddings, sizes, positions, strides, reaches, strict=True
     ):
-        if size + 2 * before < reach or (size + 2 * before - reach) // stride + 1 != count:
+        if size == 0 or size + 2 * before < reach or (size + 2 * before - reach) // stride + 1 != count:
             return None
     return tuple(before for before, _ in paddings)

@@ -14,6 +14,25 @@ import torch
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
+def _one_layout(values: torch.Tensor) -> torch.Tensor:
+    """Return images with a spatial dim of one element in plain layout.
+
+    torch's batch norm on a CPU takes such images for channels-last or not, whichever it asks first, and its backward is
+    wrong where it decides differently for values and gradients (torch 2.13). A part is often such an image.
+    """
+    return values.contiguous() if 1 in values.shape[2:] else values
+
+
+class _OneLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - autograd's signature
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - autograd's signature
+        return _one_layout(gradients[0])
+
+
 def _channel_view(vector: torch.Tensor, rank: int) -> torch.Tensor:
     return vector.view(1, -1, *([1] * (rank - 2)))
 
@@ -67,6 +86,7 @@ class _Apply(torch.autograd.Function):
         count: int,
         eps: float,
     ) -> torch.Tensor:
+        values = _one_layout(values)
         mean, variance = _statistics(moments, count)
         kind = weight.dtype if weight is not None else values.dtype
         mean32, variance32 = mean.to(kind), variance.to(kind)
@@ -80,7 +100,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, weight, mean32, variance32, mean, variance = ctx.saved_tensors
         by_input, by_weight, by_bias = _native_backward(
-            gradients[0],
+            _one_layout(gradients[0]),
             values,
             weight,
             mean32,
@@ -129,8 +149,10 @@ def batch_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an activation normalized by its own statistics, and its moments, which carry no gradient."""
     output, mean, precision = torch.native_batch_norm(
-        input, weight, bias, None, None, training=True, momentum=0.0, eps=eps
+        _one_layout(input), weight, bias, None, None, training=True, momentum=0.0, eps=eps
     )
+    if 1 in input.shape[2:]:
+        output = _OneLayout.apply(output)  # type: ignore[no-untyped-call]
     count = input.numel() // max(input.shape[1], 1)
     mean = mean.detach().double()
     variance = precision.detach().double().pow(-2) - eps

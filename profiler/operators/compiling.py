@@ -28,9 +28,18 @@ class ExecutionContext:
 
 Compiled = Callable[[Sequence[torch.Tensor], ExecutionContext], Tensors]
 
+
+def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> torch.Tensor:
+    """Count integers on CPU too, where torch counts floats alone."""
+    if values.is_floating_point() or values.device.type != "cpu":
+        return torch.histc(values, bins, low, high)
+    return torch.histc(values.double(), bins, low, high).to(values.dtype)
+
+
 # Reshaping works on any memory layout, as assembled local tensors may differ from the exported ones in it.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "aten.view.default": torch.reshape,
+    "aten.histc.default": _histogram,
     "aten.conv1d.default": torch.conv1d,
     "aten.conv2d.default": torch.conv2d,
     "aten.conv3d.default": torch.conv3d,

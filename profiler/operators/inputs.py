@@ -17,7 +17,7 @@ _PROBABILITIES = {"binary_cross_entropy": ("self", "target")}
 
 
 def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return dense inputs of a call: normal floats, indexes within their bounds, moments of a unit normal."""
+    """Return dense inputs of a call: normal floats, indexes in bounds, moments of a unit normal, even groups."""
     generator = torch.Generator().manual_seed(seed)
     bounds = index_bounds(call)
     tensors = [_random(spec, bounds.get(slot), generator) for slot, spec in enumerate(call.inputs)]
@@ -25,6 +25,10 @@ def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) ->
         slot = slot_of(call, name)
         if slot is not None:
             tensors[slot] = torch.sigmoid(tensors[slot])
+    if call.target == "soapstone.grouped_mm":
+        # Every expert has as many of the rows as any other.
+        rows, experts = call.inputs[0].shape[0], call.inputs[2].shape[0]
+        tensors[2] = (torch.arange(1, experts + 1) * rows // experts).to(tensors[2].dtype)
     slot = slot_of(call, "moments")
     if slot is not None:
         count = float(call.argument("count"))

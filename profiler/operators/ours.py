@@ -6,6 +6,7 @@ then a part is taken to start at the whole tensor's first element, which costs t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from graph.calls import LocalCall
 from graph.errors import CostError
-from graph.intervals import Region
+from graph.intervals import IndexSet, Region
 from profiler.operators.attention import attention
 from profiler.operators.batch_norm import (
     batch_norm,
@@ -26,6 +27,9 @@ from profiler.operators.batch_norm import (
 )
 from profiler.operators.draws import dropout, keep_mask, whole_region
 from profiler.operators.dtypes import torch_dtype
+from profiler.operators.likelihoods import nll_loss, nll_sums
+from profiler.operators.places import embedding_bag, gather, ragged_embedding_bag, scatter
+from profiler.operators.transposed import conv_transpose
 
 if TYPE_CHECKING:
     from profiler.operators.compiling import ExecutionContext
@@ -33,15 +37,18 @@ if TYPE_CHECKING:
 # Pairs of padding (before, after), one a spatial dim.
 Pairs = Sequence[Sequence[int]]
 
-NEED_CONTEXT = frozenset({"soapstone.dropout", "soapstone.attention", "soapstone.constant"})
+NEED_CONTEXT = frozenset(
+    {"soapstone.dropout", "soapstone.attention", "soapstone.constant", "soapstone.arange"}
+)
 
 
 def _padded(values: torch.Tensor, padding: Pairs, fill: float = 0.0) -> tuple[torch.Tensor, list[int]]:
-    """Pad the spatial dims whose ends differ; return the values and the symmetric padding that is left to do."""
+    """Pad the spatial dims whose ends differ, or that are empty; return the values and the padding left to do."""
     widths: list[int] = []
     left: list[int] = []
-    for before, after in reversed(list(padding)):
-        symmetric = before == after
+    sizes = values.shape[values.dim() - len(padding) :]
+    for (before, after), size in zip(reversed(list(padding)), reversed(sizes), strict=True):
+        symmetric = before == after and size > 0
         widths += [0, 0] if symmetric else [before, after]
         left.append(before if symmetric else 0)
     return functional.pad(values, widths, value=fill), left[::-1]
@@ -104,7 +111,7 @@ def _avg_pool(
         size = self.shape[dim - spatial]
         starts = torch.arange(averages.shape[dim - spatial], device=self.device) * step - before
         inside = (starts + kernel).clamp(max=size) - starts.clamp(min=0)
-        factor = (kernel / inside).to(self.dtype)
+        factor = kernel / inside.to(self.dtype)
         averages = averages * factor.view(-1, *([1] * (spatial - 1 - dim)))
     return averages
 
@@ -238,6 +245,65 @@ def _constant(
     return torch.tensor(list(data), dtype=torch_dtype(dtype), device=context.device).reshape(tuple(size))
 
 
+def _arange(
+    count: int,
+    start: float,
+    step: float,
+    dtype: str,
+    context: ExecutionContext,
+    indexes: IndexSet | None = None,
+) -> torch.Tensor:
+    """Make the numbers that stand at `indexes` of a range."""
+    kind = torch_dtype(dtype)
+    exact = torch.float64 if kind.is_floating_point else torch.int64
+    places = [torch.arange(low, high, device=context.device) for low, high in indexes or ((0, count),)]
+    return (torch.cat(places).to(exact) * step + start).to(kind)
+
+
+def _index_put(
+    self: None,  # noqa: ARG001 - another part adds it
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,  # noqa: FBT001 - ATen's name; only sums have such parts
+    size: Sequence[int],
+    dtype: str,
+) -> torch.Tensor:
+    zeros = values.new_zeros(tuple(size), dtype=torch_dtype(dtype))
+    result: torch.Tensor = torch.ops.aten.index_put.default(zeros, list(indices), values, accumulate)
+    return result
+
+
+def _index_add(
+    self: None,  # noqa: ARG001 - another part adds it
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    alpha: float,
+    size: Sequence[int],
+) -> torch.Tensor:
+    return source.new_zeros(tuple(size)).index_add(dim, index, source, alpha=alpha)
+
+
+def _grouped_product(
+    self: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor, row: int = 0, expert: int = 0
+) -> torch.Tensor:
+    """Multiply runs of rows by one weight each: local rows start at `row`, local weights at `expert`."""
+    rows, columns = self.shape[0], mat2.shape[2]
+    ends = (offs.long() - row).clamp(0, rows).tolist()
+    first = ends[expert - 1] if expert else 0
+    ends = ends[expert : expert + mat2.shape[0]]
+    sizes = [end - start for start, end in itertools.pairwise([first, *ends])]
+    before, *runs, behind = self.split([first, *sizes, rows - ends[-1]])
+    products = [run @ weight for run, weight in zip(runs, mat2.unbind(0), strict=True)]
+    return torch.cat(
+        [
+            before.new_zeros((before.shape[0], columns)),
+            *products,
+            behind.new_zeros((behind.shape[0], columns)),
+        ]
+    )
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "conv1d": partial(_convolution, torch.conv1d),
     "conv2d": partial(_convolution, torch.conv2d),
@@ -248,7 +314,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "avg_pool1d": partial(_avg_pool, functional.avg_pool1d),
     "avg_pool2d": partial(_avg_pool, functional.avg_pool2d),
     "avg_pool3d": partial(_avg_pool, functional.avg_pool3d),
+    "conv_transpose1d": partial(conv_transpose, torch.conv_transpose1d),
+    "conv_transpose2d": partial(conv_transpose, torch.conv_transpose2d),
+    "conv_transpose3d": partial(conv_transpose, torch.conv_transpose3d),
     "embedding": _embedding,
+    "embedding_bag": embedding_bag,
+    "ragged_embedding_bag": ragged_embedding_bag,
+    "gather": gather,
+    "scatter": scatter,
+    "nll_loss": nll_loss,
+    "nll_sums": nll_sums,
     "lstm_cell": _lstm_cell,
     "gru_cell": _gru_cell,
     "rnn_tanh_cell": partial(_rnn_cell, torch.tanh),
@@ -259,6 +334,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ratio": _ratio,
     "dropout": _dropout,
     "constant": _constant,
+    "arange": _arange,
+    "index_put": _index_put,
+    "index_add": _index_add,
+    "grouped_mm": _grouped_product,
     "moments": moments,
     "fixed_moments": fixed_moments,
     "batch_norm_apply": batch_norm_apply,
@@ -274,6 +353,7 @@ _LOSSES = frozenset(
         "binary_cross_entropy",
         "binary_cross_entropy_with_logits",
         "soft_margin_loss",
+        "kl_div",
     }
 )
 

@@ -142,3 +142,12 @@ def test_windows_are_not_refinable() -> None:
     assert count(dim_indexes(window, [(0, 3)])) == 6
     assert window[0].unclipped((0, 3)) == (-1, 6)
     assert dim_indexes(whole(5), []) == ((0, 5),)
+
+
+def test_factors_longer_or_shorter_than_their_axis_are_not_refinable() -> None:
+    axes = (Axis("sample", 4, AxisKind.SAMPLE), Axis("length", 6, AxisKind.ATTRIBUTE), REPLICA_AXIS)
+    sliced = ((Factor(4, 0),), (Factor(8, 1),))
+    padded = ((Factor(4, 0),), (Factor(5, 1),))
+    for operand in (sliced, padded):
+        space = IterationSpace(axes, (operand,), ((along(0, 4), along(1, 6)),))
+        assert refinable(space) == {0}

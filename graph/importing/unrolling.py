@@ -1,0 +1,160 @@
+"""Calls that torch.export leaves as one, taken apart into operators that split.
+
+Stacked recurrent layers, bags of embeddings, means of likelihoods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph.errors import ImportFailure
+from graph.importing.building import Ref, spec_of
+from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering, plain
+from graph.operators import TensorSpec
+from graph.rules.common import positive
+
+MEAN = 1
+_MODES = ("sum", "mean", "max")
+
+
+def _nll_loss(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Divide a sum of losses by a sum of weights, so that both may be sums of parts."""
+    if arguments["reduction"] != MEAN:
+        return plain(lowering, name, node, arguments)
+    spec = lowering.spec(node)
+    kind = "float64" if spec.dtype == "float64" else "float32"
+    given = {key: value for key, value in arguments.items() if key != "reduction"}
+    logits = arguments["self"].meta["val"].shape
+    given["classes"] = logits[0 if len(logits) == 1 else 1]
+    sums = lowering.one(f"{name}.sums", "soapstone.nll_sums", given, TensorSpec((2,), kind))
+    ratio = {"self": Ref(sums), "dtype": spec.dtype}
+    return lowering.builder.add(f"{name}.ratio", "soapstone.ratio", ratio, [spec])[0]
+
+
+def _instance_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Keep it, but refuse running statistics that a step would have to update: export forgets them."""
+    if arguments["running_mean"] is not None and arguments["use_input_stats"]:
+        raise ImportFailure(
+            f"model {lowering.builder.model}: {name} updates running statistics, which torch.export does not show; "
+            "must not; set track_running_stats=False"
+        )
+    return plain(lowering, name, node, arguments)
+
+
+def _bag_length(indices: torch.Tensor, offsets: fx.Node) -> int | None:
+    """Return the length of all bags where offsets are a range made by the forward; None where they are data."""
+    if str(offsets.target) not in ("aten.arange.start_step", "aten.arange.default", "aten.arange.start"):
+        return None
+    given = [value for value in offsets.args if isinstance(value, int)]
+    start, end, step = (0, given[0], 1) if len(given) == 1 else (*given, 1)[:3]
+    fits = start == 0 and step > 0 and end == indices.numel() and end % step == 0
+    return step if fits else None
+
+
+def _embedding_bag(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Write bags, of which the sums alone are used, as operators of ours; those of one length split furthest."""
+    if {user.args[1] for user in node.users} != {0}:
+        return plain(lowering, name, node, arguments)
+    builder = lowering.builder
+    spec = spec_of(node.meta["val"][0], builder.model, name)
+    rows = arguments["weight"].meta["val"].shape[0]
+    padding = arguments.get("padding_idx")
+    shares = arguments["per_sample_weights"]
+    given: dict[str, Any] = {
+        "weight": arguments["weight"],
+        "indices": arguments["indices"],
+        "per_sample_weights": shares,
+        "mode": _MODES[arguments["mode"]],
+        "padding_idx": -1 if padding is None else positive(padding, rows),
+    }
+    length = _bag_length(arguments["indices"].meta["val"], arguments["offsets"])
+    if length is None or arguments["scale_grad_by_freq"] or arguments["include_last_offset"]:
+        ragged = {
+            **given,
+            "offsets": arguments["offsets"],
+            "scale_grad_by_freq": arguments["scale_grad_by_freq"],
+            "include_last_offset": arguments["include_last_offset"],
+        }
+        return *lowering.add(name, "soapstone.ragged_embedding_bag", ragged, [spec]), None, None, None
+
+    def bags(part: str, source: fx.Node) -> Ref:
+        value = lowering.value(source)
+        made = TensorSpec((spec.shape[0], length), builder.spec(value).dtype)
+        settings = {"self": Ref(value), "size": made.shape}
+        return Ref(builder.add(f"{name}.{part}", "aten.view.default", settings, [made])[0])
+
+    given |= {
+        "weight": Ref(lowering.value(arguments["weight"])),
+        "indices": bags("bags", arguments["indices"]),
+        "per_sample_weights": None if shares is None else bags("shares", shares),
+        "vocabulary": rows,
+        "bag": length,
+    }
+    return *builder.add(name, "soapstone.embedding_bag", given, [spec]), None, None, None
+
+
+def _recurrent(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Write stacked recurrent layers one by one, so that each may run elsewhere, with dropout of ours between them."""
+    builder = lowering.builder
+    specs = [spec_of(result, builder.model, name) for result in node.meta["val"]]
+    layers, states = arguments["num_layers"], arguments["hx"]
+    states = list(states) if isinstance(states, (list, tuple)) else [states]
+    drops = bool(arguments["train"]) and arguments["dropout"] > 0
+    if layers == 1:
+        return plain(lowering, name, node, {**arguments, "dropout": 0.0})
+    directions = 2 if arguments["bidirectional"] else 1
+    weights = [lowering.value(weight) for weight in arguments["params"]]
+    of_layer = len(weights) // layers
+    source, finals = lowering.value(arguments["input"]), []
+    for layer in range(layers):
+        own = f"{name}.layer{layer}"
+        if drops and layer:
+            given: dict[str, Any] = {"self": Ref(source), "p": float(arguments["dropout"])}
+            source = builder.add(f"{own}.dropout", "soapstone.dropout", given, [builder.spec(source)])[0]
+        begin = [
+            _layer_state(lowering, f"{own}.state{position}", lowering.value(state), layer, directions)
+            for position, state in enumerate(states)
+        ]
+        given = {
+            **arguments,
+            "input": Ref(source),
+            "hx": tuple(map(Ref, begin)) if len(begin) > 1 else Ref(begin[0]),
+            "params": tuple(Ref(weight) for weight in weights[layer * of_layer : (layer + 1) * of_layer]),
+            "num_layers": 1,
+            "dropout": 0.0,
+        }
+        made = [specs[0], *(builder.spec(state) for state in begin)]
+        source, *last = builder.add(own, str(node.target), given, made)
+        finals.append(last)
+    ends = []
+    for position, spec in enumerate(specs[1:]):
+        pieces = tuple(Ref(last[position]) for last in finals)
+        given = {"tensors": pieces, "dim": 0}
+        ends.append(builder.add(f"{name}.end{position}", "aten.cat.default", given, [spec])[0])
+    return source, *ends
+
+
+def _layer_state(lowering: Lowering, name: str, state: str, layer: int, directions: int) -> str:
+    """Return the initial state of one layer: its directions' slices."""
+    spec = lowering.builder.spec(state)
+    given = {
+        "self": Ref(state),
+        "dim": 0,
+        "start": layer * directions,
+        "end": (layer + 1) * directions,
+        "step": 1,
+    }
+    made = TensorSpec((directions, *spec.shape[1:]), spec.dtype)
+    return lowering.builder.add(name, "aten.slice.Tensor", given, [made])[0]
+
+
+# By the operator's name, without its library.
+UNROLLERS: dict[str, Lowerer] = {
+    **dict.fromkeys(("nll_loss_nd.default", "nll_loss.default", "nll_loss2d.default"), _nll_loss),
+    "instance_norm.default": _instance_norm,
+    **dict.fromkeys(("embedding_bag.padding_idx", "embedding_bag.default"), _embedding_bag),
+    **dict.fromkeys(("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"), _recurrent),
+}

@@ -1,0 +1,71 @@
+"""Negative log-likelihoods: each target picks one class, so that parts of the classes give partial sums."""
+
+from __future__ import annotations
+
+from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
+from graph.calls import LocalCall
+from graph.operators import Argument
+from graph.rules.base import Part, Signature
+from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, slot_of
+from graph.rules.reductions import NONE
+
+OURS = "soapstone.nll_sums"
+
+
+class LikelihoodRule(BaseRule):
+    """aten.nll_loss_nd (nll_loss, nll_loss2d) that sums or keeps its elements; soapstone.nll_sums for means.
+
+    soapstone.nll_sums(self [N, C, ...], target [N, ...], weight [C]; ignore_index) -> [2]: the sum of the weighted
+    losses and the sum of the weights of the targets that are not ignored; the importer divides them by
+    soapstone.ratio. Axes: the batch dims, and class (C, a reduction).
+    """
+
+    rigid = frozenset({"class"})  # a part of it must be one interval
+
+    def space(self, signature: Signature) -> IterationSpace:
+        """Return the axes."""
+        shape = signature.inputs[0].shape
+        class_dim = 0 if len(shape) == 1 else 1
+        builder = SpaceBuilder()
+        rest = (*shape[:class_dim], *shape[class_dim + 1 :])
+        batch: list[Dim] = activation_dims(builder, rest) if rest else []
+        classes = builder.add("class", shape[class_dim], AxisKind.REDUCTION)
+        inputs: list[OperandMap] = [(*batch[:class_dim], classes, *batch[class_dim:]), tuple(batch)]
+        if slot_of(signature, "weight") is not None:
+            inputs.append((classes,))
+        if signature.target == OURS:
+            return builder.space(inputs, [(whole(2),)])
+        kept = signature.argument("reduction") == NONE
+        return builder.space(inputs, [tuple(batch) if kept else ()])
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return the call, or ours for a part of the classes."""
+        region = part.inputs[0]
+        class_dim = 0 if len(region) == 1 else 1
+        classes = signature.inputs[0].shape[class_dim]
+        start = region[class_dim][0][0] if region[class_dim] else 0
+        bindings = (("start", start),) if start else ()
+        if signature.target == OURS:
+            return local_call(signature, part, gradients, bindings=bindings)
+        if region[class_dim] == ((0, classes),):
+            return local_call(signature, part, gradients)
+        extra: tuple[tuple[str, Argument], ...] = (("classes", classes),)
+        return local_call(
+            signature, part, gradients, target="soapstone.nll_loss", extra=extra, bindings=bindings
+        )
+
+    def flops(self, call: LocalCall) -> float:
+        """Return two operations a target."""
+        return 2.0 * call.inputs[1].elements
+
+    def backward_flops(self, call: LocalCall) -> float:
+        """Return one operation an element of the gradient, most of which are zeros."""
+        return float(call.inputs[0].elements) if any(call.gradients) else 0.0
+
+    def index_bounds(self, call: LocalCall) -> dict[int, int]:
+        """Return the number of classes of the whole."""
+        for name, value in call.arguments:
+            if name == "classes":
+                return {1: value}
+        shape = call.inputs[0].shape
+        return {1: shape[0 if len(shape) == 1 else 1]}
