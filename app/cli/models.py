@@ -15,25 +15,31 @@ application = typer.Typer(
 
 @application.command("list")
 def list_models(as_json: options.AsJson = False) -> None:
-    """List the networks of the zoo.
+    """List the networks that come with Soapstone; some need an extra to be installed.
 
     Example: app models list
     """
     from app.cli.output import print_json, print_table
-    from graph.zoo import zoo_entry, zoo_names
+    from graph.zoo import hugging_face_names, zoo_entry, zoo_names
 
-    entries = [zoo_entry(name) for name in zoo_names()]
+    entries = [zoo_entry(name) for name in (*zoo_names(), *hugging_face_names())]
     if as_json:
         print_json(
             [
-                {"name": one.name, "title": one.title, "paper": one.paper, "batch_size": one.batch_size}
+                {
+                    "name": one.name,
+                    "title": one.title,
+                    "paper": one.paper,
+                    "batch_size": one.batch_size,
+                    "extra": one.extra or None,
+                }
                 for one in entries
             ]
         )
         return
     print_table(
-        ["name", "network", "batch size", "source"],
-        [[one.name, one.title, one.batch_size, one.paper] for one in entries],
+        ["name", "network", "batch size", "extra", "source"],
+        [[one.name, one.title, one.batch_size, one.extra or "-", one.paper] for one in entries],
     )
 
 
@@ -45,7 +51,7 @@ def show_model(
     batch_norm: options.BatchNorm = "synchronized",
     as_json: options.AsJson = False,
 ) -> None:
-    """Import a network and show its operators, their axes, and what cannot be split.
+    """Import a network and show its operators, their rules and axes, and what cannot be split.
 
     Example: app models show inception
     """
@@ -63,11 +69,11 @@ def show_model(
         f"{report.splittable_share * 100:.2f} % of the operations are in operators that can be split",
     )
     print_table(
-        ["operator", "count", "axes", "GFLOP", "share"],
+        ["operator", "count", "rule", "axes", "GFLOP", "share"],
         [
-            [row.target, row.count, row.axes, f"{row.flops / 1e9:.2f}", f"{row.share * 100:.1f} %"]
+            [row.target, row.count, row.rule, row.axes, f"{row.flops / 1e9:.2f}", f"{row.share * 100:.1f} %"]
             for row in report.rows
         ],
     )
-    for name, reason in report.unsplit:
-        print_lines(f"{name}: {reason}")
+    for reason, names in report.reasons():
+        print_lines(f"{len(names)} x {reason}: {', '.join(names)}")

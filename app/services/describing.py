@@ -12,10 +12,11 @@ from graph.axes import AxisKind
 
 @dataclass(frozen=True, slots=True)
 class OperatorRow:
-    """All operators of one type."""
+    """All operators of one type; `rule` says by which rule they split, "none" where they run whole for lack of one."""
 
     target: str
     count: int
+    rule: str
     axes: str
     flops: float
     share: float
@@ -35,6 +36,13 @@ class ModelReport:
     rows: tuple[OperatorRow, ...]
     unsplit: tuple[tuple[str, str], ...]
 
+    def reasons(self) -> list[tuple[str, list[str]]]:
+        """Return each reason why operators run unsplit, with the names of these operators."""
+        named: dict[str, list[str]] = {}
+        for name, reason in self.unsplit:
+            named.setdefault(reason, []).append(name)
+        return list(named.items())
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
         return {
@@ -46,7 +54,13 @@ class ModelReport:
             "forward_flops": self.forward_flops,
             "splittable_share": self.splittable_share,
             "types": [
-                {"target": row.target, "count": row.count, "axes": row.axes, "flops": row.flops}
+                {
+                    "target": row.target,
+                    "count": row.count,
+                    "rule": row.rule,
+                    "axes": row.axes,
+                    "flops": row.flops,
+                }
                 for row in self.rows
             ],
             "unsplit": dict(self.unsplit),
@@ -55,7 +69,7 @@ class ModelReport:
 
 def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
     """Import a network and count what is in it."""
-    from graph.rules import flops, local_calls
+    from graph.rules import flops, rule_name, whole_call
     from search.groups import find_groups
 
     model = import_graph(request, batch_norm=batch_norm)
@@ -65,8 +79,7 @@ def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
     axes: dict[str, list[str]] = {}
     splittable = 0.0
     for operator in graph.operators:
-        whole = local_calls(graph, operator, (1,) * len(operator.space.axes))[0]
-        amount = flops(whole)
+        amount = flops(whole_call(graph, operator))
         counts[operator.target] += 1
         operations[operator.target] += int(amount)
         names = axes.setdefault(operator.target, [])
@@ -78,6 +91,7 @@ def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
         OperatorRow(
             target,
             count,
+            rule_name(target),
             ", ".join(axes[target]) or "-",
             operations[target],
             operations[target] / (total or 1.0),

@@ -1,8 +1,9 @@
 """The networks that come with Soapstone: plain modules whose sizes are parameters.
 
 A factory takes a batch size and sizes and returns (module, args, kwargs); `module(*args, **kwargs)` is the scalar
-training loss. Tensors are made on the current default device, so that `with torch.device("meta")` costs nothing.
-Every network has two presets: `paper`, the published sizes, and `small`, for tests. Reading this list imports no torch.
+training loss, or has it as its `.loss`. Tensors are made on the current default device, so that
+`with torch.device("meta")` costs nothing. Every network has two presets: `paper`, the published sizes, and `small`, for
+tests. Reading this list imports no torch. The networks of Hugging Face's transformers (`hf-...`) need an extra.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Built = tuple["nn.Module", tuple[Any, ...], dict[str, Any]]
 class ZooEntry:
     """One network: its name, where it comes from, its published batch size, and its sizes.
 
-    `presets` maps a preset to the keywords of the factory; `factory` is "package.module:function".
+    `presets` maps a preset to the keywords of the factory; `factory` is "package.module:function"; `extra` is the
+    extra of our package that it needs, "" where it needs none.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ZooEntry:
     batch_size: int
     presets: Mapping[str, Mapping[str, Any]]
     factory: str
+    extra: str = ""
 
     def load_factory(self) -> Callable[..., Built]:
         """Import the network's module, and with it torch; return the factory."""
@@ -50,13 +53,17 @@ def _entry(
     batch_size: int,
     paper_sizes: dict[str, Any],
     small_sizes: dict[str, Any],
+    *,
+    factory: str = "",
+    extra: str = "",
 ) -> ZooEntry:
     module = name.replace("-", "_")
     presets = {
         "paper": MappingProxyType(paper_sizes),
         "small": MappingProxyType({"batch_size": 4, **small_sizes}),
     }
-    return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), f"graph.zoo.{module}:{module}")
+    made_by = f"graph.zoo.{factory or f'{module}:{module}'}"
+    return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), made_by, extra)
 
 
 # Batch sizes of the first six: FlexFlow (arXiv:1807.05358), evaluation.
@@ -172,12 +179,112 @@ _ENTRIES = (
         {"widths": (12, 24, 24, 10)},
     ),
 )
-_BY_NAME = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+_TEXT = {"sequence": 10, "layers": 2, "hidden": 24, "vocabulary": 53}
+_GROUPED_HEADS = {"heads": 6, "key_value_heads": 2, "intermediate": 20}
+
+
+def _hugging_face(
+    name: str,
+    title: str,
+    paper: str,
+    batch_size: int,
+    paper_sizes: dict[str, Any],
+    small_sizes: dict[str, Any],
+) -> ZooEntry:
+    factory = f"huggingface:{name}"
+    return _entry(
+        f"hf-{name}", title, paper, batch_size, paper_sizes, small_sizes, factory=factory, extra="hf"
+    )
+
+
+# Batch sizes are of our own: what a node of eight accelerators would train at once.
+_HUGGING_FACE = (
+    _hugging_face(
+        "bert",
+        "BERT-base, masked language model",
+        "Devlin et al., BERT, arXiv:1810.04805",
+        128,
+        {},
+        {**_TEXT, "heads": 3, "intermediate": 20},
+    ),
+    _hugging_face(
+        "gpt2",
+        "GPT-2 small",
+        "Radford et al., Language Models are Unsupervised Multitask Learners (2019)",
+        64,
+        {},
+        {**_TEXT, "heads": 3, "dropout": 0.0},
+    ),
+    _hugging_face(
+        "llama",
+        "Llama-3-8B: grouped-query attention, RMSNorm, rotary positions",
+        "Grattafiori et al., The Llama 3 Herd of Models, arXiv:2407.21783",
+        8,
+        {},
+        {**_TEXT, **_GROUPED_HEADS},
+    ),
+    _hugging_face(
+        "t5",
+        "T5-base, text to text",
+        "Raffel et al., Exploring the Limits of Transfer Learning, arXiv:1910.10683",
+        128,
+        {},
+        {**_TEXT, "target_sequence": 7, "heads": 3, "head_size": 4, "intermediate": 20, "dropout": 0.0},
+    ),
+    _hugging_face(
+        "vit",
+        "ViT-B/16",
+        "Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929",
+        256,
+        {},
+        {
+            "image_size": 30,
+            "patch_size": 10,
+            "layers": 2,
+            "hidden": 24,
+            "heads": 3,
+            "intermediate": 20,
+            "classes": 10,
+        },
+    ),
+    _hugging_face(
+        "resnet",
+        "ResNet-50",
+        "He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385",
+        256,
+        {},
+        {"image_size": 33, "stem": 6, "widths": (12, 20), "blocks": (1, 2), "classes": 10},
+    ),
+    _hugging_face(
+        "convnext",
+        "ConvNeXt-T",
+        "Liu et al., A ConvNet for the 2020s, arXiv:2201.03545",
+        256,
+        {},
+        {"image_size": 44, "widths": (6, 10), "blocks": (1, 2), "classes": 10},
+    ),
+    _hugging_face(
+        "mixtral",
+        "Mixtral-8x7B: a mixture of experts",
+        "Jiang et al., Mixtral of Experts, arXiv:2401.04088",
+        8,
+        {},
+        {**_TEXT, **_GROUPED_HEADS, "experts": 5},
+    ),
+)
+_OWN = tuple(entry.name for entry in _ENTRIES)
+_BY_NAME = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, *_HUGGING_FACE)})
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Return the names of all networks, those of the FlexFlow study first."""
-    return tuple(_BY_NAME)
+    """Return the names of our own networks, those of the FlexFlow study first."""
+    return _OWN
+
+
+def hugging_face_names() -> tuple[str, ...]:
+    """Return the names of the networks of Hugging Face's transformers, which the extra `hf` installs."""
+    return tuple(entry.name for entry in _HUGGING_FACE)
 
 
 def zoo_entry(name: str) -> ZooEntry:

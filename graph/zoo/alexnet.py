@@ -16,7 +16,7 @@ from graph.zoo.images import image_batch, scaled
 class AlexNet(nn.Module):
     """Five convolutions and three fully connected layers; forward returns the mean cross entropy."""
 
-    def __init__(self, *, classes: int, width: float, pooled_size: int, hidden: int) -> None:
+    def __init__(self, *, classes: int, width: float, pooled_size: int, hidden: int, dropout: float) -> None:
         super().__init__()
         first, second, third, fourth, fifth = (
             scaled(channels, width) for channels in (64, 192, 384, 256, 256)
@@ -28,9 +28,9 @@ class AlexNet(nn.Module):
         self.conv5 = nn.Conv2d(fourth, fifth, 3, padding=1)
         self.pool = nn.MaxPool2d(3, stride=2)
         self.average_pool = nn.AdaptiveAvgPool2d((pooled_size, pooled_size))
-        self.dropout1 = nn.Dropout(0.5)
+        self.dropout1 = nn.Dropout(dropout)
         self.linear1 = nn.Linear(fifth * pooled_size * pooled_size, hidden)
-        self.dropout2 = nn.Dropout(0.5)
+        self.dropout2 = nn.Dropout(dropout)
         self.linear2 = nn.Linear(hidden, hidden)
         self.linear3 = nn.Linear(hidden, classes)
 
@@ -54,7 +54,8 @@ def alexnet(
     width: float = 1.0,
     pooled_size: int = 6,
     hidden: int = 4096,
+    dropout: float = 0.5,
 ) -> Built:
     """Return AlexNet with a random batch of images."""
-    module = AlexNet(classes=classes, width=width, pooled_size=pooled_size, hidden=hidden)
+    module = AlexNet(classes=classes, width=width, pooled_size=pooled_size, hidden=hidden, dropout=dropout)
     return module, image_batch(batch_size, image_size, classes), {}

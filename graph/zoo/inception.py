@@ -139,7 +139,7 @@ class AuxiliaryClassifier(nn.Module):
 class Inception3(nn.Module):
     """Inception-v3; forward returns the mean cross entropy, plus 0.4 times the auxiliary one if there is one."""
 
-    def __init__(self, *, classes: int, width: float, auxiliary: bool) -> None:
+    def __init__(self, *, classes: int, width: float, auxiliary: bool, dropout: float) -> None:
         super().__init__()
         c = partial(scaled, width=width)
         self.stem = nn.Sequential(
@@ -166,7 +166,7 @@ class Inception3(nn.Module):
             late.append(module)
         self.late = nn.Sequential(*late)
         self.average_pool = nn.AdaptiveAvgPool2d((1, 1))
-        self.dropout = nn.Dropout(0.5)
+        self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -179,8 +179,14 @@ class Inception3(nn.Module):
 
 
 def inception(
-    batch_size: int, *, image_size: int = 299, classes: int = 1000, width: float = 1.0, aux: bool = False
+    batch_size: int,
+    *,
+    image_size: int = 299,
+    classes: int = 1000,
+    width: float = 1.0,
+    aux: bool = False,
+    dropout: float = 0.5,
 ) -> Built:
     """Return Inception-v3 with a random batch of images; `aux` adds the auxiliary classifier."""
-    module = Inception3(classes=classes, width=width, auxiliary=aux)
+    module = Inception3(classes=classes, width=width, auxiliary=aux, dropout=dropout)
     return module, image_batch(batch_size, image_size, classes), {}

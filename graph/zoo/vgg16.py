@@ -18,7 +18,7 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 class Vgg16(nn.Module):
     """Thirteen convolutions in five stages and three fully connected layers; forward returns the loss."""
 
-    def __init__(self, *, classes: int, width: float, pooled_size: int, hidden: int) -> None:
+    def __init__(self, *, classes: int, width: float, pooled_size: int, hidden: int, dropout: float) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         previous = 3
@@ -33,9 +33,9 @@ class Vgg16(nn.Module):
         self.features = nn.Sequential(*layers)
         self.average_pool = nn.AdaptiveAvgPool2d((pooled_size, pooled_size))
         self.linear1 = nn.Linear(previous * pooled_size * pooled_size, hidden)
-        self.dropout1 = nn.Dropout(0.5)
+        self.dropout1 = nn.Dropout(dropout)
         self.linear2 = nn.Linear(hidden, hidden)
-        self.dropout2 = nn.Dropout(0.5)
+        self.dropout2 = nn.Dropout(dropout)
         self.linear3 = nn.Linear(hidden, classes)
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -53,7 +53,8 @@ def vgg16(
     width: float = 1.0,
     pooled_size: int = 7,
     hidden: int = 4096,
+    dropout: float = 0.5,
 ) -> Built:
     """Return VGG-16 with a random batch of images."""
-    module = Vgg16(classes=classes, width=width, pooled_size=pooled_size, hidden=hidden)
+    module = Vgg16(classes=classes, width=width, pooled_size=pooled_size, hidden=hidden, dropout=dropout)
     return module, image_batch(batch_size, image_size, classes), {}

@@ -1,0 +1,68 @@
+"""`app models`: what comes with Soapstone, and what is in a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from graph.zoo import hugging_face_names, zoo_names
+from tests.app.conftest import Command
+
+USERS = """
+import torch
+from torch import nn
+
+
+class Users(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.linalg.matrix_exp(self.linear(x)).sum() + torch.linalg.matrix_exp(x).sum()
+
+
+def users(batch_size=4):
+    return Users(), (torch.randn(batch_size, 4, 4),), {}
+"""
+
+
+def test_list_holds_our_networks_and_those_of_an_extra(command: Command) -> None:
+    listed = command("models", "list", "--json").document
+    assert [one["name"] for one in listed] == [*zoo_names(), *hugging_face_names()]
+    assert {one["name"]: one["extra"] for one in listed} == {
+        **dict.fromkeys(zoo_names()),
+        **dict.fromkeys(hugging_face_names(), "hf"),
+    }
+    printed = command("models", "list").output
+    assert all(name in printed for name in (*zoo_names(), *hugging_face_names()))
+
+
+def test_show_reports_operators_rules_parameters_and_what_can_be_split(command: Command) -> None:
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    shown = command("models", "show", "hf-llama", "--preset", "small", "--json").document
+    assert shown["splittable_share"] >= 0.99
+    assert shown["unsplit"] == {}
+    assert shown["operators"] == sum(one["count"] for one in shown["types"])
+    rules = {one["target"]: one["rule"] for one in shown["types"]}
+    assert rules["aten.linear.default"] == "linear"
+    assert rules["aten.scaled_dot_product_attention.default"] == "attention"
+    assert "none" not in rules.values()
+    hidden, intermediate, shared = 24, 20, 8
+    layer = 2 * hidden**2 + 2 * hidden * shared + 3 * hidden * intermediate + 2 * hidden
+    assert shown["parameters"] == 2 * layer + 2 * 53 * hidden + hidden
+
+
+def test_show_names_what_has_no_rule(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_network.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the command looks for modules here, too
+    shown = command("models", "show", "users_network:users", "--json").document
+    assert {one["target"]: one["rule"] for one in shown["types"]}["aten.linalg_matrix_exp.default"] == "none"
+    assert set(shown["unsplit"].values()) == {"runs whole: aten.linalg_matrix_exp.default has no rule"}
+    printed = command("models", "show", "users_network:users").output
+    assert "2 x runs whole: aten.linalg_matrix_exp.default has no rule: " in printed
