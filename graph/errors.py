@@ -9,6 +9,7 @@
     |-- TrainingError         a training description
     |-- CostError             an operator cost that is missing or unusable
     |-- RuntimeFailure        an execution that failed on a rank
+    |   `-- TeamFailure       the same among processes that torchrun started: rank 0 alone says it
     `-- DatabaseError         the database, its schema or its location
 
 Each message is one line: where: what is, what must be; what to do.
@@ -49,6 +50,14 @@ class CostError(SoapstoneError):
 
 class RuntimeFailure(SoapstoneError):
     """An execution failed; the message names the rank and the reason."""
+
+
+class TeamFailure(RuntimeFailure):
+    """A rank failed among those that torchrun started. `code` is the exit code that is due on all of them."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class DatabaseError(SoapstoneError):

@@ -98,7 +98,7 @@ def exchange(
         producer: iteration space of the operator that makes the value.
         output: the value's position among the operator's outputs.
         configuration: the producer's configuration.
-        readings: the operators that read the value, in topological order.
+        readings: the operators that read the value, in the order of execution.
         node_of: for each device, its node.
     """
     source_regions = operand_regions(producer.axes, producer.outputs[output], configuration.degrees)

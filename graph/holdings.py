@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from graph.intervals import IndexSet, Region, count, normalize
+from graph.intervals import IndexSet, Region, count, full_region, normalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,14 @@ def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
                 )
             )
     return tuple(result)
+
+
+def with_every_element(held: Mapping[int, Region], sizes: Sequence[int]) -> dict[int, Region]:
+    """Return holdings in which some device holds each element: the first holder takes all, where one is missing."""
+    result = dict(held)
+    if held and sum(cell_elements(cell) for cell in cells(held)) < prod(sizes):
+        result[min(held)] = full_region(sizes)
+    return result
 
 
 def cell_elements(cell: Cell) -> int:

@@ -133,6 +133,17 @@ class Operator:
         raise KeyError(name)
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which every device executes operators: those that the loss depends on, then those for buffers alone.
+
+    Statistics of a whole batch, which only renew buffers, would otherwise make every device wait at every layer.
+    """
+
+    of_loss: tuple[int, ...]
+    of_buffers: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class OperatorGraph:
     """Operators in topological order, the values between them, and the scalar loss.
@@ -184,6 +195,30 @@ class OperatorGraph:
             for slot, value in enumerate(operator.inputs):
                 readers[value].append((index, slot))
         return {name: tuple(pairs) for name, pairs in readers.items()}
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of execution; each of its two parts is topological."""
+        values = {self.loss}
+        needed = set()
+        for index in range(len(self.operators) - 1, -1, -1):
+            if not values.isdisjoint(self.operators[index].outputs):
+                needed.add(index)
+                values.update(self.operators[index].inputs)
+        everything = range(len(self.operators))
+        return Order(
+            tuple(index for index in everything if index in needed),
+            tuple(index for index in everything if index not in needed),
+        )
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """As `consumers`, in the order of execution."""
+        late = frozenset(self.order.of_buffers)
+        return {
+            name: tuple(sorted(pairs, key=lambda pair: pair[0] in late))
+            for name, pairs in self.consumers.items()
+        }
 
     @cached_property
     def weights(self) -> tuple[Value, ...]:

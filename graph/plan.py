@@ -3,9 +3,12 @@
 The runtime walks this order, each rank doing its own share, and the simulator's `program` order is this order.
 So nothing can deadlock: a wait on one rank is always for something that stands earlier in the common order.
 
-    forward of every operator in topological order, each followed by the transfers of its outputs;
-    backward in reverse order, each followed by the transfers of the gradients that are then complete and by the
-    synchronization of the gradient buckets that are then full; the remaining buckets; the optimizer's update.
+    forward of the operators that the loss depends on, in topological order, each followed by the exchange of its
+    outputs: first the collectives (`graph.collectives`), then the messages from one device to another;
+    backward in reverse order, each followed by the exchange of the gradients that are then complete, likewise, and by
+    the synchronization of the gradient buckets that are then full; the remaining buckets;
+    forward of the operators that only renew buffers, in the same way; the exchange that renews buffers where they
+    are read; the optimizer's update.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from graph.axes import operand_regions, tasks
+from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Reading, exchange, source_groups
-from graph.holdings import Cell, cell_elements, cells, held_regions
+from graph.holdings import Cell, cell_elements, cells, held_regions, with_every_element
 from graph.intervals import Region
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Strategy
@@ -52,28 +56,44 @@ class GradientTransfer:
     assembly: int
 
 
+@dataclass(frozen=True, slots=True)
+class GradientCollective:
+    """The gradients of all assemblies that a collective serves go back together; `number` is among its value's."""
+
+    value: str
+    number: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that follows from a graph, a strategy and the devices' nodes.
 
+    The order of execution is the graph's (`OperatorGraph.order`).
+
     exchanges: for each operator's value that is read, its assemblies (`graph.exchange`).
+    collectives: for each of them, the collectives that serve some of its assemblies; the others get messages.
     buffer_exchanges: for each updated buffer, the assemblies that renew it where it is read.
+    buffer_collectives: for each of them, its collectives.
     active: for each operator, for each task, whether it has a backward (a replica that nobody reads has none).
     seeds: tasks of the loss's producer whose gradient is one (all parts of a partial sum, one of each replica group).
     active_assemblies: for each value, for each assembly, whether its gradient flows back.
     held: for each weight, the region held by each device.
-    gradient_transfers: for each operator, the transfers to issue right after its backward.
+    gradient_collectives: for each operator, the collectives to issue backward right after its backward.
+    gradient_transfers: for each operator, the other assemblies' transfers, to issue after those.
     buckets: in the order of their all-reduces; `after` is the operator whose backward completes them.
     """
 
     graph: OperatorGraph
     strategy: Strategy
     exchanges: dict[str, tuple[Assembly, ...]]
+    collectives: dict[str, tuple[Collective, ...]]
     buffer_exchanges: dict[str, tuple[Assembly, ...]]
+    buffer_collectives: dict[str, tuple[Collective, ...]]
     active: tuple[tuple[bool, ...], ...]
     active_assemblies: dict[str, tuple[bool, ...]]
     seeds: tuple[int, ...]
     held: dict[str, dict[int, Region]]
+    gradient_collectives: dict[int, tuple[GradientCollective, ...]]
     gradient_transfers: dict[int, tuple[GradientTransfer, ...]]
     buckets: tuple[Bucket, ...]
 
@@ -85,9 +105,23 @@ class Plan:
             result.setdefault(bucket.after, []).append(index)
         return {operator: tuple(indexes) for operator, indexes in result.items()}
 
+    @cached_property
+    def device_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices that communicate as one, in an order that is the same everywhere: all, then others."""
+        collectives = [*self.collectives.values(), *self.buffer_collectives.values()]
+        groups = [tuple(range(self.strategy.device_count))]
+        groups += [bucket.devices for bucket in self.buckets]
+        groups += [collective.devices for found in collectives for collective in found]
+        return tuple(dict.fromkeys(groups))
+
 
 def build_plan(
-    graph: OperatorGraph, strategy: Strategy, node_of: Sequence[int], bucket_bytes: int = BUCKET_BYTES
+    graph: OperatorGraph,
+    strategy: Strategy,
+    node_of: Sequence[int],
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    every_element: bool = False,
 ) -> Plan:
     """Return the plan of a validated strategy.
 
@@ -96,34 +130,53 @@ def build_plan(
         strategy: a strategy that `Strategy.validate` accepted.
         node_of: for each device, its node.
         bucket_bytes: an all-reduce is issued as soon as its gradients reach this size.
+        every_element: a weight of which some elements are never read is held whole by its first holder, so that an
+            optimizer which changes weights without gradients (weight decay) reaches these elements too.
     """
     exchanges = {
         value.name: value_exchange(graph, strategy, value.name, node_of)
         for value in graph.values
         if value.kind is ValueKind.OPERATOR
     }
+    collectives = {name: _recognized(graph, name, found) for name, found in exchanges.items()}
+    buffer_exchanges = _buffer_exchanges(graph, strategy, node_of)
     active, active_assemblies, seeds = _backward_activity(graph, strategy, exchanges)
+    together, alone = _gradient_exchanges(exchanges, collectives, active, active_assemblies, graph)
     held = {weight.name: weight_holdings(graph, strategy, weight.name) for weight in graph.weights}
+    if every_element:
+        held = {
+            weight.name: with_every_element(held[weight.name], weight.spec.shape) for weight in graph.weights
+        }
     return Plan(
         graph=graph,
         strategy=strategy,
         exchanges=exchanges,
-        buffer_exchanges=_buffer_exchanges(graph, strategy, node_of),
+        collectives=collectives,
+        buffer_exchanges=buffer_exchanges,
+        buffer_collectives={
+            buffer: _recognized(graph, value, buffer_exchanges[buffer])
+            for buffer, value in graph.buffer_updates
+        },
         active=active,
         active_assemblies=active_assemblies,
         seeds=seeds,
         held=held,
-        gradient_transfers=_gradient_transfers(exchanges, active, active_assemblies, graph),
+        gradient_collectives=together,
+        gradient_transfers=alone,
         buckets=_buckets(graph, held, active, bucket_bytes),
     )
 
 
 def readings_of(graph: OperatorGraph, strategy: Strategy, value: str) -> list[Reading]:
-    """Return the operators that read a value, with their configurations, in topological order."""
+    """Return the operators that read a value, with their configurations, in the order of execution."""
     return [
         Reading(index, slot, graph.operators[index].space, strategy.configurations[index])
-        for index, slot in graph.consumers[value]
+        for index, slot in graph.readers[value]
     ]
+
+
+def _recognized(graph: OperatorGraph, value: str, assemblies: tuple[Assembly, ...]) -> tuple[Collective, ...]:
+    return recognize(assemblies, summable=graph.value_by_name[value].spec.dtype in SUMMABLE)
 
 
 def value_exchange(
@@ -203,26 +256,46 @@ def _backward_activity(
     return tuple(tuple(flags) for flags in active), active_assemblies, seeds
 
 
-def _gradient_transfers(
+def _gradient_exchanges(
     exchanges: dict[str, tuple[Assembly, ...]],
+    collectives: dict[str, tuple[Collective, ...]],
     active: tuple[tuple[bool, ...], ...],
     active_assemblies: dict[str, tuple[bool, ...]],
     graph: OperatorGraph,
-) -> dict[int, tuple[GradientTransfer, ...]]:
+) -> tuple[dict[int, tuple[GradientCollective, ...]], dict[int, tuple[GradientTransfer, ...]]]:
+    """Return, by operator, the gradients that go back as collectives and those that go back one by one.
+
+    A collective goes back as one where all its assemblies' gradients are complete after the same operator.
+    """
     gradient_inputs = [graph.gradient_inputs(operator) for operator in graph.operators]
-    result: dict[int, list[GradientTransfer]] = {}
+    together: dict[int, list[GradientCollective]] = {}
+    alone: dict[int, list[GradientTransfer]] = {}
     for value, assemblies in exchanges.items():
-        for position, assembly in enumerate(assemblies):
-            if not active_assemblies[value][position]:
-                continue
-            # Backward runs in reverse, so the earliest active reader is the last to contribute.
-            last = min(
+        # Backward runs in reverse, so the earliest active reader is the last to contribute.
+        after = [
+            min(
                 reader.operator
                 for reader in assembly.readers
                 if active[reader.operator][reader.task] and gradient_inputs[reader.operator][reader.slot]
             )
-            result.setdefault(last, []).append(GradientTransfer(value, position))
-    return {operator: tuple(transfers) for operator, transfers in result.items()}
+            if flows
+            else None
+            for assembly, flows in zip(assemblies, active_assemblies[value], strict=True)
+        ]
+        served: set[int] = set()
+        for number, collective in enumerate(collectives[value]):
+            ends = {after[position] for position in collective.assemblies}
+            last = ends.pop()
+            if not ends and last is not None:
+                together.setdefault(last, []).append(GradientCollective(value, number))
+                served.update(collective.assemblies)
+        for position, last in enumerate(after):
+            if last is not None and position not in served:
+                alone.setdefault(last, []).append(GradientTransfer(value, position))
+    return (
+        {operator: tuple(found) for operator, found in together.items()},
+        {operator: tuple(found) for operator, found in alone.items()},
+    )
 
 
 def _buckets(

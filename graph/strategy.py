@@ -19,6 +19,9 @@ from graph.operators import Operator, OperatorGraph
 
 FORMAT = 1
 
+LARGEST_FILE_BYTES = 2**28
+"""A thousand operators on a thousand devices, each replicated on all, take some 16 MB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
@@ -181,14 +184,22 @@ def _is_integer(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strategy:
-    """Read and validate a strategy file.
+def read_document(path: Path) -> Any:
+    """Return the document of a strategy file; what it says is not looked at.
 
     Raises:
-        StrategyError: the file cannot be read, is no JSON, or does not fit.
+        StrategyError: the file cannot be read, is too large or is no JSON.
     """
     try:
-        document = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
+        # Reading a pipe or a device may never end.
+        if path.exists() and not path.is_file():
+            raise StrategyError(f"strategy file {path}: is no regular file, must be one; check the path")
+        if path.exists() and path.stat().st_size > LARGEST_FILE_BYTES:
+            raise StrategyError(
+                f"strategy file {path}: has {path.stat().st_size} bytes, must have at most {LARGEST_FILE_BYTES}; "
+                "check the path"
+            )
+        return json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise StrategyError(
             f"strategy file {path}: cannot be read ({error.strerror}), must be a readable file; check the path"
@@ -197,7 +208,15 @@ def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strate
         raise StrategyError(
             f"strategy file {path}: is not JSON ({error}), must be a strategy; export it again"
         ) from error
-    return strategy_from_json(document, graph, device_count)
+
+
+def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strategy:
+    """Read and validate a strategy file.
+
+    Raises:
+        StrategyError: the file cannot be read, is no JSON, or does not fit.
+    """
+    return strategy_from_json(read_document(path), graph, device_count)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

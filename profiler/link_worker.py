@@ -84,6 +84,11 @@ def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> No
         connection.send(ProbeFailure(describe_error(error)))
 
 
+def probe_joined(device: PhysicalDevice, plan: ProbePlan) -> ProbeReport:
+    """Do this rank's part in the process group that this process has joined; all of its ranks must."""
+    return _Rank(device, plan).run()
+
+
 @contextmanager
 def _group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
     import torch

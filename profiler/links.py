@@ -128,7 +128,7 @@ def probe_links(devices: Sequence[PhysicalDevice], options: LinkOptions | None =
     # A file of our own: no port to be taken, so that probes at the same time do not meet.
     with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder:
         reports = _run(devices, chosen, pairs, Path(folder) / "rendezvous")
-    return _summarize(reports, pairs, chosen)
+    return summarize(reports, pairs, chosen)
 
 
 def _run(
@@ -193,9 +193,10 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
 
 
-def _summarize(
+def summarize(
     reports: Sequence[ProbeReport], pairs: tuple[tuple[int, int], ...], options: LinkOptions
 ) -> LinkProbe:
+    """Return the measurements that all ranks' reports, by rank, hold."""
     links = []
     for pair in pairs:
         taken = {

@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0, from the parts that the ranks hold."""
+"""Whole tensors on rank 0 from the parts that the ranks hold, and back."""
 
 from __future__ import annotations
 
@@ -71,3 +71,62 @@ def collect_buffers(
             for region, tensor in regions:
                 selection_of(region, tuple(result[name].shape), torch.device("cpu")).put(result[name], tensor)
     return result
+
+
+def scatter_parts(
+    world: World,
+    holdings: Mapping[str, Mapping[int, Region]],
+    wholes: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+) -> dict[str, tuple[Region, torch.Tensor]]:
+    """Return the rank's regions of tensors that rank 0 has whole; the counterpart of `collect_weights`.
+
+    All ranks of `world` must call it with the same names.
+
+    Args:
+        world: the ranks.
+        holdings: for each name, for each rank that takes part, its region.
+        wholes: on rank 0, the whole tensors; not looked at elsewhere.
+        dtypes: of the tensors, by name.
+        device: where this rank computes.
+    """
+    result = {}
+    for name, regions in holdings.items():
+        if world.rank == 0:
+            whole = wholes[name].detach()
+            sizes = tuple(whole.shape)
+            messages = []
+            for rank, region in regions.items():
+                part = selection_of(region, sizes, whole.device).take(whole)
+                part = part.to(device, dtypes[name]).contiguous()
+                if rank == 0:
+                    result[name] = (region, part)
+                elif part.numel():
+                    messages.append(Message(rank, part))
+            works, _ = world.exchange(messages, [])
+        else:
+            if world.rank not in regions:
+                continue
+            region = regions[world.rank]
+            part = torch.empty(shape(region), dtype=dtypes[name], device=device)
+            result[name] = (region, part)
+            _, works = world.exchange([], [Message(0, part)] if part.numel() else [])
+        for work in works:
+            world.wait(work)
+    return result
+
+
+def share_whole(
+    world: World, whole: torch.Tensor | None, like: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Return rank 0's tensor on all ranks of `world`, on the CPU; `like` has its shape and dtype everywhere."""
+    if whole is not None and world.size == 1:
+        return whole.cpu()
+    # Rank 0 sends a copy of its own; the others receive into fresh memory.
+    staged = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if whole is not None:
+        staged.copy_(whole)
+    if staged.numel():
+        world.wait(world.broadcast(staged.reshape(-1), 0, tuple(range(world.size))))
+    return staged.cpu()

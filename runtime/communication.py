@@ -6,7 +6,7 @@ which turns a lost peer into a one-line error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Before any process group is made: its functions' defaults would keep that group for ever (see `_groups`).
+import torch.distributed.nn
+
 from graph.errors import RuntimeFailure
+
+# torch 2.13 renamed both.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+# What all of torch's communication libraries know; other dtypes travel as bytes.
+_KNOWN = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
 
 
 class PeerFailure(RuntimeFailure):
@@ -36,17 +58,18 @@ class World:
         """Use the groups that `make_groups` made, that of all `size` ranks among them."""
         self.size = size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._everyone = _groups[tuple(range(size))] if size > 1 else None
+        self._ranks = tuple(range(size))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
         """Start all messages of one event; return the works of the sends and of the receives, one for each.
 
         Both sides must list their common messages in the same order.
         """
-        operations = [dist.P2POp(dist.isend, m.tensor, m.peer, self._everyone) for m in sends]
-        operations += [dist.P2POp(dist.irecv, m.tensor, m.peer, self._everyone) for m in receives]
-        if not operations:
+        if not sends and not receives:
             return [], []
+        everyone = _group(self._ranks)
+        operations = [dist.P2POp(dist.isend, m.tensor, m.peer, everyone) for m in sends]
+        operations += [dist.P2POp(dist.irecv, m.tensor, m.peer, everyone) for m in receives]
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
@@ -58,15 +81,54 @@ class World:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sum of `tensor` over `ranks`, in place; return its work."""
+        return self._collect(dist.all_reduce, tensor, group=_group(ranks))
+
+    def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start to collect the equal flat `part`s of `ranks`, in their order, in `result`; return the work."""
+        return self._collect(_all_gather, _plain(result), _plain(part), group=_group(ranks))
+
+    def reduce_scatter(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start the sums over `ranks` of equal slices of flat `parts`; each rank gets that of its place."""
+        return self._collect(_reduce_scatter, result, parts, group=_group(ranks))
+
+    def all_to_all(
+        self,
+        result: torch.Tensor,
+        parts: torch.Tensor,
+        result_sizes: Sequence[int],
+        part_sizes: Sequence[int],
+        ranks: tuple[int, ...],
+    ) -> Any:
+        """Start to send slice k of flat `parts` to the k-th of `ranks`, and to receive its slice of `result`."""
+        plain_result, plain_parts = _plain(result), _plain(parts)
+        words = result.element_size() // plain_result.element_size()
+        return self._collect(
+            dist.all_to_all_single,
+            plain_result,
+            plain_parts,
+            [size * words for size in result_sizes],
+            [size * words for size in part_sizes],
+            group=_group(ranks),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Any:
+        """Start to copy `root`'s flat `tensor` to all of `ranks`; return the work."""
+        return self._collect(dist.broadcast, _plain(tensor), root, group=_group(ranks))
+
+    def reduce(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Any:
+        """Start the sum of `tensor` over `ranks` at `root`; elsewhere `tensor` is spoilt. Return the work."""
+        return self._collect(dist.reduce, tensor, root, group=_group(ranks))
+
+    def _collect(self, operation: Callable[..., Any], *arguments: Any, group: Any) -> Any:
         try:
-            return dist.all_reduce(tensor, group=_groups[ranks], async_op=True)
+            return operation(*arguments, group=group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks of this world."""
         if self.size > 1:
-            self.wait(self.all_reduce(tensor, tuple(range(self.size))))
+            self.wait(self.all_reduce(tensor, self._ranks))
         return tensor
 
     def wait(self, work: Any) -> None:
@@ -92,7 +154,7 @@ class World:
         if self.size == 1:
             return [item]
         received: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(item, received, dst=0, group=self._everyone)
+        dist.gather_object(item, received, dst=0, group=_group(self._ranks))
         return received
 
     def _lost(self, error: RuntimeError) -> PeerFailure:
@@ -103,8 +165,23 @@ class World:
         )
 
 
-# Process groups by their ranks; they live as long as the default process group.
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that only travels in a dtype that communication libraries know."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)
+
+
+# Process groups by their ranks; they live as long as the default process group. Nothing else may hold one: a group that
+# outlives `forget_groups` keeps its threads, and a process that ends beside them can be aborted.
 _groups: dict[tuple[int, ...], Any] = {}
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    try:
+        return _groups[ranks]
+    except KeyError as error:
+        raise RuntimeFailure(
+            f"process group of ranks {ranks}: is not there, must be; this process has left it, so do no more with it"
+        ) from error
 
 
 def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graph.axes import operand_regions
+from graph.collectives import Collective
 from graph.exchange import Assembly, Piece
 from graph.intervals import Region, shape
-from graph.operators import OperatorGraph, ValueKind
+from graph.operators import ValueKind
 from graph.plan import Plan
 
 
@@ -34,37 +35,9 @@ class Local:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The order in which all ranks execute operators: those that the loss depends on, then those for buffers alone.
-
-    Statistics of a whole batch, which only renew buffers, would otherwise make every device wait at every layer.
-    """
-
-    of_loss: tuple[int, ...]
-    of_buffers: tuple[int, ...]
-
-
-def execution_order(graph: OperatorGraph) -> Order:
-    """Return the order; each of its two parts is topological."""
-    values = {graph.loss}
-    needed = set()
-    for index in range(len(graph.operators) - 1, -1, -1):
-        operator = graph.operators[index]
-        if not values.isdisjoint(operator.outputs):
-            needed.add(index)
-            values.update(operator.inputs)
-    everything = range(len(graph.operators))
-    return Order(
-        tuple(index for index in everything if index in needed),
-        tuple(index for index in everything if index not in needed),
-    )
-
-
 class Layout:
     """Slots of one rank. `shapes` are those of all slots, in order.
 
-    order: in which operators are executed.
     tasks: for each operator, the rank's tasks.
     outputs: slot by (operator, task, output position).
     readings: in order of first use; `held` maps each weight that the rank holds to its slot.
@@ -76,7 +49,6 @@ class Layout:
         """Lay out `rank`'s tensors."""
         self.plan = plan
         self.rank = rank
-        self.order = execution_order(plan.graph)
         self.shapes: list[tuple[int, ...]] = []
         self.tasks = tuple(
             tuple(task for task, device in enumerate(configuration.devices) if device == rank)
@@ -113,9 +85,17 @@ class Layout:
         operator, position = self.plan.graph.producer[value]
         return self.output_regions(operator, position)[piece.source_task]
 
-    def messages(self, assemblies: tuple[Assembly, ...]) -> Iterator[tuple[int, Assembly, Piece]]:
-        """Yield this rank's messages about a value in the plan's order: (assembly number, assembly, piece)."""
+    def messages(
+        self, assemblies: tuple[Assembly, ...], collectives: tuple[Collective, ...] = ()
+    ) -> Iterator[tuple[int, Assembly, Piece]]:
+        """Yield this rank's messages about a value in the plan's order: (assembly number, assembly, piece).
+
+        Assemblies that `collectives` serve get none.
+        """
+        served = {number for collective in collectives for number in collective.assemblies}
         for number, assembly in enumerate(assemblies):
+            if number in served:
+                continue
             for piece in assembly.pieces:
                 if piece.source_device != assembly.device and self.rank in (
                     piece.source_device,
@@ -131,8 +111,6 @@ class Layout:
                     self.outputs[index, task, position] = self.new_slot(shape(regions[task]))
 
     def _make_assemblies(self) -> None:
-        order = self.order.of_loss + self.order.of_buffers
-        position = {operator: place for place, operator in enumerate(order)}
         for value, assemblies in self.plan.exchanges.items():
             for number, assembly in enumerate(assemblies):
                 if assembly.device != self.rank:
@@ -143,10 +121,8 @@ class Layout:
                     slot = self.new_slot(shape(assembly.region))
                     local = Local(value, number, assembly, slot)
                     if assembly.pieces:
-                        first = min(
-                            (reader.operator for reader in assembly.readers), key=position.__getitem__
-                        )
-                        self.assemblies.setdefault(first, []).append(local)
+                        # Readers are in the order of execution.
+                        self.assemblies.setdefault(assembly.readers[0].operator, []).append(local)
                     else:
                         self.empty.append(local)
                 for reader in assembly.readers:

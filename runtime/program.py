@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 
 from graph.calls import LocalCall
-from graph.exchange import Assembly, Piece
 from graph.intervals import Region, shape
 from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Plan
@@ -21,6 +20,7 @@ from graph.rules import local_calls
 from profiler.operators import compile_call
 from runtime import instructions as steps
 from runtime.assembling import Recipe
+from runtime.exchanging import Event, Exchanges
 from runtime.layout import Layout, Local, Reading
 from runtime.segments import Node, Segments, cuts
 from runtime.selections import Selection
@@ -63,8 +63,7 @@ class _Compiler:
         self.device = device
         self.layout = Layout(plan, rank)
         self.segments = Segments(cuts(plan, self.layout))
-        self.arrivals: dict[tuple[str, int, Piece], int] = {}
-        self.gradient_arrivals: dict[int, list[tuple[int, int, Selection]]] = {}
+        self.exchanges = Exchanges(plan, self.layout, self.segments, device)
         self.instructions: list[Instruction] = []
 
     def compile(self) -> Program:
@@ -74,10 +73,10 @@ class _Compiler:
         )
         self._expect_messages()
         # What only renews buffers comes last: its messages (statistics of all devices) then hold nobody up.
-        self._forward(self.layout.order.of_loss, nodes, inputs)
+        self._forward(self.graph.order.of_loss, nodes, inputs)
         self._loss()
         finished = self._backward()
-        self._forward(self.layout.order.of_buffers, nodes, inputs)
+        self._forward(self.graph.order.of_buffers, nodes, inputs)
         self._renew_buffers()
         self.instructions.extend(FinishReduction(reduction) for reduction in finished)
         held = self.layout.held
@@ -86,7 +85,7 @@ class _Compiler:
             readings=tuple(self.layout.readings.values()),
             held={name: (slot, self.plan.held[name][self.rank]) for name, slot in held.items()},
             empty=tuple(
-                (local.slot, shape(local.assembly.region), self._dtype(local.value))
+                (local.slot, shape(local.assembly.region), self.exchanges.dtype(local.value))
                 for local in self.layout.empty
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
@@ -131,19 +130,11 @@ class _Compiler:
     def _local_assembly(self, index: int, local: Local) -> tuple[Node, Make]:
         pieces = local.assembly.pieces
         recipe = Recipe(local.assembly.region, [piece.region for piece in pieces], self.device)
-        selections = tuple(self._cut(local.value, piece) for piece in pieces)
+        selections = tuple(self.exchanges.cut(local.value, piece) for piece in pieces)
         sources = tuple(self.layout.piece_slot(local.value, piece) for piece in pieces)
         active = self.plan.active_assemblies[local.value][local.number]
         node = Node(index, sources, (active,) * len(sources), (local.slot,))
         return node, lambda slots: steps.Assemble(recipe, selections, slots, local.slot)
-
-    def _cut(self, value: str, piece: Piece) -> Selection:
-        """The part of its task's output that a piece is."""
-        return Selection(piece.region, self.layout.source_region(value, piece), self.device)
-
-    def _dtype(self, value: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.graph.value_by_name[value].spec.dtype)
-        return dtype
 
     def _has_gradient(self, weight: str) -> bool:
         return self.graph.value_by_name[weight].requires_gradient and any(
@@ -197,7 +188,9 @@ class _Compiler:
             for local in self.layout.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:
                     active = self.plan.active_assemblies[local.value][local.number]
-                    self.instructions.append(self._receive(local, local.value, differentiable=active))
+                    self.instructions.append(
+                        self.exchanges.receive(local, local.value, differentiable=active)
+                    )
             for node, make in nodes[index]:
                 instruction = make(inputs[node])
                 self.instructions.append(instruction if node.active else steps.Unrecorded(instruction))
@@ -209,59 +202,19 @@ class _Compiler:
                 if pairs:
                     self.instructions.append(steps.Detach(pairs))
             outputs = self.graph.operators[index].outputs
-            self._exchange([(value, value, self.plan.exchanges[value]) for value in outputs])
+            self.instructions.extend(
+                self.exchanges.issue(
+                    [
+                        Event(value, value, self.plan.exchanges[value], self.plan.collectives[value])
+                        for value in outputs
+                    ]
+                )
+            )
 
     def _loss(self) -> None:
         parts = self._loss_parts()
         if parts:
             self.instructions.append(steps.Loss(parts))
-
-    def _receive(self, local: Local, event: str, *, differentiable: bool) -> steps.Receive:
-        pieces = local.assembly.pieces
-        selections: list[Selection | None] = []
-        sources = []
-        arrivals = []
-        for piece in pieces:
-            if piece.source_device == self.rank:
-                selections.append(self._cut(local.value, piece))
-                sources.append(self.layout.piece_slot(local.value, piece))
-            else:
-                slot = self.arrivals[event, local.number, piece]
-                selections.append(None)
-                sources.append(slot)
-                arrivals.append(slot)
-        recipe = Recipe(local.assembly.region, [piece.region for piece in pieces], self.device)
-        return steps.Receive(
-            recipe, tuple(selections), tuple(sources), tuple(arrivals), local.slot, differentiable
-        )
-
-    def _exchange(self, exchanges: Sequence[tuple[str, str, tuple[Assembly, ...]]]) -> None:
-        """Append the messages about some values, if the rank has any.
-
-        Each entry is a name for the event (a value, or the buffer that it renews), the value, and its assemblies.
-        """
-        sends: dict[tuple[int, Region], tuple[int, Selection]] = {}
-        order = []
-        arrivals = []
-        for event, value, assemblies in exchanges:
-            for number, assembly, piece in self.layout.messages(assemblies):
-                if assembly.device == self.rank:
-                    slot = self.layout.new_slot(shape(piece.region))
-                    self.arrivals[event, number, piece] = slot
-                    arrivals.append(self._arrival(piece.source_device, slot, piece.region, value))
-                else:
-                    source = self.layout.piece_slot(value, piece)
-                    key = (source, piece.region)
-                    if key not in sends:
-                        sends[key] = (source, self._cut(value, piece))
-                    order.append((assembly.device, list(sends).index(key)))
-        if order or arrivals:
-            self.instructions.append(
-                steps.Exchange(tuple(sends.values()), tuple(order), tuple(arrivals), self.device)
-            )
-
-    def _arrival(self, peer: int, slot: int, region: Region, value: str) -> steps.Arrival:
-        return steps.Arrival(peer, slot, shape(region), self._dtype(value))
 
     # ---- backward
 
@@ -275,7 +228,7 @@ class _Compiler:
         for index in range(len(self.graph.operators) - 1, -1, -1):
             if index in first:
                 self._differentiate(first[index])
-            self._gradient_messages(index)
+            self.instructions.extend(self.exchanges.issue_gradients(index))
             for number in self.plan.buckets_after.get(index, ()):
                 bucket = self.plan.buckets[number]
                 if self.rank in bucket.devices:
@@ -287,7 +240,7 @@ class _Compiler:
 
     def _differentiate(self, number: int) -> None:
         segment = self.segments.by_number[number]
-        arrived = self.gradient_arrivals.pop(number, [])
+        arrived = self.exchanges.gradients_for(number)
         if arrived:
             self.instructions.append(steps.ReceiveGradients(tuple(arrived)))
         if segment.outputs and segment.inputs:
@@ -308,61 +261,26 @@ class _Compiler:
                 places[reading.slot] = Selection(reading.region, held, self.device)
         return places
 
-    def _gradient_messages(self, index: int) -> None:
-        taken_apart = []
-        arrivals = []
-        for transfer in self.plan.gradient_transfers.get(index, ()):
-            value = transfer.value
-            assembly = self.plan.exchanges[value][transfer.assembly]
-            if not assembly.remote_pieces:
-                continue
-            if assembly.device == self.rank:
-                reader = assembly.readers[0]
-                slot = self.layout.sources[reader.operator, reader.task, reader.slot]
-                whole = self._arrival(self.rank, slot, assembly.region, value)
-                taken_apart.append(
-                    (whole, tuple(self._gradient_part(value, assembly, piece) for piece in assembly.pieces))
-                )
-                continue
-            for piece in assembly.pieces:
-                if piece.source_device == self.rank:
-                    slot = self.layout.new_slot(shape(piece.region))
-                    arrivals.append(self._arrival(assembly.device, slot, piece.region, value))
-                    source = self.layout.piece_slot(value, piece)
-                    maker = self.segments.made_in(source)
-                    if maker is not None:
-                        self.gradient_arrivals.setdefault(maker, []).append(
-                            (slot, source, self._cut(value, piece))
-                        )
-        if taken_apart or arrivals:
-            self.instructions.append(steps.SendGradients(tuple(taken_apart), tuple(arrivals), self.device))
-
-    def _gradient_part(self, value: str, assembly: Assembly, piece: Piece) -> steps.GradientPart:
-        selection = Selection(piece.region, assembly.region, self.device)
-        if piece.source_device != self.rank:
-            return steps.GradientPart(selection, piece.source_device, -1, None)
-        source = self.layout.piece_slot(value, piece)
-        return steps.GradientPart(selection, None, source, self._cut(value, piece))
-
     # ---- after the backward
 
     def _renew_buffers(self) -> None:
         """Append the messages that renew buffers where they are read, and their assembly."""
         updates = [
-            (buffer, value, self.plan.buffer_exchanges[buffer]) for buffer, value in self.graph.buffer_updates
+            Event(buffer, value, self.plan.buffer_exchanges[buffer], self.plan.buffer_collectives[buffer])
+            for buffer, value in self.graph.buffer_updates
         ]
-        self._exchange(updates)
-        for buffer, value, assemblies in updates:
-            for number, assembly in enumerate(assemblies):
+        self.instructions.extend(self.exchanges.issue(updates))
+        for event in updates:
+            for number, assembly in enumerate(event.assemblies):
                 if assembly.device != self.rank or not assembly.pieces:
                     continue
-                reading = self.layout.readings[buffer, assembly.region]
+                reading = self.layout.readings[event.name, assembly.region]
                 if assembly.direct:
-                    slot = self.layout.piece_slot(value, assembly.pieces[0])
+                    slot = self.layout.piece_slot(event.value, assembly.pieces[0])
                 else:
                     slot = self.layout.new_slot(shape(assembly.region))
-                    local = Local(value, number, assembly, slot)
-                    self.instructions.append(self._receive(local, buffer, differentiable=False))
+                    local = Local(event.value, number, assembly, slot)
+                    self.instructions.append(self.exchanges.receive(local, event.name, differentiable=False))
                 self.instructions.append(steps.Renew(slot, reading.slot))
 
     def _with_releases(self) -> list[Instruction]:

@@ -49,6 +49,10 @@ class Segment:
 def cuts(plan: Plan, layout: Layout) -> tuple[int, ...]:
     """Return the operators before which the rank cuts, ascending."""
     found = set()
+    for operator, collectives in plan.gradient_collectives.items():
+        for back in collectives:
+            if layout.rank in plan.collectives[back.value][back.number].devices:
+                found.add(operator)
     for operator, transfers in plan.gradient_transfers.items():
         for transfer in transfers:
             assembly = plan.exchanges[transfer.value][transfer.assembly]

@@ -98,7 +98,8 @@ class StepState:
         self.context = ExecutionContext(seed=0, step=0)
         self.values: list[Any] = [None] * len(shapes)
         self.gradients = GradientStore(shapes)
-        self.arriving: dict[int, Any] = {}
+        # By slot: the work to wait for, and the tensor that it needs until then.
+        self.arriving: dict[int, tuple[Any, torch.Tensor]] = {}
         self.leaving: list[tuple[Any, torch.Tensor]] = []
         self.reducing: dict[int, Any] = {}
         self.renewed: dict[int, torch.Tensor] = {}
@@ -111,12 +112,21 @@ class StepState:
         self.leaving.extend((work, message.tensor) for work, message in zip(sent, sends, strict=True))
         for (slot, message), work in zip(receives, received, strict=True):
             self.values[slot] = message.tensor
-            self.arriving[slot] = work
+            self.arriving[slot] = work, message.tensor
+
+    def collect(self, work: Any, arriving: Sequence[tuple[int, torch.Tensor]], sent: torch.Tensor) -> None:
+        """Note a started collective: what arrives in which slots, and what must stay referenced until it is done."""
+        if not arriving:
+            self.leaving.append((work, sent))
+        for slot, tensor in arriving:
+            self.values[slot] = tensor
+            self.arriving[slot] = work, sent
 
     def wait_for(self, slots: Sequence[int]) -> None:
         """Wait until the messages of `slots` are here."""
         for slot in slots:
-            self.world.wait(self.arriving.pop(slot))
+            work, _ = self.arriving.pop(slot)
+            self.world.wait(work)
 
     def wait_for_sends(self) -> None:
         """Wait until all sends are done."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
 from search.costs import ORIGIN_CODE
 from search.kernels import Array, GraphArrays, Holds
-from search.links import LinkCosts, collective_price
+from search.links import CollectivePrice, LinkCosts, collective_price
+
+# A collective's code in the kernels is its place here.
+COLLECTIVE_KINDS = tuple(CollectiveKind)
 
 
 def csr(rows: Iterable[Sequence[int]]) -> tuple[Array, Array]:
@@ -42,13 +47,10 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
     values = operator_values(graph)
     number = {value.name: index for index, value in enumerate(values)}
     renewed = graph.buffer_updates
-    readings = [graph.consumers[value.name] for value in values]
-    readings += [graph.consumers[buffer] for buffer, _ in renewed]
-    position = [{pair: place for place, pair in enumerate(graph.consumers[value.name])} for value in values]
+    readings = [graph.readers[value.name] for value in values]
+    readings += [graph.readers[buffer] for buffer, _ in renewed]
+    position = [{pair: place for place, pair in enumerate(graph.readers[value.name])} for value in values]
     gradient = [graph.gradient_inputs(operator) for operator in graph.operators]
-    buffers_of: dict[int, list[int]] = {}
-    for place, (_, value_name) in enumerate(renewed):
-        buffers_of.setdefault(graph.producer[value_name][0], []).append(len(values) + place)
     slots = [
         [
             (number[name], position[number[name]][index, slot]) if name in number else (-1, -1)
@@ -60,7 +62,6 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
     slot_ptr, slot_value = csr([value for value, _ in row] for row in slots)
     read_ptr, read_value = csr(sorted({value for value, _ in row if value >= 0}) for row in slots)
     reading_ptr, reading_operator = csr([index for index, _ in row] for row in readings)
-    buffer_ptr, buffer_unit = csr(buffers_of.get(index, []) for index in range(len(graph.operators)))
     statics = static_values(graph)
     weight_ptr, weight_user = csr(
         sorted({index for index, _ in graph.consumers[weight.name]}) for weight in graph.weights
@@ -84,8 +85,9 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
             [gradient[index][slot] for row in readings for index, slot in row], np.bool_
         ),
         needs_gradient=np.array([value.requires_gradient for value in values], np.bool_),
-        buffer_ptr=buffer_ptr,
-        buffer_unit=buffer_unit,
+        order=np.array(graph.order.of_loss + graph.order.of_buffers, np.int64),
+        loss_operators=len(graph.order.of_loss),
+        buffer_count=len(renewed),
         weight_ptr=weight_ptr,
         weight_user=weight_user,
         static_item_bytes=np.array([value.spec.item_bytes for value in statics], np.int64),
@@ -121,8 +123,16 @@ class GrowingArray:
         return self._size
 
 
+@dataclass(frozen=True, slots=True)
+class SetHold:
+    """The hold of one kind of collective over a set of devices: its number, and what it costs."""
+
+    number: int
+    price: CollectivePrice
+
+
 class HoldStore:
-    """What tasks hold: every device, every route, and every set of devices that has met in an all-reduce."""
+    """What tasks hold: every device, every route, and every set of devices that has met in a collective."""
 
     def __init__(self, topology: Topology, links: LinkCosts) -> None:
         self.topology = topology
@@ -131,7 +141,8 @@ class HoldStore:
         self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
         self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
         self._origin = GrowingArray(np.int64)
-        self._sets: dict[tuple[int, ...], int] = {}
+        self._operation = GrowingArray(np.int64)
+        self._sets: dict[tuple[CollectiveKind, tuple[int, ...], int | None], SetHold] = {}
         self._resource_ptr.extend([0])
         self._end_ptr.extend([0])
         devices = range(len(topology.devices))
@@ -152,6 +163,7 @@ class HoldStore:
         latency_s: tuple[float, float],
         s_per_byte: tuple[float, float],
         origin: int,
+        operation: int = -1,
     ) -> int:
         self._resource.extend(resources)
         self._resource_ptr.extend([len(self._resource)])
@@ -160,18 +172,29 @@ class HoldStore:
         self._latency_s.extend([latency_s])
         self._s_per_byte.extend([s_per_byte])
         self._origin.extend([origin])
+        self._operation.extend([operation])
         return len(self._origin) - 1
 
-    def device_set(self, members: tuple[int, ...]) -> int:
-        """Return the hold of an all-reduce over `members` (ascending)."""
-        known = self._sets.get(members)
+    def device_set(
+        self,
+        members: tuple[int, ...],
+        kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+        root: int | None = None,
+    ) -> SetHold:
+        """Return the hold of a collective over `members` (ascending), and its price."""
+        known = self._sets.get((kind, members, root))
         if known is None:
-            price = collective_price(self.topology, members, self.links)
+            price = collective_price(self.topology, members, self.links, kind, root)
             resources = [len(self.topology.devices) + link for link in price.links]
-            known = self._add(
-                resources, members, price.latency_s, price.s_per_byte, ORIGIN_CODE[price.origin]
+            number = self._add(
+                resources,
+                members,
+                price.latency_s,
+                price.s_per_byte,
+                ORIGIN_CODE[price.origin],
+                COLLECTIVE_KINDS.index(kind),
             )
-            self._sets[members] = known
+            known = self._sets[kind, members, root] = SetHold(number, price)
         return known
 
     @property
@@ -189,6 +212,7 @@ class HoldStore:
             self._latency_s.items,
             self._s_per_byte.items,
             self._origin.items,
+            self._operation.items,
         )
 
 

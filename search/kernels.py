@@ -6,11 +6,16 @@ those are the same double expressions as in `search.links`, without fastmath, an
 Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
 
     operator unit   0 tasks, 1 replicas, then a task: device, forward ns, backward ns, output bytes, origin
-    value unit      0 assemblies, 1 pieces, 2 readers, 3 source tasks, 4 remote pieces, 5 readings, 6 words, then
-                    an assembly: device, bytes copied, first piece, first reader (one more, as a sentinel);
-                    a piece: source task, hold, ns, bytes, rank among remote ones or -1, assembly, hold and ns back;
+    value unit      0 assemblies, 1 pieces, 2 readers, 3 source tasks, 4 remote pieces, 5 readings,
+                    6 where source tasks start, 7 collectives, 8 remote pieces that no collective serves, then
+                    an assembly: device, bytes copied, first piece, first reader, collective or -1 (one more
+                    assembly, as a sentinel);
+                    a piece: source task, hold, ns, bytes, rank among remote ones (those that no collective serves
+                    first) or -1, assembly, hold and ns back;
                     a reader: reading, task;  a reading: its first reader;  a (reading, task): its assembly;
-                    a source task: its first piece (one more);  the pieces by source task
+                    a source task: its first piece (one more);  the pieces by source task;
+                    a collective: kind, root or -1, bytes, bytes that its price is for, first served assembly, first
+                    source task, hold and ns, hold and ns back (one more);  the served assemblies;  the source tasks
     static unit     0 holders, 1 cells, then a holder: device, elements; then a cell: hold, bytes
 
 Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V values, W weights.
@@ -26,8 +31,14 @@ from numba import njit
 Array = np.ndarray[Any, np.dtype[Any]]
 
 FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UPDATE = range(7)
+COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
+# Codes of `graph.collectives.CollectiveKind`.
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
+FEWEST_DEVICES = 3
 OPERATOR_HEADER, OPERATOR_STRIDE = 2, 5
-VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE = 7, 4, 8
+VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 9, 5, 8, 10
+# The word of a value unit that counts its collectives.
+VALUE_COLLECTIVES = 7
 STATIC_HEADER = 2
 PARTS_PER_MILLION = 1_000_000
 
@@ -47,8 +58,9 @@ class GraphArrays(NamedTuple):
     reading_operator: Array
     reading_gradient: Array  # whether a gradient flows back through the slot
     needs_gradient: Array  # V
-    buffer_ptr: Array  # O + 1, into buffer_unit
-    buffer_unit: Array  # value units of renewed buffers, V and up
+    order: Array  # O: operators as they are executed, those that the loss depends on first
+    loss_operators: int  # how many of these there are
+    buffer_count: int  # value units of renewed buffers are V and up
     weight_ptr: Array  # W + 1, into weight_user
     weight_user: Array  # operators that read the weight
     static_item_bytes: Array  # a static unit
@@ -79,6 +91,7 @@ class Holds(NamedTuple):
     latency_s: Array  # a hold: of two algorithms
     s_per_byte: Array
     origin: Array
+    operation: Array  # the code of a device set's collective, else -1
 
 
 class Tasks(NamedTuple):
@@ -107,6 +120,10 @@ class Scratch(NamedTuple):
     backward_task: Array
     transfer_base: Array
     gradient_base: Array
+    collective_base: Array  # V + buffers + 1
+    collective_after: Array  # a collective: the operator after whose backward it goes back as one, or -1
+    collective_task: Array
+    gradient_collective: Array
     elements_D: Array
     memory_D: Array
     counts: Array  # 0 tasks, 1 dependencies, 2 buckets, 3 bucket entries
@@ -143,10 +160,11 @@ def write_exchange(
     latency_s_DD: Array,
     bandwidth_DD: Array,
     item_bytes: int,
+    summable: int,
 ) -> int:
     """Write a value unit at `at`; return its words, or minus the words needed where the arena is too short.
 
-    The same assemblies as `graph.exchange.exchange`, which is its oracle.
+    The same assemblies as `graph.exchange.exchange`, which is its oracle; of collectives all but holds and ns.
     volume: elements common to a reader's region (row) and a group of replicas of the producer (column).
     """
     devices = len(node_D)
@@ -183,7 +201,8 @@ def write_exchange(
     reading_at = reader_at + 2 * readers
     assigned_at = reading_at + readings
     source_at = assigned_at + readers
-    end = source_at + sources + 1 + pieces
+    collective_at = source_at + sources + 1 + pieces
+    end = collective_at + COLLECTIVE_STRIDE * (assemblies + 1) + assemblies + pieces
     if end > len(arena):
         return at - end
     arena[at] = assemblies
@@ -191,7 +210,7 @@ def write_exchange(
     arena[at + 2] = readers
     arena[at + 3] = sources
     arena[at + 5] = readings
-    arena[at + 6] = end - at
+    arena[at + 6] = source_at - at
     by_source = np.zeros(sources + 1, np.int64)
     piece = 0
     rank = 0
@@ -204,6 +223,7 @@ def write_exchange(
         arena[where] = device
         arena[where + 2] = piece
         arena[where + 3] = reader_start
+        arena[where + 4] = -1
         reader_start += readers_of[assembly]
         first_piece = piece
         direct = False
@@ -242,7 +262,10 @@ def write_exchange(
     arena[sentinel + 1] = 0
     arena[sentinel + 2] = piece
     arena[sentinel + 3] = readers
+    arena[sentinel + 4] = -1
     arena[at + 4] = rank
+    arena[at + 7] = 0
+    arena[at + 8] = rank
     filled = np.zeros(assemblies, np.int64)
     for reading in range(readings):
         arena[reading_at + reading] = reader_ptr[reading]
@@ -261,7 +284,220 @@ def write_exchange(
         task = arena[piece_at + PIECE_STRIDE * piece]
         arena[source_at + sources + 1 + by_source[task]] = piece
         by_source[task] += 1
-    return end - at
+    if rank < FEWEST_DEVICES - 1:
+        return collective_at - at
+    region = reader_region[first_reader_of[:assemblies]]
+    return write_collectives(arena, at, collective_at, region, source_device, devices, summable) - at
+
+
+@njit(cache=True, nogil=True)
+def find(leader: Array, node: int) -> int:
+    """Return what stands for the connected nodes of `node`."""
+    while leader[node] != node:
+        leader[node] = leader[leader[node]]
+        node = leader[node]
+    return node
+
+
+@njit(cache=True, nogil=True)
+def write_collectives(
+    arena: Array,
+    at: int,
+    collective_at: int,
+    region: Array,
+    source_device: Array,
+    devices: int,
+    summable: int,
+) -> int:
+    """Write the collectives of a value unit; return its end.
+
+    The same as `graph.collectives.recognize`, which is its oracle. region: the number of each assembly's.
+    """
+    assemblies = arena[at]
+    assembly_at = at + VALUE_HEADER
+    piece_at = assembly_at + ASSEMBLY_STRIDE * (assemblies + 1)
+    reader_at = piece_at + PIECE_STRIDE * arena[at + 1]
+    leader = np.arange(arena[at + 5] * devices)
+    node_of = np.full(assemblies, -1, np.int64)
+    for assembly in range(assemblies):
+        where = assembly_at + ASSEMBLY_STRIDE * assembly
+        base = arena[reader_at + 2 * arena[where + 3]] * devices
+        first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
+        remote = False
+        for piece in range(first, last):
+            remote = remote or arena[piece_at + PIECE_STRIDE * piece + 4] >= 0
+        if remote:
+            node_of[assembly] = base + arena[where]
+            for piece in range(first, last):
+                there = find(leader, base + source_device[arena[piece_at + PIECE_STRIDE * piece]])
+                leader[there] = find(leader, node_of[assembly])
+    component_of = np.full(len(leader), -1, np.int64)
+    components = 0
+    ptr = np.zeros(assemblies + 1, np.int64)
+    for assembly in range(assemblies):
+        if node_of[assembly] >= 0:
+            node = find(leader, node_of[assembly])
+            if component_of[node] < 0:
+                component_of[node] = components
+                components += 1
+            node_of[assembly] = component_of[node]
+            ptr[node_of[assembly] + 1] += 1
+    for component in range(components):
+        ptr[component + 1] += ptr[component]
+    members = np.empty(ptr[components], np.int64)
+    filled = ptr.copy()
+    for assembly in range(assemblies):
+        component = node_of[assembly]
+        if component >= 0:
+            members[filled[component]] = assembly
+            filled[component] += 1
+    found = served = 0
+    for component in range(components):
+        group = members[ptr[component] : ptr[component + 1]]
+        kind = kind_of(arena, at, group, region, source_device, devices, summable)
+        if kind >= 0:
+            for assembly in group:
+                arena[assembly_at + ASSEMBLY_STRIDE * assembly + 4] = found
+            arena[collective_at + COLLECTIVE_STRIDE * found] = kind
+            found += 1
+            served += len(group)
+    if found == 0:
+        return collective_at
+    arena[at + 7] = found
+    member_at = collective_at + COLLECTIVE_STRIDE * (found + 1)
+    task_at = member_at + served
+    member = task = 0
+    last_in = np.full(len(source_device), -1, np.int64)
+    for collective in range(found):
+        where = collective_at + COLLECTIVE_STRIDE * collective
+        arena[where + 4] = member
+        arena[where + 5] = task
+        for assembly in range(assemblies):
+            mine = assembly_at + ASSEMBLY_STRIDE * assembly
+            if arena[mine + 4] != collective:
+                continue
+            arena[member_at + member] = assembly
+            member += 1
+            for piece in range(arena[mine + 2], arena[mine + 2 + ASSEMBLY_STRIDE]):
+                source = arena[piece_at + PIECE_STRIDE * piece]
+                if last_in[source] != collective:
+                    last_in[source] = collective
+                    arena[task_at + task] = source
+                    task += 1
+        measure_collective(arena, at, where, member_at, member, source_device)
+    arena[collective_at + COLLECTIVE_STRIDE * found + 4] = member
+    arena[collective_at + COLLECTIVE_STRIDE * found + 5] = task
+    rank = 0
+    for covered in range(2):
+        for piece in range(arena[at + 1]):
+            word = piece_at + PIECE_STRIDE * piece
+            in_collective = arena[assembly_at + ASSEMBLY_STRIDE * arena[word + 5] + 4] >= 0
+            if arena[word + 4] >= 0 and in_collective == (covered == 1):
+                arena[word + 4] = rank
+                rank += 1
+        if covered == 0:
+            arena[at + 8] = rank
+    return task_at + task
+
+
+@njit(cache=True, nogil=True)
+def kind_of(
+    arena: Array,
+    at: int,
+    group: Array,
+    region: Array,
+    source_device: Array,
+    devices: int,
+    summable: int,
+) -> int:
+    """Return which collective serves exactly the connected assemblies of `group`, or -1."""
+    assembly_at = at + VALUE_HEADER
+    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[at] + 1)
+    is_reader = np.zeros(devices, np.bool_)
+    is_source = np.zeros(devices, np.bool_)
+    task_on = np.full(devices, -1, np.int64)
+    seen_by = np.full(devices, -1, np.int64)
+    leading = assembly_at + ASSEMBLY_STRIDE * group[0]
+    count = arena[leading + 2 + ASSEMBLY_STRIDE] - arena[leading + 2]
+    for piece in range(arena[leading + 2], arena[leading + 2 + ASSEMBLY_STRIDE]):
+        task = arena[piece_at + PIECE_STRIDE * piece]
+        task_on[source_device[task]] = task
+    sums = summable != 0
+    same_tasks = same_region = full = even = level = True
+    for place in range(len(group)):
+        where = assembly_at + ASSEMBLY_STRIDE * group[place]
+        if is_reader[arena[where]]:
+            return -1
+        is_reader[arena[where]] = True
+        first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
+        same_tasks = same_tasks and last - first == count
+        full = full and last - first == len(group)
+        same_region = same_region and region[group[place]] == region[group[0]]
+        level = level and arena[where + 1] == arena[leading + 1]
+        for piece in range(first, last):
+            word = piece_at + PIECE_STRIDE * piece
+            device = source_device[arena[word]]
+            if seen_by[device] == place:
+                return -1
+            seen_by[device] = place
+            is_source[device] = True
+            same_tasks = same_tasks and task_on[device] == arena[word]
+            sums = sums and arena[word + 3] == arena[where + 1]
+            even = even and arena[word + 3] == arena[piece_at + PIECE_STRIDE * first + 3]
+    sources = 0
+    together = 0
+    for device in range(devices):
+        sources += is_source[device]
+        together += is_source[device] or is_reader[device]
+    if together < FEWEST_DEVICES:
+        return -1
+    if len(group) == 1:
+        return REDUCE if sums else -1
+    if sources == 1:
+        return BROADCAST if same_tasks and same_region else -1
+    if not full or sources != len(group) or together != len(group):
+        return -1
+    if sums and same_tasks and same_region:
+        return ALL_REDUCE
+    if sums and same_tasks and level and len(np.unique(region[group])) == len(group):
+        return REDUCE_SCATTER
+    return ALL_GATHER if same_tasks and same_region and even else ALL_TO_ALL
+
+
+@njit(cache=True, nogil=True)
+def measure_collective(
+    arena: Array, at: int, where: int, member_at: int, member_end: int, source_device: Array
+) -> None:
+    """Write root and bytes of the collective at `where`, as `graph.collectives.moved` finds them."""
+    assembly_at = at + VALUE_HEADER
+    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[at] + 1)
+    kind = arena[where]
+    members = member_end - arena[where + 4]
+    whole = largest = 0
+    root = -1
+    for member in range(arena[where + 4], member_end):
+        mine = assembly_at + ASSEMBLY_STRIDE * arena[member_at + member]
+        if kind == REDUCE_SCATTER:
+            whole += arena[mine + 1]
+        for piece in range(arena[mine + 2], arena[mine + 2 + ASSEMBLY_STRIDE]):
+            word = piece_at + PIECE_STRIDE * piece
+            size_bytes = arena[word + 3]
+            if kind == ALL_TO_ALL:
+                if arena[word + 4] >= 0:
+                    whole += size_bytes
+                    largest = max(largest, size_bytes)
+            elif kind == ALL_GATHER:
+                if member == arena[where + 4]:
+                    whole += size_bytes
+            elif kind != REDUCE_SCATTER:
+                whole = size_bytes
+            if kind == BROADCAST:
+                root = source_device[arena[word]]
+        if kind == REDUCE:
+            root = arena[mine]
+    arena[where + 1] = root
+    arena[where + 2] = whole
+    arena[where + 3] = largest * members if kind == ALL_TO_ALL else whole
 
 
 @njit(cache=True, nogil=True)
@@ -307,7 +543,7 @@ def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scrat
                         reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
                         user = graph.reading_operator[reading]
                         task = scratch.task_base[user] + arena[reader_at + 2 * reader + 1]
-                        # Readers are in topological order, and backward reaches the first of them last.
+                        # Readers with a backward are in topological order: it reaches the first of them last.
                         if graph.reading_gradient[reading] and active[task]:
                             last = user
                             break
@@ -322,11 +558,38 @@ def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scrat
             if active[base + task]:
                 scratch.operator_active[operator] = 1
                 break
+    for value in range(graph.value_count):
+        find_gradient_collectives(units.value_at[value], value, arena, scratch)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def collectives_of(arena: Array, unit: int) -> int:
+    """Return where the collectives of a value unit start."""
+    return int(unit + arena[unit + 6] + arena[unit + 3] + 1 + arena[unit + 1])
 
 
 @njit(cache=True, nogil=True)
-def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> tuple[int, int]:
-    """Set the bases of tasks and assemblies; return their totals."""
+def find_gradient_collectives(unit: int, value: int, arena: Array, scratch: Scratch) -> None:
+    """Find after which operator's backward each collective of a value goes back as one, if it does."""
+    found = arena[unit + 7]
+    if found == 0:
+        return
+    collective_at = collectives_of(arena, unit)
+    member_at = collective_at + COLLECTIVE_STRIDE * (found + 1)
+    for collective in range(found):
+        where = collective_at + COLLECTIVE_STRIDE * collective
+        after = -2
+        for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
+            last = scratch.last_reader[scratch.assembly_base[value] + arena[member_at + member]]
+            after = last if after == -2 or after == last else -1
+            if after == -1:
+                break
+        scratch.collective_after[scratch.collective_base[value] + collective] = after
+
+
+@njit(cache=True, nogil=True)
+def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> tuple[int, int, int]:
+    """Set the bases of tasks, assemblies and collectives; return their totals."""
     total = 0
     for operator in range(len(units.operator_at)):
         scratch.task_base[operator] = total
@@ -337,7 +600,12 @@ def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch
         scratch.assembly_base[value] = assemblies
         assemblies += arena[units.value_at[value]]
     scratch.assembly_base[graph.value_count] = assemblies
-    return total, assemblies
+    collectives = 0
+    for value in range(graph.value_count + graph.buffer_count):
+        scratch.collective_base[value] = collectives
+        collectives += arena[units.value_at[value] + 7]
+    scratch.collective_base[graph.value_count + graph.buffer_count] = collectives
+    return total, assemblies, collectives
 
 
 @njit(cache=True, nogil=True)
@@ -470,14 +738,97 @@ def put(
     tasks.size_bytes[n] = size_bytes
 
 
+@njit(cache=True, nogil=True, inline="always")
+def lay_out_collectives(
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    operator: int,
+    value: int,
+    kind: int,
+) -> bool:
+    """Write the collectives of a value that `operator` makes; return False where arrays are too short."""
+    unit = units.value_at[value]
+    found = arena[unit + 7]
+    if found == 0:
+        return True
+    n, e = scratch.counts[0], scratch.counts[1]
+    collective_at = collectives_of(arena, unit)
+    last = collective_at + COLLECTIVE_STRIDE * found
+    task_at = last + COLLECTIVE_STRIDE + arena[last + 4]
+    if n + found > len(tasks.kind) or e + arena[last + 5] > len(tasks.pred):
+        return False
+    for collective in range(found):
+        where = collective_at + COLLECTIVE_STRIDE * collective
+        hold = arena[where + 6]
+        size_bytes = arena[where + 2]
+        put(tasks, n, kind, arena[where + 7], hold, holds.origin[hold], value, collective, size_bytes)
+        scratch.collective_task[scratch.collective_base[value] + collective] = n
+        for position in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
+            tasks.pred[e] = scratch.forward_base[operator] + arena[task_at + position]
+            e += 1
+        n += 1
+        tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def lay_out_transfers(
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    operator: int,
+    value: int,
+    kind: int,
+    link_origin: int,
+) -> bool:
+    """Write the transfers of a value that `operator` makes; return False where arrays are too short."""
+    n, e = scratch.counts[0], scratch.counts[1]
+    unit = units.value_at[value]
+    scratch.transfer_base[value] = n
+    transfers = arena[unit + 8]
+    if n + transfers > len(tasks.kind) or e + transfers > len(tasks.pred):
+        return False
+    if transfers == 0:
+        return True
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    for piece in range(arena[unit + 1]):
+        word = piece_at + PIECE_STRIDE * piece
+        if arena[word + 4] < 0 or arena[word + 4] >= transfers:
+            continue
+        size_bytes = arena[word + 3]
+        put(tasks, n, kind, arena[word + 2], arena[word + 1], link_origin, value, piece, size_bytes)
+        tasks.pred[e] = scratch.forward_base[operator] + arena[word]
+        n += 1
+        e += 1
+        tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
+
+
 @njit(cache=True, nogil=True)
 def lay_out_forward(
-    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, tasks: Tasks, link_origin: int
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    link_origin: int,
+    first_place: int,
+    last_place: int,
 ) -> bool:
-    """Write all forward tasks and the transfers of their outputs; return False where arrays are too short."""
-    n = e = 0
-    tasks.pred_ptr[0] = 0
-    for operator in range(len(units.operator_at)):
+    """Write the forward tasks of operators `first_place` to `last_place` of the order, and the exchanges of their
+    outputs; return False where arrays are too short."""
+    for order_place in range(first_place, last_place):
+        operator = graph.order[order_place]
+        n, e = scratch.counts[0], scratch.counts[1]
         at = units.operator_at[operator]
         count = arena[at]
         scratch.forward_base[operator] = n
@@ -498,6 +849,10 @@ def lay_out_forward(
                 first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
                 if e + last - first > len(tasks.pred):
                     return False
+                if arena[where + 4] >= 0:
+                    tasks.pred[e] = scratch.collective_task[scratch.collective_base[value] + arena[where + 4]]
+                    e += 1
+                    continue
                 for piece in range(first, last):
                     word = piece_at + PIECE_STRIDE * piece
                     if arena[word + 4] < 0:
@@ -507,31 +862,38 @@ def lay_out_forward(
                     e += 1
             n += 1
             tasks.pred_ptr[n] = e
-        outputs = graph.output_ptr[operator + 1] - graph.output_ptr[operator]
-        renewed = graph.buffer_ptr[operator + 1] - graph.buffer_ptr[operator]
-        for output in range(outputs + renewed):
-            if output < outputs:
-                value = graph.output_value[graph.output_ptr[operator] + output]
-            else:
-                value = graph.buffer_unit[graph.buffer_ptr[operator] + output - outputs]
-            unit = units.value_at[value]
-            scratch.transfer_base[value] = n
-            if n + arena[unit + 4] > len(tasks.kind) or e + arena[unit + 4] > len(tasks.pred):
+        scratch.counts[0] = n
+        scratch.counts[1] = e
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            if not lay_out_collectives(units, arena, scratch, tasks, holds, operator, value, COLLECTIVE):
                 return False
-            kind = TRANSFER if output < outputs else BUFFER_TRANSFER
-            piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
-            for piece in range(arena[unit + 1]):
-                word = piece_at + PIECE_STRIDE * piece
-                if arena[word + 4] < 0:
-                    continue
-                size_bytes = arena[word + 3]
-                put(tasks, n, kind, arena[word + 2], arena[word + 1], link_origin, value, piece, size_bytes)
-                tasks.pred[e] = scratch.forward_base[operator] + arena[word]
-                n += 1
-                e += 1
-                tasks.pred_ptr[n] = e
-    scratch.counts[0] = n
-    scratch.counts[1] = e
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            if not lay_out_transfers(units, arena, scratch, tasks, operator, value, TRANSFER, link_origin):
+                return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def lay_out_renewals(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    link_origin: int,
+) -> bool:
+    """Write the exchanges that renew buffers; return False where arrays are too short."""
+    for value in range(graph.value_count, graph.value_count + graph.buffer_count):
+        operator = graph.producer[value]
+        if not lay_out_collectives(units, arena, scratch, tasks, holds, operator, value, BUFFER_COLLECTIVE):
+            return False
+    for value in range(graph.value_count, graph.value_count + graph.buffer_count):
+        operator = graph.producer[value]
+        if not lay_out_transfers(units, arena, scratch, tasks, operator, value, BUFFER_TRANSFER, link_origin):
+            return False
     return True
 
 
@@ -586,12 +948,25 @@ def lay_out_operator_backward(
             unit = units.value_at[value]
             sources = arena[unit + 3]
             piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
-            source_at = unit + arena[unit + 6] - arena[unit + 1] - sources - 1
+            source_at = unit + arena[unit + 6]
+            latest = -1
             for position in range(arena[source_at + task], arena[source_at + task + 1]):
                 word = piece_at + PIECE_STRIDE * arena[source_at + sources + 1 + position]
                 assembly = arena[word + 5]
                 if scratch.last_reader[scratch.assembly_base[value] + assembly] < 0:
                     continue
+                collective = arena[unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly + 4]
+                if collective >= 0:
+                    flat_collective = scratch.collective_base[value] + collective
+                    if scratch.collective_after[flat_collective] >= 0:
+                        # One task stands for all assemblies that the collective serves.
+                        if latest != collective:
+                            if e + 1 > len(tasks.pred):
+                                return False
+                            tasks.pred[e] = scratch.gradient_collective[flat_collective]
+                            e += 1
+                            latest = collective
+                        continue
                 if arena[word + 4] >= 0:
                     if e + 1 > len(tasks.pred):
                         return False
@@ -606,6 +981,57 @@ def lay_out_operator_backward(
         tasks.pred_ptr[n] = e
     scratch.counts[0] = n
     scratch.counts[1] = e
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def lay_out_gradient_collectives(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    operator: int,
+) -> bool:
+    """Write the gradient collectives that one operator's backward completes; False where too short."""
+    for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+        value = graph.read_value[position]
+        unit = units.value_at[value]
+        found = arena[unit + 7]
+        if found == 0:
+            continue
+        collective_at = collectives_of(arena, unit)
+        member_at = collective_at + COLLECTIVE_STRIDE * (found + 1)
+        for collective in range(found):
+            flat = scratch.collective_base[value] + collective
+            if scratch.collective_after[flat] != operator:
+                continue
+            n, e = scratch.counts[0], scratch.counts[1]
+            if n + 1 > len(tasks.kind):
+                return False
+            where = collective_at + COLLECTIVE_STRIDE * collective
+            hold = arena[where + 8]
+            run_ns, size_bytes = arena[where + 9], arena[where + 2]
+            put(
+                tasks,
+                n,
+                GRADIENT_COLLECTIVE,
+                run_ns,
+                hold,
+                holds.origin[hold],
+                value,
+                collective,
+                size_bytes,
+            )
+            scratch.gradient_collective[flat] = n
+            for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
+                e = add_readers(graph, arena, scratch, tasks, value, unit, arena[member_at + member], e)
+                if e < 0:
+                    return False
+            tasks.pred_ptr[n + 1] = e
+            scratch.counts[0] = n + 1
+            scratch.counts[1] = e
     return True
 
 
@@ -630,6 +1056,9 @@ def lay_out_gradient_transfers(
             if scratch.last_reader[flat] != operator:
                 continue
             where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+            collective = arena[where + 4]
+            if collective >= 0 and scratch.collective_after[scratch.collective_base[value] + collective] >= 0:
+                continue
             based = False
             for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
                 word = piece_at + PIECE_STRIDE * piece
@@ -717,6 +1146,8 @@ def lay_out_backward(
     position = 0
     for operator in range(len(units.operator_at) - 1, -1, -1):
         if not lay_out_operator_backward(graph, units, arena, scratch, tasks, operator):
+            return False
+        if not lay_out_gradient_collectives(graph, units, arena, scratch, tasks, holds, operator):
             return False
         if not lay_out_gradient_transfers(graph, units, arena, scratch, tasks, operator, link_origin):
             return False

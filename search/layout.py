@@ -34,7 +34,7 @@ class Layout:
         self._generation = -1
         self._tasks = _new_tasks(1024, 4096)
         self._buckets = _new_buckets(64, 256, 0)
-        self._scratch = _new_scratch(self, 1024, 1024)
+        self._scratch = _new_scratch(self, 1024, 1024, 256)
         self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
 
     @property
@@ -126,9 +126,14 @@ class Layout:
 
     def _count(self) -> None:
         store = self.builder.store
-        tasks, assemblies = kernels.count_tasks(store.wiring, self._units, store.arena, self._scratch)
-        if tasks > len(self._scratch.active) or assemblies > len(self._scratch.last_reader):
-            self._scratch = _new_scratch(self, 2 * tasks, 2 * assemblies)
+        scratch = self._scratch
+        tasks, assemblies, collectives = kernels.count_tasks(store.wiring, self._units, store.arena, scratch)
+        if (
+            tasks > len(scratch.active)
+            or assemblies > len(scratch.last_reader)
+            or collectives > len(scratch.collective_after)
+        ):
+            self._scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
             kernels.count_tasks(store.wiring, self._units, store.arena, self._scratch)
 
     def _updates(self) -> tuple[Array, Array]:
@@ -152,9 +157,15 @@ class Layout:
             self._scratch,
             self._tasks,
         )
+        loss_operators, operators = wiring.loss_operators, len(wiring.order)
+        scratch.counts[:2] = 0
+        tasks.pred_ptr[0] = 0
+        forward, backward = kernels.lay_out_forward, kernels.lay_out_backward
         return bool(
-            kernels.lay_out_forward(wiring, units, arena, scratch, tasks, origin)
-            and kernels.lay_out_backward(wiring, units, arena, scratch, tasks, holds, self._buckets, origin)
+            forward(wiring, units, arena, scratch, tasks, holds, origin, 0, loss_operators)
+            and backward(wiring, units, arena, scratch, tasks, holds, self._buckets, origin)
+            and forward(wiring, units, arena, scratch, tasks, holds, origin, loss_operators, operators)
+            and kernels.lay_out_renewals(wiring, units, arena, scratch, tasks, holds, origin)
             and kernels.lay_out_updates(tasks, scratch, holds, update_ns_D, update_origin_D)
         )
 
@@ -204,7 +215,7 @@ def _new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
     )
 
 
-def _new_scratch(layout: Layout, tasks: int, assemblies: int) -> Scratch:
+def _new_scratch(layout: Layout, tasks: int, assemblies: int, collectives: int) -> Scratch:
     operators = len(layout.configurations)
     values = len(layout.builder.store.value_classes)
     devices = len(layout.builder.topology.devices)
@@ -218,6 +229,10 @@ def _new_scratch(layout: Layout, tasks: int, assemblies: int) -> Scratch:
         backward_task=np.zeros(tasks, np.int64),
         transfer_base=np.zeros(values, np.int64),
         gradient_base=np.zeros(assemblies, np.int64),
+        collective_base=np.zeros(values + 1, np.int64),
+        collective_after=np.zeros(collectives, np.int64),
+        collective_task=np.zeros(collectives, np.int64),
+        gradient_collective=np.zeros(collectives, np.int64),
         elements_D=np.zeros(devices, np.int64),
         memory_D=np.zeros(devices, np.int64),
         counts=np.zeros(4, np.int64),

@@ -1,8 +1,11 @@
-"""Prices of communication: transfers over a route, and all-reduces over a set of devices.
+"""Prices of communication: transfers over a route, and collectives over a set of devices.
 
-Source: specs "Communication systems", section 3 (alpha-beta model): a ring takes
-2 (p - 1) alpha + 2 N (p - 1) / (p b), recursive halving and doubling the same bytes in 2 log2(p) latencies.
-b is per concurrent flow: hops of one step that share a link share its bandwidth. Both prices are linear in N.
+Source: specs "Communication systems", section 3 (alpha-beta model): an all-reduce over a ring takes
+2 (p - 1) alpha + 2 N (p - 1) / (p b), recursive halving and doubling the same bytes in 2 log2(p) latencies; an
+all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N / b) along a binomial tree, or
+(ceil(log2(p)) + p - 1) alpha + 2 N (p - 1) / (p b) by scatter and all-gather; a pairwise all-to-all
+(p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
+All prices are linear in N.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.costs import Origin, nanoseconds
 
@@ -22,7 +26,7 @@ class LinkCosts:
     all_reduce: measured cost by group size, (latency in seconds, seconds per byte); it takes precedence over
         the formulas.
     transfers: what the topology's links rest on (MEASURED where they were probed).
-    all_reduces: what `all_reduce` rests on.
+    all_reduces: what `all_reduce` rests on, and what follows from it.
     """
 
     all_reduce: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -32,7 +36,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class CollectivePrice:
-    """An all-reduce of N bytes takes min(latency_s[k] + N * s_per_byte[k]) seconds over its algorithms k.
+    """A collective of N bytes takes min(latency_s[k] + N * s_per_byte[k]) seconds over its algorithms k.
 
     links: the links that it holds, ascending.
     """
@@ -43,7 +47,7 @@ class CollectivePrice:
     origin: Origin
 
     def duration_ns(self, size_bytes: int) -> int:
-        """Return the nanoseconds of an all-reduce of `size_bytes`."""
+        """Return the nanoseconds of a collective of `size_bytes`."""
         return nanoseconds(
             min(
                 self.latency_s[0] + size_bytes * self.s_per_byte[0],
@@ -52,22 +56,126 @@ class CollectivePrice:
         )
 
 
-def collective_price(topology: Topology, members: Sequence[int], costs: LinkCosts) -> CollectivePrice:
-    """Return the price of an all-reduce over `members`, devices in ring order.
+def collective_price(
+    topology: Topology,
+    members: Sequence[int],
+    costs: LinkCosts,
+    kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+    root: int | None = None,
+) -> CollectivePrice:
+    """Return the price of a collective over `members`, devices in ring order.
 
-    The formulas take the cheaper of the ring and, where the group size is a power of two, recursive halving
-    and doubling with the nearest partner first, so that the largest messages go the shortest way.
+    N is what one device holds in the end or, of a reduce-scatter or reduce, in the beginning; of an all-to-all, the
+    bytes that one device sends, its own share with them. The formulas take the cheaper of two algorithms:
+
+        all-reduce          the ring; where p is a power of two, recursive halving and doubling
+        all-gather,         half of an all-reduce, which is the two of them one after the other
+        reduce-scatter
+        broadcast, reduce   a binomial tree; scatter and all-gather (van de Geijn), or their mirror
+        all-to-all          pairwise exchange, p - 1 steps
+
+    A measured all-reduce stands for itself, and for an all-gather or reduce-scatter at half its cost. Of the others
+    it says nothing, so they rest on the links. A collective holds the links of its ring, an all-to-all those of all
+    pairs.
     """
     size = len(members)
     ring_hops = [(members[k], members[(k + 1) % size]) for k in range(size)]
-    links = tuple(sorted({link for hop in ring_hops for link in topology.routes[hop]}))
+    links = _links_of(topology, ring_hops)
+    if kind is CollectiveKind.ALL_TO_ALL:
+        pairs = [(here, there) for here in members for there in members if here != there]
+        pairwise = _pairwise_price(topology, members)
+        return _price(pairwise, pairwise, _links_of(topology, pairs), costs.transfers)
+    if kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE):
+        if root is None:
+            raise ValueError(f"price of a {kind.value}: no root given, must be one of {tuple(members)}")
+        start = list(members).index(root)
+        ordered = [*members[start:], *members[:start]]
+        tree = _tree_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
+        halves = _scatter_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
+        ring = _ring_price(topology, ring_hops)
+        return _price(tree, (halves[0] + ring[0], halves[1] + ring[1]), links, costs.transfers)
+    # An all-reduce is a reduce-scatter and an all-gather, which cost the same.
+    share = 1.0 if kind is CollectiveKind.ALL_REDUCE else 0.5
     if size in costs.all_reduce:
         latency_s, s_per_byte = costs.all_reduce[size]
-        return CollectivePrice((latency_s, latency_s), (s_per_byte, s_per_byte), links, costs.all_reduces)
-    hop_latency_s, hop_s_per_byte = step_price(topology, ring_hops)
-    ring = 2 * (size - 1) * hop_latency_s, 2 * (size - 1) / size * hop_s_per_byte
+        measured = (share * latency_s, share * s_per_byte)
+        return _price(measured, measured, links, costs.all_reduces)
+    ring = _ring_price(topology, ring_hops)
     halving = _halving_price(topology, members) if size & (size - 1) == 0 else (inf, inf)
-    return CollectivePrice((ring[0], halving[0]), (ring[1], halving[1]), links, costs.transfers)
+    return _price(
+        (2 * share * ring[0], 2 * share * ring[1]),
+        (share * halving[0], share * halving[1]),
+        links,
+        costs.transfers,
+    )
+
+
+def _price(
+    first: tuple[float, float], second: tuple[float, float], links: tuple[int, ...], origin: Origin
+) -> CollectivePrice:
+    return CollectivePrice((first[0], second[0]), (first[1], second[1]), links, origin)
+
+
+def _links_of(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(sorted({link for hop in hops for link in topology.routes[hop]}))
+
+
+def _ring_price(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return the price of an all-gather or a reduce-scatter over a ring."""
+    size = len(hops)
+    latency_s, s_per_byte = step_price(topology, hops)
+    return (size - 1) * latency_s, (size - 1) / size * s_per_byte
+
+
+def _pairwise_price(topology: Topology, members: Sequence[int]) -> tuple[float, float]:
+    """Return the price of p - 1 steps, in the k-th of which every device sends to the k-th after it."""
+    size = len(members)
+    latency_s = s_per_byte = 0.0
+    for distance in range(1, size):
+        hops = [(members[k], members[(k + distance) % size]) for k in range(size)]
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte / size
+    return latency_s, s_per_byte
+
+
+def _tree_steps(ordered: Sequence[int], *, inwards: bool) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Return the steps of a binomial tree from (or to) the first device: (distance, hops), distances halving.
+
+    At distance d the devices at multiples of 2 d send to those d further on.
+    """
+    steps = []
+    distance = 1 << ((len(ordered) - 1).bit_length() - 1)
+    while distance:
+        hops = [
+            (ordered[place], ordered[place + distance])
+            for place in range(0, len(ordered) - distance, 2 * distance)
+        ]
+        steps.append((distance, [(there, here) for here, there in hops] if inwards else hops))
+        distance //= 2
+    return steps
+
+
+def _tree_price(topology: Topology, ordered: Sequence[int], *, inwards: bool) -> tuple[float, float]:
+    """Return the price of sending all N bytes along a binomial tree."""
+    latency_s = s_per_byte = 0.0
+    for _, hops in _tree_steps(ordered, inwards=inwards):
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte
+    return latency_s, s_per_byte
+
+
+def _scatter_price(topology: Topology, ordered: Sequence[int], *, inwards: bool) -> tuple[float, float]:
+    """Return the price of scattering (or gathering) N bytes along a binomial tree: each hop carries what lies
+    behind it."""
+    size = len(ordered)
+    latency_s = s_per_byte = 0.0
+    for distance, hops in _tree_steps(ordered, inwards=inwards):
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += step_latency_s
+        s_per_byte += min(distance, size - distance) / size * step_s_per_byte
+    return latency_s, s_per_byte
 
 
 def step_price(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[float, float]:

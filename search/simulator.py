@@ -4,7 +4,7 @@ Two orders. `program`: every resource serves its tasks in program order, the ord
 one pass, a longest path. `fifo`: tasks are served in order of (ready time, task), FlexFlow's Algorithm 1.
 
 In both, a task starts when all that it waits for has ended and all that it holds is free. Communication slows the
-compute of the devices where it ends: when a transfer or an all-reduce of duration c starts, a device of contention
+compute of the devices where it ends: when a transfer or a collective of duration c starts, a device of contention
 factor f owes f * c (rounded to whole nanoseconds, halves up; f is kept in parts per million). The next compute
 task that the device serves takes longer by what is owed beyond the device's idle time just before it, and the debt
 is then nil.
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
 from graph.plan import BUCKET_BYTES
 from graph.strategy import Strategy
@@ -28,7 +29,7 @@ from graph.training import Training
 from search.costs import ORIGINS, CostTable, Origin
 from search.links import LinkCosts
 from search.needed import LocalCalls
-from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskKind, build_task_graph
+from search.taskgraph import COMPUTE_KINDS, TaskGraph, build_task_graph
 
 Order = Literal["program", "fifo"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -78,18 +79,27 @@ class Simulation:
 
     @cached_property
     def communication_s(self) -> float:
-        """Seconds of all transfers and all-reduces together, each counted once."""
+        """Seconds of all transfers and collectives together, each counted once."""
         return int(self.busy_ns[~self._is_compute].sum()) / 1e9
 
     @cached_property
     def bytes_moved(self) -> int:
-        """Bytes of all transfers, and of all-reduces 2 (p - 1) bytes a byte: what their p members send."""
-        tasks = self.tasks
-        collective = tasks.kind_T == TaskKind.SYNCHRONIZE
-        moved = int(tasks.size_bytes_T[~collective].sum())
-        for task in np.flatnonzero(collective).tolist():
-            moved += 2 * (len(tasks.ends(task)) - 1) * int(tasks.size_bytes_T[task])
-        return moved
+        """Bytes that all devices together send: of all transfers, and of collectives (`sent_bytes`)."""
+        collective = self.tasks.holds.operation[self.tasks.hold_T] >= 0
+        moved = int(self.tasks.size_bytes_T[~collective].sum())
+        return moved + sum(self.sent_bytes(task) for task in np.flatnonzero(collective).tolist())
+
+    def sent_bytes(self, task: int) -> int:
+        """Return the bytes that all members of a collective together send.
+
+        With p of them that is p - 1 bytes a byte, of an all-reduce twice that; of an all-to-all it is its size.
+        """
+        operation, hops = self.tasks.operation(task), len(self.tasks.ends(task)) - 1
+        if operation is CollectiveKind.ALL_TO_ALL:
+            hops = 1
+        elif operation is CollectiveKind.ALL_REDUCE:
+            hops *= 2
+        return hops * int(self.tasks.size_bytes_T[task])
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:

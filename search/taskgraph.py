@@ -2,15 +2,17 @@
 
 Tasks stand in program order, and a dependency always points backwards:
 
-    forward of every operator, its tasks, then a transfer for every remote piece of every assembly of its outputs,
-        then those of the buffers that it renews;
-    backward in reverse: the tasks that have a backward, then the transfers of the gradients that are now complete,
-        then the all-reduces of the buckets that are now full;
+    forward of every operator that the loss depends on: its tasks, then the collectives of its outputs, then a
+        transfer for every remote piece of every assembly that no collective serves;
+    backward in reverse: the tasks that have a backward, then the collectives and the transfers of the gradients that
+        are now complete, then the all-reduces of the buckets that are now full;
+    forward of the operators that only renew buffers, likewise; the collectives and the transfers that renew buffers;
     one update for each device that holds trained weights.
 
-A forward task waits for all pieces of what it reads; a backward task for its own forward and for the gradients of
-all assemblies that it feeds; the gradient of an assembly for the backward of all its readers; an all-reduce for the
-backward of all readers of its weights on its devices; an update for all all-reduces and backwards of its device.
+A forward task waits for all pieces of what it reads; a collective for all tasks that put something into it; a
+backward task for its own forward and for the gradients of all assemblies that it feeds; the gradient of an assembly
+for the backward of all its readers; an all-reduce of a bucket for the backward of all readers of its weights on its
+devices; an update for the all-reduces of buckets and for the backwards of its device.
 
 Source: FlexFlow (arXiv:1807.05358) section 5.1, with forward, backward, gradient transfers, collectives and
 updates apart.
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
 from graph.plan import BUCKET_BYTES
 from graph.strategy import Strategy
@@ -51,6 +54,9 @@ class TaskKind(IntEnum):
     BUFFER_TRANSFER = 4
     SYNCHRONIZE = 5
     UPDATE = 6
+    COLLECTIVE = 7
+    GRADIENT_COLLECTIVE = 8
+    BUFFER_COLLECTIVE = 9
 
 
 COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE)
@@ -62,10 +68,10 @@ class TaskGraph:
 
     kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.costs.ORIGINS`.
     hold_T: what the task holds, see `resources`.
-    subject_T: the operator of a forward or backward, the value of a transfer (renewed buffers after the values
-        that operators make), the bucket of an all-reduce, the device of an update.
-    part_T: the task of a forward or backward, the piece of a transfer, else 0.
-    size_bytes_T: bytes of a transfer or an all-reduce, else 0.
+    subject_T: the operator of a forward or backward, the value of a transfer or collective (renewed buffers after
+        the values that operators make), the bucket of its all-reduce, the device of an update.
+    part_T: the task of a forward or backward, the piece of a transfer, the number of a collective, else 0.
+    size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
     peak_memory_D: bytes, see `search.simulator.Simulation`.
@@ -103,12 +109,19 @@ class TaskGraph:
         return tuple(found.tolist())
 
     def ends(self, task: int) -> tuple[int, ...]:
-        """Return the devices of a task: its own, (source, destination), or those of an all-reduce."""
+        """Return the devices of a task: its own, (source, destination), or those of a collective."""
         hold = self.hold_T[task]
         if hold < len(self.topology.devices):
             return (int(hold),)
         found = self.holds.end[self.holds.end_ptr[hold] : self.holds.end_ptr[hold + 1]]
         return tuple(found.tolist())
+
+    def operation(self, task: int) -> CollectiveKind | None:
+        """Return which collective a task is, the all-reduce of a bucket among them; None for other tasks."""
+        from search.arrays import COLLECTIVE_KINDS
+
+        code = int(self.holds.operation[self.hold_T[task]])
+        return COLLECTIVE_KINDS[code] if code >= 0 else None
 
     def resource_names(self) -> list[str]:
         """Return the names of all resources."""
@@ -135,6 +148,13 @@ class TaskGraph:
             return f"update device {subject}"
         if kind is TaskKind.SYNCHRONIZE:
             return f"all-reduce bucket {subject} over {', '.join(str(device) for device in ends)}"
+        operation = self.operation(task)
+        if operation is not None:
+            of = {"COLLECTIVE": "", "GRADIENT_COLLECTIVE": "gradient of ", "BUFFER_COLLECTIVE": "new "}[
+                kind.name
+            ]
+            over = ", ".join(str(device) for device in ends)
+            return f"{operation.value} {of}{values[subject]} over {over}"
         what = {"TRANSFER": "send", "GRADIENT_TRANSFER": "send gradient of", "BUFFER_TRANSFER": "renew"}[
             kind.name
         ]

@@ -7,6 +7,7 @@ it is emptied, and its users make their units anew.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,21 @@ import numpy as np
 
 from graph.axes import Degrees, tasks
 from graph.calls import LocalCall
+from graph.collectives import BACKWARD, SUMMABLE
 from graph.holdings import Cell, cell_elements, cells, held_regions
 from graph.intervals import volume
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration
 from graph.topology import Topology
 from search import kernels
-from search.arrays import HoldStore, graph_arrays, operator_values, route_arrays, static_values
+from search.arrays import (
+    COLLECTIVE_KINDS,
+    HoldStore,
+    graph_arrays,
+    operator_values,
+    route_arrays,
+    static_values,
+)
 from search.costs import CallCost, CostTable
 from search.groups import is_view
 from search.links import LinkCosts
@@ -48,6 +57,7 @@ class ValueClass:
     producer: Port
     readers: tuple[Port, ...]
     item_bytes: int
+    summable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +142,17 @@ class UnitStore:
             return Port(index, self.operator_class[index], self._regions.port(space.axes, operand))
 
         def readers(name: str) -> tuple[Port, ...]:
-            return tuple(port(index, slot, is_input=True) for index, slot in graph.consumers[name])
+            return tuple(port(index, slot, is_input=True) for index, slot in graph.readers[name])
 
         self.value_classes = []
         pairs = [(value.name, value.name) for value in operator_values(graph)] + list(graph.buffer_updates)
         for read_name, made_name in pairs:
             index, output = graph.producer[made_name]
             producer, reading = port(index, output, is_input=False), readers(read_name)
-            item_bytes = graph.value_by_name[made_name].spec.item_bytes
-            key = ("value", producer.number, tuple(p.number for p in reading), item_bytes)
-            self.value_classes.append(ValueClass(number(key), producer, reading, item_bytes))
+            spec = graph.value_by_name[made_name].spec
+            summable = spec.dtype in SUMMABLE
+            key = ("value", producer.number, tuple(p.number for p in reading), spec.item_bytes, summable)
+            self.value_classes.append(ValueClass(number(key), producer, reading, spec.item_bytes, summable))
         self.static_classes = []
         for place, value in enumerate(static_values(graph)):
             reading = readers(value.name)
@@ -246,14 +257,42 @@ class UnitStore:
             self._latency_s_DD,
             self._bandwidth_DD,
             of.item_bytes,
+            int(of.summable),
         )
         words = kernels.write_exchange(self.arena, self._end, *arguments)
         if words < 0:
             self._grow(self._end - words)
             words = kernels.write_exchange(self.arena, self._end, *arguments)
         at = self._reserve(words)
+        if self.arena[at + kernels.VALUE_COLLECTIVES]:
+            self._price_collectives(at, made_by.devices)
         self._units[key] = at
         return at
+
+    def _price_collectives(self, at: int, source_devices: Sequence[int]) -> None:
+        """Write holds and durations of a value unit's collectives, forward and backward."""
+        arena = self.arena
+        stride = kernels.COLLECTIVE_STRIDE
+        found = int(arena[at + kernels.VALUE_COLLECTIVES])
+        start = int(kernels.collectives_of(arena, at))
+        rows = arena[start : start + stride * (found + 1)].reshape(found + 1, stride)
+        assembly_at = start + stride * (found + 1)
+        task_at = assembly_at + int(rows[found, 4])
+        for row, following in itertools.pairwise(rows):
+            code, root, _, priced_bytes, first_assembly, first_task = row[:6].tolist()
+            served = arena[assembly_at + first_assembly : assembly_at + int(following[4])]
+            sources = arena[task_at + first_task : task_at + int(following[5])]
+            readers = arena[at + kernels.VALUE_HEADER + kernels.ASSEMBLY_STRIDE * served]
+            members = {source_devices[task] for task in sources.tolist()}.union(readers.tolist())
+            devices, kind = tuple(sorted(members)), COLLECTIVE_KINDS[code]
+            there = self.holds.device_set(devices, kind, root if root >= 0 else None)
+            back = self.holds.device_set(devices, BACKWARD[kind], root if root >= 0 else None)
+            row[6:] = (
+                there.number,
+                there.price.duration_ns(priced_bytes),
+                back.number,
+                back.price.duration_ns(priced_bytes),
+            )
 
     def static_unit(self, place: int, configurations: Sequence[Configuration]) -> int:
         """Return where the unit of a weight, buffer or input starts."""
@@ -271,7 +310,7 @@ class UnitStore:
         for device, elements in holders:
             words += [device, elements]
         for members, elements in shared:
-            words += [self.holds.device_set(members), elements * of.item_bytes]
+            words += [self.holds.device_set(members).number, elements * of.item_bytes]
         return self._place(key, words)
 
     def _holdings(

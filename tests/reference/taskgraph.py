@@ -1,11 +1,12 @@
 """Slow, obvious derivation of the task graph of a strategy from `graph.plan`, by names instead of arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from graph.axes import Degrees
 from graph.calls import LocalCall
+from graph.collectives import BACKWARD, Collective, CollectiveKind, moved, sent
 from graph.exchange import Assembly, piece_bytes
 from graph.intervals import volume
 from graph.operators import Operator, OperatorGraph, ValueKind
@@ -75,17 +76,22 @@ class Deriver:
 
     def derive(self) -> list[Task]:
         """Return all tasks in program order."""
-        for index, operator in enumerate(self.graph.operators):
-            self.forward(index, operator)
+        for index in self.graph.order.of_loss:
+            self.forward(index)
         for index in range(len(self.graph.operators) - 1, -1, -1):
             self.backward(index)
+            self.gradient_collectives(index)
             self.gradient_transfers(index)
             for bucket in self.plan.buckets_after.get(index, ()):
                 self.synchronize(bucket)
+        for index in self.graph.order.of_buffers:
+            self.forward(index)
+        self.renewals()
         self.updates()
         return self.tasks
 
-    def forward(self, index: int, operator: Operator) -> None:
+    def forward(self, index: int) -> None:
+        operator = self.graph.operators[index]
         devices = self.strategy.configurations[index].devices
         for task, device in enumerate(devices):
             waits: set[Key] = set()
@@ -96,12 +102,53 @@ class Deriver:
             run_ns = nanoseconds(self.cost(index, task).forward_s)
             self.tasks.append(Task(("forward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
         for name in operator.outputs:
-            self.transfers("transfer", name, index, self.plan.exchanges[name])
+            self.collectives("collective", name, name)
+        for name in operator.outputs:
+            self.transfers("transfer", name, name)
+
+    def renewals(self) -> None:
         for buffer, value in self.graph.buffer_updates:
-            if value in operator.outputs:
-                self.transfers("renew", buffer, index, self.plan.buffer_exchanges[buffer], value)
+            self.collectives("buffer collective", buffer, value)
+        for buffer, value in self.graph.buffer_updates:
+            self.transfers("renew", buffer, value)
+
+    def exchange(self, name: str, value: str) -> tuple[tuple[Assembly, ...], tuple[Collective, ...]]:
+        if name == value:
+            return self.plan.exchanges[name], self.plan.collectives[name]
+        return self.plan.buffer_exchanges[name], self.plan.buffer_collectives[name]
+
+    def collectives(self, kind: str, name: str, value: str) -> None:
+        index, _ = self.graph.producer[value]
+        assemblies, collectives = self.exchange(name, value)
+        for number, collective in enumerate(collectives):
+            waits = {
+                ("forward", index, piece.source_task)
+                for device in collective.devices
+                for piece in sent(collective, assemblies, device)
+            }
+            self.collective((kind, name, number), value, collective, collective.kind, assemblies, waits)
+
+    def collective(
+        self,
+        key: Key,
+        value: str,
+        collective: Collective,
+        kind: CollectiveKind,
+        assemblies: Sequence[Assembly],
+        waits: Iterable[Key],
+    ) -> None:
+        item_bytes = self.graph.value_by_name[value].spec.item_bytes
+        price = collective_price(self.topology, collective.devices, self.links, kind, collective.root)
+        resources = tuple(len(self.topology.devices) + link for link in price.links)
+        amount = moved(collective, assemblies)
+        run_ns = price.duration_ns(amount.largest * item_bytes)
+        size_bytes = amount.whole * item_bytes
+        self.tasks.append(Task(key, run_ns, resources, collective.devices, size_bytes, frozenset(waits)))
 
     def pieces(self, name: str, position: int, assembly: Assembly) -> set[Key]:
+        for collective_number, collective in enumerate(self.plan.collectives[name]):
+            if position in collective.assemblies:
+                return {("collective", name, collective_number)}
         producer, _ = self.graph.producer[name]
         return {
             ("forward", producer, piece.source_task)
@@ -110,11 +157,13 @@ class Deriver:
             for number, piece in enumerate(assembly.pieces)
         }
 
-    def transfers(
-        self, kind: str, name: str, index: int, assemblies: tuple[Assembly, ...], value: str | None = None
-    ) -> None:
-        item_bytes = self.graph.value_by_name[value or name].spec.item_bytes
+    def transfers(self, kind: str, name: str, value: str) -> None:
+        index, _ = self.graph.producer[value]
+        item_bytes = self.graph.value_by_name[value].spec.item_bytes
+        assemblies, collectives = self.exchange(name, value)
         for position, assembly in enumerate(assemblies):
+            if any(position in collective.assemblies for collective in collectives):
+                continue
             for number, piece in enumerate(assembly.pieces):
                 if piece.source_device != assembly.device:
                     self.transfer(
@@ -150,6 +199,11 @@ class Deriver:
                 for position, assembly in enumerate(self.plan.exchanges[name]):
                     if not self.plan.active_assemblies[name][position]:
                         continue
+                    together = self.gradient_collective(name, position)
+                    if together is not None:
+                        if any(piece.source_task == task for piece in assembly.pieces):
+                            waits.add(together)
+                        continue
                     for number, piece in enumerate(assembly.pieces):
                         if piece.source_task != task:
                             continue
@@ -159,6 +213,24 @@ class Deriver:
                             waits.add(("gradient", name, position, number))
             run_ns = nanoseconds(self.cost(index, task).backward_s)
             self.tasks.append(Task(("backward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
+
+    def gradient_collective(self, name: str, position: int) -> Key | None:
+        """Return the collective in which an assembly's gradient goes back, if it goes in one."""
+        for found in self.plan.gradient_collectives.values():
+            for back in found:
+                if back.value == name and position in self.plan.collectives[name][back.number].assemblies:
+                    return ("gradient collective", name, back.number)
+        return None
+
+    def gradient_collectives(self, index: int) -> None:
+        for back in self.plan.gradient_collectives.get(index, ()):
+            collective = self.plan.collectives[back.value][back.number]
+            assemblies = self.plan.exchanges[back.value]
+            waits: set[Key] = set()
+            for number in collective.assemblies:
+                waits |= self.reading_backwards(assemblies[number])
+            key = ("gradient collective", back.value, back.number)
+            self.collective(key, back.value, collective, BACKWARD[collective.kind], assemblies, waits)
 
     def gradient_transfers(self, index: int) -> None:
         for back in self.plan.gradient_transfers.get(index, ()):

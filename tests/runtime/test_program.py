@@ -10,6 +10,7 @@ import torch
 
 from graph.plan import build_plan
 from graph.strategy import Configuration, Strategy
+from runtime.collectives import StartCollective, StartGradientCollective
 from runtime.communication import World
 from runtime.executor import Executor
 from runtime.instructions import (
@@ -66,17 +67,20 @@ class Rank:
         self.instructions = program.instructions
         self.position = 0
         self.expected: dict[int, tuple[int, int]] = {}
+        self.collecting: dict[int, tuple[tuple[int, ...], int]] = {}
 
 
 class Model:
-    """All ranks; the k-th message from one rank to another is the k-th that the other receives from it."""
+    """All ranks; the k-th message from one rank to another is the k-th that the other receives from it.
+
+    The k-th collective of a group on one rank is the k-th on all of them; it ends when all have started it.
+    """
 
     def __init__(self, programs: list[Program]) -> None:
         self.ranks = [Rank(number, program) for number, program in enumerate(programs)]
         self.sent: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
         self.received: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
-        self.started: dict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
-        self.reductions: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        self.issued: dict[tuple[tuple[int, ...], int], list[tuple[object, ...]]] = defaultdict(list)
         self.number_in_group: dict[tuple[int, int], int] = {}
 
     def run(self) -> bool:
@@ -92,20 +96,19 @@ class Model:
 
     def _step(self, rank: Rank) -> bool:
         instruction: Any = rank.instructions[rank.position]
-        for slot in awaited_by(instruction):
-            peer, place = rank.expected[slot]
-            if len(self.sent[peer, rank.number]) <= place:
-                return False
+        if not all(self._arrived(rank, slot) for slot in awaited_by(instruction)):
+            return False
         if isinstance(instruction, FinishReduction):
             reduction = instruction.reduction
-            key = (reduction.ranks, self.number_in_group[rank.number, reduction.number])
-            return self.started[key] == set(reduction.ranks)
+            return self._ended(reduction.ranks, self.number_in_group[rank.number, reduction.number])
         if isinstance(instruction, StartReduction):
             reduction = instruction.reduction
-            order = self.reductions[rank.number, reduction.ranks]
-            self.reductions[rank.number, reduction.ranks] += 1
+            order = self._issue(rank, reduction.ranks, ("reduction", tuple(reduction.flat.shape)))
             self.number_in_group[rank.number, reduction.number] = order
-            self.started[reduction.ranks, order].add(rank.number)
+        if isinstance(instruction, (StartCollective, StartGradientCollective)):
+            share = instruction.share
+            order = self._issue(rank, share.ranks, (share.kind, share.root, share.dtype))
+            rank.collecting.update(dict.fromkeys(share.slots, (share.ranks, order)))
         for peer, shape in sent_by(instruction):
             self.sent[rank.number, peer].append(shape)
         for arrival in arrivals_of(instruction):
@@ -114,9 +117,31 @@ class Model:
             messages.append(arrival.shape)
         return True
 
+    def _issue(self, rank: Rank, group: tuple[int, ...], what: tuple[object, ...]) -> int:
+        """Note a collective of a rank; return its number among those of the group."""
+        self.issued[group, rank.number].append(what)
+        return len(self.issued[group, rank.number]) - 1
+
+    def _ended(self, group: tuple[int, ...], order: int) -> bool:
+        return all(len(self.issued[group, member]) > order for member in group)
+
+    def _arrived(self, rank: Rank, slot: int) -> bool:
+        if slot in rank.collecting:
+            return self._ended(*rank.collecting[slot])
+        peer, place = rank.expected[slot]
+        return len(self.sent[peer, rank.number]) > place
+
+    def groups_agree(self) -> bool:
+        """Whether all members of each group issue the same collectives in the same order."""
+        return all(
+            self.issued[group, member] == self.issued[group, group[0]]
+            for group in {group for group, _ in self.issued}
+            for member in group
+        )
+
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "dropped"])
-@pytest.mark.parametrize("devices", [2, 5, 8])
+@pytest.mark.parametrize("devices", [2, 3, 5, 8])
 def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
     graph = graph_of(name)
     for seed in range(8):
@@ -124,6 +149,8 @@ def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
         model = Model([compile_program(plan, rank, CPU) for rank in range(devices)])
         assert model.run(), f"seed {seed}: a rank waits for ever"
         assert model.sent == model.received
+        assert model.groups_agree()
+        assert {group for group, _ in model.issued} <= set(plan.device_groups)
 
 
 def test_one_device_has_one_segment_and_no_messages() -> None:

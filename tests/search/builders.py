@@ -318,3 +318,54 @@ def random_anywhere(graph: OperatorGraph, device_count: int, rng: np.random.Gene
             chosen = [(int(rng.integers(device_count)) + task) % device_count for task in range(count)]
         configurations.append(Configuration(tuple(degrees), tuple(int(device) for device in chosen)))
     return Strategy(graph.digest, tuple(configurations))
+
+
+def random_mesh(graph: OperatorGraph, device_count: int, rng: np.random.Generator) -> Strategy:
+    """A legal strategy whose operators mostly split over all devices, in one order: full of collectives."""
+    order = [int(device) for device in rng.permutation(device_count)]
+    configurations = []
+    for operator in graph.operators:
+        axes = operator.space.axes
+        degrees = [1] * len(axes)
+        for _ in range(int(rng.integers(0, 3))):
+            axis = int(rng.integers(len(axes)))
+            room = device_count // int(np.prod(degrees))
+            degrees[axis] = max(1, min(axes[axis].size, room, int(rng.choice([2, 3, room]))))
+        start = int(rng.integers(device_count)) if rng.random() < 0.2 else 0
+        devices = tuple(order[(start + task) % device_count] for task in range(int(np.prod(degrees))))
+        configurations.append(Configuration(tuple(degrees), devices))
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def statistics() -> OperatorGraph:
+    """A buffer that the loss depends on and that other operators renew; a mean that all samples read."""
+    builder = GraphBuilder()
+    samples, features = 12, 8
+    x = builder.linear("first", builder.value("input.0", (samples, features), ValueKind.INPUT), features)
+    axes = (Axis("sample", samples, SAMPLE), Axis("channel", features, PARAMETER))
+    both, channel = (along(0, samples), along(1, features)), (along(1, features),)
+    offset = builder.value("offset", (features,), ValueKind.BUFFER)
+    builder.operator("sum", "aten.sum.dim_IntList", (x,), [("sum", (features,))], axes, [both], [channel])
+    line = (along(0, features),)
+    builder.operator(
+        "renewed",
+        "aten.add.Tensor",
+        ("sum", offset),
+        [("renewed", (features,))],
+        (Axis("channel", features, PARAMETER),),
+        [line, line],
+        [line],
+        differentiable=False,
+    )
+    builder.buffer_updates.append((offset, "renewed"))
+    builder.operator(
+        "shifted",
+        "aten.add.Tensor",
+        (x, "sum", offset),
+        [("shifted", (samples, features))],
+        axes,
+        [both, channel, channel],
+        [both],
+    )
+    builder.loss(builder.linear("last", "shifted", 5))
+    return builder.finish()

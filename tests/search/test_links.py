@@ -1,7 +1,8 @@
-"""Prices of all-reduces against the closed formulas of the alpha-beta model."""
+"""Prices of collectives against the closed formulas of the alpha-beta model, and against hand-computed values."""
 
 import pytest
 
+from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, Link, Topology, local_topology
 from search.costs import Origin
 from search.links import LinkCosts, collective_price, step_price
@@ -57,3 +58,71 @@ def test_measured_sizes_take_precedence_over_formulas() -> None:
     assert measured.duration_ns(1000) == 1_500_000_000
     assert measured.origin is Origin.MEASURED
     assert collective_price(mesh(4), range(4), costs).origin is Origin.ESTIMATED
+
+
+HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+ROOTED = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("size", [3, 4, 5, 8])
+def test_gather_and_scatter_are_half_an_all_reduce(kind: CollectiveKind, size: int) -> None:
+    price = collective_price(mesh(size), range(size), LinkCosts(), kind)
+    steps = {4: 2, 8: 3}.get(size, size - 1)
+    expected_s = steps * ALPHA + BYTES * (size - 1) / (size * BANDWIDTH)
+    assert price.duration_ns(BYTES) == round(expected_s * 1e9)
+    assert price.links == collective_price(mesh(size), range(size), LinkCosts()).links
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_all_to_all_takes_a_step_for_every_other_device_and_holds_all_links(size: int) -> None:
+    price = collective_price(mesh(size), range(size), LinkCosts(), CollectiveKind.ALL_TO_ALL)
+    expected_s = (size - 1) * (ALPHA + BYTES / size / BANDWIDTH)
+    assert price.duration_ns(BYTES) == round(expected_s * 1e9)
+    assert len(price.links) == size * (size - 1)
+
+
+@pytest.mark.parametrize("kind", ROOTED)
+@pytest.mark.parametrize(("size", "steps"), [(3, 2), (4, 2), (5, 3), (8, 3)])
+@pytest.mark.parametrize("root", [0, 2])
+def test_a_small_broadcast_is_a_tree_a_large_one_is_scattered_and_gathered(
+    kind: CollectiveKind, size: int, steps: int, root: int
+) -> None:
+    price = collective_price(mesh(size), range(size), LinkCosts(), kind, root)
+    assert price.duration_ns(8) == round(steps * (ALPHA + 8 / BANDWIDTH) * 1e9)
+    share = (size - 1) / size
+    large_s = (steps + size - 1) * ALPHA + 2 * share * BYTES / BANDWIDTH
+    tree_s = steps * (ALPHA + BYTES / BANDWIDTH)
+    assert price.duration_ns(BYTES) == round(min(large_s, tree_s) * 1e9)
+
+
+def test_a_tree_to_the_root_goes_the_links_the_other_way() -> None:
+    """Links out of device 0 are slow; three devices, by hand: 0 to 2 and then 0 to 1, or back."""
+    base = mesh(3)
+    slow = tuple(
+        Link(link.name, link.kind, BANDWIDTH / 10 if base.routes[0, 1] == (place,) else BANDWIDTH, ALPHA)
+        for place, link in enumerate(base.links)
+    )
+    topology = Topology(base.name, base.kinds, base.devices, slow, base.routes)
+    out = collective_price(topology, range(3), LinkCosts(), CollectiveKind.BROADCAST, 0)
+    back = collective_price(topology, range(3), LinkCosts(), CollectiveKind.REDUCE, 0)
+    tree_s = 2 * ALPHA + 8 / BANDWIDTH + 80 / BANDWIDTH
+    assert out.duration_ns(8) == round(tree_s * 1e9)
+    assert back.duration_ns(8) == round((2 * ALPHA + 16 / BANDWIDTH) * 1e9)
+
+
+def test_a_measured_all_reduce_scales_its_halves_and_says_nothing_of_others() -> None:
+    costs = LinkCosts({4: (0.5, 1e-3)}, transfers=Origin.ESTIMATED)
+    for kind in HALVES:
+        price = collective_price(mesh(4), range(4), costs, kind)
+        assert price.duration_ns(1000) == 750_000_000
+        assert price.origin is Origin.MEASURED
+    for kind, root in [*((kind, 0) for kind in ROOTED), (CollectiveKind.ALL_TO_ALL, None)]:
+        price = collective_price(mesh(4), range(4), costs, kind, root)
+        assert price.duration_ns(1000) < 1_000_000
+        assert price.origin is Origin.ESTIMATED
+
+
+def test_a_root_must_be_named() -> None:
+    with pytest.raises(ValueError, match="no root given"):
+        collective_price(mesh(3), range(3), LinkCosts(), CollectiveKind.BROADCAST)

@@ -8,15 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph.collectives import CollectiveKind
+from graph.exchange import piece_bytes
+from graph.plan import build_plan
 from graph.training import Training
+from search.arrays import operator_values
 from search.baselines import data_parallel, single_device
 from search.costs import CostTable, Origin
 from search.kernels import Holds
 from search.links import LinkCosts
 from search.simulator import Order, Simulation, simulate, simulate_tasks
-from search.taskgraph import TaskGraph
+from search.taskgraph import TaskGraph, TaskKind
 from tests.reference import simulate as reference
-from tests.search.builders import MadeUpCosts, cluster, devices, local_calls, two_layers
+from tests.search.builders import (
+    MadeUpCosts,
+    branches,
+    cluster,
+    devices,
+    local_calls,
+    random_mesh,
+    two_layers,
+)
 
 DEVICES, LINKS = 3, 4
 TRAINING = Training(8)
@@ -59,6 +71,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
             np.zeros((len(resources), 2)),
             np.zeros((len(resources), 2)),
             np.zeros(len(resources), np.int64),
+            np.full(len(resources), -1, np.int64),
         ),
     )
 
@@ -171,6 +184,38 @@ def test_data_parallel_moves_gradients_and_partial_losses() -> None:
     assert partial == 4 * 4
     assert sum(simulation.shares.values()) == pytest.approx(1.0)
     assert all(share > 0 for share in simulation.shares.values())
+
+
+def test_collectives_move_what_their_algorithms_send() -> None:
+    """Two all-reduces of a weight send 2 (p - 1) bytes a byte, the reduce and broadcast of two scalars p - 1."""
+    simulation = step(4, data=True)
+    weights_bytes = 2 * 16 * 16 * 4
+    assert simulation.bytes_moved == 2 * 3 * weights_bytes + 2 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7])
+def test_collectives_but_all_reduces_send_what_messages_would(seed: int) -> None:
+    graph, topology = branches(), cluster()
+    strategy = random_mesh(graph, 8, np.random.default_rng(seed))
+    simulation = simulate(
+        graph, strategy, topology, CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls
+    )
+    tasks = simulation.tasks
+    plan = build_plan(graph, strategy, [device.node for device in topology.devices])
+    collectives = np.flatnonzero(tasks.kind_T == TaskKind.COLLECTIVE).tolist()
+    assert len(collectives) == sum(len(found) for found in plan.collectives.values()) > 0
+    for task in collectives:
+        value = operator_values(graph)[int(tasks.subject_T[task])]
+        collective = plan.collectives[value.name][int(tasks.part_T[task])]
+        pieces = [
+            piece
+            for number in collective.assemblies
+            for piece in plan.exchanges[value.name][number].remote_pieces
+        ]
+        messages = sum(piece_bytes(piece, value.spec.item_bytes) for piece in pieces)
+        if collective.kind is CollectiveKind.ALL_REDUCE:
+            messages = 2 * messages // len(collective.devices)
+        assert simulation.sent_bytes(task) == messages, collective
 
 
 def test_shares_are_all_there() -> None:

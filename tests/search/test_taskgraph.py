@@ -1,13 +1,19 @@
 """The task graph is `graph.plan`, task by task; and changes build the same one as a fresh start."""
 
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
+from graph.collectives import BACKWARD, FEWEST_DEVICES, CollectiveKind
 from graph.operators import OperatorGraph
-from graph.strategy import Strategy
-from graph.topology import Topology
+from graph.plan import build_plan
+from graph.strategy import Configuration, Strategy
+from graph.topology import Topology, load_topology
 from graph.training import Training
-from search.arrays import operator_values
+from search.arrays import COLLECTIVE_KINDS, operator_values
 from search.baselines import data_parallel, expert, random_strategy, single_device
 from search.costs import CostTable, Origin
 from search.links import LinkCosts
@@ -20,6 +26,8 @@ from tests.search.builders import (
     devices,
     local_calls,
     random_anywhere,
+    random_mesh,
+    statistics,
     two_layers,
 )
 
@@ -33,6 +41,9 @@ KINDS = {
     "renew": TaskKind.BUFFER_TRANSFER,
     "synchronize": TaskKind.SYNCHRONIZE,
     "update": TaskKind.UPDATE,
+    "collective": TaskKind.COLLECTIVE,
+    "gradient collective": TaskKind.GRADIENT_COLLECTIVE,
+    "buffer collective": TaskKind.BUFFER_COLLECTIVE,
 }
 
 
@@ -52,11 +63,13 @@ def built(graph: OperatorGraph, strategy: Strategy, topology: Topology, links: L
 def subject(graph: OperatorGraph, key: reference.Key) -> int:
     """The number by which the arrays name what a reference task is about."""
     kind, name = key[0], key[1]
-    if kind in ("transfer", "gradient", "renew"):
-        values = [value.name for value in operator_values(graph)]
-        values += [buffer for buffer, _ in graph.buffer_updates]
-        return values.index(str(name), len(operator_values(graph)) if kind == "renew" else 0)
-    return int(name)
+    if kind in ("forward", "backward", "synchronize", "update"):
+        return int(name)
+    values = [value.name for value in operator_values(graph)]
+    values += [buffer for buffer, _ in graph.buffer_updates]
+    return values.index(
+        str(name), len(operator_values(graph)) if kind in ("renew", "buffer collective") else 0
+    )
 
 
 def check_equal(tasks: TaskGraph, expected: list[reference.Task]) -> None:
@@ -75,21 +88,34 @@ def check_equal(tasks: TaskGraph, expected: list[reference.Task]) -> None:
         assert found == {place[key] for key in task.predecessors}, task.key
 
 
-GRAPHS = {"two_layers": two_layers, "branches": branches}
-TOPOLOGIES = {"one node": devices(3, contention=0.5), "two nodes": cluster()}
-LINKS = LinkCosts({2: (1e-5, 2e-9)})
+GRAPHS = {"two_layers": two_layers, "branches": branches, "statistics": statistics}
+TOPOLOGIES = {
+    "one node": devices(3, contention=0.5),
+    "four alike": devices(4, contention=0.25),
+    "two nodes": cluster(),
+    "four nodes": load_topology("p100-cluster", nodes=4),
+}
+LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)})
+
+
+def strategies_of(graph: OperatorGraph, count: int) -> list[Strategy]:
+    rng = np.random.default_rng(3)
+    few = 40 if count < 16 else 12
+    return [
+        data_parallel(graph, count),
+        single_device(graph, count - 1),
+        expert(graph, count),
+        *(random_anywhere(graph, count, rng) for _ in range(few)),
+        *(random_strategy(graph, count, rng) for _ in range(few // 2)),
+        *(random_mesh(graph, count, rng) for _ in range(few)),
+    ]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 @pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
-def test_task_graph_is_the_plan(make: object, topology: Topology) -> None:
-    graph = branches() if make is branches else two_layers()
-    count = len(topology.devices)
-    rng = np.random.default_rng(3)
-    strategies = [data_parallel(graph, count), single_device(graph, count - 1), expert(graph, count)]
-    strategies += [random_anywhere(graph, count, rng) for _ in range(40)]
-    strategies += [random_strategy(graph, count, rng) for _ in range(20)]
-    for strategy in strategies:
+def test_task_graph_is_the_plan(make: Callable[[], OperatorGraph], topology: Topology) -> None:
+    graph = make()
+    for strategy in strategies_of(graph, len(topology.devices)):
         deriver = reference.Deriver(
             graph, strategy, topology, MadeUpCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS
         )
@@ -99,9 +125,30 @@ def test_task_graph_is_the_plan(make: object, topology: Topology) -> None:
         assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
 
 
+def test_strategies_of_the_test_above_have_every_collective_there_and_back() -> None:
+    there: Counter[CollectiveKind] = Counter()
+    back: Counter[CollectiveKind] = Counter()
+    renewing = 0
+    for make, topology in itertools.product(GRAPHS.values(), TOPOLOGIES.values()):
+        graph = make()
+        node_of = [device.node for device in topology.devices]
+        for strategy in strategies_of(graph, len(topology.devices)):
+            plan = build_plan(graph, strategy, node_of)
+            there.update(one.kind for found in plan.collectives.values() for one in found)
+            back.update(
+                BACKWARD[plan.collectives[one.value][one.number].kind]
+                for found in plan.gradient_collectives.values()
+                for one in found
+            )
+            renewing += sum(len(found) for found in plan.buffer_collectives.values())
+    assert min(there[kind] for kind in CollectiveKind) >= 10, there
+    assert min(back[kind] for kind in CollectiveKind) >= 5, back
+    assert renewing >= 10
+
+
 @pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
-def test_changes_build_what_a_fresh_start_builds(make: object) -> None:
-    graph = branches() if make is branches else two_layers()
+def test_changes_build_what_a_fresh_start_builds(make: Callable[[], OperatorGraph]) -> None:
+    graph = make()
     topology = cluster()
     rng = np.random.default_rng(11)
     builder = TaskGraphBuilder(
@@ -112,9 +159,10 @@ def test_changes_build_what_a_fresh_start_builds(make: object) -> None:
         bucket_bytes=BUCKET_BYTES,
         local_calls=local_calls,
     )
-    layout = builder.layout(random_anywhere(graph, 8, rng))
+    layout = builder.layout(random_mesh(graph, 8, rng))
     for _ in range(60):
-        other = random_anywhere(graph, 8, rng).configurations
+        draw = random_mesh if rng.random() < 0.5 else random_anywhere
+        other = draw(graph, 8, rng).configurations
         changed = rng.choice(len(other), size=int(rng.integers(1, 4)), replace=False)
         undo = layout.change({int(index): other[index] for index in changed})
         if rng.random() < 0.3:
@@ -180,6 +228,48 @@ def test_names_say_what_a_task_does() -> None:
     assert "all-reduce bucket 0 over 0, 1" in names
     assert names[-1] == "update device 1"
     assert len(tasks.resource_names()) == tasks.resource_count
+
+
+def test_kernels_number_collectives_as_the_graph_does() -> None:
+    from search import kernels
+
+    codes = [getattr(kernels, kind.name) for kind in CollectiveKind]
+    assert (
+        codes
+        == list(range(len(COLLECTIVE_KINDS)))
+        == [COLLECTIVE_KINDS.index(kind) for kind in CollectiveKind]
+    )
+    assert kernels.FEWEST_DEVICES == FEWEST_DEVICES
+    assert [getattr(kernels, kind.name) for kind in TaskKind] == [int(kind) for kind in TaskKind]
+
+
+def renewing_on_one_device() -> TaskGraph:
+    """Four devices share the samples; the first renews the buffer that all of them read."""
+    graph = statistics()
+    configurations = list(data_parallel(graph, 4).configurations)
+    renewed = graph.index_by_name["renewed"]
+    configurations[renewed] = Configuration((1,) * len(graph.operators[renewed].space.axes), (0,))
+    return built(graph, Strategy(graph.digest, tuple(configurations)), devices(4), LINKS)
+
+
+def test_names_of_collectives_say_what_they_do() -> None:
+    names = renewing_on_one_device().names()
+    assert "all-reduce sum over 0, 1, 2, 3" in names
+    assert "all-reduce gradient of sum over 0, 1, 2, 3" in names
+    assert "reduce loss.sum over 0, 1, 2, 3" in names
+    assert "broadcast gradient of loss.sum over 0, 1, 2, 3" in names
+    assert "broadcast new offset over 0, 1, 2, 3" in names
+    assert "all-reduce bucket 0 over 0, 1, 2, 3" in names
+
+
+def test_what_only_renews_buffers_comes_after_the_backward() -> None:
+    tasks = renewing_on_one_device()
+    names = tasks.names()
+    kinds = [TaskKind(int(kind)) for kind in tasks.kind_T]
+    last_backward = max(place for place, kind in enumerate(kinds) if kind is TaskKind.BACKWARD)
+    renewal = names.index("forward renewed[0]")
+    assert last_backward < renewal < names.index("broadcast new offset over 0, 1, 2, 3")
+    assert kinds[-1] is TaskKind.UPDATE
 
 
 def test_collectives_rest_on_what_their_costs_rest_on() -> None:
