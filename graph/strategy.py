@@ -128,7 +128,8 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     Raises:
         StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
     """
-    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+    given = document.get("format") if isinstance(document, Mapping) else None
+    if not isinstance(document, Mapping) or not _is_integer(given) or given != FORMAT:
         found = repr(document.get("format")) if isinstance(document, Mapping) else type(document).__name__
         raise StrategyError(
             f"strategy file: format is {found}, must be {FORMAT}; export it with this Soapstone"

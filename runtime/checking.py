@@ -16,9 +16,11 @@ import torch
 from graph.operators import FLOATING, Operator, OperatorGraph, TensorSpec
 from graph.plan import BUCKET_BYTES, Plan, build_plan
 from profiler.operators import ExecutionContext
-from runtime.collecting import collect_weights
+from profiler.updates import apply_update, initial_state
+from runtime.collecting import collect_buffers, collect_weights
 from runtime.executor import Executor, InitialTensors
-from runtime.verify import Verification, interpret, verification
+from runtime.fingerprints import fingerprints
+from runtime.verify import Verification, deviations, interpret, loss_deviation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,15 +86,50 @@ def verify_strategy(
         learning_rate=job.learning_rate,
         device=device,
     )
+    differing = differing_tensors(world, tensors)
     executor.step(0)
     loss = executor.loss()
     gradients = collect_gradients(plan, world, executor, doubled, device)
+    weights = collect_weights(plan, world, executor.weights(), doubled.parameters, device)
+    buffers = collect_buffers(world, executor.buffers(), doubled.buffers)
     if world.rank != 0:
         return None
     del executor
     context = ExecutionContext(seed=job.seed, step=0, device=device)
-    reference = interpret(graph, tensors_in_double(tensors, device), context, job.strategy)
-    return verification(loss, gradients, reference)
+    whole = tensors_in_double(tensors, device)
+    reference = interpret(graph, whole, context, job.strategy)
+    updated = {name: whole.parameters[name].detach().clone() for name in reference.gradients}
+    state = initial_state(job.training.optimizer, list(updated.values()))
+    slopes = list(reference.gradients.values())
+    apply_update(job.training.optimizer, list(updated.values()), slopes, state, job.learning_rate)
+    return Verification(
+        reference.loss,
+        (
+            loss_deviation(loss, reference.loss),
+            *deviations("gradient", gradients, reference.gradients),
+            *deviations("weight", weights, updated),
+            *deviations("buffer", buffers, {**reference.buffers}),
+        ),
+        differing,
+    )
+
+
+def differing_tensors(world: World, tensors: InitialTensors) -> tuple[str, ...]:
+    """Return, on rank 0, one line for each tensor that another rank has built otherwise; all ranks must call it."""
+    named = {
+        **{f"parameter {name}": tensor for name, tensor in tensors.parameters.items()},
+        **{f"buffer {name}": tensor for name, tensor in tensors.buffers.items()},
+        **tensors.inputs,
+    }
+    found = world.gather(fingerprints(named))
+    if found is None:
+        return ()
+    return tuple(
+        f"{name} is built otherwise on rank {rank} than on rank 0"
+        for rank, of_rank in enumerate(found)
+        for name, value in of_rank.items()
+        if value != found[0][name]
+    )
 
 
 def collect_gradients(

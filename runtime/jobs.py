@@ -11,6 +11,7 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.training import Training
 from runtime.models import ModelReference
+from runtime.spans import Recorded
 from runtime.verify import Verification
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Job:
     learning_rate: of the optimizer.
     verify: compare loss and every gradient with the graph on one device (`runtime.checking`), before the run.
     collect: return gradients of the first step, and weights and buffers after the last one.
+    recorded: steps after the measured ones whose timeline is recorded (`runtime.recording`).
     """
 
     graph: OperatorGraph
@@ -46,6 +48,7 @@ class Job:
     learning_rate: float = 1e-3
     verify: bool = False
     collect: bool = False
+    recorded: int = 0
 
     @property
     def steps(self) -> int:
@@ -67,6 +70,7 @@ class JobResult:
     verification: where asked for.
     peak_bytes: by rank; of the device's allocator on CUDA, of the whole process on a CPU.
     gradients, weights, buffers: whole tensors, where asked for.
+    recorded: the timelines of the recorded steps.
     """
 
     step_times_s: tuple[float, ...]
@@ -77,6 +81,7 @@ class JobResult:
     gradients: Arrays | None = None
     weights: Arrays | None = None
     buffers: Arrays | None = None
+    recorded: Recorded = ()
 
     @property
     def minimum_s(self) -> float:
@@ -101,7 +106,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     import torch.distributed as dist
 
     from graph.plan import build_plan
-    from runtime.communication import make_groups
+    from runtime.ranks import prepare_groups
     from runtime.running import JobRun
 
     size = job.strategy.device_count
@@ -111,7 +116,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
             f"run: there are {available} processes, must be {size}, one for each device of the strategy; start more"
         )
     plan = build_plan(job.graph, job.strategy, job.node_of)
-    make_groups([tuple(range(size)), *(bucket.devices for bucket in plan.buckets)], timeout_s)
+    prepare_groups(plan, size, timeout_s)
     if dist.is_initialized() and dist.get_rank() >= size:
         return None
     return JobRun(job, plan, device).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import uuid
@@ -16,6 +17,7 @@ from graph.errors import RuntimeFailure
 from profiler.pinning import child_variables, started_with
 from runtime.jobs import Job, JobResult
 from runtime.processes import describe_exit, join_group, leave_group, occupy, own_words, run_patiently
+from runtime.watch import watched
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -35,7 +37,7 @@ def launch(
     """Execute a job on `devices`, one process each, and return its result.
 
     Under torchrun (RANK and WORLD_SIZE are set) the job runs in this process, which is one rank of perhaps several
-    hosts; then only rank 0 gets a result.
+    hosts; then only rank 0 gets a result. `runtime.team` is what reports failures there.
 
     Args:
         job: what to execute; its strategy's device r is rank r.
@@ -74,7 +76,22 @@ def _run_here(
 
 def _work(job: Job, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
     """What each launched process does."""
-    return _run_here(job, devices, device_type, timeout_s)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
+    with watched(timeout_s, _end_with):
+        join_group(device_type, timeout_s, store=None, rank=rank, size=size)
+        result = run_patiently(job, device, timeout_s)
+        leave_group()
+    return result
+
+
+def _end_with(reason: str) -> None:
+    """End this process, whatever it does; the launcher hears the reason."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(RuntimeFailure(reason))
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _launch(
@@ -99,6 +116,9 @@ def _launch(
             monitor_interval=0.1,
             start_method="spawn",
             shutdown_timeout=SHUTDOWN_S,
+            # Not SIGINT: the launcher would pass it on, and processes that are just starting would print where they
+            # were. It is a KeyboardInterrupt here, after which the launcher ends them by SIGTERM.
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
             # What a failing rank has to say comes back as its error; the terminal stays clean.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
@@ -122,12 +142,18 @@ def _explain(error: ChildFailedError) -> str:
     return f"rank {rank}: {_reason(rank, failure)}; all processes were ended"
 
 
+# What torch says of a process that left no record.
+_NO_RECORD = "To enable traceback see"
+
+
 def _reason(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         return f"its process {describe_exit(failure.exitcode)}, must run to the end"
     # Of an exception, torch gives a record that holds its text, else a text.
     message = failure.message
     text = message.get("message", "") if isinstance(message, Mapping) else message
+    if _NO_RECORD in str(text):
+        return f"its process {describe_exit(failure.exitcode)} before it could say why, must run to the end"
     return own_words(str(text), rank)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +34,6 @@ class ModelReference:
         Raises:
             UsageError: there is no such factory.
         """
-        import torch
-
         module_name, _, function_name = self.factory.partition(":")
         try:
             factory = getattr(importlib.import_module(module_name), function_name)
@@ -41,10 +41,27 @@ class ModelReference:
             raise UsageError(
                 f"model {self.factory}: cannot be imported ({error}), must be package.module:function; check the name"
             ) from error
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with _seeded(seed):
             built: Built = factory(**self.keywords)
         return built
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed every generator that a factory may draw from, so that all ranks build the same; put them back after."""
+    import numpy as np
+    import torch
+
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def tensors_of(graph: OperatorGraph, built: Built) -> InitialTensors:

@@ -17,9 +17,11 @@ from runtime.executor import Executor
 from runtime.jobs import Job, JobResult
 from runtime.models import tensors_of
 from runtime.verify import Verification
+from runtime.watch import beat
 
 if TYPE_CHECKING:
     from runtime.jobs import Arrays
+    from runtime.spans import Span
 
 
 class JobRun:
@@ -31,9 +33,11 @@ class JobRun:
         self._device = torch.device(device)
         self._world = World(job.strategy.device_count)
         self._plan = plan
+        beat("building the module")
         self._tensors = tensors_of(job.graph, job.model.build(job.seed))
         # Before the run's own tensors are made, so that the two are not in memory at once.
         self._verified = self._verify() if job.verify else None
+        beat("compiling its program")
         self._executor = Executor(
             self._plan,
             self._world,
@@ -61,25 +65,29 @@ class JobRun:
         buffers: Arrays | None = None
         if job.collect:
             weights, buffers = self._collect_state()
+        peak_bytes = self._peak_bytes()
+        recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
         measured = self._world.gather(
-            (tuple(times[-job.iterations :] if job.iterations else ()), self._peak_bytes())
+            (tuple(times[-job.iterations :] if job.iterations else ()), peak_bytes, recorded)
         )
         if measured is None:
             return None
-        rank_times = tuple(times for times, _ in measured)
+        rank_times = tuple(times for times, _, _ in measured)
         return JobResult(
             step_times_s=tuple(max(of_step) for of_step in zip(*rank_times, strict=True)),
             rank_times_s=rank_times,
             losses=tuple(losses),
             verification=None if self._verified is None else self._verified.with_run(losses[0]),
-            peak_bytes=tuple(peak for _, peak in measured),
+            peak_bytes=tuple(peak for _, peak, _ in measured),
             gradients=gradients,
             weights=weights,
             buffers=buffers,
+            recorded=tuple(zip(*(steps for _, _, steps in measured), strict=True)),
         )
 
     def _timed_step(self, number: int) -> float:
         timer = timer_for(self._device)
+        beat(f"in step {number}")
         if number == self._job.warmup:
             # Nothing that building or verifying left behind may be collected inside a measured step.
             gc.collect()
@@ -89,7 +97,15 @@ class JobRun:
         synchronize(self._device)
         return timer.elapsed_s(start, timer.mark())
 
+    def _recorded_step(self, number: int) -> tuple[Span, ...]:
+        from runtime.recording import record_step
+
+        beat(f"in recorded step {number}")
+        gc.collect()
+        return tuple(record_step(self._executor, self._plan, self._world, self._device, number))
+
     def _verify(self) -> Verification | None:
+        beat("verifying")
         verified = verify_strategy(self._job, self._world, self._tensors, self._device)
         gc.collect()
         if self._device.type == "cuda":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isnan
 from typing import TYPE_CHECKING
 
 from graph.axes import Degrees
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 ALLOWED = 1e-6
 # The same for the loss of the run itself, which is in the run's own precision.
 ALLOWED_OF_RUN = 1e-3
-RUN_LOSS = "loss of the run"
+RUN_LOSS = "the run's own, in its precision"
 # A gradient that is zero but for rounding (a bias before a normalization) is compared on this share of the largest.
 NOISE_FLOOR = 1e-3
 # Batch normalization with the statistics of each part, as DistributedDataParallel does it.
@@ -43,10 +44,12 @@ class Reference:
 class Deviation:
     """How far one tensor is from the reference.
 
+    what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise); name: of its parameter or buffer.
     largest: largest absolute difference. relative: that, relative to the reference's largest element (or a small
     share of the largest gradient's, where that is more). allowed: what `relative` must not exceed.
     """
 
+    what: str
     name: str
     largest: float
     relative: float
@@ -60,26 +63,41 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Deviations of the loss (first) and of every gradient; `loss` is the reference's."""
+    """Deviations of the loss (first), of every gradient, and of weights and buffers after one update.
+
+    loss: the reference's.
+    differing: one line for each tensor that the factory has built otherwise on another rank than on rank 0.
+    """
 
     loss: float
     deviations: tuple[Deviation, ...]
+    differing: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """True where all deviations are allowed."""
-        return all(deviation.ok for deviation in self.deviations)
+        """True where all deviations are allowed, and all ranks have built the same module."""
+        return not self.differing and all(deviation.ok for deviation in self.deviations)
 
     def with_run(self, first_loss: float) -> Verification:
         """Return the verification with one more deviation: of the loss of the run's own first step."""
         difference = abs(first_loss - self.loss)
-        run = Deviation(RUN_LOSS, difference, difference / (abs(self.loss) or 1.0), ALLOWED_OF_RUN)
-        return Verification(self.loss, (*self.deviations, run))
+        run = Deviation("loss", RUN_LOSS, difference, difference / (abs(self.loss) or 1.0), ALLOWED_OF_RUN)
+        return replace(self, deviations=(*self.deviations, run))
 
     @property
     def worst(self) -> Deviation:
         """The deviation that is closest to, or furthest beyond, what is allowed."""
-        return max(self.deviations, key=lambda item: (not item.ok, item.relative / item.allowed))
+        return by_severity(self.deviations)[0]
+
+
+def by_severity(deviations: Iterable[Deviation]) -> list[Deviation]:
+    """Return deviations, those furthest beyond (or closest to) what is allowed first; what is no number before all."""
+
+    def key(item: Deviation) -> tuple[bool, float]:
+        share = item.relative / item.allowed
+        return (item.ok, -inf if isnan(share) else -share)
+
+    return sorted(deviations, key=key)
 
 
 def interpret(
@@ -148,17 +166,22 @@ def _execute(
     return outputs
 
 
-def verification(loss: float, gradients: Mapping[str, torch.Tensor], reference: Reference) -> Verification:
-    """Compare an execution's loss and gradients with the reference; a missing gradient counts as zeros."""
-    scale = abs(reference.loss) or 1.0
-    difference = abs(loss - reference.loss)
-    deviations = [Deviation("loss", difference, difference / scale, ALLOWED)]
-    largest = [float(gradient.abs().max()) for gradient in reference.gradients.values() if gradient.numel()]
+def deviations(
+    what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> list[Deviation]:
+    """Compare tensors by name with what is expected; a missing one counts as zeros."""
+    largest = [float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()]
     floor = NOISE_FLOOR * max(largest, default=1.0) or 1.0
-    for name, expected in reference.gradients.items():
-        found = gradients.get(name)
-        distance = expected if found is None else found.to(expected.device) - expected
+    result = []
+    for name, tensor in expected.items():
+        distance = tensor if name not in found else found[name].to(tensor.device) - tensor
         difference = float(distance.abs().max()) if distance.numel() else 0.0
-        own = float(expected.abs().max()) if expected.numel() else 0.0
-        deviations.append(Deviation(name, difference, difference / max(own, floor), ALLOWED))
-    return Verification(reference.loss, tuple(deviations))
+        own = float(tensor.abs().max()) if tensor.numel() else 0.0
+        result.append(Deviation(what, name, difference, difference / max(own, floor), ALLOWED))
+    return result
+
+
+def loss_deviation(loss: float, expected: float) -> Deviation:
+    """Compare the loss of the verified step with what is expected."""
+    difference = abs(loss - expected)
+    return Deviation("loss", "in float64", difference, difference / (abs(expected) or 1.0), ALLOWED)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from graph.axes import AxisKind, Degrees
+from graph.axes import AxisKind, Degrees, coordinates
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
 from search.configurations import random_configuration
-from search.groups import base_name, find_groups, follow
+from search.groups import NO_AXIS, base_name, find_groups, follow, shared_axes
 
 FULLY_CONNECTED = frozenset({"linear", "addmm", "mm"})
+ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})
 
 
 def first_axis(operator: Operator, kind: AxisKind) -> int | None:
@@ -95,3 +96,95 @@ def random_strategy(graph: OperatorGraph, device_count: int, rng: np.random.Gene
         configuration = random_configuration(graph.operators[group.head], device_count, rng)
         chosen.update(follow(group, configuration))
     return Strategy(graph.digest, tuple(chosen[index] for index in range(len(graph.operators))))
+
+
+def megatron(graph: OperatorGraph, tensor_degree: int, data_degree: int = 1) -> Strategy:
+    """Return Megatron's strategy on `data_degree` x `tensor_degree` devices, tensor parallel ranks side by side.
+
+    A linear layer whose input arrives split along what it contracts is split by rows (a partial sum, all-reduced in
+    place), any other by columns; attention is split by heads, and so is what projects to them; embeddings are split
+    by the vocabulary; all else, and what the degree does not divide, is computed by every rank of its samples.
+
+    Source: Megatron-LM (arXiv:1909.08053) section 3.
+    """
+    groups = find_groups(graph)
+    follows = {member.operator: (group.head, member.axes) for group in groups for member in group.members}
+    configurations: dict[int, Configuration] = {}
+    chosen: dict[int, int | None] = {}
+    wanted = _wanted_columns(graph, follows)
+    for group in sorted(groups, key=lambda one: one.head):
+        operator = graph.operators[group.head]
+        axis = wanted.get(group.head)
+        if axis is None:
+            axis = _megatron_axis(graph, group.head, follows, chosen)
+        if axis is not None and operator.space.axes[axis].size % tensor_degree:
+            axis = None
+        chosen[group.head] = axis
+        configurations |= follow(group, _on_two_dims(operator, axis, tensor_degree, data_degree))
+    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+
+
+# For an operator that follows a head: that head, and for each of its axes the head's (or NO_AXIS).
+Follows = dict[int, tuple[int, tuple[int, ...]]]
+
+
+def _head_axis(graph: OperatorGraph, reader: int, slot: int, axis: int, follows: Follows) -> tuple[int, int]:
+    """Return the head that an input comes from and its axis that equals `axis` of the reader; NO_AXIS for none."""
+    value = graph.operators[reader].inputs[slot]
+    if value not in graph.producer:
+        return NO_AXIS, NO_AXIS
+    producer = graph.producer[value][0]
+    theirs = shared_axes(graph, value, graph.operators[reader], slot)[axis]
+    head, axes = follows.get(producer, (producer, ()))
+    return head, axes[theirs] if axes and theirs != NO_AXIS else theirs
+
+
+def _wanted_columns(graph: OperatorGraph, follows: Follows) -> dict[int, int]:
+    """Return the axis of every projection that makes the heads of an attention."""
+    wanted = {}
+    for index, operator in enumerate(graph.operators):
+        for axis, named in enumerate(operator.space.axes):
+            if base_name(operator.target) in ATTENTIONS and named.name == "heads":
+                for slot in range(3):
+                    head, theirs = _head_axis(graph, index, slot, axis, follows)
+                    if theirs != NO_AXIS:
+                        wanted[head] = theirs
+    return wanted
+
+
+def _megatron_axis(
+    graph: OperatorGraph, index: int, follows: Follows, chosen: dict[int, int | None]
+) -> int | None:
+    operator = graph.operators[index]
+    name = base_name(operator.target)
+    if name in ATTENTIONS:
+        return next((axis for axis, one in enumerate(operator.space.axes) if one.name == "heads"), None)
+    if name == "embedding":
+        return first_axis(operator, AxisKind.REDUCTION)
+    if name != "linear":
+        return None
+    for axis, named in enumerate(operator.space.axes):
+        if named.kind is AxisKind.REDUCTION:
+            head, theirs = _head_axis(graph, index, 0, axis, follows)
+            if theirs != NO_AXIS and chosen.get(head) == theirs:
+                return axis
+    return first_axis(operator, AxisKind.PARAMETER)
+
+
+def _on_two_dims(operator: Operator, axis: int | None, tensor_degree: int, data_degree: int) -> Configuration:
+    """Return a split of samples over the outer dim of a grid of devices, and of `axis` over the inner one."""
+    axes = operator.space.axes
+    replica = len(axes) - 1
+    sample = first_axis(operator, AxisKind.SAMPLE)
+    sample = replica if sample is None or axes[sample].size < data_degree else sample
+    inner = replica if axis is None else axis
+    degrees = [1] * len(axes)
+    degrees[sample] *= data_degree
+    degrees[inner] *= tensor_degree
+    devices = []
+    for point in coordinates(tuple(degrees)):
+        if sample == inner:
+            devices.append(point[sample])
+        else:
+            devices.append(point[sample] * tensor_degree + point[inner])
+    return Configuration(tuple(degrees), tuple(devices))

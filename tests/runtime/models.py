@@ -116,6 +116,61 @@ def dropped(batch_size: int = 4) -> Built:
     return Dropped(), (torch.randn(batch_size, 5, 8), torch.randint(0, 3, (batch_size, 5))), {}
 
 
+class Mixed(nn.Module):
+    """All kinds of state: frozen, unused, tied and partly read weights, a scalar one, and buffers of every sort."""
+
+    places: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.positions = nn.Parameter(torch.randn(9, 6))
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.unused = nn.Linear(2, 3)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("places", torch.arange(5), persistent=False)
+        self.register_buffer("scale", torch.full((6,), 1.5))
+
+    def forward(self, tokens: Tensor, *, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.positions[:5] * self.scale
+        hidden = torch.tanh(self.frozen(hidden)) + self.positions[self.places]
+        hidden = self.norm(hidden.flatten(0, 1))
+        return functional.cross_entropy(self.head(hidden) * self.temperature, targets.flatten())
+
+
+def mixed(batch_size: int = 5) -> Built:
+    tokens = torch.randint(0, 13, (batch_size, 5))
+    return Mixed(), (tokens,), {"targets": torch.randint(0, 13, (batch_size, 5))}
+
+
+class Accumulating(nn.Module):
+    """A buffer that the loss depends on, renewed by operators of its own, and a mask that travels as booleans."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 5)
+        self.register_buffer("offset", torch.zeros(8))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.first(x)
+        shifted = torch.tanh(hidden + self.offset).masked_fill(hidden > 0.1, 0.5)
+        with torch.no_grad():
+            self.offset.copy_(0.5 * self.offset + hidden.detach().sum(0))
+        return functional.cross_entropy(self.second(shifted), targets)
+
+
+def accumulating(batch_size: int = 12) -> Built:
+    return Accumulating(), (torch.randn(batch_size, 6), torch.randint(0, 5, (batch_size,))), {}
+
+
 def failing(rank: int) -> Built:
     """Build a perceptron, but raise on one rank."""
     import torch.distributed as dist
@@ -135,3 +190,50 @@ def dying(rank: int) -> Built:
     if dist.is_initialized() and dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return perceptron()
+
+
+def hanging(rank: int) -> Built:
+    """Build a perceptron, but on one rank wait for what never comes."""
+    import threading
+
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_rank() == rank:
+        threading.Event().wait()
+    return perceptron()
+
+
+def exhausting(rank: int) -> Built:
+    """Build a perceptron, but on one rank ask for more memory than the process may have."""
+    import resource
+
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+        torch.empty(2**35, dtype=torch.uint8)
+    return perceptron()
+
+
+def differing() -> Built:
+    """Build a perceptron whose weights depend on the rank, as those of a factory that nobody seeds."""
+    import torch.distributed as dist
+
+    module, args, kwargs = perceptron()
+    if dist.is_initialized():
+        with torch.no_grad():
+            module.get_parameter("second.weight").add_(0.01 * dist.get_rank())
+    return module, args, kwargs
+
+
+def drawing() -> Built:
+    """Build a perceptron whose weights come from the generators of Python and NumPy."""
+    import random
+
+    import numpy as np
+
+    module, args, kwargs = perceptron()
+    with torch.no_grad():
+        module.get_parameter("first.bias").fill_(random.random())
+        module.get_parameter("third.bias").fill_(float(np.random.rand()))
+    return module, args, kwargs

@@ -12,7 +12,7 @@ from graph.axes import AxisKind, Degrees, tasks
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
 
-MOST_TASKS = 6
+MOST_TASKS = 8
 
 
 def seeds(quick: int, full: int) -> list[Any]:
@@ -48,15 +48,25 @@ def in_turn(graph: OperatorGraph, devices: Sequence[int]) -> Strategy:
 def random_strategy(graph: OperatorGraph, device_count: int, seed: int) -> Strategy:
     """Return a random legal strategy.
 
-    Any axes, degrees that need not divide sizes, any device for each task, so that tasks share devices and operators
-    use disjoint ones. The last device is always used, so that the strategy needs `device_count` processes.
+    Any axes, several at once, REPLICA among them; degrees that need not divide sizes, any device for each task, so
+    that tasks share devices and operators use disjoint ones. One strategy in three is regular instead: operators are
+    split alike over the same devices, so that patterns of collectives arise. The last device is always used, so that
+    the strategy needs `device_count` processes.
     """
     generator = random.Random(seed)
+    regular = generator.random() < 1 / 3
+    kinds = list(AxisKind)
     configurations = []
     for operator in graph.operators:
-        degrees = _random_degrees(operator, generator)
-        pool = generator.sample(range(device_count), generator.randint(1, device_count))
-        devices = tuple(generator.choice(pool) for _ in range(tasks(degrees)))
+        if regular:
+            if generator.random() < 0.2:
+                generator.shuffle(kinds)
+            degrees = _regular_degrees(operator, kinds, device_count, generator)
+            devices = tuple(task % device_count for task in range(tasks(degrees)))
+        else:
+            degrees = _random_degrees(operator, generator)
+            pool = generator.sample(range(device_count), generator.randint(1, device_count))
+            devices = tuple(generator.choice(pool) for _ in range(tasks(degrees)))
         configurations.append(Configuration(degrees, devices))
     if all(device_count - 1 not in c.devices for c in configurations):
         first = configurations[0]
@@ -67,11 +77,28 @@ def random_strategy(graph: OperatorGraph, device_count: int, seed: int) -> Strat
 
 
 def _random_degrees(operator: Operator, generator: random.Random) -> Degrees:
+    """Return degrees of up to three axes, now and then as many parts as an axis has points."""
     degrees = [1] * len(operator.space.axes)
-    for index in generator.sample(range(len(degrees)), min(2, len(degrees))):
+    for index in generator.sample(range(len(degrees)), min(generator.randint(1, 3), len(degrees))):
         axis = operator.space.axes[index]
-        largest = 2 if axis.kind is AxisKind.REPLICA else min(axis.size, 3)
+        largest = 3 if axis.kind is AxisKind.REPLICA else min(axis.size, 5)
         degree = generator.randint(1, largest)
         if tasks(tuple(degrees)) * degree <= MOST_TASKS:
             degrees[index] = degree
+    return tuple(degrees)
+
+
+def _regular_degrees(
+    operator: Operator, kinds: Sequence[AxisKind], device_count: int, generator: random.Random
+) -> Degrees:
+    """Split over all devices along the first axis, in the order of `kinds`, that is long enough, or along two."""
+    degrees = [1] * len(operator.space.axes)
+    left = device_count
+    if device_count == 4 and generator.random() < 0.3:
+        left = 2
+    for kind in kinds:
+        for index, axis in enumerate(operator.space.axes):
+            fits = axis.size >= left or axis.kind is AxisKind.REPLICA
+            if axis.kind is kind and fits and tasks(tuple(degrees)) * left <= device_count:
+                degrees[index] = left
     return tuple(degrees)

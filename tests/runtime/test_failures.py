@@ -67,6 +67,22 @@ def test_exception_in_a_launch_names_rank_and_reason() -> None:
         launch(job_of(ModelReference("tests.runtime.models:failing", {"rank": 0})), [None, None])
 
 
+def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_place() -> None:
+    # The other rank waits for it, and is not to blame.
+    with pytest.raises(
+        RuntimeFailure,
+        match=r"^rank 1: has been building the module for more than 6 s \(.*threading.py:\d+ in wait\), must go on",
+    ):
+        launch(job_of(ModelReference("tests.runtime.models:hanging", {"rank": 1})), [None, None], timeout_s=6)
+
+
+def test_a_rank_out_of_memory_is_named_with_the_reason() -> None:
+    with pytest.raises(
+        RuntimeFailure, match=r"^rank 1: .*can't allocate memory.*; all processes were ended$"
+    ):
+        launch(job_of(ModelReference("tests.runtime.models:exhausting", {"rank": 1})), [None, None])
+
+
 def test_too_few_devices() -> None:
     with pytest.raises(RuntimeFailure, match="there are 1 devices, must be 2"):
         launch(job_of(reference("perceptron")), [None])

@@ -1,0 +1,164 @@
+"""The parts of a generated file that are the same for every plan, or for every plan with a data or a tensor dim."""
+
+HEAD = '''
+
+def make_mesh() -> DeviceMesh:
+    """Join torchrun's process group and return the mesh: of GPUs where every rank has one, else of CPUs."""
+    devices = 1
+    for size in MESH.values():
+        devices *= size
+    if os.environ.get("WORLD_SIZE") != str(devices):
+        sys.exit(f"must run as {devices} processes; start it with torchrun --nproc-per-node {devices}")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    device_type = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Parallelize `module` in place; it must hold the same weights on every rank, on the mesh's device."""
+'''
+
+PARALLELIZE_TENSOR = """    parallelize_module(module, mesh["tensor"], PLAN)
+    distribute_module(module, mesh["tensor"])  # what PLAN does not name: replicated
+"""
+
+TIE = """    for alias, name in TIED.items():
+        owner, _, attribute = alias.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, module.get_parameter(name))
+"""
+
+PARALLELIZE_DATA = """\
+    # The strategy holds whole weights on every data rank. fully_shard holds a part of each and gathers it before
+    # use: the same results, one all-gather more, and less memory.
+    for name in BLOCKS:
+        fully_shard(module.get_submodule(name), mesh=mesh["data"], reshard_after_forward=False)
+    fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # gradients are added up; step() weighs the ranks' losses
+"""
+
+OWN_PART = '''
+
+def own_part(mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return (args, kwargs) of this data rank's part of a batch that every rank holds whole."""
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for position, dim in BATCH_DIMS.items():
+        place = places[position]
+        leaves[place] = leaves[place].chunk(MESH["data"], dim)[mesh["data"].get_local_rank()]
+    return pytree.tree_unflatten(leaves, structure)
+'''
+
+PLACED = '''
+
+@contextmanager
+def placed(mesh: DeviceMesh) -> Iterator[None]:
+    """Let a forward use plain tensors that it makes itself, which are the same on every rank."""
+    with ExitStack() as stack:
+        stack.enter_context(implicit_replication())
+        if mesh.device_type == "cpu":
+            # DTensor splits plain attention by heads, but not the CPU's fused one.
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+'''
+
+BUILD = '''
+
+def loss_of(result: Any) -> torch.Tensor:
+    """Return the scalar loss in what a module returns."""
+    loss = result if isinstance(result, torch.Tensor) else result.loss
+    return loss.reshape(())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor gathered from all ranks of its mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def build(device_type: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the model and a batch, equal on every rank, in float64."""
+    sys.path.append(os.getcwd())
+    package, _, name = FACTORY.partition(":")
+    torch.manual_seed(SEED)
+    module, args, kwargs = getattr(importlib.import_module(package), name)(**KEYWORDS)
+'''
+
+EVALUATION = """    module.eval()  # dropout would draw other numbers on every rank
+"""
+
+CHECK = '''
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device_type, torch.float64 if tensor.is_floating_point() else tensor.dtype)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, convert, (tuple(args), dict(kwargs)))
+    return module.to(device_type).double(), args, kwargs
+
+
+def check(mesh: DeviceMesh) -> bool:
+    """Return whether one step equals the plain module's; rank 0 prints the largest deviation of each parameter."""
+    module, args, kwargs = build(mesh.device_type)
+    loss = step(parallelize(module, mesh), mesh, args, kwargs)
+    gradients = {
+        name: None if parameter.grad is None else whole(parameter.grad)
+        for name, parameter in module.named_parameters()
+    }
+    verdict = torch.ones((), device=mesh.device_type)
+    if dist.get_rank() == 0:
+        verdict *= compare(loss, gradients, *build(mesh.device_type))
+    dist.broadcast(verdict, 0)
+    return bool(verdict)
+
+
+def compare(
+    loss: torch.Tensor,
+    gradients: dict[str, torch.Tensor | None],
+    plain: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Print the deviations of loss and gradients from those of the plain module; return whether all are allowed."""
+    expected_loss = loss_of(plain(*args, **kwargs))
+    expected_loss.backward()
+    expected = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in plain.named_parameters()
+        if parameter.requires_grad
+    }
+    floor = NOISE_FLOOR * max((float(one.abs().max()) for one in expected.values()), default=1.0) or 1.0
+    size = float(expected_loss.detach().abs()) or 1.0
+    deviations = {"loss": float((loss - expected_loss.detach()).abs()) / size}
+    for name, gradient in expected.items():
+        found = gradients[name]
+        distance = float((gradient if found is None else gradient - found).abs().max())
+        deviations[name] = distance / max(float(gradient.abs().max()), floor)
+    for name, deviation in sorted(deviations.items(), key=lambda item: -item[1]):
+        print(f"{deviation:10.2e}  {'ok ' if deviation <= ALLOWED else 'BAD'}  {name}")
+    equal = sum(deviation <= ALLOWED for deviation in deviations.values())
+    print(f"{equal} of {len(deviations)} (loss and gradients) equal the plain module's within {ALLOWED:g}")
+    return equal == len(deviations)
+'''
+
+SHARE = '''
+
+def share(mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return how much of the whole batch's loss the loss of this data rank's part is."""
+'''
+
+MAIN = '''
+
+def main() -> int:
+    """Check the plan; return the exit code."""
+    mesh = make_mesh()
+    equal = check(mesh)
+    dist.destroy_process_group()
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''

@@ -1,0 +1,136 @@
+"""Which rank this process is, where it computes, and small objects that all ranks share."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from graph.errors import RuntimeFailure, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from graph.plan import Plan
+
+# What torchrun, or whoever starts the ranks, must have set.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_rank() -> bool:
+    """True in a process that torchrun (or another launcher of its kind) started as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank_variable(name: str, default: int) -> int:
+    """Return a number that the launcher set.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UsageError(
+            f"environment: {name} is {text}, must be a whole number; start the processes with torchrun"
+        ) from error
+
+
+def own_device(device: str | torch.device | None = None) -> torch.device:
+    """Return this rank's device: `device`, else the GPU of its local rank, else the CPU; make a GPU the current one.
+
+    Raises:
+        UsageError: this host has GPUs, but fewer than ranks.
+    """
+    import torch
+
+    if device is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here, local = rank_variable("LOCAL_WORLD_SIZE", 1), rank_variable("LOCAL_RANK", 0)
+        if 0 < count < here or (count and local >= count):
+            raise UsageError(
+                f"device: this host has {count} GPUs for {here} processes, must have one for each; start fewer "
+                'processes, or pass device="cpu"'
+            )
+        device = f"cuda:{local}" if count else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def join_ranks(device: torch.device, timeout_s: float) -> bool:
+    """Initialize the default process group as the environment describes it; return whether that was needed.
+
+    A process that no launcher started stays alone, without a group.
+
+    Raises:
+        UsageError: the environment names a rank but not where the ranks meet.
+        RuntimeFailure: the ranks cannot meet.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() or not is_rank():
+        return False
+    missing = [name for name in RANK_VARIABLES if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"environment: RANK is set and {missing[0]} is not, must be; start the processes with torchrun"
+        )
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RuntimeFailure(
+            f"rank {os.environ['RANK']}: cannot meet the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} ({reason}), must; start all {os.environ['WORLD_SIZE']} processes"
+        ) from error
+    return True
+
+
+def prepare_groups(plan: Plan, size: int, timeout_s: float) -> None:
+    """Make the process groups that a plan over the first `size` ranks needs; all ranks must call it."""
+    from runtime.communication import make_groups
+
+    make_groups([tuple(range(size)), *plan.device_groups], timeout_s)
+
+
+def gather_everywhere(item: object) -> list[Any]:
+    """Return every rank's `item`, by rank, on all ranks of the default group; for small objects only."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [item]
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, item)
+    return received
+
+
+def from_rank_0(item: object) -> Any:
+    """Return rank 0's `item` on all ranks of the default group; for small objects only."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return item
+    shared = [item]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def own_host() -> str:
+    """Return what tells this rank's host from the others: torchrun's node where it set one, and the name."""
+    return f"{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
+
+
+def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Return, for each rank, the number of its host, in order of first appearance."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(numbers[host] for host in hosts)

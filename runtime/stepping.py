@@ -1,0 +1,167 @@
+"""Executes one rank's program, forward and backward, on the parts of weights and buffers that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from graph.intervals import Region, full_region, shape
+from graph.operators import ValueKind
+from graph.plan import Plan
+from profiler.operators import ExecutionContext
+from runtime.communication import World
+from runtime.layout import Reading
+from runtime.program import Instruction, Program, compile_program
+from runtime.selections import Selection
+from runtime.state import StepState
+
+# A region of a tensor, and the dense tensor of that region.
+Held = tuple[Region, torch.Tensor]
+Parts = Mapping[str, Held]
+
+
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
+    """Return whole tensors as parts: their regions are all of them."""
+    return {name: (full_region(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}
+
+
+class StepRunner:
+    """One rank of a plan: from its parts of weights, buffers and inputs, a step's loss and gradients.
+
+    Every rank of `world` must make one, of the same plan, and call `differentiate` equally often. Weights, buffers and
+    inputs must be loaded before.
+    """
+
+    def __init__(self, plan: Plan, world: World, *, seed: int, device: torch.device) -> None:
+        """Compile the rank's program and make room for its parts of the weights.
+
+        Args:
+            plan: what to execute.
+            world: the ranks; this rank executes the plan's device of its number.
+            seed: of dropout.
+            device: where this rank computes.
+        """
+        self._plan = plan
+        self._seed = seed
+        self._device = device
+        self._world = world
+        self._program = compile_program(plan, world.rank, device)
+        self._state = StepState(world, self._program.shapes)
+        self._held: dict[str, torch.Tensor] = {}
+        for name, (_, region) in self._program.held.items():
+            dtype = getattr(torch, plan.graph.value_by_name[name].spec.dtype)
+            self._held[name] = torch.empty(shape(region), dtype=dtype, device=device)
+        self._refreshed: list[tuple[int, torch.Tensor, Selection, bool]] = []
+        self._input_selections: dict[tuple[int, torch.device], Selection] = {}
+        for reading in self._program.readings:
+            value = plan.graph.value_by_name[reading.value]
+            if value.kind is ValueKind.WEIGHT:
+                self._place_weight(reading, differentiable=value.requires_gradient)
+        for slot, sizes, dtype in self._program.empty:
+            self._state.values[slot] = torch.empty(sizes, dtype=dtype, device=device)
+
+    def _place_weight(self, reading: Reading, *, differentiable: bool) -> None:
+        """Make the leaf of a reading: it shares the held weight's memory where the region allows that."""
+        weight = self._held[reading.value]
+        selection = Selection(reading.region, self._program.held[reading.value][1], self._device)
+        if selection.is_view:
+            self._state.values[reading.slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        else:
+            self._refreshed.append((reading.slot, weight, selection, differentiable))
+
+    def load_weights(self, parts: Parts) -> None:
+        """Copy values into the rank's weights; each part must cover the region that the rank holds."""
+        for name, (_, region) in self._program.held.items():
+            if name in parts:
+                within, tensor = parts[name]
+                self._held[name].copy_(Selection(region, within, tensor.device).take(tensor.detach()))
+
+    def load_buffers(self, parts: Parts) -> None:
+        """Use other values of buffers; each part must cover what the rank reads."""
+        for reading in self._readings(ValueKind.BUFFER):
+            if reading.value in parts:
+                within, tensor = parts[reading.value]
+                part = Selection(reading.region, within, tensor.device).take(tensor.detach())
+                self._state.values[reading.slot] = part.to(self._device, copy=True)
+
+    def set_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Use other inputs, whole tensors of the graph's shapes, from the next step on."""
+        for reading in self._readings(ValueKind.INPUT):
+            tensor = inputs[reading.value]
+            key = (reading.slot, tensor.device)
+            selection = self._input_selections.get(key)
+            if selection is None:
+                selection = Selection(reading.region, full_region(tuple(tensor.shape)), tensor.device)
+                self._input_selections[key] = selection
+            part = selection.take(tensor.detach())
+            self._state.values[reading.slot] = part.to(self._device).contiguous()
+
+    def _readings(self, kind: ValueKind) -> list[Reading]:
+        values = self._plan.graph.value_by_name
+        return [reading for reading in self._program.readings if values[reading.value].kind is kind]
+
+    @property
+    def program(self) -> Program:
+        """What the rank executes in a step."""
+        return self._program
+
+    @contextmanager
+    def running(self, instructions: tuple[Instruction, ...], world: World) -> Iterator[None]:
+        """Within the context, execute these instructions over that world, which stand for the program's own."""
+        program, own = self._program, self._state.world
+        self._program, self._state.world = replace(program, instructions=instructions), world
+        try:
+            yield
+        finally:
+            self._program, self._state.world = program, own
+
+    def differentiate(self, number: int) -> None:
+        """Do forward, backward and synchronization of one step; buffers are renewed. `number` seeds dropout."""
+        state = self._state
+        state.context = ExecutionContext(seed=self._seed, step=number, device=self._device)
+        for slot, _ in self._program.held.values():
+            state.gradients.pop(slot)
+        for slot, weight, selection, differentiable in self._refreshed:
+            state.values[slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        for instruction in self._program.instructions:
+            instruction.run(state)
+        state.wait_for(tuple(state.arriving))
+        state.wait_for_sends()
+        for slot, tensor in state.renewed.items():
+            state.values[slot] = tensor
+        state.renewed.clear()
+
+    def loss_tensor(self) -> torch.Tensor:
+        """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
+        part = self._state.loss
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        # A copy: the sum is in place.
+        return self._world.sum(total if part is None else total + part)
+
+    def loss(self) -> float:
+        """Return the last step's loss as a number. All ranks must call it."""
+        return float(self.loss_tensor())
+
+    def gradients(self) -> dict[str, Held]:
+        """Return, for each weight that is updated, the rank's region of it and the last step's gradient."""
+        result = {}
+        for name in self._program.updated:
+            slot, region = self._program.held[name]
+            gradient = self._state.gradients.get(slot)
+            result[name] = (region, torch.zeros_like(self._held[name]) if gradient is None else gradient)
+        return result
+
+    def weights(self) -> dict[str, Held]:
+        """Return the rank's region of each weight that it holds, and its value."""
+        return {name: (region, self._held[name]) for name, (_, region) in self._program.held.items()}
+
+    def buffers(self) -> dict[str, list[Held]]:
+        """Return, for each buffer that the rank reads, its regions and their values."""
+        result: dict[str, list[Held]] = {}
+        for reading in self._readings(ValueKind.BUFFER):
+            held = (reading.region, self._state.values[reading.slot])
+            result.setdefault(reading.value, []).append(held)
+        return result

@@ -1,0 +1,457 @@
+"""A module's training under a strategy: what a user's own loop calls, step after step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graph.errors import RuntimeFailure
+from graph.holdings import cells
+from graph.intervals import full_region
+from graph.operators import OperatorGraph, ValueKind
+from graph.plan import Plan, weight_holdings
+from graph.strategy import Strategy
+from runtime.collecting import collect_buffers, collect_weights, scatter_parts, share_whole
+from runtime.communication import World
+from runtime.optimizer_state import OptimizerParts, require_element_wise
+from runtime.processes import leave_group
+from runtime.ranks import from_rank_0, gather_everywhere
+from runtime.selections import Selection
+from runtime.stepping import StepRunner
+
+# As torch.nn.utils.clip_grad_norm_ has it.
+CLIP_EPSILON = 1e-6
+
+
+class Parameters(list[nn.Parameter]):
+    """The rank's parameters, one for each of the module's, in its order; `named` pairs them with their names.
+
+    A parameter is the part of the weight that this rank holds. One that the rank holds no part of, that is frozen, or
+    that the loss does not depend on, has no element here and never gets a gradient.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        super().__init__(parameter for _, parameter in named)
+        self.named = list(named)
+
+
+MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
+
+
+class Trainer:
+    """Trains a module under a strategy; `runtime.parallelize` makes it. A context manager.
+
+    Every rank has one, and every rank must call the same methods in the same order.
+
+    Attributes:
+        optimizer: the user's, over this rank's parts of the weights; learning-rate schedulers work on it.
+        step_number: how many times `backward` was called; it seeds dropout, so that a resumed run draws what the
+            uninterrupted one would.
+        graph, strategy: what is executed.
+        rank: this process's number; the strategy's device of that number.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        world: World,
+        example: tuple[tuple[Any, ...], dict[str, Any]],
+        optimizer: MakeOptimizer,
+        *,
+        seed: int,
+        device: torch.device,
+        leaves_group: bool,
+    ) -> None:
+        """Compile the rank's program, take over rank 0's values, and make the optimizer; see `parallelize`."""
+        self.graph: OperatorGraph = plan.graph
+        self.strategy: Strategy = plan.strategy
+        self.rank = world.rank
+        self.device = device
+        self.step_number = 0
+        self._module = module
+        self._plan = plan
+        self._world = world
+        self._leaves_group = leaves_group
+        self._inputs = _Inputs(plan.graph, example)
+        self._inputs_compared = False
+        self._runner = StepRunner(plan, world, seed=seed, device=device)
+        self._tensors = _named_tensors(module)
+        self._buffer_holdings = {
+            value.name: weight_holdings(plan.graph, plan.strategy, value.name)
+            for value in plan.graph.values
+            if value.kind is ValueKind.BUFFER
+        }
+        self._renewed = tuple(buffer for buffer, _ in plan.graph.buffer_updates)
+        # Values that no step changes: the module's own until others are loaded. Rank 0's count.
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._distribute(self._tensors, self._tensors)
+        self._parameters = self._own_parameters()
+        made = optimizer(self._parameters)
+        splits = any(
+            region != full_region(plan.graph.value_by_name[name].spec.shape)
+            for name, regions in plan.held.items()
+            for region in regions.values()
+        )
+        require_element_wise(made, parts=splits)
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        self.optimizer = made
+        self._optimizer_parts = OptimizerParts(made, self._parameters.named, shapes)
+        self._counted = self._cells_to_count()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure the other ranks may never come to leave the group.
+        if kind is None:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the process group, where `parallelize` has joined it."""
+        if self._leaves_group:
+            self._leaves_group = False
+            leave_group()
+
+    # ---- steps
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Do one training step on a batch: forward, backward, synchronization, update.
+
+        Args:
+            *args: what the module takes, of the example's shapes: the same whole batch on every rank. Each rank reads
+                the parts that its tasks need, whatever the strategy splits.
+            **kwargs: further inputs, as in the example.
+
+        Returns:
+            The loss over the whole batch before the update: a float64 scalar on `device`, the same on all ranks.
+
+        Raises:
+            RuntimeFailure: an input has another shape than the example, or another rank is lost.
+        """
+        loss = self.backward(*args, **kwargs)
+        self.apply()
+        return loss
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Do forward, backward and synchronization; gradients add up until `apply`. Returns the loss as `step` does."""
+        inputs = self._inputs.checked(args, kwargs)
+        if not self._inputs_compared:
+            self._inputs.compare(inputs)
+            self._inputs_compared = True
+        updated = [self._by_name[name] for name in self._runner.gradients()]
+        # The next step writes into the tensors that the gradients of this one are views of.
+        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in updated]
+        self._runner.set_inputs(inputs)
+        self._runner.differentiate(self.step_number)
+        self.step_number += 1
+        taken: set[int] = set()
+        for parameter, earlier, (_, found) in zip(
+            updated, before, self._runner.gradients().values(), strict=True
+        ):
+            # Autograd may hand out one tensor as the gradients of two weights; clipping scales them in place.
+            gradient = found.clone() if found.data_ptr() in taken else found.contiguous()
+            taken.add(gradient.data_ptr())
+            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+        return self._runner.loss_tensor()
+
+    def apply(self) -> None:
+        """Update the weights from the gradients so far, and forget these."""
+        self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients so far."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`; return the norm before.
+
+        Exact: each element of a weight counts once, though several ranks may hold it. All ranks must call it, between
+        `backward` and `apply`.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: p of the p-norm; `float("inf")` for the largest element.
+        """
+        parts = [
+            selection.take(parameter.grad)
+            for parameter, selections in self._counted
+            if parameter.grad is not None
+            for selection in selections
+        ]
+        norms = [torch.linalg.vector_norm(part, norm_type).double() for part in parts]
+        own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self.device)
+        if norm_type == float("inf"):
+            largest = torch.zeros(self._world.size, dtype=torch.float64, device=self.device)
+            largest[self._world.rank] = own.max()
+            total = self._world.sum(largest).max()
+        else:
+            total = self._world.sum((own**norm_type).sum()) ** (1.0 / norm_type)
+        share = torch.clamp(max_norm / (total + CLIP_EPSILON), max=1.0)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share.to(parameter.grad.dtype))
+        return total
+
+    # ---- states
+
+    def state_dict(self, *, rank_0_only: bool = False) -> OrderedDict[str, Any]:
+        """Return the plain module's own state dict: the same names, whole tensors, on the CPU.
+
+        All ranks must call it. With `rank_0_only`, the others return an empty one, and save memory and time.
+        Evaluate by `module.load_state_dict(trainer.state_dict())` and the module itself.
+        """
+        weights = collect_weights(
+            self._plan,
+            self._world,
+            self._runner.weights(),
+            {weight.name: self._tensors[weight.name] for weight in self.graph.weights},
+            self.device,
+        )
+        buffers = collect_buffers(
+            self._world,
+            {name: parts for name, parts in self._runner.buffers().items() if name in self._renewed},
+            {name: self._tensors[name] for name in self._renewed} if self._world.rank == 0 else {},
+        )
+        unchanged = {**self._tensors, **self._loaded}
+        changed = {**weights, **buffers}
+        result: OrderedDict[str, Any] = OrderedDict()
+        shared: dict[str, torch.Tensor] = {}
+        for key, item, name in self._entries():
+            if name is None:
+                result[key] = item
+                continue
+            if name not in shared:
+                whole = None
+                if self._world.rank == 0:
+                    whole = changed.get(name)
+                    # A copy, as of the others: what is returned must not be the module's own memory.
+                    whole = unchanged[name].detach().to("cpu", copy=True) if whole is None else whole
+                if not rank_0_only:
+                    whole = share_whole(self._world, whole, item, self.device)
+                if whole is not None:
+                    shared[name] = whole
+            if name in shared:
+                result[key] = shared[name]
+        return OrderedDict() if rank_0_only and self._world.rank != 0 else result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Take over the values of a state dict of the plain module. All ranks must call it; rank 0's counts.
+
+        Args:
+            state_dict: on rank 0, with every name of the module's own; None elsewhere is enough.
+
+        Raises:
+            RuntimeFailure: a name is missing, unknown, or has another shape.
+        """
+        found: dict[str, torch.Tensor] = {}
+        problem = None
+        if self._world.rank == 0:
+            problem = self._misfit(state_dict)
+            if problem is None and state_dict is not None:
+                found = {
+                    name: state_dict[key].detach() for key, _, name in self._entries() if name is not None
+                }
+        problem = from_rank_0(problem)
+        if problem is not None:
+            raise RuntimeFailure(problem)
+        # Buffers that are not persistent are in no state dict, and stay.
+        self._distribute({name for _, _, name in self._entries() if name is not None}, found)
+        executed = {*self._plan.held, *self._renewed}
+        for name, tensor in found.items():
+            if name not in executed:
+                self._loaded[name] = tensor.to("cpu", copy=True)
+
+    def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
+        """Return the optimizer's state as the plain module's optimizer would have it: whole tensors, on the CPU.
+
+        All ranks must call it. It loads into an optimizer made by the same factory from `module.parameters()`, and
+        into a trainer under any other strategy.
+        """
+        return self._optimizer_parts.collect(self._plan, self._world, self.device, rank_0_only=rank_0_only)
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Take over an optimizer's state in the plain module's layout. All ranks must call it; rank 0's counts."""
+        self._optimizer_parts.load(self._plan, self._world, state_dict, self.device)
+
+    def checkpoint(self, *, rank_0_only: bool = False) -> dict[str, Any]:
+        """Return all that `resume` needs, under this strategy or another; `torch.save` writes it."""
+        return {
+            "module": self.state_dict(rank_0_only=rank_0_only),
+            "optimizer": self.optimizer_state_dict(rank_0_only=rank_0_only),
+            "step_number": self.step_number,
+        }
+
+    def resume(self, checkpoint: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint. All ranks must call it; rank 0's counts, None elsewhere is enough.
+
+        Raises:
+            RuntimeFailure: it is no checkpoint, or of another module.
+        """
+        keys = ("module", "optimizer", "step_number")
+        complete = checkpoint is not None and all(key in checkpoint for key in keys)
+        if not from_rank_0(complete):
+            raise RuntimeFailure(
+                f"checkpoint: lacks one of {', '.join(keys)} on rank 0, must have all; pass what checkpoint() returned"
+            )
+        own: Mapping[str, Any] = checkpoint if checkpoint is not None and complete else dict.fromkeys(keys)
+        self.load_state_dict(own["module"])
+        self.load_optimizer_state_dict(own["optimizer"])
+        self.step_number = from_rank_0(own["step_number"])
+
+    # ---- how values get to the ranks
+
+    @property
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        return dict(self._parameters.named)
+
+    def _entries(self) -> list[tuple[str, Any, str | None]]:
+        """The module's state dict: (key, item, first name of its tensor; None where it is none of the module's)."""
+        names = {id(tensor): name for name, tensor in _named_tensors(self._module).items()}
+        return [
+            (key, item, names.get(id(item))) for key, item in self._module.state_dict(keep_vars=True).items()
+        ]
+
+    def _distribute(self, names: Collection[str], wholes: Mapping[str, torch.Tensor]) -> None:
+        """Give every rank its parts of the weights and buffers in `names`; `wholes` are rank 0's."""
+        dtypes = {
+            name: getattr(torch, self.graph.value_by_name[name].spec.dtype)
+            for name in (*self._plan.held, *self._buffer_holdings)
+        }
+        for holdings, load in (
+            (self._plan.held, self._runner.load_weights),
+            (self._buffer_holdings, self._runner.load_buffers),
+        ):
+            chosen = {name: regions for name, regions in holdings.items() if name in names}
+            load(scatter_parts(self._world, chosen, wholes, dtypes, self.device))
+
+    def _own_parameters(self) -> Parameters:
+        held = self._runner.weights()
+        named = []
+        for name, parameter in self._module.named_parameters():
+            part = (
+                held[name][1]
+                if name in held
+                else torch.empty([0] * parameter.ndim, dtype=parameter.dtype, device=self.device)
+            )
+            named.append((name, nn.Parameter(part, requires_grad=parameter.requires_grad)))
+        return Parameters(named)
+
+    def _cells_to_count(self) -> list[tuple[nn.Parameter, list[Selection]]]:
+        """The parts of this rank's gradients that it counts in a norm: of each cell, the first holder's."""
+        result = []
+        by_name = self._by_name
+        for name, (region, _) in self._runner.gradients().items():
+            own = [cell for cell in cells(self._plan.held[name]) if cell.devices[0] == self._world.rank]
+            selections = [Selection(cell.region, region, self.device) for cell in own]
+            result.append((by_name[name], selections))
+        return result
+
+    def _misfit(self, state_dict: Mapping[str, Any] | None) -> str | None:
+        """Return why a state dict is not the module's, or None."""
+        if not isinstance(state_dict, Mapping):
+            return f"state dict: is {type(state_dict).__name__} on rank 0, must map names to tensors; pass the module's"
+        own = self._module.state_dict(keep_vars=True)
+        for key in own:
+            if key not in state_dict:
+                return f"state dict: {key} is missing, must be there; pass the state dict of the same module"
+        for key in state_dict:
+            if key not in own:
+                return (
+                    f"state dict: {key} is unknown, must be one of the module's; pass that of the same module"
+                )
+        for key, item in own.items():
+            if isinstance(item, torch.Tensor) and tuple(state_dict[key].shape) != tuple(item.shape):
+                return (
+                    f"state dict: {key} has shape {tuple(state_dict[key].shape)}, must have {tuple(item.shape)}; "
+                    "pass the state dict of the same module"
+                )
+        return None
+
+
+class _Inputs:
+    """The example's structure, shapes and numbers, against which each batch is checked."""
+
+    def __init__(self, graph: OperatorGraph, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._graph = graph
+        leaves, self._structure = pytree.tree_flatten(example)
+        self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a batch by the graph's names.
+
+        Raises:
+            RuntimeFailure: the batch differs from the example in structure, shape, dtype or a number.
+        """
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if structure != self._structure:
+            raise RuntimeFailure(
+                f"inputs: are {len(args)} and keywords {sorted(kwargs)} of another structure than the example, must "
+                "be nested as it; pass what the module was given in parallelize"
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        for position, (leaf, fixed) in enumerate(zip(leaves, self._fixed, strict=True)):
+            if fixed is None and isinstance(leaf, torch.Tensor):
+                tensors[f"input.{len(tensors)}"] = leaf
+            elif isinstance(leaf, torch.Tensor) or leaf != fixed:
+                raise RuntimeFailure(
+                    f"inputs: argument {position} is {_short(leaf)}, must be {_short(fixed)} as in the example; "
+                    "call parallelize again with the new value"
+                )
+        for name in self._graph.inputs:
+            spec = self._graph.value_by_name[name].spec
+            tensor = tensors[name]
+            if tuple(tensor.shape) != spec.shape:
+                raise RuntimeFailure(
+                    f"inputs: {name} has shape {tuple(tensor.shape)}, must have {spec.shape} as in the example; drop a "
+                    "batch that is not full (drop_last=True), or pad it"
+                )
+            if tensor.dtype is not getattr(torch, spec.dtype):
+                raise RuntimeFailure(
+                    f"inputs: {name} has dtype {tensor.dtype}, must have torch.{spec.dtype} as in the "
+                    "example; convert it"
+                )
+        return tensors
+
+    def compare(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Check that all ranks were given the same batch.
+
+        Raises:
+            RuntimeFailure: one was not.
+        """
+        from runtime.fingerprints import fingerprints
+
+        found = gather_everywhere(fingerprints(inputs))
+        for rank, of_rank in enumerate(found):
+            for name, value in of_rank.items():
+                if value != found[0][name]:
+                    raise RuntimeFailure(
+                        f"inputs: {name} of rank {rank} differs from that of rank 0, must be the same whole batch on "
+                        "every rank; seed the data loader alike everywhere and use no distributed sampler"
+                    )
+
+
+def _short(item: object) -> str:
+    text = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, torch.Tensor) else repr(item)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by their first names."""
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+
+def unread_updates(graph: OperatorGraph) -> Sequence[str]:
+    """Return the buffers that a step overwrites and nothing reads: their values are nowhere kept."""
+    return [buffer for buffer, _ in graph.buffer_updates if not graph.consumers[buffer]]

@@ -1,0 +1,158 @@
+"""Two ways to do the same, timed in turn in the same processes: their ratio holds where the machine's speed drifts."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from profiler.pinning import child_variables, started_with, usable_cores
+from runtime.processes import join_group, leave_group, occupy
+
+TIMEOUT_S = 600.0
+# A pair's maker: gets the device's name and the task's keywords, returns what to time.
+Prepare = Callable[..., "Pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One step of ours and one of theirs; both ready to run any number of times."""
+
+    ours: Callable[[], None]
+    theirs: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A process of a benchmark: its rank among `size`, and its core or GPU; they meet at the file `store`."""
+
+    rank: int
+    size: int
+    number: int
+    processor: str
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one step of each, block by block, as the slowest process saw them."""
+
+    ours_s: tuple[float, ...]
+    theirs_s: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The median over all blocks of ours / theirs."""
+        return statistics.median(a / b for a, b in zip(self.ours_s, self.theirs_s, strict=True))
+
+
+def time_pair(
+    prepare: Prepare,
+    processes: int,
+    *,
+    blocks: int,
+    steps: int,
+    warmup: int = 2,
+    processor: str = "cpu",
+    **keywords: Any,
+) -> Timing:
+    """Run a pair on processes joined by gloo or NCCL, and return its times.
+
+    Args:
+        prepare: importable by name; called in every process with the name of its device and `keywords`.
+        processes: how many. On "cpu" each is pinned to a core and computes on one thread, on "cuda" each has a GPU.
+        blocks: how often ours and theirs take turns; which comes first alternates.
+        steps: steps in a row in one turn.
+        warmup: steps of each before the first turn.
+        processor: "cpu" or "cuda".
+        keywords: for `prepare`.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    cores = usable_cores()
+    with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+        connections, children = [], []
+        with started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}):
+            for rank in range(processes):
+                near, far = context.Pipe()
+                number = cores[rank % len(cores)] if processor == "cpu" else rank
+                place = _Place(rank, processes, number, processor, str(Path(folder) / "store"))
+                child = context.Process(
+                    target=_work, args=(far, place, prepare, (blocks, steps, warmup), keywords), daemon=True
+                )
+                child.start()
+                far.close()
+                connections.append(near)
+                children.append(child)
+        times = [_answer(connection, rank) for rank, connection in enumerate(connections)]
+        for child in children:
+            child.join()
+    slowest = [
+        tuple(max(of_block) for of_block in zip(*(ranks[which] for ranks in times), strict=True))
+        for which in (0, 1)
+    ]
+    return Timing(slowest[0], slowest[1])
+
+
+def _answer(connection: Connection, rank: int) -> tuple[list[float], list[float]]:
+    try:
+        answer: tuple[list[float], list[float]] = connection.recv()
+    except EOFError:
+        raise RuntimeError(f"process {rank} of the benchmark failed; see its message above") from None
+    return answer
+
+
+def _work(
+    connection: Connection,
+    place: _Place,
+    prepare: Prepare,
+    amount: tuple[int, int, int],
+    keywords: dict[str, Any],
+) -> None:
+    blocks, steps, warmup = amount
+    device = occupy(place.number, place.processor)
+    alone = place.size == 1
+    if not alone:
+        import torch.distributed as dist
+
+        store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
+        join_group(place.processor, TIMEOUT_S, store=store, rank=place.rank, size=place.size)
+    pair = prepare(device=device, **keywords)
+    sides = (pair.ours, pair.theirs)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(warmup):
+        for step in sides:
+            step()
+    gc.collect()
+    for block in range(blocks):
+        for which in (0, 1) if block % 2 == 0 else (1, 0):
+            if not alone:
+                dist.barrier()
+            times[which].append(_block_s(sides[which], steps, device))
+    connection.send(times)
+    connection.close()
+    if not alone:
+        leave_group()
+
+
+def _block_s(step: Callable[[], None], steps: int, device: str) -> float:
+    """Return the seconds of one of `steps` steps in a row."""
+    import torch
+
+    from profiler.timers import synchronize
+
+    synchronize(torch.device(device))
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(torch.device(device))
+    return (time.perf_counter() - start) / steps

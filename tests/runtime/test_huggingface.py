@@ -1,0 +1,17 @@
+"""Every Hugging Face network, small preset, on two processes: equal to one device, three steps long."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph.zoo import hugging_face_names
+from runtime.pool import LocalPool
+from tests.runtime.networks import cases, check_network
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+
+@pytest.mark.parametrize("choice", cases(2, 20))
+@pytest.mark.parametrize("name", hugging_face_names())
+def test_hugging_face_network(pool: LocalPool, name: str, choice: str | int) -> None:
+    check_network(pool, name, choice)

@@ -1,0 +1,207 @@
+"""Training by `runtime.parallelize` on real processes equals the plain module trained by the same torch optimizer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import runtime
+from graph.errors import ImportFailure, StrategyError, UsageError
+from graph.strategy import Strategy, strategy_text
+from tests.runtime.oracle import graph_of, reference
+from tests.runtime.spawned import run_ranks
+from tests.runtime.strategies import in_turn, random_strategy
+from tests.runtime.training_cases import Case, mistakes, perceptron, sgd, train, train_all, train_plain
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 2e-4
+MODELS = ("perceptron", "convolutions", "recurrent", "branches", "mixed")
+OPTIMIZERS = ("momentum", "adam", "adamw")
+WAYS = ("plain", "resumed", "accumulated")
+EVERY = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+
+
+def cases_of(size: int, pairs: Sequence[tuple[str, str]], seed: int) -> list[Case]:
+    """Cases on `size` processes; in some of them the last process has nothing to do."""
+    return [
+        Case(model, optimizer, 7 * index + seed, size if index % 4 else min(size, 2), WAYS[index % 3])
+        for index, (model, optimizer) in enumerate(pairs)
+    ]
+
+
+# Every model and optimizer; all pairs of them only under scripts/test --all.
+QUICK = {3: cases_of(3, EVERY[::2], 3)}
+FULL = {size: cases_of(size, EVERY, 100) for size in (2, 3)}
+
+
+def name_of(case: Case) -> str:
+    return f"{case.model}-{case.optimizer}-{case.way}"
+
+
+def train_everywhere(cases: dict[int, list[Case]], folders: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    """Return, for every case, each rank's result; one start of processes a number of them."""
+    results: dict[Case, list[Any]] = {}
+    for size, of_size in cases.items():
+        of_ranks = run_ranks(train_all, size, folders.mktemp("ranks"), of_size)
+        results.update(zip(of_size, map(list, zip(*of_ranks, strict=True)), strict=True))
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    return train_everywhere(QUICK, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def trained_in_full(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    return train_everywhere(FULL, tmp_path_factory)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
+    assert list(found["state"]) == list(expected["state"])
+    assert_close(found["state"], expected["state"])
+    assert_close(found["loaded"], expected["state"])
+    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    states = found["optimizer"]["state"], expected["optimizer"]["state"]
+    assert states[0].keys() == states[1].keys()
+    for index, entry in states[1].items():
+        assert_close(states[0][index], entry)
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        largest = max(float(np.abs(value).max()), 1e-3) if np.size(value) else 1.0
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=10 * TOLERANCE * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("case", [case for cases in QUICK.values() for case in cases], ids=name_of)
+def test_training_equals_the_plain_modules(case: Case, trained: dict[Case, list[Any]]) -> None:
+    expected = train_plain(case)
+    for of_rank in trained[case]:
+        assert_same(of_rank, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for cases in FULL.values() for case in cases], ids=name_of)
+def test_every_model_with_every_optimizer(case: Case, trained_in_full: dict[Case, list[Any]]) -> None:
+    expected = train_plain(case)
+    for of_rank in trained_in_full[case]:
+        assert_same(of_rank, expected)
+
+
+@pytest.mark.parametrize("model", [*MODELS, "dropped"])
+def test_one_device_needs_no_process_group(model: str) -> None:
+    case = Case(model, "adamw", 3, 1)
+    found = train(case)
+    if model == "dropped":  # the module itself draws otherwise; a resumed run must draw alike
+        assert_same(train(Case(model, "adamw", 3, 1, "resumed")), found)
+    else:
+        assert_same(found, train_plain(case))
+    assert not torch.distributed.is_initialized()
+
+
+def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(mistakes, 2, tmp_path)
+    assert first == second
+    expected = {
+        "another batch on rank 1": "inputs: input.0 of rank 1 differs from that of rank 0",
+        "another shape": r"inputs: input.0 has shape (3, 6), must have (7, 6) as in the example",
+        "another dtype": "inputs: input.0 has dtype torch.float64, must have torch.float32",
+        "another structure": "inputs: are 1 and keywords []",
+        "another seed": "rank 1: has seed 1, must have that of rank 0, 0",
+        "not element-wise": "optimizer: LBFGS looks at whole weights",
+        "missing name": "state dict: first.bias is missing",
+        "unknown name": "state dict: fourth.bias is unknown",
+        "other sizes": "state dict: first.bias has shape (2,), must have (10,)",
+        "no checkpoint": "checkpoint: lacks one of module, optimizer, step_number on rank 0",
+        "other groups": "optimizer state: has parameter groups of [] weights, must be of [5]",
+        "after close": "process group of ranks (0, 1): is not there, must be",
+    }
+    assert set(first) == {*expected, "then", "group"}
+    for name, start in expected.items():
+        assert first[name].startswith(start)
+        assert "\n" not in first[name]
+    assert first["group"] == "gone"
+    module, _, args, _ = perceptron()
+    assert first["then"] == f"{float(module(*args).detach()):.4f}"
+
+
+def written(path: Path, strategy: Strategy) -> Path:
+    path.write_text(strategy_text(strategy, graph_of("perceptron")))
+    return path
+
+
+def test_a_strategy_file_is_fitted_to_the_module(tmp_path: Path) -> None:
+    module, strategy, args, kwargs = perceptron()
+    file = written(tmp_path / "strategy.json", strategy)
+    for form in (file, str(file), runtime.load_strategy(file)):
+        trainer = runtime.parallelize(module, form, args, kwargs, optimizer=sgd)
+        assert trainer.strategy == strategy
+
+
+def test_a_strategy_for_another_graph_names_what_differs(tmp_path: Path) -> None:
+    module, strategy, args, kwargs = perceptron()
+    file = written(tmp_path / "strategy.json", strategy)
+    smaller = perceptron(batch_size=4)
+    with pytest.raises(StrategyError, match=r"same operators at other sizes .*input.0 \[4, 6\] float32"):
+        runtime.parallelize(smaller[0], file, *smaller[2:], optimizer=sgd)
+    other = reference("branches").build(0)
+    with pytest.raises(StrategyError, match=r"lacks \d+ of its operators"):
+        runtime.parallelize(other[0], file, *other[1:], optimizer=sgd)
+    two = random_strategy(graph_of("perceptron"), 2, 0)
+    with pytest.raises(StrategyError, match="is for 2 devices and there are 1 processes"):
+        runtime.parallelize(module, two, args, kwargs, optimizer=sgd)
+    normed = reference("convolutions").build(0)
+    with pytest.raises(StrategyError, match='pass batch_norm="synchronized"'):
+        runtime.parallelize(
+            normed[0], in_turn(graph_of("convolutions"), [0]), *normed[1:], optimizer=sgd, batch_norm="local"
+        )
+
+
+def test_files_that_are_no_strategies(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="cannot be read"):
+        runtime.load_strategy(tmp_path / "none.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(StrategyError, match="is no strategy"):
+        runtime.load_strategy(tmp_path / "list.json")
+
+
+def test_the_modules_own_state_stays(tmp_path: Path) -> None:
+    """Training flags and values are the user's; a module in evaluation mode is trained in training mode."""
+    module, strategy, args, kwargs = perceptron()
+    module.eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = runtime.parallelize(module, strategy, args, kwargs, optimizer=sgd)
+    trainer.step(*args)
+    assert not any(part.training for part in module.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert not torch.equal(trainer.state_dict()["first.weight"], before["first.weight"])
+
+
+def test_a_module_without_a_loss_is_refused() -> None:
+    with pytest.raises(ImportFailure, match="must return a scalar loss"):
+        runtime.parallelize(torch.nn.Linear(2, 3), "none.json", (torch.zeros(4, 2),), optimizer=sgd)
+
+
+def test_an_incomplete_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UsageError, match="MASTER_ADDR is not, must be; start the processes with torchrun"):
+        runtime.parallelize(*perceptron(), optimizer=sgd)
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, runtime; print('torch' in sys.modules, *sorted(runtime.__all__))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["False", *sorted(runtime.__all__)]

@@ -1,0 +1,87 @@
+"""What verification compares, and that it does not pass what differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isnan
+
+import pytest
+import torch
+
+from graph.axes import AxisKind
+from runtime.jobs import run_job
+from runtime.models import ModelReference
+from runtime.pool import LocalPool
+from runtime.verify import Deviation, Verification, by_severity, deviations, loss_deviation
+from tests.runtime.oracle import SEED, graph_of, make_job, reference
+from tests.runtime.strategies import by_kind, in_turn
+
+
+def test_gradients_weights_and_buffers_are_all_compared() -> None:
+    graph = graph_of("convolutions")
+    job = make_job(graph, in_turn(graph, [0]), reference("convolutions"), "adam")
+    result = run_job(job)
+    assert result is not None
+    assert result.verification is not None
+    assert result.verification.ok
+    module, _, _ = job.model.build(SEED)
+    parameters = [name for name, _ in module.named_parameters()]
+    compared: dict[str, list[str]] = {}
+    for one in result.verification.deviations:
+        compared.setdefault(one.what, []).append(one.name)
+    assert sorted(compared["gradient"]) == sorted(parameters)
+    assert sorted(compared["weight"]) == sorted(parameters)
+    assert sorted(compared["buffer"]) == sorted(name for name, _ in module.named_buffers())
+    assert len(compared["loss"]) == 2
+
+
+def test_a_module_that_differs_by_process_is_not_verified(pool: LocalPool) -> None:
+    graph = graph_of("perceptron")
+    strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
+    job = make_job(graph, strategy, ModelReference("tests.runtime.models:differing"))
+    found = pool.run(job).verification
+    assert found is not None
+    assert not found.ok
+    assert found.differing == ("parameter second.weight is built otherwise on rank 1 than on rank 0",)
+    assert not found.worst.ok
+    assert found.worst.what in ("gradient", "weight")
+
+
+def test_what_a_factory_draws_is_the_same_on_every_rank(pool: LocalPool) -> None:
+    graph = graph_of("perceptron")
+    job = make_job(
+        graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), ModelReference("tests.runtime.models:drawing")
+    )
+    found = pool.run(job).verification
+    assert found is not None
+    assert found.ok, found
+
+
+def test_deviations_are_relative_to_the_largest_element() -> None:
+    expected = {"a": torch.tensor([0.0, -4.0]), "zero": torch.zeros(2)}
+    found = {"a": torch.tensor([0.0, -3.0]), "zero": torch.tensor([0.0, 1e-9])}
+    first, second = deviations("gradient", found, expected)
+    assert (first.what, first.name, first.largest, first.relative) == ("gradient", "a", 1.0, 0.25)
+    assert not first.ok
+    # A gradient that is zero but for rounding is compared on a small share of the largest one.
+    assert second.relative == pytest.approx(1e-9 / 0.004)
+    assert second.ok
+
+
+def test_a_missing_gradient_counts_as_zeros() -> None:
+    (found,) = deviations("gradient", {}, {"a": torch.tensor([2.0])})
+    assert (found.relative, found.ok) == (1.0, False)
+
+
+def test_what_is_no_number_is_worst_and_never_allowed() -> None:
+    nan = Deviation("gradient", "a", float("nan"), float("nan"), 1e-6)
+    large = Deviation("gradient", "b", 1.0, 1.0, 1e-6)
+    fine = Deviation("gradient", "c", 0.0, 0.0, 1e-6)
+    assert [one.name for one in by_severity([fine, large, nan])] == ["a", "b", "c"]
+    assert not nan.ok
+    assert isnan(loss_deviation(float("nan"), 1.0).relative)
+    verification = Verification(1.0, (fine,))
+    assert verification.ok
+    assert not replace(verification, deviations=(fine, nan)).ok
+    assert not verification.with_run(float("nan")).ok
+    assert not replace(verification, differing=("parameter a",)).ok

@@ -1,0 +1,223 @@
+"""What the ranks of tests/runtime/test_training.py do: train by `runtime.parallelize`, and tell what came of it.
+
+Every case is executed by all ranks; results are numpy arrays and texts, since they travel between processes.
+"""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import runtime
+from graph.axes import AxisKind
+from graph.errors import SoapstoneError
+from tests.runtime.oracle import graph_of, reference
+from tests.runtime.strategies import by_kind, in_turn, random_strategy
+
+SEED = 5
+STEPS = 4
+MAX_NORM = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, an optimizer, the seed of a random strategy over so many devices, and how the steps are done.
+
+    way: "plain"; "resumed" (after half of the steps under another strategy); "accumulated" (two batches a step).
+    """
+
+    model: str
+    optimizer: str
+    strategy: int
+    devices: int
+    way: str = "plain"
+
+
+def make_optimizer(kind: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's optimizer; with two parameter groups for AdamW, formed by the number of dims."""
+    if kind == "momentum":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=0.01, amsgrad=True)
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+def schedule(kind: str, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the learning-rate schedule that goes with the optimizer, if one does."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if kind == "adamw" else None
+
+
+def batches(case: Case) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Yield, for each step, its batches: new ones each time, the same in every process."""
+    for step in range(STEPS):
+        count = 2 if case.way == "accumulated" else 1
+        yield [reference(case.model).build(100 + 10 * step + index)[1:] for index in range(count)]
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train by `runtime.parallelize`; return losses, norms, the state dict, the optimizer's state."""
+    module, args, kwargs = reference(case.model).build(SEED if _rank() == 0 else SEED + 1)
+    graph = graph_of(case.model)
+
+    def trainer_under(seed: int) -> runtime.Trainer:
+        return runtime.parallelize(
+            module,
+            random_strategy(graph, case.devices, seed),
+            args,
+            kwargs,
+            optimizer=lambda parameters: make_optimizer(case.optimizer, parameters),
+        )
+
+    trainer = trainer_under(case.strategy)
+    scheduler = schedule(case.optimizer, trainer.optimizer)
+    losses, norms = [], []
+    for step, of_step in enumerate(batches(case)):
+        if case.way == "resumed" and step == STEPS // 2:
+            file = io.BytesIO()
+            torch.save(trainer.checkpoint(), file)
+            before = None if scheduler is None else scheduler.state_dict()
+            trainer = trainer_under(case.strategy + 1000)
+            file.seek(0)
+            trainer.resume(torch.load(file) if _rank() == 0 else None)
+            scheduler = schedule(case.optimizer, trainer.optimizer)
+            if scheduler is not None and before is not None:
+                scheduler.load_state_dict(before)
+        loss = sum(float(trainer.backward(*inputs, **keywords)) for inputs, keywords in of_step)
+        if case.optimizer == "adamw":
+            norms.append(float(trainer.clip_grad_norm(MAX_NORM)))
+        trainer.apply()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss)
+    state = trainer.state_dict()
+    fresh = reference(case.model).build(SEED + 2)[0]
+    fresh.load_state_dict(state, strict=True)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "state": {name: tensor.numpy() for name, tensor in state.items()},
+        "loaded": {name: tensor.numpy() for name, tensor in fresh.state_dict().items()},
+        "optimizer": _portable(trainer.optimizer_state_dict()),
+    }
+
+
+def train_plain(case: Case) -> dict[str, Any]:
+    """Train the module itself; return what `train` returns."""
+    module, _, _ = reference(case.model).build(SEED)
+    optimizer = make_optimizer(case.optimizer, list(module.parameters()))
+    scheduler = schedule(case.optimizer, optimizer)
+    losses, norms = [], []
+    for of_step in batches(case):
+        optimizer.zero_grad()
+        total = 0.0
+        for inputs, keywords in of_step:
+            loss: Tensor = module(*inputs, **keywords)
+            loss.backward()
+            total += float(loss.detach())
+        if case.optimizer == "adamw":
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(total)
+    state = {name: tensor.detach().numpy() for name, tensor in module.state_dict().items()}
+    return {"losses": losses, "norms": norms, "state": state, "optimizer": _portable(optimizer.state_dict())}
+
+
+def _portable(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "state": {
+            index: {
+                key: value.numpy() if isinstance(value, Tensor) else value for key, value in entry.items()
+            }
+            for index, entry in state["state"].items()
+        },
+        "param_groups": state["param_groups"],
+    }
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def train_all(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What every rank does: all cases, one after another, in one process group, which the first trainer joins."""
+    torch.set_num_threads(1)
+    with runtime.parallelize(*perceptron(), optimizer=sgd):
+        return [train(case) for case in cases]
+
+
+def perceptron(batch_size: int = 7, seed: int = SEED) -> tuple[Any, ...]:
+    module, args, kwargs = reference("perceptron", batch_size=batch_size).build(seed)
+    graph = graph_of("perceptron")
+    return module, in_turn(graph, [0]), args, kwargs
+
+
+def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def mistakes() -> dict[str, str]:
+    """What every rank of two does with wrong inputs, states and seeds: return the message of each mistake."""
+    torch.set_num_threads(1)
+    module, strategy, args, kwargs = perceptron()
+    trainer = runtime.parallelize(module, strategy, args, kwargs, optimizer=sgd)
+    images, targets = args
+    group = weakref.ref(torch.distributed.group.WORLD)
+    state = trainer.state_dict()
+    split = by_kind(graph_of("perceptron"), [AxisKind.PARAMETER], [0, 1])
+
+    def other_seed() -> None:
+        runtime.parallelize(module, strategy, args, kwargs, optimizer=sgd, seed=_rank())
+
+    def whole_weights() -> None:
+        runtime.parallelize(module, split, args, kwargs, optimizer=lambda p: torch.optim.LBFGS(p))
+
+    def state_of_rank_0(state: dict[str, Tensor]) -> Callable[[], None]:
+        return lambda: trainer.load_state_dict(state if _rank() == 0 else None)
+
+    attempts: dict[str, Callable[[], object]] = {
+        "another batch on rank 1": lambda: trainer.step(images + _rank(), targets),
+        "another shape": lambda: trainer.step(images[:3], targets[:3]),
+        "another dtype": lambda: trainer.step(images.double(), targets),
+        "another structure": lambda: trainer.step(images),
+        "another seed": other_seed,
+        "not element-wise": whole_weights,
+        "missing name": state_of_rank_0(
+            {name: tensor for name, tensor in state.items() if name != "first.bias"}
+        ),
+        "unknown name": state_of_rank_0({**state, "fourth.bias": torch.zeros(2)}),
+        "other sizes": state_of_rank_0({**state, "first.bias": torch.zeros(2)}),
+        "no checkpoint": lambda: trainer.resume({"module": state} if _rank() == 0 else None),
+        "other groups": lambda: trainer.load_optimizer_state_dict(
+            {"state": {}, "param_groups": []} if _rank() == 0 else None
+        ),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except SoapstoneError as error:
+            found[name] = str(error)
+    # Whatever was refused has changed nothing.
+    found["then"] = f"{float(trainer.step(images, targets)):.4f}"
+    trainer.close()
+    try:
+        trainer.step(images, targets)
+    except SoapstoneError as error:
+        found["after close"] = str(error)
+    # A group that is still there when its process ends can abort it.
+    found["group"] = "gone" if group() is None else "held"
+    return found

@@ -1,0 +1,78 @@
+"""Megatron's strategy: what each rank holds, that it is legal for every network, and where it communicates."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph.importer import import_module
+from graph.intervals import shape
+from graph.operators import OperatorGraph
+from graph.plan import weight_holdings
+from graph.strategy import Strategy
+from graph.zoo import build, zoo_names
+from search.baselines import megatron
+
+_graphs: dict[str, OperatorGraph] = {}
+
+
+def small(name: str) -> OperatorGraph:
+    """Return the graph of a small network of the zoo with a batch of eight; imported once."""
+    if name not in _graphs:
+        import torch
+
+        with torch.device("meta"):
+            module, args, kwargs = build(name, "small", 8)
+        _graphs[name] = import_module(module, args, kwargs, name=name)
+    return _graphs[name]
+
+
+def held_shapes(graph: OperatorGraph, strategy: Strategy, weight: str) -> list[tuple[int, ...]]:
+    """Return the shape of what each device holds of a weight."""
+    held = weight_holdings(graph, strategy, weight)
+    return [shape(held[device]) for device in sorted(held)]
+
+
+def test_heads_columns_rows_and_vocabulary_of_gpt2_are_split() -> None:
+    """Hidden size 16, 4 heads, vocabulary 50; the fused projection gives each rank its heads of q, k and v."""
+    graph = small("gpt2")
+    strategy = megatron(graph, 2)
+    expected = {
+        "token_embedding.weight": (25, 16),
+        "layers.0.attention.projection.weight": (24, 16),
+        "layers.0.attention.output.weight": (16, 8),
+        "layers.0.up.weight": (32, 16),
+        "layers.0.down.weight": (16, 32),
+        "layers.0.down.bias": (16,),
+        "layers.0.norm1.weight": (16,),
+    }
+    for name, held in expected.items():
+        assert held_shapes(graph, strategy, name) == [held, held], name
+    projection = weight_holdings(graph, strategy, "layers.0.attention.projection.weight")
+    assert projection[0][0] == ((0, 8), (16, 24), (32, 40))
+
+
+def test_ranks_of_one_tensor_parallel_group_stand_side_by_side() -> None:
+    graph = small("mlp")
+    strategy = megatron(graph, 2, 3)
+    first = strategy.configurations[0]
+    assert first.degrees == (3, 2, 1, 1)
+    assert first.devices == (0, 1, 2, 3, 4, 5)
+    held = weight_holdings(graph, strategy, "layers.0.weight")
+    assert [held[device] for device in range(6)] == [held[device % 2] for device in range(6)]
+
+
+def test_what_the_degree_does_not_divide_is_computed_by_every_rank() -> None:
+    """Ten classes on four ranks."""
+    graph = small("mlp")
+    strategy = megatron(graph, 4)
+    assert held_shapes(graph, strategy, "layers.2.weight") == [(10, 24)] * 4
+    assert held_shapes(graph, strategy, "layers.1.weight") == [(24, 6)] * 4
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert-large", "alexnet", "rnnlm", "dlrm"])
+def test_it_is_legal(name: str, degrees: tuple[int, int]) -> None:
+    assert name in zoo_names()
+    graph = small(name)
+    tensor, data = degrees
+    megatron(graph, tensor, data).validate(graph, tensor * data)
