@@ -2,7 +2,8 @@
 
 A configuration has any degrees within the axes' sizes (replica unbounded) whose product is at most the number of
 devices; powers of two have no preference. Its tasks are put on distinct devices. Two tasks on one device are legal
-too, but are not proposed. Every configuration on distinct devices has a positive probability.
+too, but are not proposed. Every configuration on distinct devices of a few has a positive probability; of many
+devices there are more orders than seeds (2^32) to draw them from.
 
 Source: FlexFlow (arXiv:1807.05358) section 4; the families of device lists are ours.
 """
@@ -14,6 +15,7 @@ import numpy as np
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operators import Operator
 from graph.strategy import Configuration
+from search.placements import Drawn, place, random_placement
 
 # Share of prime factors that make replicas: they spend compute to save communication, which seldom pays.
 REPLICA_SHARE = 1 / 16
@@ -54,19 +56,23 @@ def random_degrees(operator: Operator, device_count: int, rng: np.random.Generat
 
 def random_devices(count: int, device_count: int, rng: np.random.Generator) -> tuple[int, ...]:
     """Return `count` distinct devices: contiguous, strided, or any, each for a third of the draws."""
-    family = int(rng.integers(3))
-    if family == 2:
-        return tuple(int(device) for device in rng.permutation(device_count)[:count])
-    stride = 1 if family == 0 else int(rng.integers(1, device_count + 1))
-    start = int(rng.integers(device_count))
-    ordered = [device for first in range(stride) for device in range(first, device_count, stride)]
-    return tuple(ordered[(start + task) % device_count] for task in range(count))
+    return place(random_placement(device_count, rng), count, device_count)
 
 
 def random_configuration(operator: Operator, device_count: int, rng: np.random.Generator) -> Configuration:
     """Return a legal configuration with all tasks on distinct devices."""
+    return configured(random_draw(operator, device_count, rng), device_count)
+
+
+def random_draw(operator: Operator, device_count: int, rng: np.random.Generator) -> Drawn:
+    """Return what `random_configuration` draws."""
     degrees = random_degrees(operator, device_count, rng)
-    return Configuration(degrees, random_devices(tasks(degrees), device_count, rng))
+    return Drawn(degrees, random_placement(device_count, rng))
+
+
+def configured(drawn: Drawn, device_count: int) -> Configuration:
+    """Return the configuration that was drawn."""
+    return Configuration(drawn.degrees, place(drawn.placement, tasks(drawn.degrees), device_count))
 
 
 def enumerate_degrees(operator: Operator, limit: int) -> list[Degrees]:

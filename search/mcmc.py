@@ -14,7 +14,7 @@ Source: FlexFlow (arXiv:1807.05358) section 6.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING
@@ -26,12 +26,23 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
-from search.baselines import data_parallel, expert, random_strategy, single_device
+from search.baselines import data_parallel, expert, single_device
+from search.configurations import configured, random_draw
 from search.costs import CostTable
+from search.groups import follow
 from search.links import LinkCosts
 from search.moves import Move, Moves
 from search.needed import LocalCalls
-from search.proposals import Observer, ProposalBatch, Recorder, decode_configuration, encode_configuration
+from search.placements import Origin
+from search.proposals import (
+    ChainCheckpoint,
+    Observer,
+    ProposalBatch,
+    Recorder,
+    ResumedChain,
+    decode_configuration,
+    encode_configuration,
+)
 from search.simulator import Order
 from search.taskgraph import TaskGraphBuilder
 
@@ -39,9 +50,11 @@ if TYPE_CHECKING:
     from search.layout import Layout, Undo
 
 __all__ = [
+    "ChainCheckpoint",
     "ChainResult",
     "Observer",
     "ProposalBatch",
+    "ResumedChain",
     "SearchOptions",
     "SearchResult",
     "decode_configuration",
@@ -51,6 +64,7 @@ __all__ = [
 
 # Chains take turns of this many proposals, so that a time limit treats them alike.
 TURN = 32
+POLISHING = "polishing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +145,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best strategy of a chain and its outcome."""
+    """The best strategy of a chain, its outcome, and after how many proposals it was found."""
 
     outcome: Outcome
     configurations: tuple[Configuration, ...]
+    found_at: int = 0
 
 
 @dataclass
@@ -185,7 +200,7 @@ class Chain:
             self.accepted += 1
             if proposed < self.best.outcome:
                 # One assignment: an interrupt finds a strategy and its outcome together.
-                self.best = Best(proposed, tuple(self.layout.configurations))
+                self.best = Best(proposed, tuple(self.layout.configurations), self.proposals)
                 self.gained_at = self.proposals
         elif undo is not None:
             self.layout.undo(undo)
@@ -200,9 +215,25 @@ class Chain:
             self.proposals,
             move.head,
             move.configuration,
+            move.origin,
             simulated_ns,
             bound_ns,
             accepted=accepted,
+        )
+
+    def checkpoint(self) -> ChainCheckpoint:
+        """Return what the chain needs to go on from here; to be called between two proposals."""
+        return ChainCheckpoint(
+            number=self.number,
+            start=self.start,
+            proposals=self.proposals,
+            accepted=self.accepted,
+            gained_at=self.gained_at,
+            best_at=self.best.found_at,
+            initial=_pair(self.initial),
+            current=_pair(self.current),
+            best=_pair(self.best.outcome),
+            generator=self.rng.bit_generator.state,
         )
 
     def result(self, graph: OperatorGraph) -> ChainResult:
@@ -216,6 +247,10 @@ class Chain:
             self.accepted,
             strategy,
         )
+
+
+def _pair(one: Outcome) -> tuple[int, int]:
+    return one.excess_bytes, one.step_time_ns
 
 
 def accepts(current: Outcome, proposed: Outcome, bound_ns: int) -> bool:
@@ -239,6 +274,8 @@ def search(
     options: SearchOptions | None = None,
     *,
     starts: Sequence[Strategy] = (),
+    known: Sequence[Strategy] = (),
+    resumed: Sequence[ResumedChain] = (),
     links: LinkCosts | None = None,
     observer: Observer | None = None,
     local_calls: LocalCalls | None = None,
@@ -246,27 +283,43 @@ def search(
     """Search a fast strategy. The same arguments give the same result, unless there is a time limit.
 
     Chains start from the given starts first, then from data parallel, expert, one device, and random strategies.
+    Each known strategy is the start of one more chain, with the budget of one of those: they walk as they do
+    without it, so that what is known never makes a search worse.
+    Chains that are resumed go on from where they were, and make the proposals that they would have made; starts
+    and known strategies must be those of the search that was interrupted.
     Ctrl-C ends the search with what was found so far.
 
     Raises:
         StrategyError: a given start does not fit, or nothing that was simulated fits the devices' memories.
         CostError: a local call has no cost.
+        UsageError: a resumed chain does not take the time any more that it took.
     """
     options = options if options is not None else SearchOptions()
     began = time.monotonic()
-    for start in starts:
-        start.validate(graph, len(topology.devices))
+    for strategy in (*starts, *known, *(one for chain in resumed for one in (chain.current, chain.best))):
+        strategy.validate(graph, len(topology.devices))
     builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
     moves = Moves(graph, len(topology.devices))
-    recorder = Recorder(observer)
     chains: list[Chain] = []
+    recorder = Recorder(observer, lambda: tuple(chain.checkpoint() for chain in chains))
     interrupted = False
     try:
-        for number, start_chain in enumerate(_starts(graph, topology, options, starts)):
-            chains.append(_chain(builder, number, *start_chain, options))
+        if resumed:
+            chains += [_resumed_chain(builder, one, options) for one in resumed]
+            recorder.proposals = sum(chain.proposals for chain in chains)
+            recorder.accepted = sum(chain.accepted for chain in chains)
+        else:
+            for number, start in enumerate(_starts(moves, options, starts, known)):
+                chains.append(_chain(builder, number, start.name, start.strategy, start.rng, options))
+                if observer is not None:
+                    observer.on_start(number, start.name, start.strategy, start.heads)
         _walk(chains, moves, recorder, options, began)
-        if options.polish_proposals:
+        if options.polish_proposals and chains[-1].start != POLISHING:
             chains.append(_polishing(builder, chains, options))
+            if observer is not None:
+                observer.on_start(
+                    chains[-1].number, POLISHING, Strategy(graph.digest, chains[-1].best.configurations), None
+                )
             _walk(chains[-1:], moves, recorder, options, began)
     except KeyboardInterrupt:
         interrupted = True
@@ -295,22 +348,51 @@ def _best(chains: Sequence[Chain]) -> Best:
     return min((chain.best for chain in chains), key=lambda best: best.outcome)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a chain begins: `heads` says what a random strategy was drawn from."""
+
+    name: str
+    strategy: Strategy
+    rng: np.random.Generator
+    heads: Mapping[int, Origin] | None = None
+
+
 def _starts(
-    graph: OperatorGraph, topology: Topology, options: SearchOptions, given: Sequence[Strategy]
-) -> list[tuple[str, Strategy, np.random.Generator]]:
-    """Return name, strategy and generator of every chain. A chain's generator depends on its number alone."""
-    device_count = len(topology.devices)
-    seeds = np.random.SeedSequence(options.seed).spawn(options.chains)
-    generators = [np.random.default_rng(seed) for seed in seeds]
+    moves: Moves, options: SearchOptions, given: Sequence[Strategy], known: Sequence[Strategy]
+) -> list[Start]:
+    """Return the start of every chain. A chain's generator depends on the seed and its number alone."""
+    graph, device_count = moves.graph, moves.device_count
+    generators = [_generator(options, number) for number in range(options.chains)]
     named = [(f"given {place}", start) for place, start in enumerate(given)][: options.chains]
     for name, make in (("data_parallel", data_parallel), ("expert", expert)):
         if len(named) < options.chains:
             named.append((name, make(graph, device_count)))
     if len(named) < options.chains:
         named.append(("single_device", single_device(graph)))
-    while len(named) < options.chains:
-        named.append(("random", random_strategy(graph, device_count, generators[len(named)])))
-    return [(name, strategy, rng) for (name, strategy), rng in zip(named, generators, strict=True)]
+    starts = [Start(name, strategy, rng) for (name, strategy), rng in zip(named, generators, strict=False)]
+    starts += [_random_start(moves, rng) for rng in generators[len(starts) :]]
+    # One number further: that between is of the polishing chain.
+    first = options.chains + 1
+    for place, strategy in enumerate(known):
+        starts.append(Start(f"known {place}", strategy, _generator(options, first + place)))
+    return starts
+
+
+def _generator(options: SearchOptions, number: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(number,)))
+
+
+def _random_start(moves: Moves, rng: np.random.Generator) -> Start:
+    """Return a random configuration of every head, which the other operators follow."""
+    heads: dict[int, Origin] = {}
+    chosen: dict[int, Configuration] = {}
+    for group in moves.groups:
+        drawn = random_draw(moves.graph.operators[group.head], moves.device_count, rng)
+        heads[group.head] = drawn
+        chosen.update(follow(group, configured(drawn, moves.device_count)))
+    configurations = tuple(chosen[index] for index in range(len(moves.graph.operators)))
+    return Start("random", Strategy(moves.graph.digest, configurations), rng, heads)
 
 
 def _chain(
@@ -323,13 +405,12 @@ def _chain(
 ) -> Chain:
     layout = builder.layout(strategy)
     initial = outcome(layout, options.order)
-    share = options.proposals // options.chains + (number < options.proposals % options.chains)
-    return Chain(
+    chain = Chain(
         number,
         name,
         layout,
         rng,
-        share,
+        options.proposals // options.chains + (number < options.proposals % options.chains),
         options.beta,
         options.order,
         initial,
@@ -337,14 +418,36 @@ def _chain(
         Best(initial, strategy.configurations),
         stop_without_gain=options.stop_without_gain,
     )
+    if name == POLISHING:
+        chain.budget = options.polish_proposals
+        chain.beta = float("inf")
+    return chain
 
 
 def _polishing(builder: TaskGraphBuilder, chains: Sequence[Chain], options: SearchOptions) -> Chain:
     strategy = Strategy(builder.graph.digest, _best(chains).configurations)
-    rng = np.random.default_rng(np.random.SeedSequence(options.seed).spawn(options.chains + 1)[-1])
-    chain = _chain(builder, len(chains), "polishing", strategy, rng, options)
-    chain.budget = options.polish_proposals
-    chain.beta = float("inf")
+    return _chain(builder, len(chains), POLISHING, strategy, _generator(options, options.chains), options)
+
+
+def _resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: SearchOptions) -> Chain:
+    """Return the chain as it was at its checkpoint.
+
+    Raises:
+        UsageError: its strategy does not take the time that it took: the costs are others now.
+    """
+    was = resumed.checkpoint
+    rng = np.random.default_rng()
+    rng.bit_generator.state = dict(was.generator)
+    chain = _chain(builder, was.number, was.start, resumed.current, rng, options)
+    if _pair(chain.current) != tuple(was.current):
+        before, now = was.current[1] / 1e6, chain.current.step_time_ns / 1e6
+        raise UsageError(
+            f"search: chain {was.number} was at {before:g} ms, is at {now:g} ms with the costs of today, must be "
+            "the same to go on; start a new search"
+        )
+    chain.initial = Outcome(*was.initial)
+    chain.best = Best(Outcome(*was.best), resumed.best.configurations, was.best_at)
+    chain.proposals, chain.accepted, chain.gained_at = was.proposals, was.accepted, was.gained_at
     return chain
 
 

@@ -17,8 +17,9 @@ import numpy as np
 from graph.axes import tasks
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration
-from search.configurations import random_configuration, random_devices
+from search.configurations import configured, random_draw
 from search.groups import NO_AXIS, Group, find_groups, follow, inverted, shared_axes, through
+from search.placements import Copied, Drawn, Origin, random_placement
 
 # Shares of the kinds of moves; the rest, the larger part, draws a configuration afresh.
 MOVE_DEVICES, COPY_LIKE, COPY_NEIGHBOUR = 0.1, 0.15, 0.15
@@ -34,11 +35,12 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A group's head, and the configurations that the move gives to all operators of the group."""
+    """A group's head, the configurations that the move gives to all operators of the group, and whence."""
 
     head: int
     configuration: Configuration
     changed: Mapping[int, Configuration]
+    origin: Origin
 
 
 class Moves:
@@ -58,24 +60,24 @@ class Moves:
         kind = rng.random()
         current = configurations[group.head]
         chosen: Configuration | None = None
+        origin: Origin | None = None
         if kind < MOVE_DEVICES:
-            devices = random_devices(tasks(current.degrees), self.device_count, rng)
+            drawn = Drawn(current.degrees, random_placement(self.device_count, rng))
             # Two tasks of a given start may share a device, and more than all devices have no distinct ones.
             if tasks(current.degrees) <= self.device_count:
-                chosen = Configuration(current.degrees, devices)
+                chosen, origin = configured(drawn, self.device_count), drawn
         elif kind < MOVE_DEVICES + COPY_LIKE and self._like[place]:
             other = self._like[place][int(rng.integers(len(self._like[place])))]
-            chosen = configurations[self.groups[other].head]
+            head = self.groups[other].head
+            chosen, origin = configurations[head], Copied(head, None)
         elif kind < MOVE_DEVICES + COPY_LIKE + COPY_NEIGHBOUR and self._neighbours[place]:
             neighbour = self._neighbours[place][int(rng.integers(len(self._neighbours[place])))]
-            chosen = copied(neighbour.axes, configurations[self.groups[neighbour.group].head])
-        if chosen is None or chosen == current:
-            chosen = random_configuration(self.graph.operators[group.head], self.device_count, rng)
-        return self.move(group, chosen)
-
-    def move(self, group: Group, configuration: Configuration) -> Move:
-        """Return the move that gives a configuration to a group."""
-        return Move(group.head, configuration, follow(group, configuration))
+            head = self.groups[neighbour.group].head
+            chosen, origin = copied(neighbour.axes, configurations[head]), Copied(head, neighbour.axes)
+        if chosen is None or origin is None or chosen == current:
+            origin = random_draw(self.graph.operators[group.head], self.device_count, rng)
+            chosen = configured(origin, self.device_count)
+        return Move(group.head, chosen, follow(group, chosen), origin)
 
 
 def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from graph.strategy import Configuration
+from graph.strategy import Configuration, Strategy
+from search.placements import Origin
 
 BATCH = 1024
+# Whoever is killed loses no more than what was proposed in this time, and what it takes to write the rest.
+BATCH_S = 0.25
 CODE = np.dtype("<u4")
 
 
@@ -19,20 +27,58 @@ class ProposalBatch:
 
     chain, step: which proposal it is; steps count from 1 in each chain.
     operator: index of the head whose group changed. configuration: the head's, see `encode_configuration`.
-    simulated_ns: -1 where a device's memory is exceeded. bound_ns: the makespan up to which it was accepted
-    (of two strategies that exceed memory differently, that which exceeds less is).
+    origin: what it was drawn or copied from. simulated_ns: -1 where a device's memory is exceeded, -2 where the
+    simulation was stopped at the bound. bound_ns: the makespan up to which it was accepted (of two strategies
+    that exceed memory differently, that which exceeds less is).
+    checkpoint: the chains after the last of these proposals, None in the last batch of an interrupted search.
     """
 
     chain: np.ndarray[Any, np.dtype[np.int32]]
     step: np.ndarray[Any, np.dtype[np.int64]]
     operator: np.ndarray[Any, np.dtype[np.int32]]
-    configuration: list[bytes]
+    configurations: list[Configuration]
+    origin: list[Origin]
     simulated_ns: np.ndarray[Any, np.dtype[np.int64]]
     bound_ns: np.ndarray[Any, np.dtype[np.int64]]
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
+    checkpoint: tuple[ChainCheckpoint, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self.configuration)
+        return len(self.configurations)
+
+    @property
+    def configuration(self) -> list[bytes]:
+        """The proposed configurations as `encode_configuration` writes them."""
+        return [encode_configuration(configuration) for configuration in self.configurations]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCheckpoint:
+    """All of a chain but its strategies: those are what it was, and was at its best, after so many proposals.
+
+    initial, current, best: bytes beyond the devices' memories, and nanoseconds of the step. generator: the state of
+    its random numbers, as numpy names it.
+    """
+
+    number: int
+    start: str
+    proposals: int
+    accepted: int
+    gained_at: int
+    best_at: int
+    initial: tuple[int, int]
+    current: tuple[int, int]
+    best: tuple[int, int]
+    generator: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedChain:
+    """A chain to go on with: what was written of it, and its strategies then, at its best, and at its start."""
+
+    checkpoint: ChainCheckpoint
+    current: Strategy
+    best: Strategy
 
 
 def encode_configuration(configuration: Configuration) -> bytes:
@@ -50,6 +96,10 @@ def decode_configuration(code: bytes) -> Configuration:
 class Observer(Protocol):
     """What a search tells while it runs."""
 
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        """Take the start of a chain, and where it was drawn at random, what the heads' configurations come from."""
+        ...
+
     def on_proposals(self, batch: ProposalBatch) -> None:
         """Take the next proposals; every one is in exactly one batch."""
         ...
@@ -59,14 +109,37 @@ class Observer(Protocol):
         ...
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let interrupts (Ctrl-C, SIGTERM) wait until the block is done, then take effect."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    waiting: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Those that do nothing, or end the process at once, are left as they are.
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda came, _frame: waiting.append(came))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for which in waiting:
+            signal.raise_signal(which)
+
+
 @dataclass
 class Recorder:
     """Collects proposals and hands them to an observer in batches."""
 
     observer: Observer | None
+    checkpoint: Callable[[], tuple[ChainCheckpoint, ...]] | None = None
     proposals: int = 0
     accepted: int = 0
-    _rows: list[tuple[int, int, int, bytes, int, int, bool]] = field(default_factory=list)
+    _rows: list[tuple[int, int, int, Configuration, Origin, int, int, bool]] = field(default_factory=list)
+    _flushed_at: float = field(default_factory=time.monotonic)
 
     def add(
         self,
@@ -74,38 +147,48 @@ class Recorder:
         step: int,
         operator: int,
         configuration: Configuration,
+        origin: Origin,
         simulated_ns: int,
         bound_ns: int,
         *,
         accepted: bool,
     ) -> None:
-        """Record one proposal."""
+        """Record one proposal; to be called when all of it is done, since a checkpoint may be made here."""
         self.proposals += 1
         self.accepted += accepted
         if self.observer is None:
             return
-        code = encode_configuration(configuration)
-        self._rows.append((chain, step, operator, code, simulated_ns, bound_ns, accepted))
-        if len(self._rows) >= BATCH:
-            self.flush()
+        self._rows.append((chain, step, operator, configuration, origin, simulated_ns, bound_ns, accepted))
+        if len(self._rows) >= BATCH or time.monotonic() - self._flushed_at >= BATCH_S:
+            self._hand_over(self.checkpoint() if self.checkpoint is not None else None)
 
     def flush(self) -> None:
-        """Hand over what was recorded since the last batch."""
+        """Hand over what was recorded since the last batch, without a checkpoint: a proposal may be half done."""
+        self._hand_over(None)
+
+    def _hand_over(self, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
         if self.observer is None or not self._rows:
             return
-        rows, self._rows = self._rows, []
-        chain, step, operator, configuration, simulated_ns, bound_ns, accepted = zip(*rows, strict=True)
-        self.observer.on_proposals(
-            ProposalBatch(
-                np.array(chain, np.int32),
-                np.array(step, np.int64),
-                np.array(operator, np.int32),
-                list(configuration),
-                np.array(simulated_ns, np.int64),
-                np.array(bound_ns, np.int64),
-                np.array(accepted, np.bool_),
+        # An interrupt may come anywhere: half a batch would leave a hole in the record.
+        with undisturbed():
+            rows, self._rows = self._rows, []
+            self._flushed_at = time.monotonic()
+            chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted = zip(
+                *rows, strict=True
             )
-        )
+            self.observer.on_proposals(
+                ProposalBatch(
+                    np.array(chain, np.int32),
+                    np.array(step, np.int64),
+                    np.array(operator, np.int32),
+                    list(configurations),
+                    list(origin),
+                    np.array(simulated_ns, np.int64),
+                    np.array(bound_ns, np.int64),
+                    np.array(accepted, np.bool_),
+                    checkpoint,
+                )
+            )
 
     def progress(self, best_s: float) -> None:
         """Tell how far the search is."""

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
 
 def search(
-    model: options.Model,
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="A network of the zoo (see app models list), or package.module:factory. Needed but for --resume.",
+            show_default=False,
+        ),
+    ] = None,
     topology: options.Topology = "local",
     devices: options.Devices = None,
     nodes: options.Nodes = None,
@@ -23,9 +31,23 @@ def search(
     precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
-    proposals: Annotated[int, typer.Option("--proposals", min=0, help="Budget, all chains together.")] = 4000,
+    proposals: Annotated[
+        int,
+        typer.Option(
+            "--proposals",
+            min=0,
+            help="Budget of the --chains together; a known start adds a chain with the share of one.",
+        ),
+    ] = 4000,
     chains: Annotated[int, typer.Option("--chains", min=1, help="Number of Markov chains.")] = 4,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed and database, same strategy.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            min=0,
+            help="Same seed on the same database (or, with --fresh, the same costs): same strategy.",
+        ),
+    ] = 0,
     beta: Annotated[
         float, typer.Option("--beta", min=0.0, help="Inverse temperature of the acceptance.")
     ] = 300.0,
@@ -44,19 +66,53 @@ def search(
             show_default=False,
         ),
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Do not start from strategies that are known already.")
+    ] = False,
+    start: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--start",
+            help="Start a chain from this stored strategy (id or digest; may be repeated), not from the best known.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        int | None,
+        typer.Option(
+            "--resume",
+            min=1,
+            help="Go on with this search, which was stopped or killed, as it would have gone on.",
+            show_default=False,
+        ),
+    ] = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Search a fast strategy for a model on a topology, and store it with every proposal.
 
+    It starts also from the best strategies that earlier searches found for that network and topology, or for the
+    nearest ones. One that was interrupted or killed goes on where it was by --resume, which takes its options.
+
     Example: app search --model inception --topology p100-cluster --batch-size 64
     """
-    from app.cli.output import TerminalProgress, print_json
+    from app.cli.output import TerminalProgress
     from app.services.costs import ON_MISS
     from app.services.models import requested_model
-    from app.services.searching import SearchRequest, run_search
+    from app.services.searching import SearchRequest, resume_search, run_search
     from graph.errors import UsageError
 
+    if resume is not None:
+        _refuse_beside_resume(context)
+        with TerminalProgress(quiet=as_json) as progress:
+            _show(resume_search(resume, database, progress), as_json=as_json)
+        return
+    if model is None:
+        raise UsageError(
+            "app search: --model is missing, must be given (or --resume ID); name a network, see app search --help"
+        )
+    if fresh and start:
+        raise UsageError("app search: --fresh and --start are both given, must be one of them; leave one out")
     if on_miss is not None and on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = SearchRequest(
@@ -75,6 +131,8 @@ def search(
         order=order,  # type: ignore[arg-type]  # run_search checks it
         time_limit_s=time_limit,
         on_miss=on_miss,
+        fresh=fresh,
+        starts=tuple(start or ()),
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -82,12 +140,39 @@ def search(
                 "--time: how far the search comes depends on this machine's speed, so it is not reproducible"
             )
         report = run_search(request, database, progress)
+    _show(report, as_json=as_json)
+    if topology == "local" and not as_json:
+        _print_next(report, model, preset, batch_size, device, devices)
+
+
+def _refuse_beside_resume(context: typer.Context) -> None:
+    """A search that goes on has its options already.
+
+    Raises:
+        UsageError: another option is given.
+    """
+    from graph.errors import UsageError
+
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if (
+            name not in ("resume", "database", "as_json")
+            and source is not None
+            and source.name == "COMMANDLINE"
+        ):
+            option = "--time" if name == "time_limit" else "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option}: is given beside --resume, which goes on with the search's own options; leave it out"
+            )
+
+
+def _show(report: SearchReport, *, as_json: bool) -> None:
+    from app.cli.output import print_json
+
     if as_json:
         print_json(report.to_json())
     else:
         _print(report)
-        if topology == "local":
-            _print_next(report, model, preset, batch_size, device, devices)
 
 
 def _print_next(
@@ -114,13 +199,22 @@ def _print_next(
 def _print(report: SearchReport) -> None:
     from app.cli.output import mebibytes, milliseconds, percent, print_lines, print_table
 
-    rate = report.proposals / report.seconds if report.seconds > 0 else 0.0
+    made = report.proposals - (report.resumed_at or 0)
+    rate = made / report.seconds if report.seconds > 0 else 0.0
     print_lines(
         f"search {report.search_id}: {report.model}, batch size {report.batch_size}, on {report.devices} devices of "
         f"{report.topology}",
         f"{report.proposals} proposals, {report.accepted} accepted, {report.seconds:.1f} s ({rate:.0f} a second)"
-        + ("; interrupted, the best so far is kept" if report.interrupted else ""),
+        + (
+            f"; interrupted, the best so far is kept, go on by: app search --resume {report.search_id}"
+            if report.interrupted
+            else ""
+        ),
     )
+    if report.resumed_at is not None:
+        print_lines(f"resumed after {report.resumed_at} proposals")
+    for start in report.known:
+        print_lines(f"starts also from known strategy {start.digest[:12]}, found for {start.found_for}")
     reference = next(one for one in report.predictions if one.name == "data-parallel")
     print_table(
         [

@@ -217,6 +217,8 @@ searches = sa.Table(
     sa.Column("trace_path", sa.Text),
     _required("started_at", UtcDateTime),
     sa.Column("finished_at", UtcDateTime),
+    sa.Column("owner", sa.Text),
+    sa.Column("alive_at", UtcDateTime),
     sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
     sa.Index(None, "graph_id", "topology_id"),
 )
@@ -266,7 +268,9 @@ executions = sa.Table(
     sa.Column("largest_deviation", sa.Double),
     _required("created_at", UtcDateTime),
     sa.Column("finished_at", UtcDateTime),
-    sa.CheckConstraint("status IN ('running', 'finished', 'failed')", name="status"),
+    sa.Column("owner", sa.Text),
+    sa.Column("alive_at", UtcDateTime),
+    sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
     sa.Index(None, "strategy_id", "topology_id", "training_id"),
 )
 
@@ -279,6 +283,6 @@ traces = sa.Table(
     sa.Column("path", sa.Text, nullable=False, unique=True),
     _required("rows", sa.BigInteger),
     _required("created_at", UtcDateTime),
-    sa.CheckConstraint("kind IN ('proposals', 'configurations')", name="kind"),
+    sa.CheckConstraint("kind IN ('proposals', 'configurations', 'starts')", name="kind"),
     sa.Index(None, "search_id"),
 )

@@ -19,12 +19,16 @@ Phase = Literal["forward", "backward", "update"]
 """Which part of a training step an operator cost is of."""
 
 SearchStatus = Literal["running", "finished", "interrupted", "failed"]
-ExecutionStatus = Literal["running", "finished", "failed"]
+ExecutionStatus = Literal["running", "finished", "interrupted", "failed"]
 TaskOrder = Literal["program", "fifo"]
 """Order of tasks on a resource in a simulation: the runtime's own, or by ready time (FlexFlow, Algorithm 1)."""
 
-StrategySource = Literal["data-parallel", "single-device", "expert", "search", "import"]
-TraceKind = Literal["proposals", "configurations"]
+StrategySource = Literal["data-parallel", "single-device", "expert", "megatron", "search", "import"]
+TraceKind = Literal["proposals", "configurations", "starts"]
+
+DEEPEST_COPY = 8
+"""A configuration that was copied from a copy ... of so many is written as a list of devices into the trace, so that
+what a code means is found in a few steps."""
 
 
 def utc_now() -> datetime:
@@ -198,7 +202,8 @@ class StrategyRecord:
 class SearchRecord:
     """A search. A new one needs the fields without a default; `Store.finish_search` fills in the rest.
 
-    `trace_path` is the folder of its proposals' chunks, relative to the database's trace folder.
+    `trace_path` is the folder of its proposals' chunks, relative to the database's trace folder. `owner` is the
+    process that runs it (`app.db.owners`), and `alive_at` when that last said that it lives.
     """
 
     graph_id: int
@@ -216,6 +221,8 @@ class SearchRecord:
     trace_path: str | None = None
     started_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
+    owner: str | None = field(default=None, compare=False)
+    alive_at: datetime | None = field(default=None, compare=False)
     id: int = 0
 
 
@@ -262,7 +269,7 @@ class ExecutionRecord:
     """A real run of a strategy. `Store.start_execution` needs the fields without a default.
 
     `largest_deviation` is the largest difference found by verification against one device; None if it was not
-    asked for.
+    asked for. `owner` and `alive_at` as in `SearchRecord`.
     """
 
     strategy_id: int
@@ -280,6 +287,8 @@ class ExecutionRecord:
     largest_deviation: float | None = None
     created_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
+    owner: str | None = field(default=None, compare=False)
+    alive_at: datetime | None = field(default=None, compare=False)
     id: int = 0
 
 
@@ -301,6 +310,21 @@ class RankedStrategy:
 
     strategy: StrategyRecord
     simulation: SimulationRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedSetting:
+    """A graph, topology and training for which a strategy is known, and what tells how near it is to others."""
+
+    graph_id: int
+    topology_id: int
+    training_id: int
+    graph_digest: str
+    topology_digest: str
+    training_digest: str
+    topology: str
+    device_count: int
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Self
 import sqlalchemy as sa
 
 from app.db import models
+from app.db.chunks import recover
 from app.db.schema import open_database
 from app.db.store_costs import CostStore
 from app.db.store_nouns import NounStore
@@ -29,14 +30,20 @@ class Store(CostStore, NounStore, RunStore):
     def open(cls, database: str | os.PathLike[str] | None = None) -> Self:
         """Open by path or URL; None means SOAPSTONE_DATABASE_URL, else the file in the user's data folder.
 
+        Searches and executions that are running in no process any more become interrupted, and the traces of
+        such searches whole.
+
         Raises:
             DatabaseError: it cannot be opened, or its schema is older or newer than this code.
         """
-        return cls(open_database(database))
-
-    def close(self) -> None:
-        """Close all connections; the store connects again if it is used again."""
-        self.database.dispose()
+        store = cls(open_database(database))
+        try:
+            for search_id in store.end_orphans():
+                recover(store, search_id)
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from app.db import models
 from app.db.records import (
     GraphRecord,
     RankedStrategy,
+    SearchedSetting,
     SimulationRecord,
     StrategyRecord,
     TaskOrder,
@@ -159,6 +160,37 @@ class NounStore(StorePart):
             chosen = sa.select(strategies).where(strategies.c.id.in_([one.strategy_id for one in ranked]))
             strategy_of = {one.id: one for one in read_all(connection, StrategyRecord, chosen)}
         return [RankedStrategy(strategy_of[one.strategy_id], one) for one in ranked]
+
+    def searched_settings(self, model: str) -> list[SearchedSetting]:
+        """Return for which topologies, trainings and sizes of a network a strategy was found that fits its devices."""
+        graphs, topologies, trainings = models.graphs, models.topologies, models.trainings
+        strategies, simulations = models.strategies, models.simulations
+        query = (
+            sa.select(
+                strategies.c.graph_id,
+                simulations.c.topology_id,
+                simulations.c.training_id,
+                graphs.c.digest.label("graph_digest"),
+                topologies.c.digest.label("topology_digest"),
+                trainings.c.digest.label("training_digest"),
+                topologies.c.name.label("topology"),
+                topologies.c.device_count,
+                trainings.c.batch_size,
+            )
+            .distinct()
+            .select_from(simulations)
+            .join(strategies, simulations.c.strategy_id == strategies.c.id)
+            .join(graphs, strategies.c.graph_id == graphs.c.id)
+            .join(topologies, simulations.c.topology_id == topologies.c.id)
+            .join(trainings, simulations.c.training_id == trainings.c.id)
+            .where(
+                graphs.c.name == model,
+                simulations.c.feasible,
+                strategies.c.source.in_(("search", "import")),
+            )
+        )
+        with self.read() as connection:
+            return read_all(connection, SearchedSetting, query)
 
     def _beginning_with(self, prefix: str) -> list[StrategyRecord]:
         table = models.strategies

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from app.db import models
+from app.db import models, owners
+from app.db.engine import Database
 from app.db.records import (
     ExecutionRecord,
     SearchOutcome,
@@ -29,28 +31,87 @@ _SIMULATION_KEY = ("strategy_id", "topology_id", "training_id", "task_order", "c
 class RunStore(StorePart):
     """What happened, when, and how long it took."""
 
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self._running: set[tuple[str, int]] = set()
+        self._heartbeat = owners.Heartbeat(self._beat)
+
+    def close(self) -> None:
+        """Close all connections; the store connects again if it is used again."""
+        self._heartbeat.stop()
+        self.database.dispose()
+
     def start_search(self, search: SearchRecord) -> int:
-        """Store a search that begins; return its id."""
-        with self.write() as connection:
-            return insert_row(connection, models.searches, row_of(search))
+        """Store a search that this process begins; return its id."""
+        return self._start(models.searches, row_of(search))
 
     def update_search(self, search_id: int, outcome: SearchOutcome) -> None:
         """Store how far a running search has come."""
-        self._change_search(search_id, row_of(outcome))
+        row = row_of(outcome)
+        if outcome.best_strategy_id is None:
+            del row["best_strategy_id"]  # what it found before it was resumed
+        self._change_search(search_id, row)
 
     def finish_search(self, search_id: int, status: SearchStatus, outcome: SearchOutcome) -> None:
         """Store how a search ended, now."""
         self._change_search(search_id, {**row_of(outcome), "status": status, "finished_at": utc_now()})
+        self._end(models.searches, search_id)
+
+    def halt_search(self, search_id: int, status: SearchStatus) -> None:
+        """Store that a search ended, now, without a result: how far it came stays as it was stored last."""
+        self._change_search(search_id, {"status": status, "finished_at": utc_now()})
+        self._end(models.searches, search_id)
 
     def resume_search(self, search_id: int) -> SearchRecord:
-        """Mark a search as running again; return it as it was before.
+        """Mark a search as running again, in this process; return it as it was before.
 
         Raises:
-            UsageError: there is no such search.
+            UsageError: there is no such search, it is finished, or a process still runs it.
         """
+        table = models.searches
         before = self.search(search_id)
-        self._change_search(search_id, {"status": "running", "finished_at": None})
+        again = {
+            "status": "running",
+            "finished_at": None,
+            "owner": owners.this_process(),
+            "alive_at": utc_now(),
+        }
+        changed = 0
+        if before.status in ("interrupted", "failed"):
+            # Two processes may try at once: one of them finds it running.
+            stopped = sa.and_(table.c.id == search_id, table.c.status == before.status)
+            with self.write() as connection:
+                changed = connection.execute(table.update().where(stopped).values(again)).rowcount
+        if not changed:
+            status = self.search(search_id).status
+            advice = "start a new one" if status == "finished" else "wait for it, or stop it first"
+            raise UsageError(
+                f"search {search_id}: is {status}, must be interrupted or failed to be resumed; {advice}"
+            )
+        self._watch(table, search_id)
         return before
+
+    def end_orphans(self) -> list[int]:
+        """Mark as interrupted what is running in no process any more; return the ids of the searches among it."""
+        now = utc_now()
+        dead: dict[str, list[int]] = {}
+        with self.read() as connection:
+            for table in (models.searches, models.executions):
+                query = sa.select(table.c.id, table.c.owner, table.c.alive_at).where(
+                    table.c.status == "running"
+                )
+                rows = connection.execute(query).all()
+                dead[table.name] = [row.id for row in rows if owners.is_dead(row.owner, row.alive_at, now)]
+        ended: dict[str, list[int]] = {}
+        for table in (models.searches, models.executions):
+            if not dead[table.name]:
+                continue
+            orphans = sa.and_(table.c.id.in_(dead[table.name]), table.c.status == "running")
+            moment = sa.func.coalesce(table.c.alive_at, now)
+            change = table.update().where(orphans).values(status="interrupted", finished_at=moment)
+            with self.write() as connection:
+                ended[table.name] = list(connection.execute(change.returning(table.c.id)).scalars())
+        return sorted(ended.get("searches", []))
 
     def search(self, search_id: int) -> SearchRecord:
         """Return the search with that id.
@@ -93,6 +154,16 @@ class RunStore(StorePart):
             )
         return number
 
+    def replace_traces(
+        self, search_id: int, kind: TraceKind, old: Sequence[str], path: str, rows: int
+    ) -> None:
+        """Register a chunk that holds what several did, and forget those, in one transaction."""
+        table = models.traces
+        trace = TraceRecord(search_id=search_id, kind=kind, path=path, rows=rows)
+        with self.write() as connection:
+            put_named(connection, table, row_of(trace), "path")
+            connection.execute(table.delete().where(table.c.path.in_(list(old))))
+
     def traces(self, *, search_id: int | None = None) -> list[TraceRecord]:
         """Return the registered chunks in the order of their paths, of one search if asked."""
         table = models.traces
@@ -128,9 +199,8 @@ class RunStore(StorePart):
             return read_all(connection, SimulationRecord, query)
 
     def start_execution(self, execution: ExecutionRecord) -> int:
-        """Store a run that begins; return its id."""
-        with self.write() as connection:
-            return insert_row(connection, models.executions, row_of(execution))
+        """Store a run that this process begins; return its id."""
+        return self._start(models.executions, row_of(execution))
 
     def finish_execution(
         self, execution_id: int, step_times_s: Sequence[float], *, largest_deviation: float | None = None
@@ -167,6 +237,7 @@ class RunStore(StorePart):
             if size is not None and median_s > 0:
                 row["throughput_samples_per_s"] = size / median_s
             connection.execute(executions.update().where(executions.c.id == execution_id).values(row))
+        self._end(executions, execution_id)
         return self.execution(execution_id)
 
     def fail_execution(self, execution_id: int, failure: str) -> None:
@@ -179,6 +250,7 @@ class RunStore(StorePart):
         row = {"status": "failed", "failure": failure, "finished_at": utc_now()}
         with self.write() as connection:
             connection.execute(table.update().where(table.c.id == execution_id).values(row))
+        self._end(table, execution_id)
         self.execution(execution_id)  # says so if there is none
 
     def execution(self, execution_id: int) -> ExecutionRecord:
@@ -202,6 +274,29 @@ class RunStore(StorePart):
             query = query.where(table.c.strategy_id == strategy_id)
         with self.read() as connection:
             return read_all(connection, ExecutionRecord, query)
+
+    def _start(self, table: sa.Table, row: dict[str, Any]) -> int:
+        owned = {**row, "owner": owners.this_process(), "alive_at": utc_now()}
+        with self.write() as connection:
+            number = insert_row(connection, table, owned)
+        self._watch(table, number)
+        return number
+
+    def _watch(self, table: sa.Table, number: int) -> None:
+        self._running.add((table.name, number))
+        self._heartbeat.start()
+
+    def _end(self, table: sa.Table, number: int) -> None:
+        self._running.discard((table.name, number))
+        if not self._running:
+            self._heartbeat.stop()
+
+    def _beat(self) -> None:
+        # Whoever is busy writing for a minute is no reason to end; the next beat comes.
+        with contextlib.suppress(DatabaseError), self.write() as connection:
+            for name, number in tuple(self._running):
+                table = models.metadata.tables[name]
+                connection.execute(table.update().where(table.c.id == number).values(alive_at=utc_now()))
 
     def _change_search(self, search_id: int, row: dict[str, Any]) -> None:
         table = models.searches

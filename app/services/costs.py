@@ -97,9 +97,9 @@ class DatabaseCosts:
     def _load(self, digests: Iterable[str] | None = None) -> None:
         if self._kind_id is None:
             return
-        stored = self._store.op_costs(self._kind_id, self._environment_id, digests)
-        for (name, phase), record in stored.items():
-            time_s = model_time_s(record)
+        # What predictions use, see `model_time_s`.
+        stored = self._store.op_cost_minima(self._kind_id, self._environment_id, digests)
+        for (name, phase), time_s in stored.items():
             if time_s is None:
                 self._failed.add(name)
             else:

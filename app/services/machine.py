@@ -122,10 +122,15 @@ class LocalLinks:
 
 def stored_links(store: Store, machine: Machine) -> LocalLinks | None:
     """Return what an earlier probe of as many devices measured in this environment, or None."""
+    return fitted_links(store, machine.kind_id, machine.environment_id, machine.count)
+
+
+def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) -> LocalLinks | None:
+    """Return what a probe of `count` devices of a kind measured in an environment, or None."""
     fits = {
         fit.pattern: fit
-        for fit in store.link_fits(machine.kind_id, machine.environment_id)
-        if fit.group_size == machine.count or (fit.pattern == "p2p" and fit.group_size == 2)
+        for fit in store.link_fits(kind_id, environment_id)
+        if fit.group_size == count or (fit.pattern == "p2p" and fit.group_size == 2)
     }
     point, reduction, contention = fits.get("p2p"), fits.get("all_reduce"), fits.get(CONTENTION)
     if (
@@ -140,7 +145,7 @@ def stored_links(store: Store, machine: Machine) -> LocalLinks | None:
     ):
         return None
     return LocalLinks(
-        count=machine.count,
+        count=count,
         latency_s=point.latency_s,
         bytes_per_s=point.bandwidth_bytes_per_s,
         all_reduce_latency_s=reduction.latency_s,

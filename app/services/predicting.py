@@ -67,6 +67,16 @@ class Target:
         )
 
 
+def named_topology(name: str, *, devices: int | None, nodes: int | None) -> Topology:
+    """Return a packaged topology or a YAML file's, or the first `devices` of it.
+
+    Raises:
+        TopologyError: there is no such topology, or it has fewer devices.
+    """
+    topology = load_topology(name, nodes)
+    return topology if devices is None else topology.subset(devices)
+
+
 def find_target(
     store: Store,
     name: str,
@@ -85,8 +95,7 @@ def find_target(
     if name != LOCAL:
         if processor is not None:
             raise UsageError(f"--device: is for topology local, must be left out for {name}; leave it out")
-        topology = load_topology(name, nodes)
-        return Target(topology if devices is None else topology.subset(devices), None, None)
+        return Target(named_topology(name, devices=devices, nodes=nodes), None, None)
     if nodes is not None:
         raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
     machine = describe(store, local_devices(processor or default_processor(), devices))
@@ -130,7 +139,8 @@ def prepare(
         sources = {}
         for kind in target.topology.kinds:
             measurer = None
-            if target.machine is not None:
+            # A cluster may have devices of other kinds than this machine.
+            if target.machine is not None and target.machine.kind.name == kind.name:
                 measurer = stack.enter_context(Measurer(store, target.machine, progress))
             sources[kind.name] = _kind_source(store, target, kind.name, on_miss, measurer)
         yield _setting(store, model, target, training, CostsByKind(sources))
@@ -168,6 +178,8 @@ def _kind_source(
     if machine is None or measurer is None:
         # Another machine's devices: nothing can be measured here; any environment's costs of that kind count.
         stored = store.device_kind(kind_name)
+        if on_miss == "measure" and machine is not None:
+            on_miss = "estimate"
         if on_miss == "measure":
             raise UsageError(
                 f"--on-miss measure: {kind_name} is not on this machine, must be; choose estimate or fail"
@@ -281,8 +293,29 @@ def _best(store: Store, setting: Setting) -> RankedStrategy | None:
     return None
 
 
+def _tensor_degree(reference: str, count: int) -> int:
+    """Return the tensor-parallel degree that `megatron-N` names; all devices where it names none.
+
+    Raises:
+        UsageError: it does not divide the number of devices.
+    """
+    _, _, given = reference.partition("-")
+    degree = int(given) if given.isdecimal() else 0
+    if not given and reference == "megatron":
+        degree = count
+    if degree < 1 or count % degree:
+        divisors = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        raise UsageError(
+            f"strategy {reference}: has tensor-parallel degree {given or 'none'}, must be one that divides {count} "
+            f"devices: {divisors}; name it as in megatron-{count}"
+        )
+    return degree
+
+
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
     """Return the strategy that a user means: a baseline's name, `best`, a file, an id or a digest.
+
+    `megatron-4` is tensor parallel on 4 devices, and data parallel over the rest.
 
     Raises:
         UsageError: nothing is stored under that name.
@@ -300,6 +333,9 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
         return baselines.single_device(graph), "single-device"
     if reference == "expert":
         return baselines.expert(graph, count), "expert"
+    if reference == "megatron" or reference.startswith("megatron-"):
+        degree = _tensor_degree(reference, count)
+        return baselines.megatron(graph, degree, count // degree), "megatron"
     if reference == "best":
         ranked = _best(store, setting)
         if ranked is None:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from app.db import chunks
 from app.db.records import SearchOutcome, SearchRecord, SearchStatus, StrategySource, TaskOrder
 from app.db.store import Store
-from app.db.trace import ConfigurationName, ProposalBatch, ProposalTrace
+from app.db.trace import ProposalTrace
 from app.services.costs import OnMiss
 from app.services.machine import Processor
-from app.services.models import ModelRequest, import_graph
-from app.services.predicting import LOCAL, Setting, find_target, predict, prepare, resolve_costs
+from app.services.models import ImportedModel, ModelRequest, import_graph
+from app.services.predicting import (
+    LOCAL,
+    Setting,
+    find_target,
+    named_topology,
+    predict,
+    prepare,
+    resolve_costs,
+)
 from app.services.progress import Progress
-from graph.canonical import canonical_json
+from app.services.rebuilding import TraceReader, resumed_chains
+from app.services.recording import TraceRecorder, groups_text
+from app.services.reusing import KnownStart, given_starts, known_starts, start_of
 from graph.errors import UsageError
 from graph.strategy import Strategy
 from graph.training import Training
 from search import baselines
 from search.costs import Origin
+from search.groups import find_groups
 from search.needed import needed_calls
 
 if TYPE_CHECKING:
@@ -39,7 +50,11 @@ LARGEST_BETA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What `app search` was asked for. `time_limit_s` makes a result that cannot be reproduced."""
+    """What `app search` was asked for. `time_limit_s` makes a result that cannot be reproduced.
+
+    Chains start from what is known beside those of the budget, unless `fresh`; `starts` names strategies to take
+    for what is known.
+    """
 
     model: ModelRequest
     topology: str
@@ -56,6 +71,8 @@ class SearchRequest:
     order: TaskOrder
     time_limit_s: float | None
     on_miss: OnMiss | None
+    fresh: bool = False
+    starts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,8 @@ class SearchReport:
     seconds: float
     predictions: tuple[Prediction, ...]
     unsplit: tuple[tuple[str, str], ...] = field(default=())
+    known: tuple[KnownStart, ...] = field(default=())
+    resumed_at: int | None = None
 
     @property
     def best(self) -> Prediction:
@@ -122,7 +141,19 @@ class SearchReport:
             "seconds": self.seconds,
             "predictions": [prediction.to_json() for prediction in self.predictions],
             "unsplit": dict(self.unsplit),
+            "known": [start.to_json() for start in self.known],
+            "resumed_at": self.resumed_at,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A search about to walk: what it begins with, and for one that is resumed, where its chains were."""
+
+    search_id: int
+    options: mcmc.SearchOptions
+    known: tuple[KnownStart, ...]
+    resumed: tuple[mcmc.ResumedChain, ...] = ()
 
 
 def run_search(request: SearchRequest, database: str | None, progress: Progress) -> SearchReport:
@@ -132,40 +163,139 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
     """
     options = _options(request)
+    _named_topology(request)
+    model = _imported(request, progress)
+    with Store.open(database) as store, _setting(store, request, model, progress) as setting:
+        if request.starts:
+            known = given_starts(store, setting, request.starts)
+        else:
+            known = [] if request.fresh else known_starts(store, setting, request.order)
+        search_id = store.start_search(_record(request, options, setting, known))
+        return _search(store, setting, _Plan(search_id, options, tuple(known)), progress)
+
+
+def resume_search(search_id: int, database: str | None, progress: Progress) -> SearchReport:
+    """Go on with a search that was stopped or killed, with the same chains, and store what is found.
+
+    Raises:
+        UsageError: the search is finished or running, or its model, topology or costs are others now.
+        SoapstoneError: as `run_search`.
+    """
+    with Store.open(database) as store:
+        stored = store.search(search_id)
+        if stored.status in ("finished", "running"):
+            store.resume_search(search_id)  # says why not
+        request = _request(stored)
+        options = _options(request)
+        _named_topology(request)
+        model = _imported(request, progress)
+        with _setting(store, request, model, progress) as setting:
+            _check_same(stored, setting)
+            known = [_known_again(store, setting, one) for one in stored.options["known"]]
+            store.resume_search(search_id)
+            try:
+                chunks.recover(store, search_id)
+                reader = TraceReader(store, search_id)
+                resumed = resumed_chains(reader, model.graph.digest) if reader.has_starts else []
+            except BaseException:
+                store.halt_search(search_id, "interrupted")
+                raise
+            return _search(store, setting, _Plan(search_id, options, tuple(known), tuple(resumed)), progress)
+
+
+def _named_topology(request: SearchRequest) -> None:
+    """Refuse a topology that does not exist or is too small, before the model is imported, which takes longer."""
+    if request.topology != LOCAL:
+        named_topology(request.topology, devices=request.devices, nodes=request.nodes)
+
+
+def _imported(request: SearchRequest, progress: Progress) -> ImportedModel:
     progress.begin(f"importing {request.model.name}", None)
     model = import_graph(request.model, batch_norm=request.batch_norm)
     progress.end()
+    return model
+
+
+@contextmanager
+def _setting(
+    store: Store, request: SearchRequest, model: ImportedModel, progress: Progress
+) -> Iterator[Setting]:
+    """Find topology and costs; what this machine can measure and nobody did is measured."""
     training = Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
-    with Store.open(database) as store:
-        target = find_target(
-            store,
-            request.topology,
-            progress,
-            devices=request.devices,
-            nodes=request.nodes,
-            processor=request.processor,
-        )
-        # What this machine can measure it measures; of other machines there are only estimates.
-        on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
-        with prepare(store, model, target, training, on_miss, progress) as setting:
-            if on_miss == "measure":
-                # As `app profile` does; the walk then seldom meets a call that nobody measured.
-                calls = needed_calls(model.graph, len(target.topology.devices))
-                resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
-            search_id, result, found = _search(store, setting, options, progress)
-    return SearchReport(
-        search_id=search_id,
-        model=model.graph.name,
-        topology=setting.topology.name,
-        devices=len(setting.topology.devices),
-        batch_size=training.batch_size,
-        proposals=result.proposals,
-        accepted=result.accepted,
-        interrupted=result.interrupted,
-        seconds=result.seconds,
-        predictions=found,
-        unsplit=model.graph.unsplit,
+    target = find_target(
+        store,
+        request.topology,
+        progress,
+        devices=request.devices,
+        nodes=request.nodes,
+        processor=request.processor,
     )
+    # What this machine can measure it measures; of other machines there are only estimates.
+    on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
+    with prepare(store, model, target, training, on_miss, progress) as setting:
+        if on_miss == "measure":
+            # As `app profile` does; the walk then seldom meets a call that nobody measured.
+            calls = needed_calls(model.graph, len(target.topology.devices))
+            resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
+        yield setting
+
+
+def _record(
+    request: SearchRequest, options: mcmc.SearchOptions, setting: Setting, known: Sequence[KnownStart]
+) -> SearchRecord:
+    """Return the row of a search that begins, with all that it takes to go on with it or to repeat it."""
+    asked = asdict(request)
+    del asked["model"]["folder"]
+    return SearchRecord(
+        graph_id=setting.graph_id,
+        topology_id=setting.topology_id,
+        training_id=setting.training_id,
+        algorithm="mcmc",
+        seed=options.seed,
+        options={
+            "proposals": options.proposals,
+            "chains": options.chains,
+            "beta": options.beta,
+            "order": options.order,
+            "time_limit_s": options.time_limit_s,
+            "known": [start.to_json() for start in known],
+            "request": {**asked, "starts": list(request.starts)},
+        },
+    )
+
+
+def _request(stored: SearchRecord) -> SearchRequest:
+    """Return what a stored search was asked for.
+
+    Raises:
+        UsageError: a Soapstone stored it that did not keep that.
+    """
+    asked = stored.options.get("request")
+    if asked is None:
+        raise UsageError(
+            f"search {stored.id}: was started by an older Soapstone, must have been started by one that keeps what it "
+            "was asked for; start a new search"
+        )
+    model = ModelRequest(**asked["model"], folder=str(Path.cwd()))
+    return SearchRequest(**{**asked, "model": model, "starts": tuple(asked["starts"])})
+
+
+def _check_same(stored: SearchRecord, setting: Setting) -> None:
+    for what, before, now in (
+        ("model", stored.graph_id, setting.graph_id),
+        ("topology", stored.topology_id, setting.topology_id),
+        ("training", stored.training_id, setting.training_id),
+    ):
+        if before != now:
+            raise UsageError(
+                f"search {stored.id}: its {what} is another now than when it was started, must be the same to go on; "
+                "start a new search"
+            )
+
+
+def _known_again(store: Store, setting: Setting, stored: dict[str, Any]) -> KnownStart:
+    start = start_of(setting, store.strategy(stored["digest"]))
+    return replace(start, found_for=stored["found_for"])
 
 
 def _options(request: SearchRequest) -> mcmc.SearchOptions:
@@ -193,29 +323,11 @@ def _options(request: SearchRequest) -> mcmc.SearchOptions:
     )
 
 
-def _search(
-    store: Store, setting: Setting, options: mcmc.SearchOptions, progress: Progress
-) -> tuple[int, mcmc.SearchResult, tuple[Prediction, ...]]:
-    from search import mcmc
-
-    search_id = store.start_search(
-        SearchRecord(
-            graph_id=setting.graph_id,
-            topology_id=setting.topology_id,
-            training_id=setting.training_id,
-            algorithm="mcmc",
-            seed=options.seed,
-            options={
-                "proposals": options.proposals,
-                "chains": options.chains,
-                "beta": options.beta,
-                "order": options.order,
-                "time_limit_s": options.time_limit_s,
-            },
-        )
-    )
+def _search(store: Store, setting: Setting, plan: _Plan, progress: Progress) -> SearchReport:
+    """Walk, and store how it ended."""
+    options, search_id = plan.options, plan.search_id
     status: SearchStatus = "failed"
-    outcome = SearchOutcome(0, 0, None, None)
+    outcome: SearchOutcome | None = None
     try:
         # First, so that a baseline that the search finds again keeps its name.
         progress.begin(
@@ -223,20 +335,7 @@ def _search(
         )
         known = _baselines(store, setting, options.order, search_id)
         progress.end()
-        with ProposalTrace(store, search_id) as trace:
-            progress.begin(f"searching {setting.model.graph.name}", options.proposals)
-            try:
-                result = mcmc.search(
-                    setting.model.graph,
-                    setting.topology,
-                    setting.table,
-                    setting.training,
-                    options,
-                    links=setting.target.link_costs,
-                    observer=_Recorder(trace, progress, setting.model.graph.name),
-                )
-            finally:
-                progress.end()
+        result = _walk(store, setting, plan, progress)
         best = _best(store, setting, result.strategy, known, options.order, search_id)
         outcome = SearchOutcome(
             proposals=result.proposals,
@@ -250,8 +349,62 @@ def _search(
         status = "interrupted"
         raise
     finally:
-        store.finish_search(search_id, status, outcome)
-    return search_id, result, (best, *known)
+        if outcome is None:
+            store.halt_search(search_id, status)
+        else:
+            store.finish_search(search_id, status, outcome)
+    return SearchReport(
+        search_id=search_id,
+        model=setting.model.graph.name,
+        topology=setting.topology.name,
+        devices=len(setting.topology.devices),
+        batch_size=setting.training.batch_size,
+        proposals=result.proposals,
+        accepted=result.accepted,
+        interrupted=result.interrupted,
+        seconds=result.seconds,
+        predictions=(best, *known),
+        unsplit=setting.model.graph.unsplit,
+        known=plan.known,
+        resumed_at=sum(one.checkpoint.proposals for one in plan.resumed) if plan.resumed else None,
+    )
+
+
+def _walk(store: Store, setting: Setting, plan: _Plan, progress: Progress) -> mcmc.SearchResult:
+    """Let the chains walk, every proposal into the trace."""
+    from search import mcmc
+
+    graph, options = setting.model.graph, plan.options
+    groups = find_groups(graph)
+    share = options.proposals // options.chains
+    with ProposalTrace(store, plan.search_id, groups_text(groups)) as trace:
+        reader = TraceReader(store, plan.search_id)
+        steps = {one.checkpoint.number: one.checkpoint.proposals for one in plan.resumed}
+        recorder = TraceRecorder(
+            trace,
+            groups,
+            len(setting.topology.devices),
+            progress,
+            graph.name,
+            resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
+            recorded=reader.recorded_after(steps),
+            first_code=reader.code_count(),
+        )
+        progress.begin(f"searching {graph.name}", options.proposals + share * len(plan.known))
+        try:
+            return mcmc.search(
+                graph,
+                setting.topology,
+                setting.table,
+                setting.training,
+                options,
+                known=[start.strategy for start in plan.known],
+                resumed=plan.resumed,
+                links=setting.target.link_costs,
+                observer=recorder,
+            )
+        finally:
+            progress.end()
 
 
 def _best(
@@ -267,60 +420,6 @@ def _best(
     candidates = [_prediction("found", strategy, setting, *found), *known]
     best = min(candidates, key=lambda one: (not one.feasible, one.step_time_s))
     return replace(best, name="found")
-
-
-class _Recorder:
-    """Writes every proposal to the trace, with a number for each distinct configuration of an operator."""
-
-    def __init__(self, trace: ProposalTrace, progress: Progress, name: str) -> None:
-        self._trace = trace
-        self._progress = progress
-        self._name = name
-        self._codes: dict[tuple[int, bytes], int] = {}
-        self._reported = 0
-        # Chains may report from several threads.
-        self._lock = threading.Lock()
-
-    def on_proposals(self, batch: mcmc.ProposalBatch) -> None:
-        """Store a batch."""
-        from search.mcmc import decode_configuration
-
-        names: list[ConfigurationName] = []
-        codes = np.empty(len(batch.configuration), dtype=np.int64)
-        with self._lock:
-            for position, (operator, code) in enumerate(
-                zip(batch.operator.tolist(), batch.configuration, strict=True)
-            ):
-                number = self._codes.get((operator, code))
-                if number is None:
-                    number = len(self._codes)
-                    self._codes[operator, code] = number
-                    configuration = decode_configuration(code)
-                    document = {
-                        "degrees": list(configuration.degrees),
-                        "devices": list(configuration.devices),
-                    }
-                    names.append(ConfigurationName(operator, number, canonical_json(document)))
-                codes[position] = number
-            if names:
-                self._trace.name_configurations(names)
-            self._trace.add(
-                ProposalBatch(
-                    chain=batch.chain,
-                    step=batch.step,
-                    operator=batch.operator,
-                    configuration=codes,
-                    simulated_ns=batch.simulated_ns,
-                    bound_ns=batch.bound_ns,
-                    accepted=batch.accepted,
-                )
-            )
-
-    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
-        """Move the bar."""
-        text = f"searching {self._name}: best {best_s * 1e3:.1f} ms, {accepted} accepted"
-        self._progress.advance(proposals - self._reported, text)
-        self._reported = proposals
 
 
 def _baselines(store: Store, setting: Setting, order: TaskOrder, search_id: int) -> list[Prediction]:

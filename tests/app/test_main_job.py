@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,7 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
         assert all(deviation["ok"] for deviation in run.document["deviations"])
 
     compared = command("compare", "--model", "inception-small", "--json")
-    measured = [row for row in compared.document if row["measured_median_s"] is not None]
+    measured = [row for row in compared.document["strategies"] if row["measured_median_s"] is not None]
     # The best strategy may be data parallelism itself.
     assert {row["strategy"] for row in measured} == {best["digest"], baselines[0]["digest"]}
     for row in measured:
@@ -54,11 +54,41 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
         assert row["measured_throughput_samples_per_s"] == pytest.approx(5 / row["measured_median_s"])
 
 
-def test_the_same_seed_and_database_give_the_same_strategy(command: Command, database: Path) -> None:
-    arguments = ("search", *INCEPTION, "--topology", "p100-cluster", "--proposals", "120", "--json")
-    found = [command(*arguments, "--seed", seed).document["predictions"][0] for seed in ("7", "7", "8")]
-    assert found[0] == found[1]
+def test_the_same_seed_gives_the_same_strategy_from_nothing_that_is_known(
+    command: Command, database: Path
+) -> None:
+    arguments = ("search", *INCEPTION, "--topology", "p100-cluster", "--proposals", "80", "--fresh", "--json")
+    found = [command(*arguments, "--seed", seed).document for seed in ("7", "7", "8")]
+    assert all(one["known"] == [] for one in found)
+    first, again, other = (one["predictions"][0] for one in found)
+    assert first == again != other
     assert rows(database, "SELECT count(*) FROM searches WHERE status = 'finished'") == [(3,)]
+
+
+def test_a_search_starts_from_the_best_known_and_is_repeated_from_it(command: Command) -> None:
+    arguments = (
+        "search", "--model", "candle-uno", "--preset", "small", "--batch-size", "64", "--topology", "p100-cluster",
+        "--proposals", "60", "--json",
+    )  # fmt: skip
+    best = command(*arguments, "--devices", "4").document["predictions"][0]
+    warm = command(*arguments, "--devices", "4", "--seed", "9").document
+    assert warm["known"] == [
+        {"digest": best["digest"], "used": best["digest"], "found_for": "batch size 64 on 4 devices"}
+    ]
+    assert warm["proposals"] == 60 + 15
+    assert warm["predictions"][0]["predicted_step_time_s"] <= best["predicted_step_time_s"]
+    # Whatever was found since.
+    start = ("--start", best["digest"])
+    again = command(*arguments, "--devices", "4", "--seed", "9", *start).document
+    assert again["predictions"][0] == warm["predictions"][0]
+    # Its trace has it too: where a chain started from it, the start.
+    fastest = command("strategy", "rebuild", "1", "--json").document
+    assert fastest["digest"] == best["digest"]
+    assert fastest["simulated_step_time_s"] == best["predicted_step_time_s"]
+    at_start = command("strategy", "rebuild", str(warm["search"]), "--chain", "4", "--step", "0", "--json")
+    assert at_start.document["digest"] == best["digest"]
+    (nearest,) = command(*arguments, "--devices", "8").document["known"]
+    assert nearest["found_for"] == "batch size 64 on 4 devices of p100-cluster[:4]"
 
 
 def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Command, database: Path) -> None:
@@ -73,13 +103,17 @@ def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Com
         connection = connect(store.database)
         counted = connection.execute("SELECT count(*), sum(accepted::INT) FROM proposals").fetchall()
         joined = connection.execute(
-            "SELECT document FROM proposals "
-            "JOIN proposal_configurations USING (search, operator, configuration)"
+            "SELECT operator.axes, meaning.degrees, meaning.devices FROM proposals AS proposal "
+            "JOIN proposal_devices AS meaning USING (search, configuration) "
+            "JOIN operators AS operator ON operator.position = proposal.operator"
         ).fetchall()
         connection.close()
     assert counted == [(outcome.document["proposals"], outcome.document["accepted"])]
     assert len(joined) == outcome.document["proposals"]
-    assert all(set(json.loads(document)) == {"degrees", "devices"} for (document,) in joined)
+    for axes, degrees, devices in joined:
+        assert len(axes) == len(degrees)
+        assert len(devices) == prod(degrees)
+        assert set(devices) <= set(range(4))
 
 
 @pytest.mark.parametrize("name", zoo_names())

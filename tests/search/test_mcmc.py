@@ -1,7 +1,8 @@
 """The walk: it finds optima, it is reproducible, and it accepts by the Metropolis rule."""
 
 import itertools
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ from graph.errors import CostError, StrategyError, UsageError
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
+from search import proposals
 from search.baselines import data_parallel, random_strategy
 from search.costs import CostTable, OperatorCost
 from search.groups import find_groups, follow
@@ -25,6 +27,7 @@ from search.mcmc import (
     search,
 )
 from search.moves import Moves, copied
+from search.placements import Origin
 from search.simulator import simulate
 from search.taskgraph import TaskGraphBuilder
 from tests.search.builders import GraphBuilder, MadeUpCosts, branches, devices, local_calls, two_layers
@@ -45,7 +48,11 @@ class Record:
     """An observer that keeps all."""
 
     batches: list[ProposalBatch] = field(default_factory=list)
+    starts: list[tuple[int, str, Strategy, Mapping[int, Origin] | None]] = field(default_factory=list)
     told: list[tuple[int, int, float]] = field(default_factory=list)
+
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        self.starts.append((chain, name, strategy, heads))
 
     def on_proposals(self, batch: ProposalBatch) -> None:
         self.batches.append(batch)
@@ -264,6 +271,35 @@ def test_an_interrupt_keeps_the_best() -> None:
     assert result.interrupted
     assert result.proposals == len(record.column("step")) < 1000
     assert result.step_time_s <= min(chain.initial_s for chain in result.chains)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_batch_is_handed_over_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    class Interrupted(Record):
+        whole = 0
+
+        def on_proposals(self, batch: ProposalBatch) -> None:
+            if not self.batches:
+                signal.raise_signal(number)
+            super().on_proposals(batch)
+            self.whole += 1
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(proposals, "BATCH", 20)
+    record = Interrupted()
+    before = signal.signal(number, interrupt)
+    try:
+        result = run(branches(), 4, SearchOptions(proposals=200, seed=1), record)
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+    assert result.interrupted
+    assert record.whole == len(record.batches) >= 1
+    assert len(record.column("step")) == result.proposals < 200
 
 
 def test_a_chain_without_gain_stops() -> None:

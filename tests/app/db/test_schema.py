@@ -71,8 +71,7 @@ def test_upgrade_again_keeps_the_rows_and_downgrade_drops_them(database_url: str
 
 
 def test_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    upgrade(database_url)
-    monkeypatch.setattr(schema, "HEAD", "0002")
+    upgrade(database_url, revision="0001")
     with pytest.raises(
         DatabaseError, match=r"schema is 0001, must be 0002; run: app db upgrade --database "
     ) as raised:
@@ -101,6 +100,103 @@ def test_tables_of_another_program_are_left_alone(database_url: str) -> None:
         with pytest.raises(DatabaseError, match=r"has tables of another program \(customers\)"):
             act(database_url)
     assert tables(database_url) == ["customers"]
+
+
+def stored_by_0001(url: str) -> None:
+    """Make a database of revision 0001 with rows that 0002 touches, as that revision's Soapstone wrote them."""
+    upgrade(url, revision="0001")
+    moment = "'2026-01-02 03:04:05'"
+    for statement in (
+        "INSERT INTO graphs VALUES (1, 'g', 'mlp', '{}', 1, 1, 1, '{}')",
+        "INSERT INTO topologies VALUES (1, 't', 'local', 2, '{}')",
+        "INSERT INTO trainings VALUES (1, 'r', 8, '{}')",
+        f"INSERT INTO environments VALUES (1, 'e', '{{}}', {moment})",
+        f"INSERT INTO strategies VALUES (1, 's', 1, 2, '{{}}', 'search', {moment})",
+        *(
+            f"INSERT INTO searches VALUES ({number}, 1, 1, 1, 'mcmc', 7, '{{}}', '{state}', 5, 3, 2.0, 1.0, 1,"
+            f" 'x.traces/search-{number}', {moment}, NULL)"
+            for number, state in enumerate(("running", "finished", "interrupted", "failed"), 1)
+        ),
+        *(
+            f"INSERT INTO executions VALUES ({number}, 1, 1, 1, 1, 3, '{state}', '[1.0]', 1.0, 1.0, 1.0, 8.0, NULL,"
+            f" NULL, {moment}, NULL)"
+            for number, state in enumerate(("running", "finished", "failed"), 1)
+        ),
+        f"INSERT INTO traces VALUES (1, 2, 'proposals', 'x.traces/search-2/chunk-000001.parquet', 5, {moment})",
+    ):
+        execute(url, statement)
+    if url.startswith("postgresql"):
+        # Its numbers go on by themselves only after rows that they were given to.
+        for table in (
+            "graphs",
+            "topologies",
+            "trainings",
+            "environments",
+            "strategies",
+            "searches",
+            "executions",
+            "traces",
+        ):
+            execute(
+                url, f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), (SELECT max(id) FROM {table}))"
+            )
+
+
+def rows_of(url: str) -> dict[str, list[dict[str, object]]]:
+    """Return all rows of all tables, by table."""
+    own = migration_engine(resolve_url(url))
+    with own.connect() as connection:
+        found = {
+            name: [
+                dict(row)
+                for row in connection.execute(sa.text(f"SELECT * FROM {name} ORDER BY 1")).mappings()
+            ]
+            for name in sa.inspect(connection).get_table_names()
+        }
+    own.dispose()
+    return found
+
+
+def structure_of(url: str) -> dict[str, object]:
+    """Return columns, constraints and indexes of all tables."""
+    own = migration_engine(resolve_url(url))
+    inspector = sa.inspect(own)
+    found: dict[str, object] = {}
+    for name in inspector.get_table_names():
+        found[name] = (
+            [(one["name"], str(one["type"]), one["nullable"]) for one in inspector.get_columns(name)],
+            sorted((str(one["name"]), one["column_names"]) for one in inspector.get_indexes(name)),
+            sorted((str(one["name"]), one["sqltext"]) for one in inspector.get_check_constraints(name)),
+            sorted((str(one["name"]), one["referred_table"]) for one in inspector.get_foreign_keys(name)),
+            sorted((str(one["name"]), one["column_names"]) for one in inspector.get_unique_constraints(name)),
+        )
+    own.dispose()
+    return found
+
+
+def test_0001_is_upgraded_and_taken_back_with_its_rows(database_url: str) -> None:
+    stored_by_0001(database_url)
+    before, structure = rows_of(database_url), structure_of(database_url)
+    assert upgrade(database_url) == "0001"
+    assert check.differences(resolve_url(database_url)) == []
+    with Store.open(database_url) as store:
+        statuses = [store.search(number).status for number in (1, 2, 3, 4)]
+        assert statuses == ["interrupted", "finished", "interrupted", "failed"]
+        assert [store.execution(number).status for number in (1, 2, 3)] == [
+            "interrupted",
+            "finished",
+            "failed",
+        ]
+        assert store.search(2).owner is None
+        store.record_trace(2, "starts", "x.traces/search-2/starts-000001.parquet", 3)
+    assert downgrade(database_url, revision="0001") == schema.HEAD
+    after = rows_of(database_url)
+    # Only what was running is another row than before.
+    before["searches"][0]["status"] = "interrupted"
+    before["executions"][0] |= {"status": "failed", "failure": "interrupted"}
+    before["alembic_version"] = [{"version_num": "0001"}]
+    assert after == before
+    assert structure_of(database_url) == structure
 
 
 def test_failed_upgrade_changes_nothing(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

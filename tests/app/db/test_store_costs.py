@@ -97,6 +97,25 @@ def test_of_any_environment_the_newest_cost_is_returned(store: Store) -> None:
     assert store.op_costs(kind, first, [two])[two, "forward"].minimum_s == 1.0
 
 
+def test_minima_are_those_of_the_costs(store: Store) -> None:
+    kind = store.put_device_kind(samples.device_kind())
+    first, second = (store.put_environment(samples.environment(number)) for number in (1, 2))
+    failed = OpCostRecord(
+        samples.signature(9), "forward", None, None, None, failure="x", measured_at=samples.moment(4)
+    )
+    many = [samples.op_cost(number, time_s=float(number), at=number % 7) for number in range(1, 1201)]
+    store.put_op_costs(kind, first, many)
+    store.put_op_costs(kind, second, [samples.op_cost(5, phase="backward"), samples.op_cost(5, at=9), failed])
+    digests = [samples.signature(number).digest for number in range(1, 1150)]
+    for environment in (None, first, second):
+        for some in (None, digests, digests[:2], []):
+            costs = store.op_costs(kind, environment, some)
+            assert store.op_cost_minima(kind, environment, some) == {
+                key: cost.minimum_s for key, cost in costs.items()
+            }
+    assert store.op_cost_minima(kind, None)[samples.signature(9).digest, "forward"] is None
+
+
 _PHASES: list[Phase] = ["forward", "backward", "update"]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,19 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from app.db import chunks, models, owners
 from app.db import trace as trace_module
-from app.db.records import TraceKind
+from app.db.records import SearchOutcome, TraceKind
 from app.db.store import Store
-from app.db.trace import ConfigurationName, ProposalBatch, ProposalTrace, proposal_schema
+from app.db.trace import (
+    ConfigurationEntry,
+    ProposalBatch,
+    ProposalTrace,
+    StartEntry,
+    configuration_schema,
+    proposal_schema,
+    start_schema,
+)
 from graph.errors import DatabaseError
 from tests.app.db.samples import Scene
 
@@ -36,24 +48,47 @@ def batch(first_step: int, count: int, *, chain: int = 0) -> ProposalBatch:
 def read(store: Store, search_id: int, kind: str = "proposals") -> pa.Table:
     """Return all registered rows of a search, in the order of the chunks."""
     root = store.database.trace_root
-    chunks = [trace for trace in store.traces(search_id=search_id) if trace.kind == kind]
-    tables = [parquet.read_table(root / chunk.path) for chunk in chunks]
-    assert [table.num_rows for table in tables] == [chunk.rows for chunk in chunks]
-    return pa.concat_tables(tables)
+    found = [trace for trace in store.traces(search_id=search_id) if trace.kind == kind]
+    tables = [parquet.read_table(root / chunk.path) for chunk in found]
+    assert [table.num_rows for table in tables] == [chunk.rows for chunk in found]
+    return pa.concat_tables([table.replace_schema_metadata() for table in tables])
+
+
+def files(store: Store, search_id: int) -> list[str]:
+    """Return the names of a search's files, registered or not."""
+    return sorted(path.name for path in chunks.trace_folder(store, search_id).iterdir())
+
+
+def names(store: Store, search_id: int, kind: TraceKind = "proposals") -> list[str]:
+    """Return the names of the registered chunks."""
+    return [chunk.name for chunk in chunks.registered(store, search_id, kind)]
 
 
 def test_trace_round_trip(store: Store) -> None:
     search = store.start_search(Scene.stored(store).search())
     with ProposalTrace(store, search) as trace:
-        trace.name_configurations(
-            [ConfigurationName(0, 0, "{}"), ConfigurationName(1, 2**40, '{"sample":2}')]
+        trace.add_entries(
+            [
+                ConfigurationEntry(0, "strided", 2, (2, 1), start=1, stride=1),
+                ConfigurationEntry(1, "permuted", 2, (2, 1), seed=2**32 - 1),
+                ConfigurationEntry(2, "copied", 2, (1, 2), base=1, axes=(-1, 0)),
+                ConfigurationEntry(2**40, "listed", 2, (2, 1), devices=(1, 1)),
+            ]
         )
+        trace.add_starts([StartEntry(0, "data_parallel", 7, 0), StartEntry(1, "random", 7, 2**40)])
         trace.add(batch(0, 1000))
         trace.add(batch(1000, 0))
         trace.add(batch(1000, 7))
     trace.close()
     table = read(store, search)
-    assert table.schema.equals(proposal_schema())
+    for kind, schema in {
+        "proposals": proposal_schema(),
+        "configurations": configuration_schema(),
+        "starts": start_schema(),
+    }.items():
+        assert {field.name: field.type for field in read(store, search, kind).schema} == {
+            field.name: field.type for field in schema
+        }
     columns = table.to_pydict()
     assert columns["step"] == list(range(1007))
     assert columns["search"] == [search] * 1007
@@ -61,12 +96,18 @@ def test_trace_round_trip(store: Store) -> None:
     assert columns["simulated_ns"] == [None if step % 3 == 0 else step * 1000 for step in range(1007)]
     assert columns["bound_ns"] == [step * 500 if step % 3 == 0 else None for step in range(1007)]
     assert columns["accepted"] == [step % 5 == 0 for step in range(1007)]
-    assert read(store, search, "configurations").to_pylist()[1] == {
-        "search": search,
-        "operator": 1,
-        "configuration": 2**40,
-        "document": '{"sample":2}',
-    }
+    nothing = dict.fromkeys(("start", "stride", "seed", "base", "axes", "devices"))
+    common = {"search": search, "device_count": 2, **nothing}
+    assert read(store, search, "configurations").to_pylist() == [
+        {**common, "configuration": 0, "family": "strided", "degrees": [2, 1], "start": 1, "stride": 1},
+        {**common, "configuration": 1, "family": "permuted", "degrees": [2, 1], "seed": 2**32 - 1},
+        {**common, "configuration": 2, "family": "copied", "degrees": [1, 2], "base": 1, "axes": [-1, 0]},
+        {**common, "configuration": 2**40, "family": "listed", "degrees": [2, 1], "devices": [1, 1]},
+    ]
+    assert read(store, search, "starts").to_pylist() == [
+        {"search": search, "chain": 0, "start": "data_parallel", "operator": 7, "configuration": 0},
+        {"search": search, "chain": 1, "start": "random", "operator": 7, "configuration": 2**40},
+    ]
     path = store.search(search).trace_path
     assert path is not None
     assert (store.database.trace_root / path).is_dir()
@@ -91,7 +132,8 @@ def test_resumed_trace_goes_on_after_the_last_chunk(store: Store) -> None:
         with ProposalTrace(store, search) as trace:
             trace.add(batch(first, 20))
     assert read(store, search)["step"].to_pylist() == list(range(60))
-    assert len(store.traces()) == 3
+    # One chunk again whenever it ends.
+    assert files(store, search) == names(store, search) == ["chunk-000001-000003.parquet"]
 
 
 def test_proposals_are_on_disk_without_another_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +164,7 @@ def test_full_buffer_is_written_at_once(store: Store, monkeypatch: pytest.Monkey
         for first in range(0, 25, 5):
             trace.add(batch(first, 5))
         assert [chunk.rows for chunk in store.traces()] == [10, 10]
-    assert [chunk.rows for chunk in store.traces()] == [10, 10, 5]
+    assert [chunk.rows for chunk in store.traces()] == [25]
 
 
 def test_trace_without_a_folder_is_one_line(tmp_path: Path) -> None:
@@ -140,3 +182,136 @@ def test_failure_to_write_reaches_the_caller(tmp_path: Path) -> None:
         with pytest.raises(DatabaseError, match="FOREIGN KEY"):
             trace.close()
         trace.close()
+
+
+def test_chunks_become_larger_while_a_search_runs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are never more than a few of each size, and two chains are in order within each."""
+    monkeypatch.setattr(trace_module, "FLUSH_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(trace_module, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(chunks, "FAN_IN", 3)
+    search = store.start_search(Scene.stored(store).search())
+    with ProposalTrace(store, search) as trace:
+        for number in range(14):
+            trace.add(batch(10 * (number // 2), 10, chain=number % 2))
+        assert names(store, search) == [
+            "chunk-000001-000009.parquet",
+            "chunk-000010-000012.parquet",
+            "chunk-000013.parquet",
+            "chunk-000014.parquet",
+        ]
+    assert files(store, search) == names(store, search) == ["chunk-000001-000014.parquet"]
+    table = read(store, search).to_pydict()
+    assert table["chain"] == [0] * 70 + [1] * 70
+    assert table["step"] == [*range(70), *range(70)]
+
+
+def test_large_chunks_are_left_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(chunks, "LARGEST_ROWS", 25)
+    monkeypatch.setattr(chunks, "FAN_IN", 3)
+    search = store.start_search(Scene.stored(store).search())
+    with ProposalTrace(store, search) as trace:
+        for number in range(5):
+            trace.add(batch(10 * number, 10))
+    assert [chunk.rows for chunk in chunks.registered(store, search, "proposals")] == [20, 20, 10]
+    assert files(store, search) == names(store, search)
+
+
+def test_the_newest_checkpoint_and_outcome_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the chunks are merged, and when the last proposals came without one."""
+    monkeypatch.setattr(trace_module, "FLUSH_ROWS", 1)
+    search = store.start_search(Scene.stored(store).search())
+    with ProposalTrace(store, search) as trace:
+        for number in range(3):
+            outcome = SearchOutcome(number, 0, 2.0, 1.0)
+            trace.add(replace(batch(10 * number, 10), checkpoint=f"[{number}]", outcome=outcome))
+        assert store.search(search).proposals == 2
+        trace.add(batch(30, 10))
+    (chunk,) = names(store, search)
+    assert chunks.read_text(chunks.trace_folder(store, search) / chunk, chunks.CHECKPOINT) == "[2]"
+    assert store.search(search).best_time_s == 1.0
+
+
+def killed(store: Store, monkeypatch: pytest.MonkeyPatch, *, chunk_count: int) -> int:
+    """Return a search with chunks of ten proposals that are not merged, as if its process were gone."""
+    search = store.start_search(Scene.stored(store).search())
+    with monkeypatch.context() as patch:
+        patch.setattr(trace_module, "FLUSH_ROWS", 1)
+        patch.setattr(chunks, "leftovers", lambda _chunks: [])
+        with ProposalTrace(store, search) as trace:
+            for number in range(chunk_count):
+                trace.add(batch(10 * number, 10))
+    return search
+
+
+def forget(store: Store, search: int, path: str) -> None:
+    """Take a chunk out of the database, not off the disk."""
+    folder = chunks.trace_folder(store, search)
+    with store.write() as connection:
+        table = models.traces
+        connection.execute(table.delete().where(table.c.path == chunks.relative(store, folder / path)))
+
+
+def test_a_chunk_written_but_not_registered_is_adopted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = killed(store, monkeypatch, chunk_count=3)
+    forget(store, search, "chunk-000003.parquet")
+    chunks.recover(store, search)
+    assert read(store, search)["step"].to_pylist() == list(range(30))
+    chunks.recover(store, search)
+    assert files(store, search) == names(store, search)
+
+
+def test_what_was_not_written_to_its_end_is_deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = killed(store, monkeypatch, chunk_count=2)
+    folder = chunks.trace_folder(store, search)
+    whole = (folder / "chunk-000002.parquet").read_bytes()
+    (folder / "chunk-000003.parquet").write_bytes(whole[: len(whole) // 2])
+    # Of a process that cannot be there, and of one that is.
+    (folder / f"chunk-000004.{2**22 + 1}.tmp").write_bytes(b"x")
+    (folder / f"chunk-000004.{os.getpid()}.tmp").write_bytes(b"x")
+    chunks.recover(store, search)
+    assert files(store, search) == [*names(store, search)[:2], f"chunk-000004.{os.getpid()}.tmp"]
+    assert read(store, search)["step"].to_pylist() == list(range(20))
+
+
+@pytest.mark.parametrize("moment", ["written", "registered", "lost"])
+def test_a_kill_while_chunks_are_merged_loses_and_doubles_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Between file and registration; between registration and deletion; and after a loss of power in both."""
+    search = killed(store, monkeypatch, chunk_count=3)
+    parts = chunks.registered(store, search, "proposals")
+    with monkeypatch.context() as patch:
+        if moment != "registered":
+            patch.setattr(store, "replace_traces", lambda *_arguments: None)
+        merged, paths = chunks.merge(store, search, "proposals", parts)
+    if moment == "lost":
+        for path in paths:
+            path.unlink()
+    chunks.recover(store, search)
+    assert read(store, search)["step"].to_pylist() == list(range(30))
+    expected = [part.name for part in parts] if moment == "written" else [merged.name]
+    assert files(store, search) == names(store, search) == expected
+
+
+def test_a_search_whose_process_is_gone_is_put_in_order_at_the_next_open(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(database_url) as store:
+        search = killed(store, monkeypatch, chunk_count=2)
+        forget(store, search, "chunk-000002.parquet")
+        with Store.open(database_url) as other:
+            assert other.search(search).status == "running", "its process lives: this one"
+            assert len(names(other, search)) == 1
+        with store.write() as connection:
+            table = models.searches
+            connection.execute(table.update().where(table.c.id == search).values(owner=gone()))
+    with Store.open(database_url) as store:
+        found = store.search(search)
+        assert (found.status, found.finished_at) == ("interrupted", found.alive_at)
+        assert names(store, search) == ["chunk-000001.parquet", "chunk-000002.parquet"]
+
+
+def gone() -> str:
+    """Return the owner of a process of this machine that has ended."""
+    return json.dumps({**json.loads(owners.this_process()), "pid": 2**22 + 1})

@@ -1,0 +1,284 @@
+"""The Parquet files of a trace: their names, how they are written, merged, and put right after a kill.
+
+A chunk is written under a temporary name, renamed, and then registered: whoever finds it in `traces` finds it
+whole. Its name says which flushes it holds: `chunk-000007` the seventh, `chunk-000001-000016` the first sixteen,
+merged. A merged chunk is registered, and its parts are forgotten, in one transaction; only then they are deleted.
+So a file that nobody registered, left by a kill, explains itself: see `recover`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.db import owners
+from app.db.records import TraceKind, TraceRecord
+from graph.errors import DatabaseError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from app.db.store_runs import RunStore
+
+STEMS: dict[TraceKind, str] = {"starts": "starts", "configurations": "configurations", "proposals": "chunk"}
+"""How the files of a kind are called, in the order in which one search writes them."""
+
+FAN_IN = 16
+"""So many chunks of one size become one of the next size."""
+
+LARGEST_ROWS = 2_000_000
+"""Chunks are not merged beyond this: about 20 MB on disk, some 100 MB in memory while they are."""
+
+CHECKPOINT = b"soapstone.checkpoint"
+"""Of a chunk of proposals: the chains after its last proposals (or soon before), to go on from."""
+GROUPS = b"soapstone.groups"
+"""Of a chunk of starts: which operators follow which head, since proposals name heads alone."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Chunk:
+    """A chunk's file, by the flushes that it holds: `first` to `last`."""
+
+    first: int
+    last: int
+    name: str
+    rows: int = 0
+
+    @property
+    def level(self) -> int:
+        """How often its rows were merged, at least: 16 flushes once, 256 twice."""
+        level, size = 0, self.last - self.first + 1
+        while size >= FAN_IN:
+            level, size = level + 1, size // FAN_IN
+        return level
+
+    def covers(self, other: Chunk) -> bool:
+        """Return whether it holds all that the other does."""
+        return self.first <= other.first and other.last <= self.last
+
+
+def chunk_name(stem: str, first: int, last: int) -> str:
+    """Return the file name of a chunk."""
+    numbers = f"{first:06d}" if first == last else f"{first:06d}-{last:06d}"
+    return f"{stem}-{numbers}.parquet"
+
+
+def chunk_of(stem: str, name: str, rows: int = 0) -> Chunk | None:
+    """Return the chunk that a file name means, or None if it is not one of that stem."""
+    match = re.fullmatch(rf"{stem}-(\d+)(?:-(\d+))?\.parquet", name)
+    return None if match is None else Chunk(int(match[1]), int(match[2] or match[1]), name, rows)
+
+
+def trace_folder(store: RunStore, search_id: int) -> Path:
+    """Return the folder of a search's chunks; it need not exist."""
+    return store.database.trace_folder / f"search-{search_id}"
+
+
+def registered(store: RunStore, search_id: int, kind: TraceKind) -> list[Chunk]:
+    """Return the registered chunks of one kind in the order in which they were written."""
+    found = []
+    for trace in store.traces(search_id=search_id):
+        chunk = chunk_of(STEMS[kind], trace.path.rpartition("/")[2], trace.rows)
+        if trace.kind == kind and chunk is not None:
+            found.append(chunk)
+    return sorted(found)
+
+
+def relative(store: RunStore, path: Path) -> str:
+    """Return a chunk's path as it is registered."""
+    return path.relative_to(store.database.trace_root).as_posix()
+
+
+def write_file(path: Path, kind: TraceKind, table: pa.Table) -> None:
+    """Write a chunk that others see whole or not at all.
+
+    Raises:
+        DatabaseError: it cannot be written.
+    """
+    from pyarrow import parquet
+
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    # Numbers in ascending order take almost nothing as differences; times have too many values for a dictionary.
+    encoding, dictionary = _ENCODINGS[kind]
+    texts = table.schema.metadata or {}
+    plain = table.replace_schema_metadata()
+    try:
+        with open(temporary, "wb") as file:
+            with parquet.ParquetWriter(
+                file,
+                plain.schema,
+                compression="zstd",
+                compression_level=6,
+                column_encoding=encoding,
+                use_dictionary=dictionary,  # type: ignore[arg-type]  # names are allowed
+                store_schema=False,
+            ) as writer:
+                writer.write_table(plain)
+                writer.add_key_value_metadata(texts)  # type: ignore[arg-type]  # bytes are allowed
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise unwritable(path.parent, error) from None
+
+
+_ENCODINGS: dict[TraceKind, tuple[dict[str, str] | None, list[str]]] = {
+    "starts": (
+        {"configuration": "DELTA_BINARY_PACKED", "operator": "DELTA_BINARY_PACKED"},
+        ["search", "chain", "start"],
+    ),
+    "configurations": (
+        {"configuration": "DELTA_BINARY_PACKED"},
+        ["search", "family", "device_count", "degrees.list.element", "axes.list.element"],
+    ),
+    "proposals": (
+        {
+            "step": "DELTA_BINARY_PACKED",
+            "configuration": "DELTA_BINARY_PACKED",
+            "simulated_ns": "DELTA_BINARY_PACKED",
+            "bound_ns": "DELTA_BINARY_PACKED",
+        },
+        ["search", "chain", "operator"],
+    ),
+}
+
+
+def unwritable(folder: Path, error: OSError) -> DatabaseError:
+    """Return what to say when a trace cannot be written."""
+    return DatabaseError(
+        f"trace folder {folder}: cannot be written ({error.strerror}); check its permissions and its space"
+    )
+
+
+def with_text(table: pa.Table, key: bytes, text: str | None) -> pa.Table:
+    """Return the table with a text that its chunk carries beside its rows."""
+    return table if text is None else table.replace_schema_metadata({key: text.encode()})
+
+
+def read_text(path: Path, key: bytes) -> str | None:
+    """Return what `with_text` wrote, or None."""
+    from pyarrow import parquet
+
+    found = (parquet.read_metadata(path).metadata or {}).get(key)
+    return None if found is None else found.decode()
+
+
+def merge(
+    store: RunStore, search_id: int, kind: TraceKind, parts: Sequence[Chunk]
+) -> tuple[Chunk, list[Path]]:
+    """Make one chunk of several neighbours; return it, and the files that nobody needs any more.
+
+    Proposals are sorted by chain and step: so they are small, and a chain is read without the others.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    folder = trace_folder(store, search_id)
+    paths = [folder / part.name for part in parts]
+    texts = {
+        key: text.encode() for key in (CHECKPOINT, GROUPS) if (text := read_text(paths[-1], key)) is not None
+    }
+    table = pa.concat_tables([parquet.read_table(path).replace_schema_metadata() for path in paths])
+    if kind == "proposals":
+        table = table.sort_by([("chain", "ascending"), ("step", "ascending")])
+    if texts:
+        table = table.replace_schema_metadata(texts)
+    path = folder / chunk_name(STEMS[kind], parts[0].first, parts[-1].last)
+    write_file(path, kind, table)
+    old = [relative(store, part) for part in paths]
+    store.replace_traces(search_id, kind, old, relative(store, path), table.num_rows)
+    return Chunk(parts[0].first, parts[-1].last, path.name, table.num_rows), paths
+
+
+def due(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return the newest neighbours that are to become one, while a search runs; none if there are too few.
+
+    A row is so written once for each power of FAN_IN in the number of flushes, and there are never more than some
+    FAN_IN chunks of each size.
+    """
+    if not chunks:
+        return []
+    level = chunks[-1].level
+    alike = [chunk for chunk in chunks if chunk.level == level and chunk.rows < LARGEST_ROWS]
+    newest = alike[-FAN_IN:]
+    together = sum(chunk.rows for chunk in newest) <= LARGEST_ROWS
+    return newest if len(newest) == FAN_IN and together and newest[-1] == chunks[-1] else []
+
+
+def leftovers(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the neighbours that are to become one each when a search has ended: as few and as large as allowed."""
+    runs: list[list[Chunk]] = []
+    rows = 0
+    for chunk in chunks:
+        if runs and rows + chunk.rows <= LARGEST_ROWS:
+            runs[-1].append(chunk)
+            rows += chunk.rows
+        else:
+            runs.append([chunk])
+            rows = chunk.rows
+    return [run for run in runs if len(run) > 1]
+
+
+def recover(store: RunStore, search_id: int) -> None:
+    """Put the trace of a search in order that was killed.
+
+    What was written but not registered is registered; what is registered in another chunk, and what was not
+    written to its end, is deleted.
+
+    Raises:
+        DatabaseError: a file cannot be deleted.
+    """
+    folder = trace_folder(store, search_id)
+    if not folder.is_dir():
+        return
+    try:
+        for path in folder.glob("*.tmp"):
+            # Who goes on with this search at the same moment may be writing already.
+            if not owners.is_alive(int(path.stem.rpartition(".")[2])):
+                path.unlink(missing_ok=True)
+        for kind in STEMS:
+            _recover_kind(store, search_id, kind, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path) -> None:
+    known = registered(store, search_id, kind)
+    names = {chunk.name for chunk in known}
+    files = [chunk_of(STEMS[kind], path.name) for path in folder.iterdir()]
+    for chunk in sorted(chunk for chunk in files if chunk is not None and chunk.name not in names):
+        path = folder / chunk.name
+        parts = [other for other in known if chunk.covers(other)]
+        rows = _rows(path)
+        # A machine that lost its power may have lost the registration, too, but not the file.
+        lost = any(not (folder / part.name).is_file() for part in parts)
+        last = max((other.last for other in known), default=0)
+        if rows is not None and chunk.first == chunk.last == last + 1:
+            store.record_trace(search_id, kind, relative(store, path), rows)
+            known.append(chunk)
+        elif rows is not None and lost:
+            old = [relative(store, folder / part.name) for part in parts]
+            store.replace_traces(search_id, kind, old, relative(store, path), rows)
+            known = [other for other in known if other not in parts] + [chunk]
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _rows(path: Path) -> int | None:
+    """Return the number of rows of a whole chunk; None for a file that is not one."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return int(parquet.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError):
+        return None
+
+
+def chunk_paths(store: RunStore, traces: Sequence[TraceRecord], kind: TraceKind) -> list[Path]:
+    """Return the files of the registered chunks of one kind."""
+    return [store.database.trace_root / trace.path for trace in traces if trace.kind == kind]

@@ -1,0 +1,109 @@
+"""Which process runs a search or an execution, and whether it still does.
+
+A killed process cannot say that it ended; its row would stay `running` for ever. So a row names its process: the
+machine since its last start, the process number, and when the process started (a number is used again). On the
+same machine the operating system knows whether that process lives. Of processes elsewhere (another machine or
+container on one database) it is known only when they last said so: they say it every `HEARTBEAT_S`, and one that
+was silent for `LEASE_S` is taken for dead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from graph.canonical import canonical_json
+
+HEARTBEAT_S = 30.0
+LEASE_S = 600.0
+
+
+def this_process() -> str:
+    """Return the owner that rows of this process name, as canonical JSON."""
+    return canonical_json({**_machine(), "pid": os.getpid(), "started": _start(os.getpid())})
+
+
+def is_dead(owner: str | None, alive_at: datetime | None, now: datetime) -> bool:
+    """Return whether a row's process has ended: known on this machine, presumed after a lease elsewhere."""
+    try:
+        named = json.loads(owner or "")
+        number = int(named["pid"])
+    except (ValueError, TypeError, KeyError):
+        return True  # nobody can ever finish a row of nobody
+    if not isinstance(named, dict) or any(named.get(key) != value for key, value in _machine().items()):
+        return alive_at is None or now - alive_at > timedelta(seconds=LEASE_S)
+    return not is_alive(number) or _start(number) != named.get("started")
+
+
+class Heartbeat:
+    """Calls `beat` regularly, in a thread of its own, while something is under way."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End; a second call does nothing."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            self._beat()
+
+
+def _machine() -> dict[str, str]:
+    """Return what names this machine since its last start; containers see processes of their own only."""
+    return {
+        "host": platform.node(),
+        "boot": _text(Path("/proc/sys/kernel/random/boot_id")),
+        "processes": _link(Path("/proc/self/ns/pid")),
+    }
+
+
+def _start(number: int) -> str:
+    """Return when a process started, in ticks since the machine did; "" where the system does not tell."""
+    # The name, in parentheses, may hold anything.
+    fields = _text(Path(f"/proc/{number}/stat")).rpartition(")")[2].split()
+    # A process that ended, and whose parent has not asked yet, does nothing any more.
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def is_alive(number: int) -> bool:
+    """Return whether this machine has a process of that number."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,311 @@
+"""From a trace back to strategies: any that a search visited, exactly.
+
+The strategy of a chain after a step is what the last accepted proposals up to there gave to the heads, and the
+start's configurations where there was none; all other operators follow their heads. Nothing is simulated or drawn
+again, so it does not depend on costs or on random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.db import chunks
+from app.db.records import GraphRecord, SearchRecord, StrategyRecord
+from app.db.store import Store
+from app.services.recording import Recorded, checkpoint_of, groups_of
+from graph.axes import tasks
+from graph.canonical import canonical_json
+from graph.errors import DatabaseError, UsageError
+from graph.strategy import FORMAT, Configuration, Strategy
+from search.groups import Group, follow
+from search.moves import copied
+from search.placements import Permuted, Strided, place
+from search.proposals import ChainCheckpoint, ResumedChain
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Visited:
+    """A strategy that a chain had after so many proposals, as it is stored."""
+
+    search_id: int
+    chain: int
+    step: int
+    record: StrategyRecord
+    simulated_ns: int | None
+
+
+class TraceReader:
+    """Reads the trace of one search.
+
+    Raises (all methods):
+        UsageError: there is no such chain or step.
+        DatabaseError: a chunk cannot be read.
+    """
+
+    def __init__(self, store: Store, search_id: int) -> None:
+        self._folder = chunks.trace_folder(store, search_id)
+        self._search_id = search_id
+        self._paths = {
+            kind: [self._folder / chunk.name for chunk in chunks.registered(store, search_id, kind)]
+            for kind in chunks.STEMS
+        }
+        self._entries: dict[int, dict[str, Any]] = {}
+
+    @property
+    def has_starts(self) -> bool:
+        """Whether any chain began."""
+        return bool(self._paths["starts"])
+
+    def groups(self) -> list[Group]:
+        """Return the groups that the search's proposals changed."""
+        for path in reversed(self._paths["starts"]):
+            text = chunks.read_text(path, chunks.GROUPS)
+            if text is not None:
+                return groups_of(text)
+        raise UsageError(
+            f"search {self._search_id}: its trace has no starts, must have them to rebuild a strategy; choose another"
+        )
+
+    def checkpoint(self) -> list[ChainCheckpoint]:
+        """Return the chains as they were written last; none if nothing was written yet."""
+        for path in reversed(self._paths["proposals"]):
+            text = chunks.read_text(path, chunks.CHECKPOINT)
+            if text is not None:
+                return checkpoint_of(text)
+        return []
+
+    def code_count(self) -> int:
+        """Return the first code that no configuration has."""
+        return sum(self._table([path], ["configuration"]).num_rows for path in self._paths["configurations"])
+
+    def starts(self, chain: int) -> dict[int, int]:
+        """Return the codes that a chain began with, by operator: of all heads, and of what does not follow one."""
+        table = self._table(
+            self._paths["starts"], ["operator", "configuration"], [("chain", "=", chain)]
+        ).to_pydict()
+        if not table["operator"]:
+            raise UsageError(
+                f"search {self._search_id}: has no chain {chain}, must have it; see view proposals by app query"
+            )
+        return dict(zip(table["operator"], table["configuration"], strict=True))
+
+    def codes(self, chain: int, step: int) -> dict[int, int]:
+        """Return the codes of a chain's heads (and what still has its own from the start) after `step` proposals."""
+        current = self.starts(chain)
+        groups = {group.head: group for group in self.groups()}
+        for head, code in self._accepted(chain, step).items():
+            for member in groups[head].members:
+                current.pop(member.operator, None)
+            current[head] = code
+        return current
+
+    def configurations(self, chain: int, step: int) -> tuple[Configuration, ...]:
+        """Return the configurations of all operators after `step` proposals of a chain."""
+        codes = self.codes(chain, step)
+        meaning = self.decode(codes.values())
+        result: dict[int, Configuration] = {}
+        for group in self.groups():
+            result |= follow(group, meaning[codes[group.head]])
+        result |= {operator: meaning[code] for operator, code in codes.items()}
+        return tuple(result[index] for index in range(len(result)))
+
+    def last_step(self, chain: int) -> int:
+        """Return how many proposals of a chain the trace holds."""
+        import pyarrow.compute as pc
+
+        table = self._table(self._paths["proposals"], ["step"], [("chain", "=", chain)])
+        return int(pc.max(table["step"]).as_py() or 0)
+
+    def best(self) -> tuple[int, int]:
+        """Return chain and step of the fastest strategy that fits, the first of equals; step 0: a chain's start."""
+        columns = ["chain", "step", "simulated_ns"]
+        table = self._table(self._paths["proposals"], columns, [("accepted", "=", True)])
+        # Of the starts, too, which are no proposals.
+        best = min(
+            ((one.best[1], one.number, one.best_at) for one in self.checkpoint() if one.best[0] == 0),
+            default=None,
+        )
+        for row in table.to_batches():
+            named = row.to_pydict()
+            for time_ns, chain, step in zip(
+                named["simulated_ns"], named["chain"], named["step"], strict=True
+            ):
+                if time_ns is not None and (best is None or (time_ns, chain, step) < best):
+                    best = time_ns, chain, step
+        return (best[1], best[2]) if best is not None else (0, 0)
+
+    def simulated_ns(self, chain: int, step: int) -> int | None:
+        """Return the time of a chain's strategy after a step, where it is in the trace."""
+        wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
+        table = self._table(self._paths["proposals"], ["step", "simulated_ns"], wanted).to_pydict()
+        if not table["step"]:
+            starts = {one.number: one.initial for one in self.checkpoint()}
+            excess_bytes, time_ns = starts.get(chain, (1, 0))
+            return None if excess_bytes else time_ns
+        last = max(range(len(table["step"])), key=lambda place: table["step"][place])
+        found: int | None = table["simulated_ns"][last]
+        return found
+
+    def recorded_after(self, steps: Mapping[int, int]) -> Recorded:
+        """Return the proposals of all chains after given steps."""
+        columns = ["chain", "step", "operator", "simulated_ns", "accepted"]
+        rows: dict[tuple[int, int], tuple[int, int, bool]] = {}
+        # What is after the last checkpoint is in the last chunks.
+        for path in reversed(self._paths["proposals"]):
+            table = self._table([path], columns).to_pydict()
+            before = len(rows)
+            for chain, step, operator, time_ns, accepted in zip(
+                *(table[name] for name in columns), strict=True
+            ):
+                if step > steps.get(chain, 0):
+                    rows[chain, step] = (operator, -1 if time_ns is None else time_ns, accepted)
+            if len(rows) == before:
+                break
+        return Recorded(rows)
+
+    def decode(self, codes: Iterable[int]) -> dict[int, Configuration]:
+        """Return what codes mean."""
+        self._load(set(codes))
+        done: dict[int, Configuration] = {}
+        return {code: self._decoded(code, done) for code in codes}
+
+    def _decoded(self, code: int, done: dict[int, Configuration]) -> Configuration:
+        if code not in done:
+            entry = self._entries[code]
+            degrees = tuple(entry["degrees"])
+            if entry["family"] == "copied":
+                done[code] = copied(entry["axes"], self._decoded(entry["base"], done))
+            elif entry["family"] == "listed":
+                done[code] = Configuration(degrees, tuple(entry["devices"]))
+            else:
+                placement = (
+                    Permuted(entry["seed"])
+                    if entry["family"] == "permuted"
+                    else Strided(entry["start"], entry["stride"])
+                )
+                done[code] = Configuration(degrees, place(placement, tasks(degrees), entry["device_count"]))
+        return done[code]
+
+    def _load(self, wanted: set[int]) -> None:
+        """Read entries, and those that they were copied from."""
+        missing = wanted - self._entries.keys()
+        while missing:
+            table = self._table(
+                self._paths["configurations"], None, [("configuration", "in", sorted(missing))]
+            )
+            for row in table.to_pylist():
+                self._entries[row["configuration"]] = row
+            if lost := sorted(missing - self._entries.keys()):
+                raise DatabaseError(
+                    f"search {self._search_id}: configuration {lost[0]} is not in its trace, must be; restore "
+                    f"{self._folder} from a copy"
+                )
+            bases = {self._entries[code]["base"] for code in missing} - {None}
+            missing = bases - self._entries.keys()
+
+    def _accepted(self, chain: int, step: int) -> dict[int, int]:
+        """Return the last accepted code of every head up to a step."""
+        if step < 0 or step > self.last_step(chain):
+            raise UsageError(
+                f"search {self._search_id}: chain {chain} has no step {step}, must be between 0 and "
+                f"{self.last_step(chain)}; choose another"
+            )
+        wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
+        table = self._table(self._paths["proposals"], ["step", "operator", "configuration"], wanted)
+        ordered = table.sort_by("step").to_pydict()
+        return dict(zip(ordered["operator"], ordered["configuration"], strict=True))
+
+    def _table(
+        self,
+        paths: Sequence[Path],
+        columns: list[str] | None,
+        filters: Any = None,
+    ) -> pa.Table:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        try:
+            tables = [
+                parquet.read_table(path, columns=columns, filters=filters).replace_schema_metadata()
+                for path in paths
+            ]
+        except (pa.ArrowException, OSError) as error:
+            raise DatabaseError(
+                f"search {self._search_id}: its trace cannot be read ({str(error).splitlines()[0]}); restore "
+                f"{self._folder} from a copy"
+            ) from None
+        if not tables:
+            return pa.table({name: pa.array([], pa.int64()) for name in columns or []})
+        return pa.concat_tables(tables)
+
+
+def resumed_chains(reader: TraceReader, graph_digest: str) -> list[ResumedChain]:
+    """Return the chains of a stopped search as they were written last; none if nothing was written."""
+    return [
+        ResumedChain(
+            was,
+            Strategy(graph_digest, reader.configurations(was.number, was.proposals)),
+            Strategy(graph_digest, reader.configurations(was.number, was.best_at)),
+        )
+        for was in reader.checkpoint()
+    ]
+
+
+def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | None = None) -> Visited:
+    """Store the strategy that a chain had after a step, and return it; without them, the fastest one visited.
+
+    Raises:
+        UsageError: there is no such search, chain or step.
+    """
+    search = store.search(search_id)
+    graph = store.graph(search.graph_id)
+    if graph is None:
+        raise DatabaseError(
+            f"search {search_id}: its graph is not in database {store.database.name}, must be"
+        )
+    reader = TraceReader(store, search_id)
+    if chain is None and step is None:
+        chain, step = reader.best()
+    chain = chain or 0
+    step = reader.last_step(chain) if step is None else step
+    strategy = Strategy(graph.digest, reader.configurations(chain, step))
+    record = _record(store, search, graph, strategy)
+    return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
+
+
+def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: Strategy) -> StrategyRecord:
+    """Store a strategy; its operators and axes have the names of the stored graph."""
+    operators = json.loads(graph.document)["operators"]
+    document = {
+        "format": FORMAT,
+        "graph": graph.digest,
+        "operators": {
+            operator["name"]: {
+                "degrees": {
+                    axis[0]: degree
+                    for axis, degree in zip(operator["axes"], configuration.degrees, strict=True)
+                    if degree != 1
+                },
+                "devices": list(configuration.devices),
+            }
+            for operator, configuration in zip(operators, strategy.configurations, strict=True)
+        },
+    }
+    topology = store.topology(search.topology_id)
+    number = store.put_strategy(
+        StrategyRecord(
+            digest=strategy.digest,
+            graph_id=search.graph_id,
+            device_count=topology.device_count if topology is not None else strategy.device_count,
+            document=canonical_json(document),
+            source="search",
+        )
+    )
+    return store.strategy(number)

@@ -1,0 +1,271 @@
+"""From a search to its trace: every configuration gets a code that says what it was drawn or copied from.
+
+A code is a number of one search. Configurations that were met lately keep theirs; one that comes back after
+long may get another, so that what is kept in memory does not grow with the search.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from app.db.records import DEEPEST_COPY, SearchOutcome
+from app.db.trace import ConfigurationEntry, ProposalBatch, ProposalTrace, StartEntry
+from app.services.progress import Progress
+from graph.canonical import canonical_json
+from graph.errors import DatabaseError
+from graph.strategy import Configuration, Strategy
+from search.groups import Group, Member, follow
+from search.placements import Drawn, Origin, Permuted, recognized
+from search.proposals import ChainCheckpoint
+
+if TYPE_CHECKING:
+    from search import mcmc
+
+MOST_KNOWN = 1 << 17
+"""Codes that are kept in memory, to be used again."""
+
+
+class Codes:
+    """Gives configurations their codes."""
+
+    def __init__(self, device_count: int, first: int = 0) -> None:
+        """Begin at a code that no configuration has yet."""
+        self._device_count = device_count
+        self._next = first
+        self._known: dict[Any, int] = {}
+        self._depth: dict[int, int] = {}
+        self._new: list[ConfigurationEntry] = []
+
+    def take_new(self) -> list[ConfigurationEntry]:
+        """Return what was not returned before, in the order of the codes."""
+        new, self._new = self._new, []
+        return new
+
+    def of_drawn(self, drawn: Drawn) -> int:
+        """Return the code of what was drawn."""
+        place = drawn.placement
+        if isinstance(place, Permuted):
+            return self._code(drawn, "permuted", drawn.degrees, seed=place.seed)
+        return self._code(drawn, "strided", drawn.degrees, start=place.start, stride=place.stride)
+
+    def of_copy(self, base: int, axes: tuple[int, ...], configuration: Configuration) -> int:
+        """Return the code of what was copied from the configuration of another code."""
+        depth = self._depth.get(base, 0) + 1
+        if depth > DEEPEST_COPY:
+            return self.of_listed(configuration)
+        code = self._code((base, axes), "copied", configuration.degrees, base=base, axes=axes)
+        self._depth[code] = depth
+        return code
+
+    def of_listed(self, configuration: Configuration) -> int:
+        """Return the code of a configuration of which only the list of devices is known."""
+        found = recognized(configuration.devices, self._device_count)
+        if found is not None:
+            return self.of_drawn(Drawn(configuration.degrees, found))
+        return self._code(configuration, "listed", configuration.degrees, devices=configuration.devices)
+
+    def _code(self, key: Any, family: str, degrees: Sequence[int], **of_family: Any) -> int:
+        code = self._known.get(key)
+        if code is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+                self._depth.clear()
+            code = self._next
+            self._next += 1
+            self._known[key] = code
+            self._new.append(
+                ConfigurationEntry(code, family, self._device_count, degrees, **of_family)  # type: ignore[arg-type]
+            )
+        return code
+
+
+class TraceRecorder:
+    """A search's observer that writes every start and proposal to the trace, and moves the bar."""
+
+    def __init__(
+        self,
+        trace: ProposalTrace,
+        groups: Sequence[Group],
+        device_count: int,
+        progress: Progress,
+        name: str,
+        *,
+        resumed: Mapping[int, Mapping[int, int]] | None = None,
+        recorded: Recorded | None = None,
+        first_code: int = 0,
+    ) -> None:
+        """Begin; of a search that is resumed, `resumed` holds the codes of every chain's heads where it goes on.
+
+        `recorded` holds the proposals after that point that the trace has already.
+        """
+        self._trace = trace
+        self._groups = groups
+        self._codes = Codes(device_count, first_code)
+        self._current: dict[int, dict[int, int]] = {
+            chain: dict(codes) for chain, codes in (resumed or {}).items()
+        }
+        self._recorded = recorded or Recorded({})
+        self._progress = progress
+        self._name = name
+        self._reported = 0
+        # Chains may report from several threads.
+        self._lock = threading.Lock()
+
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        """Store where a chain begins: every head, and every operator that does not follow its head."""
+        entries = []
+        with self._lock:
+            codes: dict[int, int] = {}
+            for group in self._groups:
+                head = strategy.configurations[group.head]
+                drawn = (heads or {}).get(group.head)
+                codes[group.head] = (
+                    self._codes.of_drawn(drawn) if isinstance(drawn, Drawn) else self._codes.of_listed(head)
+                )
+                entries.append(StartEntry(chain, name, group.head, codes[group.head]))
+                for index, following in follow(group, head).items():
+                    own = strategy.configurations[index]
+                    if own != following:
+                        entries.append(StartEntry(chain, name, index, self._codes.of_listed(own)))
+            self._current[chain] = codes
+            self._trace.add_entries(self._codes.take_new())
+            self._trace.add_starts(sorted(entries, key=lambda entry: entry.operator))
+
+    def on_proposals(self, batch: mcmc.ProposalBatch) -> None:
+        """Store a batch.
+
+        Raises:
+            DatabaseError: a resumed chain makes another proposal than it made before.
+        """
+        codes = np.empty(len(batch), dtype=np.int64)
+        with self._lock:
+            rows = zip(
+                batch.chain.tolist(),
+                batch.operator.tolist(),
+                batch.origin,
+                batch.configurations,
+                batch.accepted.tolist(),
+                strict=True,
+            )
+            for position, (chain, head, origin, configuration, accepted) in enumerate(rows):
+                current = self._current[chain]
+                code = self._code(origin, current, configuration)
+                codes[position] = code
+                if accepted:
+                    current[head] = code
+            simulated = np.asarray(batch.simulated_ns)
+            stored = ProposalBatch(
+                chain=batch.chain,
+                step=batch.step,
+                operator=batch.operator,
+                configuration=codes,
+                simulated_ns=np.where(simulated < 0, -1, simulated),
+                bound_ns=np.where(simulated == -2, batch.bound_ns, -1),
+                accepted=batch.accepted,
+                checkpoint=None if batch.checkpoint is None else checkpoint_text(batch.checkpoint),
+                outcome=None if batch.checkpoint is None else _outcome(batch.checkpoint),
+            )
+            self._trace.add_entries(self._codes.take_new())
+            self._trace.add(self._recorded.without(stored))
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Move the bar."""
+        text = f"searching {self._name}: best {best_s * 1e3:.1f} ms, {accepted} accepted"
+        self._progress.advance(proposals - self._reported, text)
+        self._reported = proposals
+
+    def _code(self, origin: Origin, current: Mapping[int, int], configuration: Configuration) -> int:
+        if isinstance(origin, Drawn):
+            return self._codes.of_drawn(origin)
+        base = current[origin.head]
+        return base if origin.axes is None else self._codes.of_copy(base, origin.axes, configuration)
+
+
+class Recorded:
+    """Proposals that a trace has of chains that are resumed from before them, by chain and step."""
+
+    def __init__(self, rows: Mapping[tuple[int, int], tuple[int, int, bool]]) -> None:
+        """Take operator, simulated time (-1 for none) and acceptance of each."""
+        self._rows = dict(rows)
+
+    def without(self, batch: ProposalBatch) -> ProposalBatch:
+        """Return the proposals that are not in the trace yet.
+
+        Raises:
+            DatabaseError: one that is there is another than that which the chain makes now.
+        """
+        if not self._rows:
+            return batch
+        new = np.ones(len(batch), dtype=bool)
+        for place in range(len(batch)):
+            key = int(batch.chain[place]), int(batch.step[place])
+            row = self._rows.pop(key, None)
+            if row is None:
+                continue
+            new[place] = False
+            now = int(batch.operator[place]), int(batch.simulated_ns[place]), bool(batch.accepted[place])
+            if row != now:
+                raise DatabaseError(
+                    f"search: chain {key[0]} makes another proposal {key[1]} than it made before (operator, time in ns "
+                    f"and acceptance are {now}, were {row}), must be the same to go on; start a new search"
+                )
+        columns = ("chain", "step", "operator", "configuration", "simulated_ns", "bound_ns", "accepted")
+        return replace(batch, **{name: getattr(batch, name)[new] for name in columns})
+
+
+def checkpoint_text(chains: Sequence[ChainCheckpoint]) -> str:
+    """Return chains as the trace keeps them."""
+    return canonical_json([_plain(asdict(chain)) for chain in chains])
+
+
+def checkpoint_of(text: str) -> list[ChainCheckpoint]:
+    """Return what `checkpoint_text` wrote."""
+    found = []
+    for entry in json.loads(text):
+        pairs = {name: (int(entry[name][0]), int(entry[name][1])) for name in ("initial", "current", "best")}
+        found.append(ChainCheckpoint(**{**entry, **pairs}))
+    return found
+
+
+def groups_text(groups: Sequence[Group]) -> str:
+    """Return which operators follow which head, as the trace keeps it."""
+    return canonical_json(
+        [[group.head, [[one.operator, list(one.axes)] for one in group.members]] for group in groups]
+    )
+
+
+def groups_of(text: str) -> list[Group]:
+    """Return what `groups_text` wrote."""
+    return [
+        Group(head, tuple(Member(operator, tuple(axes)) for operator, axes in members))
+        for head, members in json.loads(text)
+    ]
+
+
+def _outcome(chains: Sequence[ChainCheckpoint]) -> SearchOutcome:
+    best = min(chain.best for chain in chains)
+    return SearchOutcome(
+        proposals=sum(chain.proposals for chain in chains),
+        accepted=sum(chain.accepted for chain in chains),
+        initial_time_s=_seconds(chains[0].initial),
+        best_time_s=_seconds(best),
+    )
+
+
+def _seconds(outcome: tuple[int, int]) -> float | None:
+    return outcome[1] / 1e9 if outcome[0] == 0 else None
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers as Python's: the state of a generator may hold either."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,439 @@
+"""The database under load: proposals stored and counted, costs looked up, and many processes that write at once.
+
+Proposals are drawn as a search draws them (`search.moves`) and recorded by what records them then
+(`app.services.recording`); their times are made up, spread as simulated ones are. The overhead is that of a real
+search, with and without its trace, in processor time of the whole process: the thread that writes counts too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmarks.result import Measurement, Result, measurement
+
+if TYPE_CHECKING:
+    from app.db.store import Store
+    from app.services.models import ImportedModel
+    from search.proposals import ProposalBatch
+
+BYTES_PER_PROPOSAL = 20
+GROUP_BY_S = 1.0
+OVERHEAD_PERCENT = 5.0
+LOOKUP_S = 0.05
+WRITERS = 8
+BATCH = 1024
+CHAINS = 4
+ACCEPTED = 0.05
+COSTS_A_ROUND = 50
+GROUP_BY = """
+SELECT operator, accepted, count(*), min(simulated_ns), avg(simulated_ns) FROM proposals GROUP BY operator, accepted
+"""
+
+
+def run(*, quick: bool) -> Result:
+    """Measure on temporary databases; on PostgreSQL where a server's programs are found.
+
+    Raises:
+        RuntimeError: rows were lost, or a process failed.
+    """
+    os.environ.pop("SOAPSTONE_DATABASE_URL", None)
+    model = _imported(quick=quick)
+    sizes = {8: 20_000 if quick else 500_000, 1024: 4_000 if quick else 100_000}
+    total = 100_000 if quick else 10_000_000
+    rows: list[Measurement] = []
+    for devices, count in sizes.items():
+        rows.append(_bytes_per_proposal(model, devices, count))
+    rows += _ingestion(model, total, pool=sizes[8] // 4)
+    rows.append(_overhead(model, proposals=600 if quick else 2000, repetitions=2 if quick else 5))
+    rows += _lookup(model, repetitions=5 if quick else 21)
+    rows += _writers(rounds=4 if quick else 40)
+    return Result(
+        benchmark="database",
+        conditions={
+            "network": model.graph.name,
+            "proposals": total,
+            **{f"proposals at {devices} devices": count for devices, count in sizes.items()},
+            "writers": WRITERS,
+        },
+        measurements=rows,
+    )
+
+
+def _imported(*, quick: bool) -> ImportedModel:
+    from app.services.models import import_graph, requested_model
+
+    return import_graph(
+        requested_model("inception", "small" if quick else "paper", None), batch_norm="synchronized"
+    )
+
+
+@contextmanager
+def _store() -> Iterator[Store]:
+    from app.db.store import Store
+
+    with (
+        tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder,
+        Store.open(Path(folder, "x.sqlite")) as store,
+    ):
+        yield store
+
+
+def _begun(store: Store, model: ImportedModel, devices: int) -> int:
+    """Store a search that begins."""
+    from app.db.records import SearchRecord, TopologyRecord, TrainingRecord
+    from app.services.predicting import graph_record
+
+    return store.start_search(
+        SearchRecord(
+            store.put_graph(graph_record(model)),
+            store.put_topology(TopologyRecord(f"{devices}", f"{devices} devices", devices, "{}")),
+            store.put_training(TrainingRecord("x", model.batch_size, "{}")),
+            "mcmc",
+            0,
+        )
+    )
+
+
+def _walked(model: ImportedModel, devices: int, count: int) -> Iterator[ProposalBatch]:
+    """Yield proposals of chains that walk as those of a search, accepting now and then, at no simulation's cost."""
+    import numpy as np
+
+    from search.baselines import data_parallel
+    from search.moves import Moves
+    from search.proposals import ProposalBatch
+
+    moves = Moves(model.graph, devices)
+    rng = np.random.default_rng(0)
+    walking = [list(data_parallel(model.graph, devices).configurations) for _ in range(CHAINS)]
+    for first in range(0, count, BATCH):
+        size = min(BATCH, count - first)
+        # Chains take turns of 32.
+        chain = (first + np.arange(size)) // 32 % CHAINS
+        accepted = rng.random(size) < ACCEPTED
+        drawn = []
+        for number, taken in zip(chain.tolist(), accepted.tolist(), strict=True):
+            move = moves.propose(walking[number], rng)
+            drawn.append(move)
+            if taken:
+                for index, configuration in move.changed.items():
+                    walking[number][index] = configuration
+        simulated = (2e7 * np.exp(0.2 * rng.standard_normal(size))).astype(np.int64)
+        yield ProposalBatch(
+            chain=chain.astype(np.int32),
+            step=first + np.arange(1, size + 1),
+            operator=np.array([move.head for move in drawn], np.int32),
+            configurations=[move.configuration for move in drawn],
+            origin=[move.origin for move in drawn],
+            # Some are cut at their bound.
+            simulated_ns=np.where(rng.random(size) < 0.3, -2, simulated),
+            bound_ns=simulated,
+            accepted=accepted,
+        )
+
+
+@contextmanager
+def _recording(
+    store: Store, search_id: int, model: ImportedModel, devices: int
+) -> Iterator[Callable[[ProposalBatch], None]]:
+    """Give what takes a search's batches, and write all of them at the end."""
+    from app.db.trace import ProposalTrace
+    from app.services.progress import Silent
+    from app.services.recording import TraceRecorder, groups_text
+    from search.baselines import data_parallel
+    from search.groups import find_groups
+
+    groups = find_groups(model.graph)
+    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
+        recorder = TraceRecorder(trace, groups, devices, Silent(), model.graph.name)
+        for chain in range(CHAINS):
+            recorder.on_start(chain, "data_parallel", data_parallel(model.graph, devices), None)
+        yield recorder.on_proposals
+
+
+def _size(store: Store, search_id: int) -> int:
+    from app.db.chunks import trace_folder
+
+    return sum(path.stat().st_size for path in trace_folder(store, search_id).iterdir())
+
+
+def _bytes_per_proposal(model: ImportedModel, devices: int, count: int) -> Measurement:
+    with _store() as store:
+        search_id = _begun(store, model, devices)
+        with _recording(store, search_id, model, devices) as record:
+            for batch in _walked(model, devices, count):
+                record(batch)
+        size = _size(store, search_id)
+    return measurement(
+        f"a proposal on disk at {devices} devices", size / count, "bytes", at_most=BYTES_PER_PROPOSAL
+    )
+
+
+def _ingestion(model: ImportedModel, total: int, pool: int) -> list[Measurement]:
+    """Record many proposals, as fast as they are taken, then group all of them."""
+    import numpy as np
+
+    from app.analytics.duck import connect
+
+    batches = list(_walked(model, 8, pool // BATCH * BATCH))
+    with _store() as store:
+        search_id = _begun(store, model, 8)
+        began = time.perf_counter()
+        with _recording(store, search_id, model, 8) as record:
+            for place, done in enumerate(range(0, total, BATCH)):
+                batch = _drawn_anew(batches[place % len(batches)], place // len(batches))
+                size = min(BATCH, total - done)
+                record(replace(_first(batch, size), step=done + np.arange(1, size + 1)))
+            taken_s = time.perf_counter() - began
+        written_s = time.perf_counter() - began
+        size = _size(store, search_id)
+        connection = connect(store.database)
+        found = connection.execute("SELECT count(*), sum(step) FROM proposals").fetchone()
+        if found != (total, total * (total + 1) // 2):
+            raise RuntimeError(f"database: {found} are count and sum of the steps of {total} proposals")
+        group_by_s = _fastest(lambda: connection.execute(GROUP_BY).fetchall(), 5)
+        connection.close()
+    return [
+        measurement("proposals taken", total / taken_s, "/s"),
+        measurement("proposals written, chunks merged", total / written_s, "/s"),
+        measurement("a proposal of these on disk", size / total, "bytes", at_most=BYTES_PER_PROPOSAL),
+        measurement(f"group-by over {total:.0e} in DuckDB", group_by_s, "s", at_most=GROUP_BY_S),
+    ]
+
+
+def _drawn_anew(batch: ProposalBatch, round_: int) -> ProposalBatch:
+    """Return a batch with other permutations, so that as many configurations are new as in a search."""
+    from search.placements import Drawn, Permuted
+
+    return replace(
+        batch,
+        origin=[
+            Drawn(origin.degrees, Permuted((origin.placement.seed + round_) % 2**32))
+            if isinstance(origin, Drawn) and isinstance(origin.placement, Permuted)
+            else origin
+            for origin in batch.origin
+        ],
+    )
+
+
+def _first(batch: ProposalBatch, size: int) -> ProposalBatch:
+    columns = (
+        "chain",
+        "step",
+        "operator",
+        "configurations",
+        "origin",
+        "simulated_ns",
+        "bound_ns",
+        "accepted",
+    )
+    return replace(batch, **{name: getattr(batch, name)[:size] for name in columns})
+
+
+def _fastest(action: Callable[[], Any], repetitions: int) -> float:
+    times_s = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        action()
+        times_s.append(time.perf_counter() - began)
+    return min(times_s)
+
+
+def _overhead(model: ImportedModel, proposals: int, repetitions: int) -> Measurement:
+    """Search with and without a trace, in turns, and compare the least processor times."""
+    from app.db.trace import ProposalTrace
+    from app.services.predicting import find_target, prepare
+    from app.services.progress import Silent
+    from app.services.recording import TraceRecorder, groups_text
+    from graph.training import Training
+    from search import mcmc
+    from search.groups import find_groups
+
+    options = mcmc.SearchOptions(proposals=proposals, chains=CHAINS)
+    groups = find_groups(model.graph)
+    times_s: dict[bool, list[float]] = {False: [], True: []}
+    with _store() as store:
+        target = find_target(store, "p100-cluster", Silent(), devices=8)
+        with prepare(store, model, target, Training(model.batch_size), "estimate", Silent()) as setting:
+
+            def search(observer: TraceRecorder | None) -> None:
+                mcmc.search(
+                    model.graph,
+                    setting.topology,
+                    setting.table,
+                    setting.training,
+                    options,
+                    links=target.link_costs,
+                    observer=observer,
+                )
+
+            search(None)  # compiles, and meets every call for the first time
+            for traced in (False, True) * repetitions:
+                search_id = _begun(store, model, 8)
+                began = time.process_time()
+                if traced:
+                    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
+                        search(TraceRecorder(trace, groups, 8, Silent(), model.graph.name))
+                else:
+                    search(None)
+                times_s[traced].append(time.process_time() - began)
+    overhead = min(times_s[True]) / min(times_s[False]) - 1
+    what = f"a search of {proposals} proposals, its trace's share"
+    return measurement(what, overhead * 100, "%", at_most=OVERHEAD_PERCENT)
+
+
+def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:
+    """Look up the costs of all calls that a network is profiled for, among those of another ten thousand."""
+    from app.db.records import DeviceKindRecord, EnvironmentRecord
+    from app.services.costs import signature_record
+    from search.needed import needed_calls
+
+    calls = needed_calls(model.graph, 2)
+    others = [_made_up(0, number) for number in range(10_000)]
+    with _store() as store:
+        kind = store.put_device_kind(DeviceKindRecord("cpu", "made up", 1))
+        environment = store.put_environment(EnvironmentRecord({}))
+        own = [replace(others[0], signature=signature_record(call)) for call in calls]
+        costs = [replace(cost, phase=phase) for cost in own for phase in ("forward", "backward")]
+        store.put_op_costs(kind, environment, [*costs, *others])
+        digests = [call.digest for call in calls]
+        found = store.op_cost_minima(kind, environment, digests)
+        if len(found) != len(costs):
+            raise RuntimeError(f"database: {len(found)} of {len(costs)} costs were found")
+        lookup_s = _fastest(lambda: store.op_cost_minima(kind, environment, digests), repetitions)
+    return [
+        measurement(f"{len(costs)} costs of the network looked up", lookup_s, "s", at_most=LOOKUP_S),
+    ]
+
+
+def _made_up(writer: int, number: int) -> Any:
+    """Return a cost that nobody else writes, as large as a measured one."""
+    from app.db.records import OpCostRecord, OpSignatureRecord
+    from graph.canonical import canonical_json, digest
+
+    key = canonical_json({"target": "aten.mm", "writer": writer, "number": number, "padding": "x" * 300})
+    signature = OpSignatureRecord(digest(key), "aten.mm", key, 2**40, 2**30)
+    samples_s = tuple(1e-3 + 1e-6 * sample for sample in range(20))
+    return OpCostRecord(signature, "forward", 1e-3, 1.1e-3, 1.2e-3, samples_s)
+
+
+def _writers(rounds: int) -> list[Measurement]:
+    """Let processes write costs and chunks at once, on every kind of database that there is."""
+    rows = []
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="soapstone-bench-"))
+        # The traces beside a PostgreSQL database lie in the user's data folder.
+        os.environ["XDG_DATA_HOME"] = folder
+        urls = {"SQLite": f"sqlite:///{folder}/x.sqlite"}
+        if (server := _postgresql(stack)) is not None:
+            urls["PostgreSQL"] = server
+        for name, url in urls.items():
+            wall_s = _write_at_once(url, rounds)
+            count = WRITERS * rounds * (COSTS_A_ROUND + 1)
+            rows.append(
+                measurement(f"{name}, {WRITERS} processes at once, nothing lost", count / wall_s, "rows/s")
+            )
+    return rows
+
+
+def _postgresql(stack: ExitStack) -> str | None:
+    """Start a server; return the URL of an empty database, or None where there is no server or no driver."""
+    import importlib.util
+
+    import sqlalchemy as sa
+
+    from tests.app.db import postgres
+
+    programs = postgres.programs()
+    if programs is None or importlib.util.find_spec("psycopg") is None:
+        return None
+    try:
+        host = stack.enter_context(postgres.server(programs))
+    except PermissionError:
+        return None
+    engine = sa.create_engine(
+        f"postgresql+psycopg://soapstone@/postgres?host={host}", isolation_level="AUTOCOMMIT"
+    )
+    with engine.connect() as connection:
+        connection.execute(sa.text("CREATE DATABASE bench"))
+    engine.dispose()
+    return f"postgresql://soapstone@/bench?host={host}"
+
+
+def _write_at_once(url: str, rounds: int) -> float:
+    """Return the seconds from the moment when all begin to that when the last one has ended.
+
+    Raises:
+        RuntimeError: a process failed, or a row is not there.
+    """
+    from app.db.store import Store
+
+    with Store.open(url):
+        pass  # makes the tables
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(WRITERS + 1)
+    processes = [
+        context.Process(target=write, args=(url, start, number, rounds)) for number in range(WRITERS)
+    ]
+    for process in processes:
+        process.start()
+    start.wait()
+    began = time.perf_counter()
+    for process in processes:
+        process.join()
+    wall_s = time.perf_counter() - began
+    codes = [process.exitcode for process in processes]
+    if any(codes):
+        raise RuntimeError(f"database: writers ended with {codes}")
+    with Store.open(url) as store:
+        counts = store.table_counts()
+    expected = {"op_costs": WRITERS * rounds * COSTS_A_ROUND, "traces": WRITERS * rounds, "searches": WRITERS}
+    found = {name: counts[name] for name in expected}
+    if found != expected:
+        raise RuntimeError(f"database: has {found} rows, must have {expected}")
+    return wall_s
+
+
+def write(url: str, start: Barrier, writer: int, rounds: int) -> None:
+    """Write costs and register chunks, round by round; one of the processes that do so at once."""
+    from app.db.records import (
+        DeviceKindRecord,
+        EnvironmentRecord,
+        GraphRecord,
+        SearchRecord,
+        TopologyRecord,
+        TrainingRecord,
+    )
+    from app.db.store import Store
+
+    costs: list[Sequence[Any]] = [
+        [_made_up(writer, COSTS_A_ROUND * number + place) for place in range(COSTS_A_ROUND)]
+        for number in range(rounds)
+    ]
+    with Store.open(url) as store:
+        start.wait()
+        kind = store.put_device_kind(DeviceKindRecord("cpu", "made up", 1))
+        environment = store.put_environment(EnvironmentRecord({}))
+        search_id = store.start_search(
+            SearchRecord(
+                store.put_graph(GraphRecord("g", "made-up", {}, 1, 1, 1, "{}")),
+                store.put_topology(TopologyRecord("t", "made-up", 8, "{}")),
+                store.put_training(TrainingRecord("r", 8, "{}")),
+                "mcmc",
+                writer,
+            )
+        )
+        for number, some in enumerate(costs):
+            store.put_op_costs(kind, environment, some)
+            store.record_trace(
+                search_id, "proposals", f"x.traces/search-{search_id}/chunk-{number:06d}", 1024
+            )
+        store.halt_search(search_id, "finished")

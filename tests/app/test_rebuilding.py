@@ -1,0 +1,261 @@
+"""Any strategy that a search visited is rebuilt from its trace, and a stopped search goes on as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.analytics.duck import connect
+from app.db import chunks, trace
+from app.db.records import DEEPEST_COPY
+from app.db.store import Store
+from app.db.trace import ProposalTrace
+from app.services.rebuilding import TraceReader
+from app.services.recording import Codes
+from graph.axes import tasks
+from graph.errors import DatabaseError, UsageError
+from graph.strategy import Configuration, Strategy
+from search import mcmc, proposals
+from search.moves import Move, copied
+from search.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
+from tests.app.walks import Walked, begin, read, rows, walk, walked
+from tests.runtime.strategies import seeds
+from tests.search.builders import branches, random_anywhere
+
+__all__ = ["walked"]
+DEVICES = 6
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "x.sqlite") as opened:
+        yield opened
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints and chunks every few proposals, merged at once."""
+    monkeypatch.setattr(proposals, "BATCH", 7)
+    monkeypatch.setattr(trace, "FLUSH_ROWS", 10)
+    monkeypatch.setattr(chunks, "FAN_IN", 3)
+
+
+def interrupt_at(number: int) -> Callable[[int], None]:
+    def interrupt(count: int) -> None:
+        if count == number:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+@pytest.mark.parametrize("seed", seeds(1, 3))
+@pytest.mark.usefixtures("small_pieces")
+def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, seed: int) -> None:
+    """Also those of a start whose operators follow no head, and whose tasks share devices."""
+    graph = branches()
+    odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
+    # Hot, so that much is accepted; random, polishing and known chains are among these.
+    options = mcmc.SearchOptions(proposals=400, chains=5, seed=seed, beta=3, polish_proposals=20)
+    search_id = begin(store, options)
+    walk(store, search_id, graph, DEVICES, options, known=[odd])
+    assert {chain for chain, _ in walked.visited} == set(range(7))
+    assert walked.visited[5, 0] == odd.configurations
+    reader = TraceReader(store, search_id)
+    keys = sorted(walked.visited)
+    some = np.random.default_rng(seed).choice(len(keys), 40, replace=False).tolist()
+    for chain, step in {*(keys[drawn] for drawn in some), *((chain, 0) for chain in range(7))}:
+        configurations = walked.visited[chain, step]
+        rebuilt = Strategy(graph.digest, reader.configurations(chain, step))
+        assert rebuilt.digest == Strategy(graph.digest, configurations).digest, (chain, step)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what was rejected; and where copies of copies are cut and codes forgotten."""
+    monkeypatch.setattr("app.services.recording.DEEPEST_COPY", 2)
+    monkeypatch.setattr("app.services.recording.MOST_KNOWN", 20)
+    proposed: dict[tuple[int, int], tuple[int, Configuration]] = {}
+    record = mcmc.Chain._record
+
+    def record_and_tell(chain: mcmc.Chain, move: Move, *arguments: object, **named: object) -> None:
+        proposed[chain.number, chain.proposals] = (move.head, move.configuration)
+        record(chain, move, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mcmc.Chain, "_record", record_and_tell)
+    options = mcmc.SearchOptions(proposals=500, chains=3, seed=1, beta=3)
+    search_id = begin(store, options)
+    odd = random_anywhere(branches(), DEVICES, np.random.default_rng(1))
+    walk(store, search_id, branches(), DEVICES, options, known=[odd])
+    assert {key: row[:2] for key, row in rows(store, search_id).items()} == proposed
+    families = set(read(store, search_id, "configurations")["family"].to_pylist())
+    assert families == {"strided", "permuted", "copied", "listed"}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_every_configuration_is_read_in_sql(store: Store) -> None:
+    """In the view as in Python, copies of copies included."""
+    options = mcmc.SearchOptions(proposals=600, chains=3, seed=2, beta=1)
+    search_id = begin(store, options)
+    odd = random_anywhere(branches(), DEVICES, np.random.default_rng(2))
+    walk(store, search_id, branches(), DEVICES, options, known=[odd])
+    entries = read(store, search_id, "configurations").to_pydict()
+    base = dict(zip(entries["configuration"], entries["base"], strict=True))
+    assert any(base.get(code) is not None for code in base.values()), "a copy of a copy"
+    expected = TraceReader(store, search_id).decode(base)
+    connection = connect(store.database)
+    found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
+    connection.close()
+    assert {code: Configuration(tuple(degrees), tuple(listed)) for code, degrees, listed in found} == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 12, 1024])
+def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None:
+    """All strides, seeds up to the largest, and copies along any axes as deep as there are."""
+    search_id = begin(store, mcmc.SearchOptions())
+    rng = np.random.default_rng(count)
+    codes = Codes(count)
+    expected: dict[int, Configuration] = {}
+    drawn: list[Strided | Permuted] = [Permuted(0), Permuted(7), Permuted(2**32 - 1)]
+    drawn += [Strided(count * 2 // 3, stride) for stride in range(1, min(count, 12) + 1)]
+    for placement in drawn:
+        middle = round(count**0.5)
+        for degrees in ((count, 1, 1), (1, count // middle, 1), (middle, count // middle, 1)):
+            code = codes.of_drawn(Drawn(degrees, placement))
+            expected[code] = Configuration(degrees, place(placement, tasks(degrees), count))
+            for _ in range(DEEPEST_COPY):
+                axes = ((0, 1), (1, 0), (0, -1), (-1, 1))[int(rng.integers(2 if rng.random() < 0.9 else 4))]
+                copy = copied(axes, expected[code])
+                code = codes.of_copy(code, axes, copy)
+                expected[code] = copy
+    entries = codes.take_new()
+    assert sum(entry.family == "copied" for entry in entries) > 10 * DEEPEST_COPY
+    assert all(entry.family != "listed" for entry in entries)
+    with ProposalTrace(store, search_id) as trace_:
+        trace_.add_entries(entries)
+    connection = connect(store.database)
+    found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
+    connection.close()
+    assert {code: Configuration(tuple(degrees), tuple(listed)) for code, degrees, listed in found} == expected
+
+
+@pytest.mark.parametrize("seed", seeds(1, 4))
+@pytest.mark.usefixtures("small_pieces")
+def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed: int) -> None:
+    """Proposal by proposal, whatever the moment, and twice in a row."""
+    graph = branches()
+    odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
+    options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, polish_proposals=30)
+    whole = begin(store, options)
+    expected = walk(store, whole, graph, DEVICES, options, known=[odd])
+
+    stopped = begin(store, options)
+    first, second = np.random.default_rng(seed).integers(1, 180, 2).tolist()
+    result = walk(store, stopped, graph, DEVICES, options, known=[odd], interrupt=interrupt_at(first))
+    assert result.interrupted
+    before = rows(store, stopped)
+    # The proposal during which it was interrupted counts for nothing.
+    assert len(before) == first - 1
+    result = walk(
+        store, stopped, graph, DEVICES, options, known=[odd], resumed=True, interrupt=interrupt_at(second)
+    )
+    assert result.interrupted
+    result = walk(store, stopped, graph, DEVICES, options, known=[odd], resumed=True)
+
+    assert not result.interrupted
+    assert rows(store, stopped) == rows(store, whole)
+    assert (result.strategy, result.step_time_s) == (expected.strategy, expected.step_time_s)
+    assert (result.proposals, result.accepted) == (expected.proposals, expected.accepted)
+    assert result.chains == expected.chains
+
+
+def test_a_search_that_wrote_nothing_begins_again(store: Store) -> None:
+    graph = branches()
+    options = mcmc.SearchOptions(proposals=60, chains=2, seed=1)
+    whole, stopped = begin(store, options), begin(store, options)
+    walk(store, whole, graph, DEVICES, options)
+    walk(store, stopped, graph, DEVICES, options, interrupt=interrupt_at(1))
+    walk(store, stopped, graph, DEVICES, options, resumed=True)
+    assert rows(store, stopped) == rows(store, whole)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_other_costs_are_no_continuation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = mcmc.SearchOptions(proposals=100, chains=2, seed=1)
+    search_id = begin(store, options)
+    walk(store, search_id, branches(), DEVICES, options, interrupt=interrupt_at(60))
+    outcome = mcmc.outcome
+
+    def slower(*arguments: object) -> mcmc.Outcome:
+        was = outcome(*arguments)  # type: ignore[arg-type]
+        return mcmc.Outcome(was.excess_bytes, was.step_time_ns + 1)
+
+    monkeypatch.setattr(mcmc, "outcome", slower)
+    with pytest.raises(UsageError, match=r"was at .* ms, is at .* must be the same to go on"):
+        walk(store, search_id, branches(), DEVICES, options, resumed=True)
+
+
+def test_a_known_strategy_changes_no_other_chain(store: Store) -> None:
+    graph = branches()
+    options = mcmc.SearchOptions(proposals=200, chains=3, seed=1)
+    fresh, warm = begin(store, options), begin(store, options)
+    found = walk(store, fresh, graph, DEVICES, options)
+    better = walk(store, warm, graph, DEVICES, options, known=[found.strategy])
+    known = rows(store, warm)
+    assert {key: row for key, row in known.items() if key[0] < 3} == rows(store, fresh)
+    assert sum(chain == 3 for chain, _ in known) == 200 // 3
+    assert better.step_time_s <= found.step_time_s
+
+
+def test_what_was_never_visited_is_one_line(store: Store) -> None:
+    options = mcmc.SearchOptions(proposals=20, chains=2, seed=1)
+    search_id = begin(store, options)
+    walk(store, search_id, branches(), DEVICES, options)
+    reader = TraceReader(store, search_id)
+    with pytest.raises(UsageError, match="chain 1 has no step 11, must be between 0 and 10"):
+        reader.configurations(1, 11)
+    with pytest.raises(UsageError, match="has no chain 2"):
+        reader.configurations(2, 0)
+    with pytest.raises(UsageError, match="its trace has no starts"):
+        TraceReader(store, begin(store, options)).groups()
+    path = next(chunks.trace_folder(store, search_id).glob("configurations-*"))
+    path.write_bytes(b"PAR1 no more")
+    with pytest.raises(DatabaseError, match="its trace cannot be read"):
+        TraceReader(store, search_id).configurations(0, 1)
+
+
+def test_device_lists_are_found_again_in_their_families() -> None:
+    for device_count in (1, 2, 5, 8, 12):
+        for start in range(device_count):
+            assert place(Strided(start, 1), device_count, device_count)[0] == start
+            for stride in range(1, device_count + 1):
+                for count in range(1, device_count + 1):
+                    listed = place(Strided(start, stride), count, device_count)
+                    assert len(set(listed)) == count
+                    found = recognized(listed, device_count)
+                    assert found is None or place(found, count, device_count) == listed
+                    if stride == 1 or (count > 1 and listed[1] == listed[0] + stride):
+                        assert found is not None
+    assert recognized((1, 1), 2) is None
+    assert recognized((0, 2, 1), 3) == Strided(0, 2)
+    assert recognized((2, 0, 1, 3), 4) is None
+
+
+def test_a_seed_means_its_permutation_for_ever() -> None:
+    """Traces keep seeds: the lists that these give must never change."""
+    assert permutation_of(0, 8).tolist() == [2, 4, 6, 5, 1, 7, 0, 3]
+    assert permutation_of(2**32 - 1, 8).tolist() == [5, 2, 4, 7, 1, 6, 3, 0]
+    drawn = [permutation_of(seed, 5).tolist() for seed in range(5000)]
+    assert {tuple(sorted(one)) for one in drawn} == {(0, 1, 2, 3, 4)}
+    assert len({tuple(one) for one in drawn}) == 120
+
+
+def test_a_thousand_devices_take_no_list() -> None:
+    codes = Codes(1024)
+    code = codes.of_listed(Configuration((1024, 1), tuple(range(1024))))
+    (entry,) = codes.take_new()
+    assert (entry.configuration, entry.family, entry.devices) == (code, "strided", None)
+    assert tasks(tuple(entry.degrees)) == 1024
+    assert place(Permuted(7), 1024, 1024) != place(Permuted(8), 1024, 1024)

@@ -1,0 +1,142 @@
+"""Searches on a made-up graph with made-up costs, traced into a real database: quick, and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from app.db import chunks
+from app.db.records import SearchRecord
+from app.db.store import Store
+from app.db.trace import ProposalTrace
+from app.services.progress import Silent
+from app.services.rebuilding import TraceReader, resumed_chains
+from app.services.recording import TraceRecorder, groups_text
+from graph.operators import OperatorGraph
+from graph.strategy import Configuration, Strategy
+from graph.training import Training
+from search import mcmc
+from search.costs import CostTable
+from search.groups import find_groups
+from tests.app.db.samples import Scene
+from tests.search.builders import MadeUpCosts, devices, local_calls
+
+Key = tuple[int, int]
+
+
+@dataclass
+class Walked:
+    """What the chains did, seen from inside: the strategy after every proposal, by chain and step."""
+
+    visited: dict[Key, tuple[Configuration, ...]] = field(default_factory=dict)
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> Walked:
+    """Looks on while chains walk."""
+    found = Walked()
+    step = mcmc.Chain.step
+
+    def step_and_tell(chain: mcmc.Chain, *arguments: Any) -> None:
+        found.visited.setdefault((chain.number, chain.proposals), tuple(chain.layout.configurations))
+        step(chain, *arguments)
+        found.visited[chain.number, chain.proposals] = tuple(chain.layout.configurations)
+
+    monkeypatch.setattr(mcmc.Chain, "step", step_and_tell)
+    return found
+
+
+def begin(store: Store, options: mcmc.SearchOptions) -> int:
+    """Store a search that begins."""
+    scene = Scene.stored(store)
+    return store.start_search(
+        SearchRecord(scene.graph_id, scene.topology_id, scene.training_id, "mcmc", options.seed)
+    )
+
+
+def walk(
+    store: Store,
+    search_id: int,
+    graph: OperatorGraph,
+    device_count: int,
+    options: mcmc.SearchOptions,
+    *,
+    known: Sequence[Strategy] = (),
+    resumed: bool = False,
+    interrupt: Callable[[int], None] | None = None,
+) -> mcmc.SearchResult:
+    """Search with a trace, as the service does; `interrupt` is called with the number of proposals so far."""
+    groups = find_groups(graph)
+    reader = TraceReader(store, search_id)
+    chains = resumed_chains(reader, graph.digest) if resumed and reader.has_starts else []
+    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
+        steps = {one.checkpoint.number: one.checkpoint.proposals for one in chains}
+        recorder = TraceRecorder(
+            trace,
+            groups,
+            device_count,
+            Silent(),
+            "test",
+            resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
+            recorded=reader.recorded_after(steps),
+            first_code=reader.code_count(),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if interrupt is not None:
+                bound_ns, count = mcmc.Chain.bound_ns, 0
+
+                def bound_or_interrupt(chain: mcmc.Chain) -> int:
+                    nonlocal count
+                    count += 1
+                    interrupt(count)
+                    return bound_ns(chain)
+
+                patch.setattr(mcmc.Chain, "bound_ns", bound_or_interrupt)
+            return mcmc.search(
+                graph,
+                devices(device_count, contention=0.3),
+                CostTable(MadeUpCosts()),
+                Training(4),
+                options,
+                known=known,
+                resumed=chains,
+                observer=recorder,
+                local_calls=local_calls,
+            )
+
+
+def rows(store: Store, search_id: int) -> dict[Key, tuple[Any, ...]]:
+    """Return all proposals by chain and step: operator, the configuration itself, time, bound, acceptance."""
+    reader = TraceReader(store, search_id)
+    table = read(store, search_id, "proposals").to_pydict()
+    meaning = reader.decode(set(table["configuration"]))
+    found: dict[Key, tuple[Any, ...]] = {}
+    for place, key in enumerate(zip(table["chain"], table["step"], strict=True)):
+        assert key not in found, "a proposal is there twice"
+        found[key] = (
+            table["operator"][place],
+            meaning[table["configuration"][place]],
+            table["simulated_ns"][place],
+            table["bound_ns"][place],
+            table["accepted"][place],
+        )
+    return found
+
+
+def read(store: Store, search_id: int, kind: Any) -> pa.Table:
+    """Return all registered rows of one kind."""
+    folder = chunks.trace_folder(store, search_id)
+    tables = [parquet.read_table(folder / one.name) for one in chunks.registered(store, search_id, kind)]
+    return pa.concat_tables([table.replace_schema_metadata() for table in tables])
+
+
+def size_on_disk(store: Store, search_id: int) -> int:
+    """Return the bytes of a search's trace, all files together."""
+    folder: Path = chunks.trace_folder(store, search_id)
+    return sum(path.stat().st_size for path in folder.iterdir())
