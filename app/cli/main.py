@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `app --help` answers at on
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -12,8 +13,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from app.cli import compare, database, models, profile, run, search, strategy, topology
-from graph.errors import RuntimeFailure, SoapstoneError
+from app.cli import compare, database, models, profile, query, report, run, search, strategy, topology, trace
+from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
 
 application = typer.Typer(
     name="app",
@@ -27,6 +28,9 @@ application.command("profile")(profile.profile)
 application.command("search")(search.search)
 application.command("run")(run.run)
 application.command("compare")(compare.compare)
+application.command("query")(query.query)
+application.command("trace")(trace.trace)
+application.command("report")(report.report)
 application.add_typer(models.application, name="models")
 application.add_typer(topology.application, name="topology")
 application.add_typer(strategy.application, name="strategy")
@@ -45,17 +49,22 @@ def main() -> None:
     try:
         # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
         code = application(standalone_mode=False)
+    except TeamFailure as error:
+        _fail(str(error), error.code, silent=not _speaks())
     except RuntimeFailure as error:
         _fail(str(error), 1)
     except SoapstoneError as error:
-        _fail(str(error), 2)
+        # What is wrong with the command, rank 0 says for all processes that torchrun started.
+        _fail(str(error), 2, silent=not _speaks())
     except _Misuse as error:
         _refuse(error)
     except KeyboardInterrupt:
         code = _INTERRUPTED
-    if code == _INTERRUPTED:
+    except SystemExit as error:  # SIGTERM
+        code = error.code
+    if code == _INTERRUPTED and _speaks():
         sys.stderr.write("interrupted\n")
-    sys.exit(code if isinstance(code, int) else 0)
+    _leave(code if isinstance(code, int) else 0)
 
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
@@ -65,6 +74,8 @@ def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
 def _refuse(error: Any) -> NoReturn:
     """End with one line about a command line that cannot be parsed; with the help where it is empty."""
     text = error.format_message()
+    if not _speaks():
+        _leave(2)
     if error.ctx is None or text == error.ctx.get_help():
         sys.stderr.write(text.rstrip() + "\n")
         sys.exit(2)
@@ -72,8 +83,28 @@ def _refuse(error: Any) -> NoReturn:
     _fail(f"{command}: {text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help", 2)
 
 
-def _fail(text: str, code: int) -> NoReturn:
-    sys.stderr.write("error: " + " ".join(text.split()) + "\n")
+def _fail(text: str, code: int, *, silent: bool = False) -> NoReturn:
+    if not silent:
+        # What a file or a name brought in must not steer the terminal.
+        shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+        sys.stderr.write(f"error: {shown}\n")
+    _leave(code)
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _speaks() -> bool:
+    return not _is_rank() or os.environ["RANK"] == "0"
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; a process that torchrun started may have a thread that waits for one that is gone, and does not wait."""
+    if code and _is_rank():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

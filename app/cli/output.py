@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,6 +20,11 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+
+
+def speaks() -> bool:
+    """True in the process that tells the user: of those that torchrun started, rank 0 alone."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def print_json(document: Any) -> None:

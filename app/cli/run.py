@@ -11,6 +11,12 @@ from app.cli import options
 if TYPE_CHECKING:
     from app.services.running import RunReport
 
+# Deviations that are printed.
+SHOWN = 10
+
+# As many as tell a typical step from a disturbed one.
+RECORDED_STEPS = 5
+
 
 def run(
     model: options.Model,
@@ -18,7 +24,8 @@ def run(
         str,
         typer.Option(
             "--strategy",
-            help="best, data-parallel, expert, single-device, a strategy's id or digest, or a JSON file.",
+            help="best, data-parallel, expert, single-device, megatron, megatron-4 (tensor parallel on 4 devices, data "
+            "parallel over the rest), a strategy's id or digest, or a JSON file.",
         ),
     ] = "best",
     devices: options.Devices = None,
@@ -34,23 +41,47 @@ def run(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare loss and every gradient with the graph on one device.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help=f"Record {RECORDED_STEPS} more steps, for app trace.")
+    ] = False,
     on_miss: Annotated[
         str, typer.Option("--on-miss", help="A cost that the prediction lacks: measure, estimate or fail.")
     ] = "measure",
     timeout: Annotated[
         float,
         typer.Option(
-            "--timeout", help="Seconds that a process waits for another before the run is given up."
+            "--timeout",
+            help="Seconds that a process waits for another, or may be silent itself, before the run is given up.",
         ),
     ] = 1800.0,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--limit",
+            help="Seconds after which the whole run is given up. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--topology",
+            help="Under torchrun: a packaged topology or a YAML file whose device r is rank r. Default: measured.",
+            show_default=False,
+        ),
+    ] = "local",
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Execute a strategy on this machine's devices, one process a device, and store predicted and measured time.
 
+    Under torchrun, on one host or several, each of its processes is one device.
+
     Example: app run --model inception --strategy best
+
+    Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST -m app run --model inception
     """
-    from app.cli.output import TerminalProgress, print_json
+    from app.cli.output import TerminalProgress, print_json, speaks
     from app.services.costs import ON_MISS
     from app.services.models import requested_model
     from app.services.running import RunRequest, run_strategy
@@ -72,8 +103,11 @@ def run(
         verify=verify,
         on_miss=on_miss,
         timeout_s=timeout,
+        limit_s=limit,
+        topology=topology,
+        recorded=RECORDED_STEPS if profile else 0,
     )
-    with TerminalProgress(quiet=as_json) as progress:
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
         report = run_strategy(request, database, progress)
     if report is None:
         return
@@ -81,12 +115,8 @@ def run(
         print_json(report.to_json())
     else:
         _print(report)
-    if report.deviations is not None and not report.verified:
-        worst = next(one for one in report.deviations if not one.ok)
-        raise RuntimeFailure(
-            f"verification: gradient {worst.name} deviates by {worst.relative:.2e}, must be within "
-            f"{worst.allowed:.0e} of the graph on one device; report it with the strategy"
-        )
+    if report.failure is not None:
+        raise RuntimeFailure(report.failure)
 
 
 def _print(report: RunReport) -> None:
@@ -114,10 +144,19 @@ def _print(report: RunReport) -> None:
     )
     if report.deviations is not None:
         print_table(
-            ["largest deviations from one device", "relative", "allowed"],
-            [[one.name, f"{one.relative:.2e}", f"{one.allowed:.0e}"] for one in report.deviations[:10]],
+            ["largest deviations from one device", "of", "absolute", "relative", "allowed"],
+            [
+                [
+                    one.what,
+                    one.name,
+                    f"{one.absolute:.2e}",
+                    f"{one.relative:.2e}",
+                    f"{one.allowed:.0e}",
+                ]
+                for one in report.deviations[:SHOWN]
+            ],
         )
         print_lines(
-            f"{sum(one.ok for one in report.deviations)} of {len(report.deviations)} (loss and gradients) equal within "
-            "dtype tolerance"
+            f"{sum(one.ok for one in report.deviations)} of {len(report.deviations)} are equal: loss, gradients, "
+            "weights after one update, buffers; --json lists all"
         )

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from app.db.records import ExecutionRecord
 from app.db.store import Store
 from app.services.costs import OnMiss
-from app.services.machine import Machine, Processor
-from app.services.models import ModelRequest, import_graph
-from app.services.predicting import LOCAL, Setting, find_target, named_strategy, predict, prepare
+from app.services.machine import Machine, Processor, default_processor
+from app.services.models import ImportedModel, ModelRequest, import_graph
+from app.services.predicting import LOCAL, Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.progress import Progress
-from graph.errors import RuntimeFailure, UsageError
+from app.services.tracing_store import write_recording
+from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
 from graph.strategy import Strategy
 from graph.training import Training
+from runtime.ranks import is_rank
 
 if TYPE_CHECKING:
-    from runtime.jobs import JobResult
+    from runtime.jobs import Job, JobResult
+    from runtime.team import Team
 
+    # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
+    Start = Callable[[Job, Machine, float], JobResult | None]
+    # Why a signal came, where that was not to interrupt the run.
+    Cause = Callable[[], RuntimeFailure | None]
 
 LONGEST_TIMEOUT_S = 1e8
 """About three years; torch's own timeouts overflow not far beyond."""
@@ -42,13 +53,21 @@ class RunRequest:
     verify: bool
     on_miss: OnMiss
     timeout_s: float
+    limit_s: float | None = None
+    topology: str = LOCAL
+    recorded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far one gradient (or the loss) is from the graph's on one device, relative to its largest value."""
+    """How far one tensor is from the graph's on one device; `relative` is relative to its largest value.
 
+    what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise); name: of the parameter or buffer.
+    """
+
+    what: str
     name: str
+    absolute: float
     relative: float
     allowed: float
     ok: bool
@@ -56,7 +75,10 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A finished run. `deviations` is None where no verification was asked for; the worst comes first."""
+    """A finished run. `deviations` is None where no verification was asked for; the worst comes first.
+
+    `failure` says in one line why the run is not verified, where it was asked for and is not.
+    """
 
     execution_id: int
     strategy_id: int
@@ -72,6 +94,7 @@ class RunReport:
     first_loss: float
     last_loss: float
     deviations: tuple[Deviation, ...] | None
+    failure: str | None
 
     @property
     def relative_error(self) -> float:
@@ -80,8 +103,8 @@ class RunReport:
 
     @property
     def verified(self) -> bool:
-        """True where every deviation is within what its dtype allows."""
-        return self.deviations is not None and all(one.ok for one in self.deviations)
+        """True where the run was verified: every deviation is within what is allowed."""
+        return self.deviations is not None and self.failure is None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
@@ -102,69 +125,185 @@ class RunReport:
             "deviations": None
             if self.deviations is None
             else [
-                {"name": d.name, "relative": d.relative, "allowed": d.allowed, "ok": d.ok}
+                {
+                    "what": d.what,
+                    "name": d.name,
+                    "absolute": d.absolute,
+                    "relative": d.relative,
+                    "allowed": d.allowed,
+                    "ok": d.ok,
+                }
                 for d in self.deviations
             ],
+            "verified": None if self.deviations is None else self.verified,
+            "failure": self.failure,
         }
 
 
 def run_strategy(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
     """Import the model, predict and execute the strategy, and store both; None on all ranks but the first.
 
+    Under torchrun this process is one rank, perhaps of several hosts: rank 0 alone reads the model and the database
+    and writes what comes of the run; the others do what it orders.
+
     Raises:
         SoapstoneError: a model, strategy or option that cannot be used.
-        RuntimeFailure: a rank failed; the run is stored as failed, with the reason.
+        RuntimeFailure: a rank failed, or the run took too long; it is stored as failed, with the reason.
     """
+    _check(request)
+    with _limited(request.limit_s):
+        if is_rank():
+            return _run_as_rank(request, database, progress)
+        if request.topology != LOCAL:
+            raise UsageError(
+                f"--topology: is {request.topology}, must be left out without torchrun; start one process a device: "
+                "torchrun --nnodes N --nproc-per-node M -m app run ..."
+            )
+        model, training = _import(request, progress)
+        with Store.open(database) as store:
+            target = find_target(store, LOCAL, progress, devices=request.devices, processor=request.processor)
+            return _run(store, request, model, training, target, progress, start=_launch)
+
+
+def _check(request: RunRequest) -> None:
     if request.iterations < 1:
         raise UsageError(f"--iterations: is {request.iterations}, must be at least 1; ask for one or more")
     if not 0 < request.timeout_s < LONGEST_TIMEOUT_S:
         raise UsageError(
             f"--timeout: is {request.timeout_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
         )
+    if request.limit_s is not None and not 0 < request.limit_s < LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"--limit: is {request.limit_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
+        )
     if request.seed >= 2**63:
         raise UsageError(f"--seed: is {request.seed}, must be below 2 to the 63; choose another")
-    rank = int(os.environ.get("RANK", "0"))
+
+
+class _OverLimit(BaseException):
+    """The run's limit is over: no error that anything on the way may take for its own."""
+
+
+@contextmanager
+def _limited(limit_s: float | None) -> Iterator[None]:
+    """Give the body up after `limit_s` seconds; in the main thread alone, as signals are.
+
+    Raises:
+        RuntimeFailure: it took longer.
+    """
+    if limit_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _OverLimit(
+            f"run: took longer than {limit_s:g} s, must end within --limit; allow more or ask for fewer iterations"
+        )
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _OverLimit as error:
+        raise RuntimeFailure(str(error)) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
     progress.begin(f"importing {request.model.name}", None)
     model = import_graph(request.model, batch_norm=request.batch_norm)
     progress.end()
-    training = Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
+    return model, Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
+
+
+def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
+    """Run as one of the processes that torchrun started."""
+    from runtime.team import Team
+
+    team = Team.join(request.processor or default_processor(), request.timeout_s)
+    try:
+        report = None
+        if team.leads:
+            report = _lead(team, request, database, progress)
+        else:
+            _follow(team, request)
+    except TeamFailure:
+        raise
+    except SoapstoneError as error:
+        team.refuse(error, 1 if isinstance(error, RuntimeFailure) else 2)
+        raise
+    except _OverLimit as error:
+        team.refuse(error, 1)
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        failure = team.cause_of_signal()
+        if failure is not None:
+            raise failure from None
+        raise
+    team.leave()
+    return report
+
+
+def _follow(team: Team, request: RunRequest) -> None:
+    from app.services.cluster import follow
+
+    team.execute(lambda: follow(team, request.processor))
+
+
+def _lead(team: Team, request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
+    from app.services import cluster
+
+    devices = cluster.own_devices(request.processor)
+    device = cluster.own_device(devices)
+    ranks = team.execute(lambda: cluster.members(device))
+    model, training = _import(request, progress)
+
+    def start(job: Job, _machine: Machine, timeout_s: float) -> JobResult | None:
+        return cluster.lead(team, job, device, timeout_s)
+
     with Store.open(database) as store:
-        target = find_target(store, LOCAL, progress, devices=request.devices, processor=request.processor)
-        # Workers that measure what the prediction lacks end here: the run needs their cores.
-        with prepare(store, model, target, training, request.on_miss, progress) as setting:
-            strategy, source = named_strategy(store, setting, request.strategy)
-            strategy_id, simulation = predict(store, setting, strategy, source)
-        machine = setting.target.machine
-        if machine is None:
-            raise UsageError(
-                "app run: the topology is not this machine's, must be local; run without --topology"
-            )
-        execution_id = 0
-        if rank == 0:
-            execution_id = store.start_execution(
-                ExecutionRecord(
-                    strategy_id,
-                    setting.topology_id,
-                    setting.training_id,
-                    machine.environment_id,
-                    request.iterations,
-                )
-            )
-        progress.begin(f"running {model.graph.name} on {machine.count} devices", None)
+        target = cluster.cluster_target(
+            store, team, ranks, devices, request.topology, request.devices, progress
+        )
+        return _run(
+            store, request, model, training, target, progress, start=start, cause=team.cause_of_signal
+        )
+
+
+def _run(
+    store: Store,
+    request: RunRequest,
+    model: ImportedModel,
+    training: Training,
+    target: Target,
+    progress: Progress,
+    *,
+    start: Start,
+    cause: Cause = lambda: None,
+) -> RunReport | None:
+    """Predict the strategy, execute it by `start`, and store both."""
+    machine = target.machine
+    if machine is None:
+        raise UsageError("app run: the topology has no device of this machine, must have; choose another")
+    # Workers that measure what the prediction lacks end here: the run needs their cores.
+    with prepare(store, model, target, training, request.on_miss, progress) as setting:
+        strategy, source = named_strategy(store, setting, request.strategy)
+        strategy_id, simulation = predict(store, setting, strategy, source)
+    execution_id = store.start_execution(
+        ExecutionRecord(
+            strategy_id,
+            setting.topology_id,
+            setting.training_id,
+            machine.environment_id,
+            request.iterations,
+        )
+    )
+    with _stored_failure(store, execution_id, cause):
+        progress.begin(f"running {model.graph.name} on {len(setting.topology.devices)} devices", None)
         try:
-            result = _launch(request, setting, machine, strategy)
-        except RuntimeFailure as error:
-            if rank == 0:
-                store.fail_execution(execution_id, str(error))
-            raise
-        except BaseException as error:
-            # A signal ends as one of these two; anything else is a bug, and the row must not stay "running" either.
-            ended = isinstance(error, KeyboardInterrupt | SystemExit)
-            if rank == 0:
-                store.fail_execution(
-                    execution_id, "interrupted" if ended else f"{type(error).__name__}: {error}"
-                )
-            raise
+            result = start(_job(request, setting, strategy), machine, request.timeout_s)
         finally:
             progress.end()
         if result is None:
@@ -172,13 +311,33 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
         return _finish(store, setting, execution_id, strategy_id, strategy, simulation.step_time_s, result)
 
 
-def _launch(request: RunRequest, setting: Setting, machine: Machine, strategy: Strategy) -> JobResult | None:
+@contextmanager
+def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[None]:
+    """Store why the body failed, in the words in which it is said."""
+    try:
+        yield
+    except SoapstoneError as error:
+        store.fail_execution(execution_id, str(error))
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        failure = cause()
+        store.fail_execution(execution_id, "interrupted" if failure is None else str(failure))
+        if failure is not None:
+            raise failure from None
+        raise
+    except BaseException as error:
+        # The limit, or a bug: the row must not stay "running" either.
+        reason = str(error) if isinstance(error, _OverLimit) else f"{type(error).__name__}: {error}"
+        store.fail_execution(execution_id, reason)
+        raise
+
+
+def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
     from runtime.jobs import Job
-    from runtime.launch import launch
     from runtime.models import ModelReference
 
     wanted = request.model
-    job = Job(
+    return Job(
         graph=setting.model.graph,
         strategy=strategy,
         node_of=tuple(device.node for device in setting.topology.devices),
@@ -196,9 +355,16 @@ def _launch(request: RunRequest, setting: Setting, machine: Machine, strategy: S
         iterations=request.iterations,
         warmup=request.warmup,
         verify=request.verify,
+        recorded=request.recorded,
     )
+
+
+def _launch(job: Job, machine: Machine, timeout_s: float) -> JobResult | None:
+    """Start a process for each of this machine's devices."""
+    from runtime.launch import launch
+
     places = [device.core if device.core is not None else device.index for device in machine.devices]
-    return launch(job, places, machine.kind.processor, timeout_s=request.timeout_s)
+    return launch(job, places, machine.kind.processor, timeout_s=timeout_s)
 
 
 def _finish(
@@ -211,18 +377,25 @@ def _finish(
     result: JobResult,
 ) -> RunReport:
     deviations = None
+    failure = None
     if result.verification is not None:
+        from runtime.verify import by_severity
+
         deviations = tuple(
-            sorted(
-                (Deviation(d.name, d.relative, d.allowed, d.ok) for d in result.verification.deviations),
-                key=lambda d: (-d.relative, d.name),
-            )
+            Deviation(d.what, d.name, d.largest, d.relative, d.allowed, d.ok)
+            for d in by_severity(result.verification.deviations)
         )
+        failure = _failure(deviations, result.verification.differing)
     record = store.finish_execution(
         execution_id,
         result.step_times_s,
         largest_deviation=None if not deviations else deviations[0].relative,
     )
+    if result.recorded:
+        write_recording(store, record, result.recorded)
+    if failure is not None:
+        # Its times stay: it did run.
+        store.fail_execution(execution_id, failure)
     return RunReport(
         execution_id=execution_id,
         strategy_id=strategy_id,
@@ -238,4 +411,23 @@ def _finish(
         first_loss=result.losses[0],
         last_loss=result.losses[-1],
         deviations=deviations,
+        failure=failure,
+    )
+
+
+def _failure(deviations: tuple[Deviation, ...], differing: tuple[str, ...]) -> str | None:
+    """Return why a run is not verified, or None: it is."""
+    if differing:
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        return (
+            f"verification: {differing[0]}{more}, must be the same on all; seed everything that the factory draws, and "
+            "let it depend on nothing of its process"
+        )
+    worst = deviations[0]
+    if worst.ok:
+        return None
+    tensor = f"{worst.what} of {worst.name}" if worst.what != "loss" else f"loss {worst.name}"
+    return (
+        f"verification: {tensor} deviates by {worst.relative:.2e}, must be within {worst.allowed:.0e} of the graph on "
+        "one device; report it with the strategy"
     )

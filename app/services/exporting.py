@@ -1,0 +1,80 @@
+"""`app strategy export`: a stored strategy as a file, for Soapstone or for PyTorch alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from app.db.records import GraphRecord, StrategyRecord
+from app.db.store import Store
+from app.services.models import ModelRequest, build_model, graph_name
+from graph.errors import UsageError
+from graph.strategy import strategy_from_json
+
+FORMATS = ("json", "dtensor")
+
+
+def export_strategy(database: str | None, reference: str, file: Path, file_format: str) -> StrategyRecord:
+    """Write a stored strategy to `file` and return its record; nothing is written where that cannot be done.
+
+    Args:
+        database: where strategies are stored; None: the default.
+        reference: a strategy's id or digest.
+        file: to write.
+        file_format: "json" (what `app run` reads) or "dtensor" (a Python file: `runtime.dtensor`).
+
+    Raises:
+        UsageError: no such strategy or format, or the file cannot be written.
+        StrategyError: no mesh expresses the strategy.
+        ImportFailure: the strategy's model cannot be imported any more.
+    """
+    if file_format not in FORMATS:
+        raise UsageError(
+            f"--format: is {file_format}, must be one of {', '.join(FORMATS)}; choose one of them"
+        )
+    with Store.open(database) as store:
+        record = store.strategy(reference)
+        graph = store.graph(record.graph_id)
+    assert graph is not None  # a foreign key
+    document = json.loads(record.document)
+    text = (
+        json.dumps(document, indent=1) + "\n"
+        if file_format == "json"
+        else _dtensor_text(record, graph, document)
+    )
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise UsageError(
+            f"file {file}: cannot be written ({error.strerror}), must be; choose another path"
+        ) from error
+    return record
+
+
+def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: Any) -> str:
+    """Return the Python source of a strategy's DTensor plan."""
+    import torch
+
+    from graph.importer import import_module
+    from runtime.dtensor.plan import make_plan
+    from runtime.dtensor.writer import Origin, source_text
+
+    request = ModelRequest(**dict(graph_record.model), folder=str(Path.cwd()))
+    batch_norm = json.loads(graph_record.document)["batch_norm"]
+    # What a user's module prints must not end up in our results.
+    with contextlib.redirect_stdout(sys.stderr):
+        with torch.device("meta"):
+            built = build_model(request.name, request.preset, request.batch_size, request.folder)
+        module, args, kwargs = built
+        graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
+    strategy = strategy_from_json(document, graph, record.device_count)
+    keywords: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
+    factory = request.name
+    if request.is_zoo:
+        factory = "graph.zoo:build"
+        keywords = {"name": request.name, "preset": request.preset, **keywords}
+    origin = Origin(graph.name, strategy.digest, graph.digest, factory, keywords)
+    return source_text(make_plan(graph, strategy, module, args, kwargs), origin)

@@ -1,0 +1,128 @@
+"""`app strategy export`: files for Soapstone and for PyTorch, or one line why there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from profiler.pinning import child_variables
+from tests.app.conftest import Command, Outcome
+
+MINE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.layers(x), y)
+def factory(batch_size=6):
+    print("built")
+    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}
+"""
+
+
+@pytest.fixture
+def mine(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A network of a user's own in the current folder; the digests of its baselines on two devices, by name."""
+    (tmp_path / "users_network.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    finders = list(sys.meta_path)
+    searched = command(
+        "search", "--model", "users_network:factory", "--topology", "p100-cluster", "--devices", "2",
+        "--batch-size", "8", "--proposals", "0", "--json",
+    )  # fmt: skip
+    assert searched.code == 0, searched
+    yield {one["name"]: one["digest"] for one in searched.document["predictions"]}
+    sys.meta_path[:] = finders
+    sys.modules.pop("users_network", None)
+
+
+def assert_one_line(outcome: Outcome, *words: str) -> None:
+    assert outcome.code == 2, outcome
+    assert outcome.output == ""
+    line = outcome.errors.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "Traceback" not in outcome.errors
+    for word in words:
+        assert word in line
+
+
+def test_an_exported_plan_runs_and_equals_the_network(
+    command: Command, mine: dict[str, str], tmp_path: Path
+) -> None:
+    """A user's own network, from its folder, under torchrun with nothing but the file."""
+    outcome = command("strategy", "export", mine["expert"], "--format", "dtensor", "--output", "plan.py")
+    assert outcome.code == 0, outcome
+    assert outcome.output == f"strategy {mine['expert'][:12]} written to plan.py\n"
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", "127.0.0.1:0", "plan.py",
+        ],
+        cwd=tmp_path, env={**os.environ, **child_variables()}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "5 of 5 (loss and gradients) equal the plain module's within 1e-06" in ran.stdout
+
+
+def test_a_zoo_networks_plan_names_the_zoo(command: Command, tmp_path: Path) -> None:
+    searched = command(
+        "search", "--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "4",
+        "--batch-size", "8", "--proposals", "0", "--json",
+    )  # fmt: skip
+    (digest,) = [one["digest"] for one in searched.document["predictions"] if one["name"] == "data-parallel"]
+    file = tmp_path / "plan.py"
+    assert command("strategy", "export", digest, str(file), "--format", "dtensor").code == 0
+    text = file.read_text()
+    assert 'FACTORY = "graph.zoo:build"' in text
+    assert '"preset": "small",' in text
+    assert '"batch_size": 8,' in text
+    assert 'MESH = {"data": 4}' in text
+    assert digest in text
+
+
+def test_a_strategy_that_no_mesh_expresses_writes_nothing(
+    command: Command, mine: dict[str, str], tmp_path: Path
+) -> None:
+    outcome = command("strategy", "export", mine["single-device"], "plan.py", "--format", "dtensor")
+    assert_one_line(outcome, mine["single-device"][:12], "it runs on one device", "--format json")
+    assert not (tmp_path / "plan.py").exists()
+    kept = tmp_path / "kept.py"
+    kept.write_text("mine")
+    assert command("strategy", "export", mine["single-device"], str(kept), "--format", "dtensor").code == 2
+    assert kept.read_text() == "mine"
+
+
+def test_json_is_the_default_and_either_way_to_name_the_file_works(
+    command: Command, mine: dict[str, str], tmp_path: Path
+) -> None:
+    assert command("strategy", "export", mine["expert"], "a.json").code == 0
+    assert command("strategy", "export", mine["expert"], "--output", "b.json", "--format", "json").code == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert set(json.loads((tmp_path / "a.json").read_text())) >= {"format", "graph", "operators"}
+
+
+def test_mistakes_are_one_line(command: Command, mine: dict[str, str], tmp_path: Path) -> None:
+    expert = mine["expert"]
+    assert_one_line(command("strategy", "export", expert), "--output")
+    assert_one_line(command("strategy", "export", expert, "a.json", "--output", "b.json"), "--output")
+    assert_one_line(command("strategy", "export", expert, "a.json", "--format", "yaml"), "yaml", "dtensor")
+    assert_one_line(command("strategy", "export", expert, "no/folder/a.json"), "no/folder/a.json")
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_a_network_that_has_changed_is_named(
+    command: Command, mine: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_network.py").write_text(MINE.replace("16", "24"))
+    monkeypatch.delitem(sys.modules, "users_network")
+    outcome = command("strategy", "export", mine["expert"], "plan.py", "--format", "dtensor")
+    assert_one_line(outcome, "users_network:factory", "pass the model and sizes that it was made for")
+    assert not (tmp_path / "plan.py").exists()

@@ -1,0 +1,47 @@
+"""`--strategy megatron`: tensor parallelism by name, on all devices or a divisor of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Command
+
+BERT = (
+    "--model",
+    "bert-large",
+    "--preset",
+    "small",
+    "--device",
+    "cpu",
+    "--devices",
+    "2",
+    "--on-miss",
+    "estimate",
+)
+
+
+def test_a_transformer_runs_tensor_parallel_and_has_a_plan_of_torchs_own(
+    command: Command, tmp_path: Path
+) -> None:
+    outcome = command("run", *BERT, "--strategy", "megatron-2", "--verify", "--iterations", "1", "--json")
+    assert outcome.code == 0, outcome
+    run = outcome.document
+    assert all(one["relative"] <= one["allowed"] for one in run["deviations"])
+    assert len(run["deviations"]) > 30
+    plan = tmp_path / "plan.py"
+    exported = command("strategy", "export", run["digest"], str(plan), "--format", "dtensor")
+    assert exported.code == 0, exported
+    text = plan.read_text()
+    assert "ColwiseParallel" in text
+    assert "RowwiseParallel" in text
+
+
+@pytest.mark.parametrize("degree", ["megatron-3", "megatron-"])
+def test_a_degree_that_does_not_divide_the_devices_is_refused(command: Command, degree: str) -> None:
+    outcome = command("run", *BERT, "--strategy", degree)
+    assert (outcome.code, outcome.output) == (2, "")
+    line = outcome.errors.splitlines()[-1]
+    assert line.startswith(f"error: strategy {degree}: has tensor-parallel degree ")
+    assert line.endswith("must be one that divides 2 devices: 1, 2; name it as in megatron-2")

@@ -1,0 +1,133 @@
+"""`app run` as a user has it: verification that fails, limits, interrupts; each stored as what it was."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Command
+
+TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")
+SMALL = ("run", "--model", "mlp", "--preset", "small", *TWO)
+NETWORK = """
+import os, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
+def same(batch_size=6):
+    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}
+def differing(batch_size=6):
+    module, args, kwargs = same(batch_size)
+    if not module.a.bias.is_meta:
+        module.a.bias.data += os.getpid() % 1000 / 1000
+    return module, args, kwargs
+"""
+
+
+def executions(database: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute("SELECT status, failure, median_s IS NOT NULL FROM executions").fetchall()
+
+
+@pytest.fixture
+def networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The name of a module in the current folder, with a user's own networks; this process imports each name once."""
+    name = f"networks_of_{request.node.name}"
+    (tmp_path / f"{name}.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_verified_run_lists_every_tensor(command: Command, database: Path, networks: str) -> None:
+    done = command("run", "--model", f"{networks}:same", *TWO, "--verify", "--json")
+    assert done.code == 0, done
+    assert (done.document["verified"], done.document["failure"]) == (True, None)
+    found = [(one["what"], one["name"]) for one in done.document["deviations"]]
+    names = ("a.weight", "a.bias", "b.weight", "b.bias")
+    assert sorted(found) == sorted(
+        [(what, name) for what in ("gradient", "weight") for name in names]
+        + [("loss", "in float64"), ("loss", "the run's own, in its precision")]
+    )
+    assert all(
+        one["absolute"] >= 0 and one["relative"] <= one["allowed"] for one in done.document["deviations"]
+    )
+    assert executions(database) == [("finished", None, True)]
+
+
+def test_a_module_that_differs_by_process_fails_verification(
+    command: Command, database: Path, networks: str
+) -> None:
+    done = command("run", "--model", f"{networks}:differing", *TWO, "--verify", "--json")
+    assert done.code == 1
+    line = "verification: parameter a.bias is built otherwise on rank 1 than on rank 0"
+    assert done.errors.startswith(f"error: {line}")
+    assert done.errors.count("\n") == 1
+    assert done.document["verified"] is False
+    assert not all(one["ok"] for one in done.document["deviations"])
+    ((status, failure, timed),) = executions(database)
+    assert (status, timed) == ("failed", True)
+    assert str(failure).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--limit", "0"), "--limit: is 0.0, must be above 0"),
+        (("--topology", "dgx1-v100"), "--topology: is dgx1-v100, must be left out without torchrun"),
+    ],
+)
+def test_wrong_options_are_one_line(command: Command, arguments: tuple[str, ...], message: str) -> None:
+    done = command(*SMALL, *arguments)
+    assert done.code == 2
+    assert done.errors.startswith(f"error: {message}")
+    assert done.errors.count("\n") == 1
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "app", *SMALL, "--iterations", "1000000000", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until_running(process: subprocess.Popen[str], database: Path) -> None:
+    """Wait until the run's own processes are there."""
+    assert process.stderr is not None
+    assert any(line.startswith("running") for line in process.stderr)
+    assert executions(database) == [("running", None, False)]
+    time.sleep(2)
+
+
+def test_an_interrupted_run_is_stored_as_such(database: Path) -> None:
+    process = started()
+    try:
+        wait_until_running(process, database)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, output, errors) == (130, "", "interrupted\n")
+    assert executions(database) == [("failed", "interrupted", False)]
+
+
+def test_a_run_past_its_limit_is_given_up_and_stored(database: Path) -> None:
+    process = started("--limit", "45")
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    line = "run: took longer than 45 s, must end within --limit; allow more or ask for fewer iterations"
+    assert (process.returncode, output) == (1, "")
+    assert errors.splitlines()[-1] == f"error: {line}"
+    assert executions(database) == [("failed", line, False)]

@@ -1,0 +1,137 @@
+"""`app run` under torchrun: agents on this machine stand for hosts; rank 0 alone speaks, and writes one row."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from profiler.pinning import child_variables
+
+NETWORK = """
+import os, signal, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
+def fine(batch_size=6):
+    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}
+def failing():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such weights")
+    return fine()
+def dying():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fine()
+"""
+RUN = ("--device", "cpu", "--strategy", "data-parallel", "--on-miss", "estimate", "--iterations", "3")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What came of one torchrun: its exit code, and what was printed; the launcher's own lines are left out."""
+
+    code: int
+    output: str
+    errors: tuple[str, ...]
+
+
+def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
+    """Run `app run` under one torchrun a host, all on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={hosts}",
+        f"--nproc-per-node={processes}",
+    ]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [
+        subprocess.Popen(
+            [*command, f"--node-rank={host}", "-m", "app", "run", *arguments, *RUN],
+            cwd=folder,
+            env={**os.environ, **child_variables()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(hosts)
+    ]
+    results = []
+    try:
+        for agent in agents:
+            output, errors = agent.communicate(timeout=180)
+            lines = tuple(line for line in errors.splitlines() if line.startswith(("error:", "warning:")))
+            results.append(Agent(agent.returncode, output, lines))
+    finally:
+        for agent in agents:
+            agent.kill()
+    return results
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a user's own networks in it."""
+    (tmp_path / "networks.py").write_text(NETWORK)
+    return tmp_path
+
+
+def executions(database: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute("SELECT status, failure FROM executions").fetchall()
+
+
+def test_two_hosts_execute_a_strategy_together(folder: Path, database: Path) -> None:
+    first, second = run_hosts(folder, 2, 1, "--model", "networks:fine", "--verify", "--json")
+    assert (first.code, second) == (0, Agent(0, "", ())), first
+    report = json.loads(first.output)
+    assert (report["devices"], report["verified"]) == (2, True)
+    assert len(report["step_times_s"]) == 3
+    assert executions(database) == [("finished", None)]
+    with sqlite3.connect(database) as connection:
+        ((document,),) = connection.execute("SELECT document FROM topologies").fetchall()
+    topology = json.loads(document)
+    assert [device["node"] for device in topology["devices"]] == [0, 1]
+    assert [link["kind"] for link in topology["links"]] == ["nic"] * 4
+
+
+def test_a_failure_on_another_host_ends_all_and_rank_0_says_why(folder: Path, database: Path) -> None:
+    first, second = run_hosts(folder, 2, 1, "--model", "networks:failing", "--json")
+    reason = (
+        "rank 1: model networks:failing: its factory failed (ValueError: no such weights); correct it; "
+        "all processes were ended"
+    )
+    assert (first.code, first.output, first.errors) == (1, "", (f"error: {reason}",))
+    assert (second.code, second.output, second.errors) == (1, "", ())
+    assert executions(database) == [("failed", reason)]
+
+
+def test_a_killed_rank_is_named_though_torchrun_ends_the_others(folder: Path, database: Path) -> None:
+    (agent,) = run_hosts(folder, 1, 2, "--model", "networks:dying", "--json")
+    assert (agent.code, agent.output) == (1, "")
+    (line,) = agent.errors
+    assert line.startswith("error: rank 1: its process ended without a word")
+    assert executions(database) == [("failed", line.removeprefix("error: "))]
+
+
+def test_a_topology_of_another_size_is_refused_by_rank_0_alone(folder: Path, database: Path) -> None:
+    first, second = run_hosts(folder, 2, 1, "--model", "networks:fine", "--topology", "dgx1-v100")
+    assert first.errors == (
+        "error: topology dgx1-v100: has 8 devices, must have 2, one for each process that torchrun started; start as "
+        "many, or pass another topology",
+    )
+    assert (first.output, second.output, second.errors) == ("", "", ())
+    assert executions(database) == []
