@@ -1,10 +1,11 @@
-"""Predicted against measured: one DuckDB query over what is stored."""
+"""Predicted against measured: DuckDB queries over what is stored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from app.analytics.accuracy import Accuracy, accuracy_query
 from app.analytics.duck import connect
 from app.db.engine import Database
 from graph.errors import UsageError
@@ -18,8 +19,9 @@ class ComparisonRow:
     """One strategy on one topology under one training; None where there is no prediction or no finished run.
 
     `relative_error` is (predicted - measured median) / measured median; `relative_error_to_minimum` the same
-    for the fastest step. Speed-ups are over data parallelism on the same graph, topology and training. The
-    shares say what part of the predicted time rests on measured costs, estimates and data sheets.
+    for the fastest step. `measured_noise_s` is what repeating moves the median by (`app.analytics.accuracy`).
+    Speed-ups are over data parallelism on the same graph, topology and training. The shares say what part of the
+    predicted time rests on measured costs, estimates and data sheets.
     """
 
     model: str
@@ -31,6 +33,7 @@ class ComparisonRow:
     predicted_s: float | None
     measured_median_s: float | None
     measured_minimum_s: float | None
+    measured_noise_s: float | None
     predicted_throughput_samples_per_s: float | None
     measured_throughput_samples_per_s: float | None
     relative_error: float | None
@@ -44,11 +47,20 @@ class ComparisonRow:
     executions: int
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Strategies, and how good the predictions of those are that were run, network by network."""
+
+    rows: tuple[ComparisonRow, ...]
+    accuracy: tuple[Accuracy, ...]
+
+
 _NAMES = [field.name for field in fields(ComparisonRow)]
+_ACCURACY_NAMES = [field.name for field in fields(Accuracy)]
 
 # A search is about its best strategy, what else was simulated in it, and the baselines that it is to beat.
-_QUERY = f"""
-SELECT {", ".join(_NAMES)}
+_CHOSEN = """
+SELECT *
 FROM predicted_vs_measured AS pair
 WHERE ($model::VARCHAR IS NULL OR model = $model)
   AND ($topology::VARCHAR IS NULL OR topology = $topology)
@@ -64,14 +76,24 @@ WHERE ($model::VARCHAR IS NULL OR model = $model)
             OR pair.strategy_id IN (SELECT strategy_id FROM simulations WHERE search_id = $search)
         )
   ))
+"""
+_ROWS = f"""
+SELECT {", ".join(_NAMES)}
+FROM ({_CHOSEN})
 ORDER BY model, topology, batch_size, training_id, graph_id,
          measured_median_s NULLS LAST, predicted_s NULLS LAST, strategy
+"""
+_ACCURACY = f"""
+WITH chosen AS MATERIALIZED ({_CHOSEN})
+SELECT {", ".join(_ACCURACY_NAMES)}
+FROM ({accuracy_query("chosen")})
+ORDER BY model, topology, batch_size, training_id, graph_id
 """
 
 
 def compare(
     database: Database, model: str | None = None, topology: str | None = None, search: int | None = None
-) -> list[ComparisonRow]:
+) -> Comparison:
     """Return predicted and measured step times of all strategies, or of one model, topology name or search.
 
     Rows come by model, topology and batch size, the fastest measured first, then the fastest predicted.
@@ -89,17 +111,18 @@ def compare(
                     f"search {search}: is not in database {database.name}, must be; search first"
                 )
         parameters = {"model": model, "topology": topology, "search": search}
-        rows = connection.execute(_QUERY, parameters).fetchall()
+        rows = connection.execute(_ROWS, parameters).fetchall()
+        accuracy = connection.execute(_ACCURACY, parameters).fetchall()
     finally:
         connection.close()
-    return [ComparisonRow(*row) for row in rows]
+    return Comparison(tuple(ComparisonRow(*row) for row in rows), tuple(Accuracy(*row) for row in accuracy))
 
 
 def compare_frame(
     database: Database, model: str | None = None, topology: str | None = None, search: int | None = None
 ) -> pd.DataFrame:
-    """Return `compare` as a frame: one row a strategy, the fields of `ComparisonRow` as columns."""
+    """Return the rows of `compare` as a frame: one row a strategy, the fields of `ComparisonRow` as columns."""
     import pandas as pd
 
-    rows = compare(database, model, topology, search)
+    rows = compare(database, model, topology, search).rows
     return pd.DataFrame([[getattr(row, name) for name in _NAMES] for row in rows], columns=_NAMES)

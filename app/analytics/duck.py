@@ -1,31 +1,38 @@
 """DuckDB over the store: the database attached read-only, the traces as Parquet, both behind one set of views.
 
-The extension that reads SQLite or PostgreSQL is loaded from an installed package, never from the network.
+A connection is locked before anyone gets it: no file but the registered traces can be opened, no extension
+loaded, no setting changed, no variable of the calling program read as a table. The lock has one gap, which
+`app.analytics.guard` closes for SQL that is not ours: the functions of the extension that reads SQLite or
+PostgreSQL open files and servers by themselves. That extension is loaded from an installed package, never from
+the network.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.analytics.views import EMPTY_CONFIGURATIONS, EMPTY_PROPOSALS, VIEWS
+from app.analytics.decoding import MACROS
+from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
 from app.db.engine import Database
-from app.db.records import TraceKind, TraceRecord
+from app.db.records import TraceRecord
 from app.db.store import Store
 from graph.errors import DatabaseError
 
 if TYPE_CHECKING:
     import duckdb
+    import sqlalchemy as sa
 
 
 def connect(database: Database) -> duckdb.DuckDBPyConnection:
-    """Return an in-memory DuckDB with an opened database attached read-only as `store`, and the views.
+    """Return a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
 
-    Views: `op_costs`, `link_costs`, `searches`, `strategies`, `simulations`, `executions`, `traces`,
-    `proposals`, `proposal_configurations`, `predicted_vs_measured`, `best_per_model` (`app.analytics.views`).
-    The proposals are those registered by now; a registered chunk that is no longer there is left out, and
-    `traces.present` says so. Close the connection when done.
+    The views are those of `app.analytics.catalog`. The proposals are those registered by now; a registered
+    chunk that is no longer there, or is not in a trace folder beside the database, is left out, and
+    `traces.present` says so. Moments are UTC. Close the connection when done.
 
     Idle connections of `database` are closed first, and none may be used until the DuckDB connection is
     closed: DuckDB brings its own SQLite, and closing a file through one copy of SQLite drops the locks that
@@ -42,10 +49,14 @@ def connect(database: Database) -> duckdb.DuckDBPyConnection:
         ":memory:", config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )
     try:
+        connection.execute("SET allow_persistent_secrets = false")
         _attach(connection, database)
-        _create_trace_views(connection, database, traces)
+        files = _create_trace_views(connection, database, traces)
+        for signature, body in MACROS.items():
+            connection.execute(f"CREATE MACRO {signature} AS {body}")
         for name, query in VIEWS.items():
             connection.execute(f"CREATE VIEW {name} AS {query}")
+        _lock(connection, files)
     except duckdb.Error as error:
         connection.close()
         reason = str(error).splitlines()[0]
@@ -60,32 +71,121 @@ def connect(database: Database) -> duckdb.DuckDBPyConnection:
     return connection
 
 
+def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
+    """Allow nothing but to read `files`, and to spill into a folder that DuckDB makes when it must and removes."""
+    spill = Path(tempfile.gettempdir(), f"soapstone-query-{uuid.uuid4().hex}")
+    for setting in (
+        "TimeZone = 'UTC'",
+        "enable_progress_bar = false",
+        "python_enable_replacements = false",
+        f"temp_directory = {_quoted(str(spill))}",
+        f"allowed_paths = [{', '.join(_quoted(str(file)) for file in files)}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET {setting}")
+
+
 def _attach(connection: duckdb.DuckDBPyConnection, database: Database) -> None:
-    if database.url.get_backend_name() == "sqlite":
-        backend, target = "sqlite", str(database.url.database)
-    else:
-        backend = "postgres"
-        target = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
-    connection.execute(f"LOAD {_quoted(str(_extension_file(backend)))}")
-    connection.execute(f"ATTACH {_quoted(target)} AS store (TYPE {backend}, READ_ONLY)")
+    url = database.url
+    if url.get_backend_name() == "sqlite":
+        connection.execute(f"LOAD {_quoted(str(_extension_file('sqlite')))}")
+        connection.execute(f"ATTACH {_quoted(str(url.database))} AS store (TYPE sqlite, READ_ONLY)")
+        return
+    connection.execute(f"LOAD {_quoted(str(_extension_file('postgres')))}")
+    keywords, password = _keywords(url)
+    # The password apart from the rest, since DuckDB shows what is attached by the text that attached it. And a
+    # secret of our own even without one: DuckDB would look for one in the user's folder.
+    secret = "TYPE postgres" + ("" if password is None else f", PASSWORD {_quoted(password)}")
+    connection.execute(f"CREATE TEMPORARY SECRET store ({secret})")
+    connection.execute(f"ATTACH {_quoted(keywords)} AS store (TYPE postgres, READ_ONLY, SECRET store)")
+
+
+def _keywords(url: sa.URL) -> tuple[str, str | None]:
+    """Return a PostgreSQL URL as the keywords and values of libpq, and its password, which is not among them."""
+    named: dict[str, object] = {
+        "dbname": url.database,
+        "host": url.host,
+        "port": url.port,
+        "user": url.username,
+        "password": url.password,
+    }
+    # Several hosts are several values of one key.
+    for key, value in url.query.items():
+        named[key] = value if isinstance(value, str) else ",".join(value)
+    password = named.pop("password")
+    escaped = {
+        key: str(value).replace("\\", "\\\\").replace("'", "\\'")
+        for key, value in named.items()
+        if value is not None
+    }
+    text = " ".join(f"{key}='{value}'" for key, value in escaped.items())
+    return text, None if password is None else str(password)
 
 
 def _create_trace_views(
     connection: duckdb.DuckDBPyConnection, database: Database, traces: list[TraceRecord]
-) -> None:
-    present = [trace for trace in traces if (database.trace_root / trace.path).is_file()]
+) -> list[Path]:
+    """Create the views of the traces; return the files that they read."""
+    found = {trace.path: file for trace in traces if (file := _chunk_file(database, trace)) is not None}
+    for name, kind in TRACE_VIEWS.items():
+        paths = [trace.path for trace in traces if trace.kind == kind and trace.path in found]
+        try:
+            _create_trace_view(connection, name, kind, [found[path] for path in paths])
+        except _duckdb_error():
+            # A file that was damaged, or of a Soapstone that wrote other columns, must not hide the rest.
+            for path in paths:
+                if not _has_columns(found[path], kind):
+                    del found[path]
+            left = [found[path] for path in paths if path in found]
+            _create_trace_view(connection, name, kind, left)
     connection.execute("CREATE TABLE present_chunks (path VARCHAR)")
-    if present:
-        connection.executemany("INSERT INTO present_chunks VALUES (?)", [[trace.path] for trace in present])
-    views: list[tuple[str, TraceKind, str]] = [
-        ("proposals", "proposals", EMPTY_PROPOSALS),
-        ("proposal_configurations", "configurations", EMPTY_CONFIGURATIONS),
-    ]
-    for name, kind, query in views:
-        paths = [_quoted(str(database.trace_root / trace.path)) for trace in present if trace.kind == kind]
-        if paths:
-            query = f"SELECT * FROM read_parquet([{', '.join(paths)}])"
-        connection.execute(f"CREATE VIEW {name} AS {query}")
+    if found:
+        # No parameters: DuckDB would import pandas for them, and lose an interrupt that comes meanwhile.
+        connection.execute(
+            f"INSERT INTO present_chunks VALUES {', '.join(f'({_quoted(path)})' for path in found)}"
+        )
+    return list(found.values())
+
+
+def _create_trace_view(
+    connection: duckdb.DuckDBPyConnection, name: str, kind: str, files: list[Path]
+) -> None:
+    columns = TRACE_COLUMNS[kind]
+    if files:
+        listed = ", ".join(_quoted(str(file)) for file in files)
+        query = f"SELECT {', '.join(columns)} FROM read_parquet([{listed}])"
+    else:
+        nothing = ", ".join(f"NULL::{type_} AS {column}" for column, type_ in columns.items())
+        query = f"SELECT {nothing} WHERE false"
+    connection.execute(f"CREATE VIEW {name} AS {query}")
+
+
+def _has_columns(file: Path, kind: str) -> bool:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return set(TRACE_COLUMNS[kind]) <= set(parquet.read_schema(file).names)
+    except (pa.ArrowException, OSError):
+        return False
+
+
+def _duckdb_error() -> type[Exception]:
+    import duckdb
+
+    return duckdb.Error
+
+
+def _chunk_file(database: Database, trace: TraceRecord) -> Path | None:
+    """Return a registered chunk's file, or None where there is none in a trace folder beside the database.
+
+    The path comes out of the database, which others may write to: it must not lead to another file.
+    """
+    root = database.trace_root.resolve()
+    file = (root / trace.path).resolve()
+    inside = file.is_relative_to(root) and file.relative_to(root).parts[0].endswith(".traces")
+    return file if inside and file.suffix == ".parquet" and file.is_file() else None
 
 
 def _extension_file(backend: str) -> Path:

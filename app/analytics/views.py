@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-EMPTY_PROPOSALS = """
-SELECT NULL::INTEGER AS search, NULL::SMALLINT AS chain, NULL::BIGINT AS step, NULL::INTEGER AS operator,
-       NULL::BIGINT AS configuration, NULL::BIGINT AS simulated_ns, NULL::BIGINT AS bound_ns,
-       NULL::BOOLEAN AS accepted
-WHERE false
-"""
+from app.analytics.accuracy import accuracy_query
+from app.analytics.decoding import PROPOSAL_DEVICES
 
-EMPTY_CONFIGURATIONS = """
-SELECT NULL::INTEGER AS search, NULL::INTEGER AS operator, NULL::BIGINT AS configuration,
-       NULL::VARCHAR AS document
-WHERE false
-"""
+TRACE_COLUMNS: dict[str, dict[str, str]] = {
+    "proposals": {
+        "search": "INTEGER",
+        "chain": "SMALLINT",
+        "step": "BIGINT",
+        "operator": "INTEGER",
+        "configuration": "BIGINT",
+        "simulated_ns": "BIGINT",
+        "bound_ns": "BIGINT",
+        "accepted": "BOOLEAN",
+    },
+    "configurations": {
+        "search": "INTEGER",
+        "configuration": "BIGINT",
+        "family": "VARCHAR",
+        "device_count": "INTEGER",
+        "degrees": "INTEGER[]",
+        "start": "INTEGER",
+        "stride": "INTEGER",
+        "seed": "UINTEGER",
+        "base": "BIGINT",
+        "axes": "INTEGER[]",
+        "devices": "INTEGER[]",
+    },
+    "starts": {
+        "search": "INTEGER",
+        "chain": "SMALLINT",
+        "start": "VARCHAR",
+        "operator": "INTEGER",
+        "configuration": "BIGINT",
+    },
+}
+"""The columns of the traces by kind, with DuckDB's types: those of the chunks (`app.db.trace`)."""
+
+TRACE_VIEWS = {
+    "proposals": "proposals",
+    "proposal_configurations": "configurations",
+    "proposal_starts": "starts",
+}
+"""The kind of chunk that each view of the traces reads."""
 
 _OP_COSTS = """
 SELECT kind.name AS device_kind, environment.fingerprint AS environment, signature.target, cost.phase,
@@ -36,6 +67,48 @@ JOIN store.environments AS environment ON environment.id = cost.environment_id
 LEFT JOIN store.link_fits AS fit
     ON fit.device_kind_id = cost.device_kind_id AND fit.environment_id = cost.environment_id
     AND fit.pattern = cost.pattern AND fit.group_size = cost.group_size
+"""
+
+_GRAPHS = """
+SELECT graph.id, graph.name AS model, graph.digest, graph.operator_count, graph.parameter_count, graph.flops,
+       graph.model AS import_options
+FROM store.graphs AS graph
+"""
+
+# The position is what `proposals.operator` means.
+_OPERATORS = """
+WITH parts AS (
+    SELECT graph.id AS graph_id, graph.name AS model,
+           unnest(json_extract(graph.document, '$.operators[*]')) AS part,
+           generate_subscripts(json_extract(graph.document, '$.operators[*]'), 1) - 1 AS position
+    FROM store.graphs AS graph
+)
+SELECT graph_id, model, position, part->>'$.name' AS operator, part->>'$.target' AS target,
+       list_transform(json_extract(part, '$.axes[*]'), lambda axis: axis->>'$[0]') AS axes
+FROM parts
+"""
+
+_TOPOLOGIES = """
+SELECT topology.id, topology.name AS topology, topology.digest, topology.device_count, topology.document
+FROM store.topologies AS topology
+"""
+
+_TRAININGS = """
+SELECT training.id, training.digest, training.batch_size,
+       json_extract_string(training.document, '$.precision') AS precision,
+       json_extract_string(training.document, '$.optimizer') AS optimizer, training.document
+FROM store.trainings AS training
+"""
+
+_DEVICE_KINDS = """
+SELECT kind.id, kind.name AS device_kind, kind.processor, kind.memory_bytes, kind.description
+FROM store.device_kinds AS kind
+"""
+
+_ENVIRONMENTS = """
+SELECT environment.id, environment.fingerprint AS environment,
+       json_extract_string(environment.facts, '$.torch') AS torch, environment.facts, environment.created_at
+FROM store.environments AS environment
 """
 
 _SEARCHES = """
@@ -105,10 +178,15 @@ WITH predicted AS (
     ) = 1
 ),
 measured AS (
-    SELECT strategy_id, topology_id, training_id, median_s, minimum_s,
-           count(*) OVER (PARTITION BY strategy_id, topology_id, training_id) AS executions
+    SELECT strategy_id, topology_id, training_id, median_s, minimum_s, count(*) OVER alike AS executions,
+           greatest(
+               list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.75)
+               - list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.25),
+               max(median_s) OVER alike - min(median_s) OVER alike
+           ) / 2 AS noise_s
     FROM store.executions
     WHERE status = 'finished'
+    WINDOW alike AS (PARTITION BY strategy_id, topology_id, training_id)
     QUALIFY row_number() OVER (
         PARTITION BY strategy_id, topology_id, training_id ORDER BY created_at DESC, id DESC
     ) = 1
@@ -116,6 +194,7 @@ measured AS (
 run AS (
     SELECT strategy_id, topology_id, training_id, predicted.step_time_s AS predicted_s,
            measured.median_s AS measured_median_s, measured.minimum_s AS measured_minimum_s,
+           measured.noise_s AS measured_noise_s,
            coalesce(measured.executions, 0) AS executions, predicted.feasible::BOOLEAN AS feasible,
            predicted.task_order, predicted.measured_share, predicted.estimated_share, predicted.datasheet_share
     FROM predicted
@@ -131,8 +210,8 @@ SELECT {_RUN_NAMES}, run.predicted_s, run.measured_median_s, run.measured_minimu
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.measured_median_s END) OVER alike
            / run.measured_median_s AS measured_speedup,
        run.measured_share, run.estimated_share, run.datasheet_share, run.feasible, run.task_order,
-       run.executions, strategy.device_count, strategy.graph_id, run.strategy_id, run.topology_id,
-       run.training_id
+       run.executions, run.measured_noise_s, strategy.device_count, strategy.graph_id, run.strategy_id,
+       run.topology_id, run.training_id
 FROM run {_RUN_JOINS}
 WINDOW alike AS (PARTITION BY strategy.graph_id, run.topology_id, run.training_id)
 """
@@ -152,14 +231,22 @@ GROUP BY model, topology, batch_size, graph_id, topology_id, training_id
 """
 
 VIEWS = {
+    "device_kinds": _DEVICE_KINDS,
+    "environments": _ENVIRONMENTS,
     "op_costs": _OP_COSTS,
     "link_costs": _LINK_COSTS,
+    "graphs": _GRAPHS,
+    "operators": _OPERATORS,
+    "topologies": _TOPOLOGIES,
+    "trainings": _TRAININGS,
     "searches": _SEARCHES,
     "strategies": _STRATEGIES,
     "simulations": _SIMULATIONS,
     "executions": _EXECUTIONS,
     "traces": _TRACES,
+    "proposal_devices": PROPOSAL_DEVICES,
     "predicted_vs_measured": _PREDICTED_VS_MEASURED,
+    "prediction_accuracy": accuracy_query("predicted_vs_measured"),
     "best_per_model": _BEST_PER_MODEL,
 }
 """The views by name, in an order in which each may use those before it."""

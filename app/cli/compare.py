@@ -11,6 +11,7 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
+    from app.analytics.accuracy import Accuracy
     from app.analytics.compare import ComparisonRow
 
 
@@ -24,27 +25,75 @@ def compare(
     search: Annotated[
         int | None, typer.Option("--search", help="Only strategies of this search.", show_default=False)
     ] = None,
+    execution: Annotated[
+        int | None,
+        typer.Option(
+            "--execution",
+            min=1,
+            help="Instead: where the step of this run, made with app run --profile, took longer than predicted.",
+            show_default=False,
+        ),
+    ] = None,
+    shown: Annotated[
+        int, typer.Option("--rows", min=0, help="Of --execution, show so many of the largest differences.")
+    ] = 20,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare predicted with measured step times of all strategies that were run; a DuckDB query.
+    """Compare predicted with measured step times of all strategies, and say how good the predictions are.
 
     Example: app compare --model inception
+
+    Example: app compare --execution 3
     """
+    from graph.errors import UsageError
+
+    if execution is not None:
+        if (model, topology, search) != (None, None, None):
+            raise UsageError(
+                "--execution: is one run, must stand without --model, --topology and --search; leave them out"
+            )
+        _print_attribution(execution, database, shown, as_json=as_json)
+        return
     from app.analytics.compare import compare as compare_stored
-    from app.cli.output import milliseconds, percent, print_json, print_lines, print_table, ratio
+    from app.cli.output import print_json, print_lines
     from app.db.store import Store
 
     with Store.open(database) as store:
-        rows = compare_stored(store.database, model, topology, search)
-        if not rows and (model is not None or topology is not None):
-            _refuse_filter(compare_stored(store.database), model, topology)
+        found = compare_stored(store.database, model, topology, search)
+        if not found.rows and (model is not None or topology is not None):
+            _refuse_filter(compare_stored(store.database).rows, model, topology)
     if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    if not rows:
+        print_json(
+            {
+                "strategies": [asdict(row) for row in found.rows],
+                "accuracy": [asdict(one) for one in found.accuracy],
+            }
+        )
+    elif not found.rows:
         print_lines("no strategy is stored yet: app search, then app run")
-        return
+    else:
+        _print_rows(found.rows)
+        if found.accuracy:
+            _print_accuracy(found.accuracy)
+
+
+def _print_attribution(execution: int, database: str | None, shown: int, *, as_json: bool) -> None:
+    from app.cli.output import TerminalProgress, print_json, speaks
+    from app.cli.trace import print_attribution
+    from app.services.tracing import attribution_of
+
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+        attribution = attribution_of(execution, database, progress)
+    if as_json:
+        print_json(attribution.to_json())
+    else:
+        print_attribution(attribution, shown)
+
+
+def _print_rows(rows: Sequence[ComparisonRow]) -> None:
+    from app.cli.output import milliseconds, percent, print_lines, print_table
+
     print_table(
         [
             "model",
@@ -54,11 +103,10 @@ def compare(
             "source",
             "predicted",
             "measured",
+            "noise",
             "error",
-            "predicted/s",
-            "measured/s",
+            "samples/s",
             "speedup",
-            "predicted",
             "runs",
         ],
         [
@@ -70,19 +118,65 @@ def compare(
                 row.source,
                 milliseconds(row.predicted_s),
                 milliseconds(row.measured_median_s),
+                milliseconds(row.measured_noise_s),
                 percent(row.relative_error),
-                ratio(row.predicted_throughput_samples_per_s),
-                ratio(row.measured_throughput_samples_per_s),
-                ratio(row.measured_speedup),
-                ratio(row.predicted_speedup),
+                _both(row.predicted_throughput_samples_per_s, row.measured_throughput_samples_per_s),
+                _both(row.predicted_speedup, row.measured_speedup),
                 row.executions,
             ]
             for row in rows
         ],
     )
     print_lines(
-        "measured: median step of the newest run; error: (predicted - measured) / measured; /s: samples a second;",
-        "speedup: over data parallelism on the same model, topology and batch size, measured and predicted.",
+        "measured: median step of the newest run; noise: what repeating moves it by;",
+        "error: (predicted - measured) / measured; samples/s and speedup: predicted / measured;",
+        "speedup is over data parallelism on the same model, topology and batch size.",
+    )
+
+
+def _both(predicted: float | None, measured: float | None) -> str:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.2f}"
+
+    return f"{shown(predicted)} / {shown(measured)}"
+
+
+def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
+    from app.cli.output import percent, print_lines, print_table, ratio
+
+    print_table(
+        ["model", "topology", "batch", "strategies", "mean", "median", "95 %", "worst", "bias", "noise", "tau",
+         "pairs", "choice"],
+        [
+            [
+                one.model,
+                one.topology,
+                one.batch_size,
+                one.strategies,
+                percent(one.mean_error),
+                percent(one.median_error),
+                percent(one.p95_error),
+                percent(one.worst_error),
+                percent(one.bias),
+                percent(one.noise),
+                ratio(one.kendall_tau),
+                one.pairs,
+                percent(one.loss_of_choice),
+            ]
+            for one in accuracy
+        ],
+        title="errors of the predictions of strategies that were run",
+    )  # fmt: skip
+    known = [one.kendall_tau for one in accuracy if one.kendall_tau is not None]
+    if len(accuracy) > 1:
+        mean = sum(one.mean_error for one in accuracy) / len(accuracy)
+        worst = max(one.mean_error for one in accuracy)
+        tau = f"; tau: mean {ratio(sum(known) / len(known))}, worst {ratio(min(known))}" if known else ""
+        print_lines(f"over {len(accuracy)} networks: mean error {percent(mean)}, worst {percent(worst)}{tau}")
+    print_lines(
+        "tau: Kendall's, over pairs of strategies that differ by more than their noise;",
+        "choice: how much longer the strategy of the lowest prediction takes than the fastest.",
+        "app compare --execution N: where a run made with --profile lost its time.",
     )
 
 

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from app.services.strategies import OperatorCost, ShownOperator, ShownStrategy
+
+TopologyName = Annotated[
+    str | None,
+    typer.Option(
+        "--topology",
+        help="Costs on the topology of this name, among those simulated on. Default: the newest.",
+        show_default=False,
+    ),
+]
+Rows = Annotated[int, typer.Option("--rows", min=0, help="Show so many operators, the dearest. 0: all.")]
 
 application = typer.Typer(help="Stored strategies, and strategies as files.", no_args_is_help=True)
 
@@ -58,29 +73,257 @@ def list_strategies(
     )
 
 
+@application.command("rebuild")
+def rebuild(
+    search: Annotated[int, typer.Argument(help="The search that visited it.")],
+    chain: Annotated[
+        int | None, typer.Option("--chain", min=0, help="The chain, see view proposals.", show_default=False)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=0, help="After so many proposals of the chain. Default: all.", show_default=False
+        ),
+    ] = None,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Store a strategy that a search visited, from its trace: any of them, without --chain and --step the fastest.
+
+    Example: app strategy rebuild 3 --chain 1 --step 250
+    """
+    from app.cli.output import milliseconds, print_json, print_lines
+    from app.db.store import Store
+    from app.services.rebuilding import rebuild as rebuild_strategy
+
+    with Store.open(database) as store:
+        found = rebuild_strategy(store, search, chain, step)
+    simulated_s = None if found.simulated_ns is None else found.simulated_ns / 1e9
+    if as_json:
+        print_json(
+            {
+                "search": found.search_id,
+                "chain": found.chain,
+                "step": found.step,
+                "strategy": found.record.id,
+                "digest": found.record.digest,
+                "simulated_step_time_s": simulated_s,
+            }
+        )
+        return
+    print_lines(
+        f"strategy {found.record.id}: {found.record.digest[:12]}, chain {found.chain} of search {found.search_id} "
+        f"after {found.step} proposals, simulated step {milliseconds(simulated_s)}"
+    )
+
+
 @application.command("export")
 def export_strategy(
     strategy: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
-    file: Annotated[Path, typer.Argument(help="File to write; app run --strategy FILE reads it.")],
+    file: Annotated[Path | None, typer.Argument(help="File to write.", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File to write: the same as FILE.", show_default=False)
+    ] = None,
+    file_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="json: for app run --strategy FILE. dtensor: a Python file of PyTorch's own plans (DTensor, "
+            "parallelize_module, fully_shard), for what a device mesh expresses.",
+        ),
+    ] = "json",
     database: options.Database = None,
 ) -> None:
-    """Write a stored strategy to a JSON file that can be read, edited and run.
+    """Write a stored strategy to a file that can be read, edited and run.
 
     Example: app strategy export 3 strategy.json
     """
-    import json
-
     from app.cli.output import print_lines
-    from app.db.store import Store
+    from app.services import exporting
     from graph.errors import UsageError
 
-    with Store.open(database) as store:
-        record = store.strategy(strategy)
-    text = json.dumps(json.loads(record.document), indent=1) + "\n"
-    try:
-        file.write_text(text)
-    except OSError as error:
+    target = file or output
+    if target is None or (file is not None and output is not None):
         raise UsageError(
-            f"file {file}: cannot be written ({error.strerror}), must be; choose another path"
-        ) from error
-    print_lines(f"strategy {record.digest[:12]} written to {file}")
+            "strategy export: needs a file to write, must be given one; name it as FILE or --output"
+        )
+    record = exporting.export_strategy(database, strategy, target, file_format)
+    print_lines(f"strategy {record.digest[:12]} written to {target}")
+
+
+@application.command("show")
+def show_strategy(
+    strategy: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
+    topology: TopologyName = None,
+    rows: Rows = 30,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show a stored strategy: degrees and devices of every operator, and what each costs in the simulated step.
+
+    Example: app strategy show 3
+    """
+    from app.cli.output import TerminalProgress, print_json, print_lines, print_table, speaks
+    from app.services import strategies
+
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+        shown = strategies.show_strategy(database, strategy, topology, progress)
+    if as_json:
+        print_json(shown.to_json())
+        return
+    print_lines(_headline(shown))
+    chosen = sorted(shown.operators, key=lambda one: -(one.cost.total_s if one.cost else 0.0))
+    chosen = chosen[: rows or None]
+    print_table(
+        ["operator", "type", "degrees", "devices", "computing", "messages"],
+        [[one.name, one.target, _degrees(one), _devices(one.devices), *_cells(one.cost)] for one in chosen]
+        + [[name, "-", "-", "-", *_cells(cost)] for name, cost in shown.shared.items()],
+    )
+    if len(chosen) < len(shown.operators):
+        print_lines(f"the {len(chosen)} dearest of {len(shown.operators)} operators; --rows 0 shows all")
+    print_lines(_LEGEND)
+
+
+@application.command("diff")
+def diff_strategies(
+    one: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
+    other: Annotated[str, typer.Argument(help="Another for the same network.")],
+    topology: TopologyName = None,
+    rows: Rows = 30,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say which operators two strategies configure differently, and what each costs in the simulated steps.
+
+    Example: app strategy diff 3 1
+    """
+    from app.cli.output import TerminalProgress, print_json, print_lines, print_table, speaks
+    from app.services import strategies
+
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+        found = strategies.diff_strategies(database, (one, other), topology, progress)
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_lines(f"A: {_headline(found.one)}", f"B: {_headline(found.other)}")
+    if not found.operators:
+        print_lines("no operator differs")
+        return
+    chosen = found.operators[: rows or None]
+    print_table(
+        ["operator", "", "degrees", "devices", "computing", "messages"],
+        [
+            [name, side, _degrees(shown), _devices(shown.devices), *_cells(shown.cost)]
+            for first, second in chosen
+            for name, side, shown in ((first.name, "A", first), ("", "B", second))
+        ]
+        + [
+            [name if side == "A" else "", side, "-", "-", *_cells(costs.get(name))]
+            for name in sorted({*found.one.shared, *found.other.shared})
+            for side, costs in (("A", found.one.shared), ("B", found.other.shared))
+        ],
+    )
+    same = len(found.one.operators) - len(found.operators)
+    print_lines(
+        f"{len(found.operators)} operators differ, {same} do not; "
+        f"shown are {len(chosen)}, the largest change of cost first",
+        _LEGEND,
+    )
+
+
+@application.command("import")
+def import_strategy(
+    file: Annotated[Path, typer.Argument(help="A file of app strategy export, edited or not.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="The network that it is for. Default: the stored one that the file names.",
+            show_default=False,
+        ),
+    ] = None,
+    preset: options.Preset = "paper",
+    batch_size: options.BatchSize = None,
+    batch_norm: options.BatchNorm = "synchronized",
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices",
+            min=1,
+            help="Devices that it is made for. Default: up to the highest that it names.",
+            show_default=False,
+        ),
+    ] = None,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check a strategy file against its network and store it; the file executes nothing.
+
+    Example: app strategy import strategy.json
+    """
+    from app.cli.output import TerminalProgress, print_json, print_lines, speaks
+    from app.services import strategies
+    from app.services.models import requested_model
+
+    request = None if model is None else requested_model(model, preset, batch_size)
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+        done = strategies.import_strategy(database, file, request, batch_norm, devices, progress)
+    if as_json:
+        print_json(
+            {
+                "id": done.record.id,
+                "digest": done.record.digest,
+                "model": done.model,
+                "devices": done.record.device_count,
+                "known": done.known,
+            }
+        )
+        return
+    print_lines(
+        f"strategy {done.record.id}: {done.record.digest[:12]} for {done.model} on {done.record.device_count} devices, "
+        + ("stored before" if done.known else "stored")
+    )
+
+
+_LEGEND = (
+    "computing: its tasks on their busiest device; messages: of its outputs and their gradients, added up; other work "
+    "may hide both."
+)
+
+
+def _headline(shown: ShownStrategy) -> str:
+    from app.cli.output import milliseconds
+
+    record = shown.record
+    text = (
+        f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.model}, "
+        f"{record.device_count} devices"
+    )
+    if shown.setting is None:
+        return f"{text}; never simulated: app run"
+    return (
+        f"{text}; on {shown.setting.topology}, batch size {shown.setting.batch_size}: simulated step "
+        f"{milliseconds(shown.step_s)}, measured {milliseconds(shown.measured_s)}"
+    )
+
+
+def _degrees(operator: ShownOperator) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in operator.degrees.items()) or "whole"
+
+
+def _devices(devices: Sequence[int]) -> str:
+    """Return devices in the order of the tasks, runs of consecutive ones as first-last."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    shown = [f"{first}-{last}" if first != last else str(first) for first, last in runs]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:7], f"... ({len(devices)})"])
+
+
+def _cells(cost: OperatorCost | None) -> list[str]:
+    from app.cli.output import milliseconds
+
+    return ["-", "-"] if cost is None else [milliseconds(cost.compute_s), milliseconds(cost.communication_s)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.analytics.compare import ComparisonRow, compare, compare_frame
+from app.analytics.compare import Comparison, ComparisonRow, compare, compare_frame
 from app.analytics.duck import connect
 from app.db.records import SearchOutcome, StrategySource
 from app.db.store import Store
@@ -70,6 +70,7 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         predicted_s=1.0,
         measured_median_s=0.8,
         measured_minimum_s=0.5,
+        measured_noise_s=0.10000000000000003,
         predicted_throughput_samples_per_s=8.0,
         measured_throughput_samples_per_s=10.0,
         relative_error=(1.0 - 0.8) / 0.8,
@@ -84,6 +85,7 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         predicted_s=2.0,
         measured_median_s=2.5,
         measured_minimum_s=2.0,
+        measured_noise_s=1.75,
         predicted_throughput_samples_per_s=4.0,
         measured_throughput_samples_per_s=3.2,
         relative_error=-0.2,
@@ -98,6 +100,7 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         predicted_s=None,
         measured_median_s=5.0,
         measured_minimum_s=5.0,
+        measured_noise_s=0.0,
         predicted_throughput_samples_per_s=None,
         measured_throughput_samples_per_s=1.6,
         relative_error=None,
@@ -116,6 +119,7 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         predicted_s=4.0,
         measured_median_s=None,
         measured_minimum_s=None,
+        measured_noise_s=None,
         predicted_throughput_samples_per_s=2.0,
         measured_throughput_samples_per_s=None,
         relative_error=None,
@@ -125,22 +129,23 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         feasible=False,
         executions=0,
     )
-    assert compare(store.database) == [searched, data_parallel, measured_only, predicted_only]
+    assert compare(store.database).rows == (searched, data_parallel, measured_only, predicted_only)
 
 
 def test_compare_takes_what_is_asked_for(store: Store, scene: Scene) -> None:
     other = Scene.stored(store, 1, model="alexnet", batch_size=16)
     lone = strategy(store, other, 50)
     store.put_simulation(other.simulation(lone, 4.0))
-    (row,) = compare(store.database, model="alexnet")
+    (row,) = compare(store.database, model="alexnet").rows
     assert (row.batch_size, row.predicted_throughput_samples_per_s, row.predicted_speedup) == (16, 4.0, None)
-    assert [row.model for row in compare(store.database)] == ["alexnet"] + ["inception"] * 4
-    assert compare(store.database, model="vgg") == compare(store.database, topology="dgx") == []
-    assert len(compare(store.database, topology="local")) == 5
+    assert [row.model for row in compare(store.database).rows] == ["alexnet"] + ["inception"] * 4
+    nothing = Comparison((), ())
+    assert compare(store.database, model="vgg") == compare(store.database, topology="dgx") == nothing
+    assert len(compare(store.database, topology="local").rows) == 5
     # The search's best and the baseline, not the strategies of others.
-    found = [row.source for row in compare(store.database, search=1)]
+    found = [row.source for row in compare(store.database, search=1).rows]
     assert found == ["search", "data-parallel"]
-    assert compare(store.database, model="alexnet", search=1) == []
+    assert compare(store.database, model="alexnet", search=1) == nothing
     with pytest.raises(UsageError, match="search 99: is not in database"):
         compare(store.database, search=99)
 

@@ -1,0 +1,369 @@
+"""What each view of the analysis says, column by column, for `app query --views` and docs/database.md.
+
+Units stand in the names: `_s` seconds, `_ns` nanoseconds, `_bytes` bytes. Moments are UTC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ViewText:
+    """What one row of a view is, and what each column means, in the view's order."""
+
+    row: str
+    columns: dict[str, str]
+
+
+_MODEL = "name of the network, with its preset where that is not the paper's"
+_STRATEGY = "digest of the strategy"
+_SOURCE = "where it came from: data-parallel, single-device, expert, search or import"
+_TOPOLOGY = "name of the topology"
+_BATCH = "samples a step, over all devices"
+_ENVIRONMENT = "fingerprint of hardware and software, see environments"
+_KIND = "name of the device kind"
+_SAMPLES = "all raw samples, as a JSON list"
+_MEASURED_AT = "when it was measured"
+_CREATED_AT = "when it was stored"
+_GRAPH_ID = "the graph, see graphs"
+_STRATEGY_ID = "the strategy, see strategies"
+_TOPOLOGY_ID = "the topology, see topologies"
+_TRAINING_ID = "the training, see trainings"
+_MEASURED_SHARE = "part of the predicted busy time that rests on measured costs"
+_ESTIMATED_SHARE = "part that rests on estimates fitted to measurements"
+_DATASHEET_SHARE = "part that rests on data sheets alone"
+_FEASIBLE = "whether every device's memory suffices"
+_ORDER = "order of tasks on a resource: program (the runtime's own) or fifo"
+_OPERATOR = "position of the operator, see operators"
+_SEARCH = "the search, see searches"
+
+CATALOG: dict[str, ViewText] = {
+    "device_kinds": ViewText(
+        "one kind of device",
+        {
+            "id": "number of the row",
+            "device_kind": _KIND,
+            "processor": "cpu or the GPU's name as the driver gives it",
+            "memory_bytes": "memory of one device",
+            "description": "what else is known of it, as JSON",
+        },
+    ),
+    "environments": ViewText(
+        "hardware and software that measurements were made with",
+        {
+            "id": "number of the row",
+            "environment": "its fingerprint: sha256 of the facts",
+            "torch": "PyTorch's version",
+            "facts": "processor, cores, driver, versions, threads and clock limits, as JSON",
+            "created_at": _CREATED_AT,
+        },
+    ),
+    "op_costs": ViewText(
+        "the measured cost of one phase of one local call on one kind of device in one environment",
+        {
+            "device_kind": _KIND,
+            "environment": _ENVIRONMENT,
+            "target": "type of the operator",
+            "phase": "forward, backward or update",
+            "minimum_s": "fastest sample; what predictions use",
+            "p10_s": "10th percentile of the samples",
+            "median_s": "median of the samples",
+            "sample_count": "number of samples",
+            "samples_s": _SAMPLES,
+            "peak_bytes": "peak memory while it ran",
+            "failure": "why it could not be measured; the times are then NULL",
+            "measured_at": _MEASURED_AT,
+            "flops": "operations of one forward",
+            "bytes": "bytes that one forward reads and writes",
+            "key": "the whole call: target, arguments, shapes, dtypes, as JSON",
+            "signature": "digest of the key",
+        },
+    ),
+    "link_costs": ViewText(
+        "the measured time of one pattern of communication at one size",
+        {
+            "device_kind": _KIND,
+            "environment": _ENVIRONMENT,
+            "pattern": "p2p, all_reduce, ...",
+            "group_size": "processes that take part",
+            "size_bytes": "bytes of the message",
+            "minimum_s": "fastest sample",
+            "median_s": "median of the samples; what predictions use",
+            "sample_count": "number of samples",
+            "samples_s": _SAMPLES,
+            "measured_at": _MEASURED_AT,
+            "latency_s": "fitted to all sizes of the pattern: time = latency + bytes / bandwidth",
+            "bandwidth_bytes_per_s": "fitted likewise",
+            "contention_factor": "seconds of computing that one second of communication beside it costs",
+        },
+    ),
+    "graphs": ViewText(
+        "one operator graph: a network at one batch size and with one choice of sizes",
+        {
+            "id": "number of the row",
+            "model": _MODEL,
+            "digest": "digest of the graph",
+            "operator_count": "number of operators",
+            "parameter_count": "number of trained weights",
+            "flops": "operations of one forward",
+            "import_options": "what imports the network again, as JSON",
+        },
+    ),
+    "operators": ViewText(
+        "one operator of one graph",
+        {
+            "graph_id": _GRAPH_ID,
+            "model": _MODEL,
+            "position": "its number, in topological order from 0; what proposals.operator means",
+            "operator": "its name",
+            "target": "its type",
+            "axes": "names of the axes that it can be split along, replica last; the order of degrees",
+        },
+    ),
+    "topologies": ViewText(
+        "one device topology",
+        {
+            "id": "number of the row",
+            "topology": _TOPOLOGY,
+            "digest": "digest of the topology",
+            "device_count": "number of devices",
+            "document": "kinds, devices, links and routes, as JSON",
+        },
+    ),
+    "trainings": ViewText(
+        "one description of a training step",
+        {
+            "id": "number of the row",
+            "digest": "digest of the training",
+            "batch_size": _BATCH,
+            "precision": "number format",
+            "optimizer": "sgd, momentum or adam",
+            "document": "all of it, as JSON",
+        },
+    ),
+    "searches": ViewText(
+        "one search",
+        {
+            "id": "number of the row; what proposals.search means",
+            "model": _MODEL,
+            "topology": _TOPOLOGY,
+            "batch_size": _BATCH,
+            "algorithm": "mcmc, ...",
+            "seed": "seed of its random numbers",
+            "options": "its options, as JSON",
+            "status": "running, finished, interrupted or failed",
+            "proposals": "proposals made",
+            "accepted": "proposals accepted",
+            "initial_time_s": "simulated step time at the start of the first chain",
+            "best_time_s": "simulated step time of the best strategy",
+            "gain": "initial_time_s / best_time_s",
+            "best_strategy": "digest of the best strategy",
+            "started_at": "when it began",
+            "finished_at": "when it ended; NULL while it runs, or if it was killed",
+            "graph_id": _GRAPH_ID,
+            "topology_id": _TOPOLOGY_ID,
+            "training_id": _TRAINING_ID,
+            "best_strategy_id": _STRATEGY_ID,
+        },
+    ),
+    "strategies": ViewText(
+        "one strategy for one graph",
+        {
+            "id": "number of the row; app strategy and app run take it",
+            "digest": "digest of the strategy",
+            "model": _MODEL,
+            "source": _SOURCE,
+            "device_count": "devices that it was made for",
+            "created_at": _CREATED_AT,
+            "document": "degrees and devices of every operator, as JSON",
+            "graph_id": _GRAPH_ID,
+        },
+    ),
+    "simulations": ViewText(
+        "the predicted step of one strategy on one topology, under one training and one set of costs",
+        {
+            "id": "number of the row",
+            "model": _MODEL,
+            "strategy": _STRATEGY,
+            "source": _SOURCE,
+            "topology": _TOPOLOGY,
+            "batch_size": _BATCH,
+            "task_order": _ORDER,
+            "step_time_s": "predicted time of one step",
+            "throughput_samples_per_s": "batch_size / step_time_s",
+            "measured_share": _MEASURED_SHARE,
+            "estimated_share": _ESTIMATED_SHARE,
+            "datasheet_share": _DATASHEET_SHARE,
+            "compute_s": "computation, summed over the devices",
+            "communication_bytes": "bytes moved in one step",
+            "peak_bytes": "peak memory of each device, as a JSON list",
+            "feasible": _FEASIBLE,
+            "cost_digest": "digest of the costs that the prediction rests on",
+            "created_at": _CREATED_AT,
+            "strategy_id": _STRATEGY_ID,
+            "topology_id": _TOPOLOGY_ID,
+            "training_id": _TRAINING_ID,
+            "search_id": "the search that stored it, see searches; NULL if none did",
+        },
+    ),
+    "executions": ViewText(
+        "one real run of a strategy",
+        {
+            "id": "number of the row",
+            "model": _MODEL,
+            "strategy": _STRATEGY,
+            "source": _SOURCE,
+            "topology": _TOPOLOGY,
+            "batch_size": _BATCH,
+            "status": "running, finished, interrupted or failed",
+            "iterations": "steps that were timed",
+            "minimum_s": "fastest step",
+            "median_s": "median step",
+            "mean_s": "mean step",
+            "throughput_samples_per_s": "batch_size / median_s",
+            "step_times_s": "all steps, as a JSON list",
+            "failure": "why it failed",
+            "largest_deviation": "largest relative difference to one device; NULL if it was not verified",
+            "environment": _ENVIRONMENT,
+            "created_at": "when it began",
+            "finished_at": "when it ended",
+            "strategy_id": _STRATEGY_ID,
+            "topology_id": _TOPOLOGY_ID,
+            "training_id": _TRAINING_ID,
+        },
+    ),
+    "traces": ViewText(
+        "one Parquet file of a search's proposals",
+        {
+            "search": _SEARCH,
+            "kind": "proposals, configurations or starts",
+            "path": "the file, relative to the database's folder",
+            "rows": "rows in it",
+            "created_at": "when it was registered",
+            "present": "whether the file is there; proposals are of those that are",
+        },
+    ),
+    "proposals": ViewText(
+        "one proposal of a search: another configuration of one operator",
+        {
+            "search": _SEARCH,
+            "chain": "number of the chain",
+            "step": "number of the proposal in its chain",
+            "operator": _OPERATOR,
+            "configuration": "code of what was proposed, see proposal_devices",
+            "simulated_ns": "simulated step time; NULL where the simulation was cut",
+            "bound_ns": "bound at which it was cut, because that sufficed to reject; NULL beside NULL: out of memory",
+            "accepted": "whether the chain went there",
+        },
+    ),
+    "proposal_devices": ViewText(
+        "the configuration that a code means in one search",
+        {
+            "search": _SEARCH,
+            "configuration": "the code",
+            "degrees": "a degree for each axis of the operator, see operators.axes",
+            "devices": "the device of each task, in the order of the parts, those along the last axis side by side",
+        },
+    ),
+    "proposal_configurations": ViewText(
+        "how the trace keeps a configuration: degrees, and what the devices of the tasks were drawn or copied from",
+        {
+            "search": _SEARCH,
+            "configuration": "the code",
+            "family": "strided, permuted, copied or listed: which of the columns below say it",
+            "device_count": "devices that the family counts on",
+            "degrees": "a degree for each axis of the operator, see operators.axes",
+            "start": "strided: the first device",
+            "stride": "strided: from one device to the next",
+            "seed": "permuted: seed of the permutation",
+            "base": "copied: code of the configuration that it was copied from",
+            "axes": "copied: along which axes of that",
+            "devices": "listed: the device of each task",
+        },
+    ),
+    "proposal_starts": ViewText(
+        "the configuration of one operator at the start of one chain; operators that follow another are left out",
+        {
+            "search": _SEARCH,
+            "chain": "number of the chain",
+            "start": "what the chain started from: data-parallel, expert, ...",
+            "operator": _OPERATOR,
+            "configuration": "its code, see proposal_devices",
+        },
+    ),
+    "predicted_vs_measured": ViewText(
+        "one strategy on one topology under one training: its newest prediction beside its newest finished run",
+        {
+            "model": _MODEL,
+            "strategy": _STRATEGY,
+            "source": _SOURCE,
+            "topology": _TOPOLOGY,
+            "batch_size": _BATCH,
+            "predicted_s": "predicted time of one step (in program order, where there is one)",
+            "measured_median_s": "median step of the newest finished run",
+            "measured_minimum_s": "its fastest step",
+            "predicted_throughput_samples_per_s": "batch_size / predicted_s",
+            "measured_throughput_samples_per_s": "batch_size / measured_median_s",
+            "relative_error": "(predicted_s - measured_median_s) / measured_median_s",
+            "relative_error_to_minimum": "the same for the fastest step",
+            "predicted_speedup": "over data parallelism on the same graph, topology and training",
+            "measured_speedup": "likewise, as measured",
+            "measured_share": _MEASURED_SHARE,
+            "estimated_share": _ESTIMATED_SHARE,
+            "datasheet_share": _DATASHEET_SHARE,
+            "feasible": _FEASIBLE,
+            "task_order": _ORDER,
+            "executions": "finished runs",
+            "measured_noise_s": "by how much repeating moves measured_median_s: half the interquartile range of the "
+            "steps, or half the range of the medians of all finished runs, if that is more",
+            "device_count": "devices that the strategy was made for",
+            "graph_id": _GRAPH_ID,
+            "strategy_id": _STRATEGY_ID,
+            "topology_id": _TOPOLOGY_ID,
+            "training_id": _TRAINING_ID,
+        },
+    ),
+    "prediction_accuracy": ViewText(
+        "how good predictions are for one graph on one topology under one training, over strategies that were run",
+        {
+            "model": _MODEL,
+            "topology": _TOPOLOGY,
+            "batch_size": _BATCH,
+            "strategies": "strategies with a prediction and a finished run",
+            "mean_error": "mean of |predicted - measured median| / measured median",
+            "median_error": "median of the same",
+            "p95_error": "95th percentile of the same",
+            "worst_error": "largest of the same",
+            "bias": "mean error with its sign; below 0: predictions are too short",
+            "noise": "median of measured_noise_s / measured_median_s, see predicted_vs_measured",
+            "pairs": "pairs of strategies whose measured times differ by more than their noise",
+            "agreeing_pairs": "those that predictions order as measured",
+            "opposite_pairs": "those that predictions order the other way",
+            "kendall_tau": "(agreeing_pairs - opposite_pairs) / pairs; NULL without a pair",
+            "loss_of_choice": "how much longer the strategy of the lowest prediction takes than the fastest one",
+            "graph_id": _GRAPH_ID,
+            "topology_id": _TOPOLOGY_ID,
+            "training_id": _TRAINING_ID,
+        },
+    ),
+    "best_per_model": ViewText(
+        "one graph on one topology under one training: the best that is known",
+        {
+            "model": _MODEL,
+            "topology": _TOPOLOGY,
+            "batch_size": _BATCH,
+            "best_predicted_strategy": "digest of the feasible strategy of the lowest prediction",
+            "best_predicted_s": "its predicted step",
+            "predicted_speedup": "the largest predicted speed-up over data parallelism",
+            "best_measured_strategy": "digest of the strategy of the fastest median step",
+            "best_measured_median_s": "its median step",
+            "measured_speedup": "the largest measured speed-up over data parallelism",
+            "strategies": "strategies that were simulated or run",
+            "graph_id": _GRAPH_ID,
+            "topology_id": _TOPOLOGY_ID,
+            "training_id": _TRAINING_ID,
+        },
+    ),
+}
+"""The views by name, in the order in which they are listed."""

@@ -1,0 +1,188 @@
+"""`app query`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli import options
+
+if TYPE_CHECKING:
+    from app.analytics.answer import Answer
+
+# Below so many letters a column of a table says nothing.
+_NARROWEST = 10
+_LONGEST_CELL = 400
+
+
+def query(
+    sql: Annotated[
+        str | None,
+        typer.Argument(help="One SELECT, or EXPLAIN of one, in DuckDB's SQL.", show_default=False),
+    ] = None,
+    views: Annotated[bool, typer.Option("--views", help="List the views and their columns instead.")] = False,
+    file_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="table, csv, json or parquet. Default: what --output ends in, else table.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write to this file.", show_default=False)
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of a table to print at most.")] = 100,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", help="Give up after so many seconds. Default: never.", show_default=False),
+    ] = None,
+    database: options.Database = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Ask what is stored: one query over the views, read only. docs/database.md describes them.
+
+    Example: app query "SELECT model, topology, best_measured_median_s FROM best_per_model"
+    """
+    from app.services import querying
+    from graph.errors import UsageError
+
+    if views:
+        _print_views(as_json=as_json)
+        return
+    if sql is None:
+        raise UsageError("app query: has no query, must have one, or --views; write it in quotes")
+    if as_json and file_format not in (None, "json"):
+        raise UsageError(f"--json: goes with --format json only, not {file_format}; leave one out")
+    if timeout is not None and not 0 < timeout < 1e9:
+        raise UsageError(f"--timeout: is {timeout}, must be above 0 and below 1e9; choose another")
+    chosen = querying.chosen_format("json" if as_json else file_format, output)
+    if output is not None:
+        from app.cli.output import print_lines
+
+        count = querying.export(database, sql, chosen, output, limit_s=timeout)
+        print_lines(f"{count} rows written to {output}")
+        return
+    with querying.queried(database, sql, limit_s=timeout) as answer:
+        _print(answer, chosen, rows)
+
+
+def _print(answer: Answer, file_format: str, limit: int) -> None:
+    import os
+    import sys
+
+    from app.analytics.formats import write_csv, write_json
+
+    try:
+        if file_format == "csv":
+            write_csv(answer, sys.stdout)
+        elif file_format == "json":
+            write_json(answer, sys.stdout)
+        elif answer.kind == "explain":
+            _print_plan(answer)
+        else:
+            _print_table(answer, limit)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has seen enough; Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_plan(answer: Answer) -> None:
+    from app.analytics.formats import rows
+    from app.cli.output import print_lines
+
+    for row in rows(answer):
+        print_lines(str(row[-1]).rstrip())
+
+
+def _print_table(answer: Answer, limit: int) -> None:
+    from itertools import islice
+
+    from app.analytics.formats import rows
+    from app.cli.output import print_lines
+
+    found = list(islice(rows(answer), limit + 1))
+    names = answer.schema.names
+    if names:
+        _print_rows(names, [[_cell(value) for value in row] for row in found[:limit]], found[:limit])
+    if len(found) > limit:
+        print_lines(
+            f"the first {limit} rows; --rows N shows more, --format csv, json or parquet with --output all"
+        )
+    elif len(found) != 1:
+        print_lines(f"{len(found)} rows")
+
+
+def _print_rows(names: list[str], cells: list[list[str]], values: list[tuple[Any, ...]]) -> None:
+    """Print a table, or where its columns would be too narrow, a block of lines for each row."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    needed = [
+        max(len(name), *(len(row[place]) for row in cells)) if cells else len(name)
+        for place, name in enumerate(names)
+    ]
+    fits = sum(min(width, _NARROWEST) + 3 for width in needed) + 1 <= console.width
+    if not fits and cells:
+        longest = max(len(name) for name in names)
+        for number, row in enumerate(cells, 1):
+            console.print(f"row {number}", style="bold", markup=False)
+            for name, cell in zip(names, row, strict=True):
+                console.print(
+                    Text(f"  {name.ljust(longest)}  {cell}", no_wrap=True, overflow="ellipsis"),
+                    soft_wrap=False,
+                )
+        return
+    table = Table()
+    for place, name in enumerate(names):
+        numeric = any(_is_number(row[place]) for row in values)
+        table.add_column(
+            Text(name),
+            justify="right" if numeric else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=min(needed[place], _NARROWEST) if fits else None,
+        )
+    for row in cells:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    import json
+
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _print_views(*, as_json: bool) -> None:
+    from app.analytics.catalog import CATALOG
+    from app.cli.output import print_json, print_lines
+
+    if as_json:
+        print_json(
+            [{"view": name, "row": view.row, "columns": view.columns} for name, view in CATALOG.items()]
+        )
+        return
+    for name, view in CATALOG.items():
+        longest = max(len(column) for column in view.columns)
+        print_lines(f"{name}: {view.row}")
+        print_lines(*(f"  {column.ljust(longest)}  {text}" for column, text in view.columns.items()), "")

@@ -1,0 +1,59 @@
+"""`app report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.cli import options
+
+
+def report(
+    output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("report.html"),
+    model: Annotated[
+        str | None, typer.Option("--model", help="Only this network (a graph's name).", show_default=False)
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option("--topology", help="Only this topology (its name).", show_default=False)
+    ] = None,
+    search: Annotated[
+        int | None, typer.Option("--search", min=1, help="Only this search's curve.", show_default=False)
+    ] = None,
+    execution: Annotated[
+        int | None,
+        typer.Option(
+            "--execution",
+            min=1,
+            help="Draw this run's step. Default: the newest run that recorded its steps, else the newest run.",
+            show_default=False,
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy", help="Draw the step of this strategy: its id or digest.", show_default=False
+        ),
+    ] = None,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write one HTML file that opens offline: searches, predicted against measured, timeline, strategy, memory, costs.
+
+    Needs plotly and Jinja2: pip install 'soapstone[report]'.
+
+    Example: app report --model inception --output report.html
+    """
+    from app.cli.output import TerminalProgress, print_json, print_lines, speaks
+    from app.services.reporting import ReportRequest, write_report
+
+    request = ReportRequest(output, model, topology, search, execution, strategy)
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+        written = write_report(request, database, progress)
+    if as_json:
+        print_json(written.to_json())
+        return
+    print_lines(f"{len(written.drawn)} figures written to {written.file} ({written.size_bytes / 1e6:.1f} MB)")
+    for name, reason in written.left_out:
+        print_lines(f"without {name}: {reason}")

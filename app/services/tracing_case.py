@@ -1,0 +1,155 @@
+"""A stored strategy simulated again: its model imported, its topology and training as stored, costs of the database.
+
+Nothing is measured here and nothing is stored: what has no cost is estimated.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrder
+from app.db.store import Store
+from app.services.costs import CostsByKind, DatabaseCosts
+from app.services.machine import fitted_links
+from app.services.models import ModelRequest, import_graph
+from app.services.predicting import Target
+from app.services.progress import Progress
+from graph.errors import UsageError
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy, strategy_from_json
+from graph.topology import Topology
+from graph.training import Training, training_from_json
+from search.costs import CostTable
+
+if TYPE_CHECKING:
+    from search.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy on a topology under a training, and its simulation."""
+
+    record: StrategyRecord
+    graph: OperatorGraph
+    topology: Topology
+    training: Training
+    strategy: Strategy
+    simulation: Simulation
+    topology_id: int
+    training_id: int
+
+
+def execution_case(store: Store, execution: ExecutionRecord, progress: Progress) -> Case:
+    """Return what an execution ran, simulated with the costs of its environment."""
+    return simulated_case(
+        store,
+        store.strategy(execution.strategy_id),
+        execution.topology_id,
+        execution.training_id,
+        execution.environment_id,
+        "program",
+        progress=progress,
+    )
+
+
+def strategy_case(store: Store, reference: str, topology: str | None, progress: Progress) -> Case:
+    """Return the newest simulated case of a strategy: an id or digest, on the topology of that name.
+
+    Costs are those of the environment that last ran anything on that topology, else the newest of any.
+
+    Raises:
+        UsageError: there is no such strategy, or it was never simulated on that topology.
+    """
+    record = store.strategy(reference)
+    simulations = store.simulations(strategy_id=record.id)
+    names = {one.id: one.name for one in store.topologies()}
+    chosen = next((one for one in simulations if topology in (None, names[one.topology_id])), None)
+    if chosen is None:
+        known = ", ".join(sorted({names[one.topology_id] for one in simulations})) or "none"
+        raise UsageError(
+            f"strategy {record.digest[:12]}: has no simulation on topology {topology or 'any'}, must have one; "
+            f"it has on {known}"
+        )
+    runs = store.executions(strategy_id=record.id)
+    environment = next((run.environment_id for run in runs if run.topology_id == chosen.topology_id), None)
+    return simulated_case(
+        store,
+        record,
+        chosen.topology_id,
+        chosen.training_id,
+        environment,
+        chosen.task_order,
+        progress=progress,
+    )
+
+
+def imported_graph(record: GraphRecord) -> OperatorGraph:
+    """Import a stored graph's model again.
+
+    Raises:
+        UsageError: the model is gone, or has changed since.
+        ImportFailure: it cannot be imported any more.
+    """
+    request = ModelRequest(**dict(record.model), folder=str(Path.cwd()))
+    graph = import_graph(request, batch_norm=json.loads(record.document)["batch_norm"]).graph
+    if graph.digest != record.digest:
+        raise UsageError(
+            f"model {request.name}: its graph is {graph.digest[:12]} now, must be {record.digest[:12]}, as it was "
+            "stored; search or run it anew"
+        )
+    return graph
+
+
+def simulated_case(
+    store: Store,
+    record: StrategyRecord,
+    topology_id: int,
+    training_id: int,
+    environment_id: int | None,
+    order: TaskOrder,
+    *,
+    progress: Progress,
+    graph: OperatorGraph | None = None,
+) -> Case:
+    """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
+    from search.simulator import simulate
+
+    graph_record, topology_record = store.graph(record.graph_id), store.topology(topology_id)
+    training_record = store.training(training_id)
+    assert graph_record is not None  # foreign keys
+    assert topology_record is not None
+    assert training_record is not None
+    if graph is None:
+        progress.begin(f"importing {graph_record.name}", None)
+        try:
+            graph = imported_graph(graph_record)
+        finally:
+            progress.end()
+    topology = Topology.from_json(topology_record.document)
+    training = training_from_json(json.loads(training_record.document))
+    strategy = strategy_from_json(json.loads(record.document), graph, record.device_count)
+    target, source = _costs(store, topology, environment_id)
+    progress.begin("simulating", None)
+    try:
+        simulation = simulate(
+            graph, strategy, topology, CostTable(source), training, links=target.link_costs, order=order
+        )
+    finally:
+        progress.end()
+    return Case(record, graph, topology, training, strategy, simulation, topology_id, training_id)
+
+
+def _costs(store: Store, topology: Topology, environment_id: int | None) -> tuple[Target, CostsByKind]:
+    sources = {}
+    links = None
+    for kind in topology.kinds:
+        stored = store.device_kind(kind.name)
+        kind_id = stored.id if stored is not None else None
+        sources[kind.name] = DatabaseCosts(store, kind, kind_id, environment_id, "estimate")
+        # Links are measured for the topology `local` alone, which has one kind.
+        if topology.name == "local" and kind_id is not None and environment_id is not None:
+            links = fitted_links(store, kind_id, environment_id, len(topology.devices))
+    return Target(topology, None, links), CostsByKind(sources)

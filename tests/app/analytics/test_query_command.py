@@ -1,0 +1,237 @@
+"""`app query`: each format holds the rows, each mistake is one line, and no file is harmed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from app.analytics.catalog import CATALOG
+from app.db.store import Store
+from tests.app.conftest import Command
+from tests.app.db import samples
+
+ENDLESS = "SELECT count(*) FROM range(1000000000000) AS t(x) WHERE x % 3 = 1"
+KINDS = """SELECT 1::HUGEINT AS whole, 0.5::DOUBLE AS real, 1.5 AS fixed, NULL AS nothing, true AS flag,
+    'a, "b"' AS text, [1, 2] AS list, {'x': 1} AS struct, MAP {'k': 2} AS map, TIMESTAMP '2026-01-02 03:04:05' AS at,
+    DATE '2026-01-02' AS day, 'NaN'::DOUBLE AS nan, '\\xAB'::BLOB AS binary, 7 AS real"""
+
+
+@pytest.fixture
+def filled(database: Path) -> Path:
+    """A database with three graphs."""
+    with Store.open(database) as store:
+        for number, name in enumerate(["inception", "alexnet", "vgg16"]):
+            store.put_graph(samples.graph(number, name=name))
+    return database
+
+
+def test_table_is_the_default(command: Command, filled: Path) -> None:
+    outcome = command("query", "SELECT model, operator_count, NULL AS x FROM graphs ORDER BY model")
+    assert outcome.code == 0, outcome
+    lines = [line.replace("│", " ").split() for line in outcome.output.splitlines()]
+    assert ["alexnet", "121", "-"] in lines
+    assert outcome.output.endswith("3 rows\n")
+
+
+def test_table_of_many_columns_becomes_one_line_a_value(command: Command, filled: Path) -> None:
+    outcome = command("query", "SELECT 'x' AS a" + "".join(f", {n} AS long_column_{n}" for n in range(30)))
+    assert outcome.code == 0, outcome
+    assert ["long_column_29", "29"] in [line.split() for line in outcome.output.splitlines()]
+
+
+def test_long_cells_and_tables_are_cut_and_say_so(command: Command, filled: Path) -> None:
+    outcome = command("query", "SELECT x, repeat('y', 5000) AS y FROM range(500) AS t(x)", "--rows", "2")
+    assert outcome.code == 0, outcome
+    assert max(len(line) for line in outcome.output.splitlines()) <= 160
+    assert "…" in outcome.output
+    assert "the first 2 rows" in outcome.output
+
+
+def test_plan_is_shown_as_it_is(command: Command, filled: Path) -> None:
+    outcome = command("query", "EXPLAIN SELECT 42")
+    assert outcome.code == 0, outcome
+    assert "PROJECTION" in outcome.output
+
+
+def test_csv_and_json_hold_every_kind_of_value(command: Command, filled: Path) -> None:
+    table = command("query", KINDS, "--format", "csv")
+    assert table.code == 0, table
+    (row,) = csv.DictReader(io.StringIO(table.output))
+    assert row == {
+        "whole": "1",
+        "real": "0.5",
+        "fixed": "1.5",
+        "nothing": "",
+        "flag": "true",
+        "text": 'a, "b"',
+        "list": "[1, 2]",
+        "struct": '{"x": 1}',
+        "map": '[["k", 2]]',
+        "at": "2026-01-02 03:04:05",
+        "day": "2026-01-02",
+        "nan": "nan",
+        "binary": "ab",
+        "real_1": "7",
+    }
+    (found,) = command("query", KINDS, "--json").document
+    assert found == {
+        "whole": 1,
+        "real": 0.5,
+        "fixed": 1.5,
+        "nothing": None,
+        "flag": True,
+        "text": 'a, "b"',
+        "list": [1, 2],
+        "struct": {"x": 1},
+        "map": [["k", 2]],
+        "at": "2026-01-02 03:04:05",
+        "day": "2026-01-02",
+        "nan": None,
+        "binary": "ab",
+        "real_1": 7,
+    }
+    assert command("query", "SELECT 1 AS x WHERE false", "--json").document == []
+
+
+def test_files_hold_all_rows(command: Command, filled: Path, tmp_path: Path) -> None:
+    sql = "SELECT x, sin(x) AS y FROM range(120000) AS t(x)"
+    for name in ("out.parquet", "out.csv", "out.json"):
+        outcome = command("query", sql, "--output", str(tmp_path / name))
+        assert outcome.output == f"120000 rows written to {tmp_path / name}\n", outcome
+    assert parquet.read_table(tmp_path / "out.parquet").column("x").to_pylist() == list(range(120000))
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 120001
+    assert [row["x"] for row in json.loads((tmp_path / "out.json").read_text())] == list(range(120000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("SELEC 1",), "syntax error"),
+        (("SELECT nothing FROM graphs",), 'column "nothing" not found'),
+        (("DELETE FROM store.graphs",), "is DELETE, must be one SELECT"),
+        (("FROM 'x.csv'",), "FROM x.csv is not allowed"),
+        (("SELECT 1::INTEGER / 'a'::INTEGER",), "Could not convert"),
+        (("SELECT $1",), "parameters"),
+        (("SELECT error('first' || chr(10) || 'second')",), "first second"),
+        ((ENDLESS, "--timeout", "0.2"), "took longer than 0.2 s"),
+        (("FROM range(1000000000000)", "--format", "csv", "--timeout", "0.2"), "took longer than 0.2 s"),
+        (("SELECT 1", "--timeout", "nan"), "--timeout"),
+        (("SELECT 1", "--format", "xml"), "must be one of table, csv, json, parquet"),
+        (("SELECT 1", "--format", "parquet"), "--output"),
+        (("SELECT 1", "--output", "x.txt"), "--format"),
+        (("SELECT 1", "--json", "--format", "csv"), "--json"),
+        (("SELECT 1", "--output", "missing/x.csv"), "does not exist"),
+        (("SELECT 1", "--output", "/dev/null", "--format", "csv"), "no regular file"),
+        (("SELECT INTERVAL 1 DAY AS x", "--output", "x.parquet"), "cast the column"),
+        ((), "--views"),
+    ],
+)
+def test_mistakes_are_one_line(
+    command: Command,
+    filled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    outcome = command("query", *arguments)
+    assert outcome.code == 2, outcome
+    (line,) = outcome.errors.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert list(folder.iterdir()) == []
+
+
+def test_output_never_replaces_the_database(command: Command, filled: Path) -> None:
+    assert command("query", "SELECT 1").code == 0
+    before = filled.read_bytes()
+    traces = filled.parent / f"{filled.stem}.traces"
+    traces.mkdir()
+    link = filled.parent / "link.csv"
+    link.symlink_to(filled)
+    for target in (filled, f"{filled}-wal", link, traces / "x.csv"):
+        outcome = command("query", "SELECT 1", "--format", "csv", "--output", str(target))
+        assert outcome.code == 2, outcome
+        assert "belongs to the database" in outcome.errors
+    assert filled.read_bytes() == before
+    assert list(traces.iterdir()) == []
+
+
+def test_failed_export_leaves_the_old_file(command: Command, filled: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.csv"
+    file.write_text("old\n")
+    sql = "SELECT CASE WHEN x < 900000 THEN x ELSE error('late') END AS y FROM range(1000000) AS t(x)"
+    outcome = command("query", sql, "--output", str(file))
+    assert (outcome.code, "late" in outcome.errors) == (2, True), outcome
+    assert file.read_text() == "old\n"
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_views_are_listed_with_their_columns(command: Command, database: Path) -> None:
+    text = command("query", "--views").output
+    for name, view in CATALOG.items():
+        assert f"{name}: {view.row}\n" in text
+    listed = command("query", "--views", "--json").document
+    assert {one["view"]: one["columns"] for one in listed} == {
+        name: view.columns for name, view in CATALOG.items()
+    }
+    assert not database.exists()
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start the command as a user does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "app", "query", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_interrupt_ends_a_query_in_one_line(filled: Path) -> None:
+    process = start(ENDLESS)
+    # The second thread of DuckDB's is there once the query runs.
+    deadline = time.monotonic() + 60
+    while _cpu_s(process.pid) < 2 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, output, errors) == (130, "", "interrupted\n")
+
+
+def test_reader_that_leaves_early_is_no_error(filled: Path) -> None:
+    process = start("SELECT * FROM range(10000000)", "--format", "csv")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "range\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process."""
+    import psutil
+
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return os.times().elapsed
+    return float(times.user + times.system)

@@ -1,0 +1,210 @@
+"""`app run --profile`, `app trace` and `app report` on one database, of a real search and a real run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.db.store import Store
+from app.services.tracing_store import read_recording, recording_path
+from tests.app.conftest import Command, Outcome
+from tests.app.reports.browser import browser, opened
+from tests.app.tracing.trace_format import check_trace
+
+MLP = ("--model", "mlp", "--preset", "small", "--batch-size", "8", "--device", "cpu", "--devices", "2")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A database with a search, a recorded run of data parallelism, and a run that recorded nothing."""
+    from app.cli.main import main
+
+    path = tmp_path_factory.mktemp("stored") / "test.sqlite"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{path}")
+        for arguments in (
+            ("search", *MLP, "--proposals", "60", "--seed", "1", "--json"),
+            ("run", *MLP, "--strategy", "data-parallel", "--iterations", "2", "--profile", "--json"),
+            ("run", *MLP, "--strategy", "single-device", "--iterations", "2", "--json"),
+        ):
+            patch.setattr(sys, "argv", ["app", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 0, arguments
+        yield path
+
+
+@pytest.fixture
+def run(stored: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`app` on that database."""
+    monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{stored}")
+    return command
+
+
+def one_line(outcome: Outcome, *words: str) -> None:
+    assert outcome.code == 2, outcome
+    assert outcome.errors.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in outcome.errors
+    assert all(word in outcome.errors for word in words)
+
+
+def test_simulated_and_measured_stand_side_by_side_under_the_same_names(run: Command, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    outcome = run("trace", "--execution", "1", "--output", str(file), "--json")
+    assert outcome.code == 0, outcome
+    document = json.loads(file.read_text())
+    tracks = check_trace(document)
+    assert outcome.document["events"] == sum(map(len, tracks.values()))
+    for device in (0, 1):
+        names = {
+            kind: {
+                name
+                for name, _, _ in tracks[f"device {device} / {kind}"]
+                if name.startswith(("forward", "back"))
+            }
+            for kind in ("simulated", "measured")
+        }
+        assert names["simulated"] == names["measured"]
+        assert any(
+            name.startswith("wait for all-reduce") for name, _, _ in tracks[f"device {device} / measured"]
+        )
+    simulated_end = max(
+        end for track, events in tracks.items() if track.endswith("simulated") for *_, end in events
+    )
+    assert simulated_end / 1e9 == pytest.approx(outcome.document["simulated_step_time_s"])
+    assert document["otherData"]["execution"] == 1
+
+
+def test_differences_add_up_to_the_error_of_the_step(run: Command, stored: Path, tmp_path: Path) -> None:
+    found = run("trace", "--execution", "1", "--output", str(tmp_path / "t.json"), "--json").document[
+        "attribution"
+    ]
+    error = found["measured_s"] - found["predicted_s"]
+    for rows in (found["rows"], found["kinds"]):
+        assert sum(row["predicted_s"] for row in rows) == pytest.approx(found["predicted_s"])
+        assert sum(row["measured_s"] for row in rows) == pytest.approx(found["measured_s"])
+        assert sum(row["difference_s"] for row in rows) == pytest.approx(error)
+        sizes = [abs(row["difference_s"]) for row in rows]
+        assert sizes == sorted(sizes, reverse=True)
+    assert {"forward", "backward", "update", "wait"} <= {row["kind"] for row in found["kinds"]}
+    with Store.open(stored) as store:
+        recording = read_recording(store, store.execution(1))
+    mean_s = sum(step.step_ns for step in recording.steps) / len(recording.steps) / 1e9
+    assert (found["recorded_steps"], found["measured_s"]) == (len(recording.steps), pytest.approx(mean_s))
+
+
+def test_compare_attributes_the_error_as_trace_does(run: Command, tmp_path: Path) -> None:
+    compared = run("compare", "--execution", "1", "--json")
+    assert compared.code == 0, compared
+    traced = run("trace", "--execution", "1", "--output", str(tmp_path / "t.json"), "--json")
+    assert compared.document == traced.document["attribution"]
+    assert "largest differences" in run("compare", "--execution", "1").output
+
+
+def test_compare_says_how_good_the_predictions_are(run: Command) -> None:
+    found = run("compare", "--json").document
+    (accuracy,) = found["accuracy"]
+    errors = [abs(row["relative_error"]) for row in found["strategies"] if row["relative_error"] is not None]
+    assert accuracy["strategies"] == len(errors) == 2
+    assert accuracy["mean_error"] == pytest.approx(sum(errors) / 2)
+    assert accuracy["worst_error"] == max(errors)
+    assert "tau: Kendall's" in run("compare").output
+
+
+def test_the_table_of_differences_is_printed(run: Command, tmp_path: Path) -> None:
+    outcome = run("trace", "--execution", "1", "--output", str(tmp_path / "t.json"), "--rows", "3")
+    assert outcome.code == 0, outcome
+    for word in ("forward", "backward", "wait", "largest differences", "ui.perfetto.dev"):
+        assert word in outcome.output
+
+
+def test_a_strategy_is_traced_with_its_newest_recorded_run_or_alone(run: Command, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    strategies = {one["source"]: str(one["id"]) for one in run("strategy", "list", "--json").document}
+    recorded = run("trace", "--strategy", strategies["data-parallel"], "--output", str(file), "--json")
+    assert recorded.document["execution"] == 1
+    alone = run("trace", "--strategy", strategies["single-device"], "--output", str(file), "--json")
+    assert (alone.document["execution"], alone.document["attribution"]) == (None, None)
+    assert set(check_trace(json.loads(file.read_text()))) == {f"device {n} / simulated" for n in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("trace",), ("--execution", "--strategy")),
+        (("trace", "--execution", "2"), ("execution 2", "--profile")),
+        (("trace", "--execution", "77"), ("execution 77",)),
+        (("trace", "--strategy", "ffffffff"), ("ffffffff",)),
+        (("trace", "--strategy", "1", "--topology", "moon"), ("moon", "local")),
+        (("trace", "--execution", "1", "--output", "/nowhere/t.json"), ("/nowhere/t.json",)),
+        (("compare", "--execution", "2"), ("execution 2", "--profile")),
+        (("compare", "--execution", "1", "--model", "mlp-small"), ("--execution", "--model")),
+        (("report", "--model", "inception"), ("inception", "mlp-small")),
+        (("report", "--topology", "moon"), ("moon", "local")),
+        (("report", "--search", "77"), ("search 77",)),
+        (("report", "--execution", "1", "--strategy", "1"), ("--execution", "--strategy")),
+        (("report", "--output", "/nowhere/r.html"), ("/nowhere/r.html",)),
+    ],
+)
+def test_a_mistake_is_one_line(run: Command, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    one_line(run(*arguments), *words)
+
+
+def test_a_broken_recording_is_named(run: Command, stored: Path, tmp_path: Path) -> None:
+    with Store.open(stored) as store:
+        path = recording_path(store, store.execution(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    try:
+        one_line(run("trace", "--execution", "1", "--output", str(tmp_path / "t.json")), str(path))
+    finally:
+        path.write_bytes(whole)
+
+
+def test_the_report_of_a_real_search_and_run_is_drawn_in_a_browser(run: Command, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    outcome = run("report", "--output", str(file), "--json")
+    assert outcome.code == 0, outcome
+    sections = {"searches", "scatter", "costs", "timeline", "graph", "memory"}
+    assert set(outcome.document["drawn"]) == sections
+    with browser() as started, opened(started, file) as page:
+        drawn: dict[str, Any] = page.figures()
+        page.assert_quiet()
+        text = page.page.inner_text("body")
+    assert set(drawn) == sections
+    for name, figure in drawn.items():
+        assert figure["groups"] == len(figure["traces"]) >= 1, name
+        assert figure["marks"] >= len(figure["traces"]), name
+    assert {"forward", "backward", "wait", "update"} <= set(drawn["timeline"]["traces"])
+    assert len(drawn["searches"]["traces"]) == 1
+    assert "execution 1" in text
+    assert "mlp-small" in text
+
+
+def test_a_report_of_an_empty_database_says_what_is_missing(
+    command: Command, database: Path, tmp_path: Path
+) -> None:
+    assert command("db", "upgrade").code == 0
+    outcome = command("report", "--output", str(tmp_path / "report.html"), "--json")
+    assert outcome.code == 0, outcome
+    assert outcome.document["drawn"] == []
+    assert "app search" in outcome.document["left_out"]["timeline"]
+
+
+@pytest.mark.parametrize("name", ["plotly", "jinja2"])
+def test_without_the_extra_the_error_names_it(
+    command: Command, database: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda wanted: None if wanted == name else find_spec(wanted)
+    )
+    one_line(command("report"), name, "pip install 'soapstone[report]'")
+    assert not database.exists()
