@@ -6,7 +6,8 @@ which turns a lost peer into a one-line error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,19 @@ class PeerFailure(RuntimeFailure):
     """A message did not arrive: the cause is on another rank."""
 
 
+@contextmanager
+def naming_lost_peers(rank: int) -> Iterator[None]:
+    """Turn what torch raises where a peer is gone or silent into a `PeerFailure` of this rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()
+        raise PeerFailure(
+            f"rank {rank}: lost contact with another rank ({reason[0] if reason else type(error).__name__}), "
+            "all ranks must stay alive; see that rank's own message"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One tensor to or from a peer; a received one is written into `tensor`."""
@@ -70,10 +84,8 @@ class World:
         everyone = _group(self._ranks)
         operations = [dist.P2POp(dist.isend, m.tensor, m.peer, everyone) for m in sends]
         operations += [dist.P2POp(dist.irecv, m.tensor, m.peer, everyone) for m in receives]
-        try:
+        with naming_lost_peers(self.rank):
             works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self._lost(error) from error
         if len(works) != len(operations):
             # NCCL groups a batch into one launch: one work stands for all of them.
             works = [works[-1]] * len(operations)
@@ -120,10 +132,8 @@ class World:
         return self._collect(dist.reduce, tensor, root, group=_group(ranks))
 
     def _collect(self, operation: Callable[..., Any], *arguments: Any, group: Any) -> Any:
-        try:
+        with naming_lost_peers(self.rank):
             return operation(*arguments, group=group, async_op=True)
-        except RuntimeError as error:
-            raise self._lost(error) from error
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks of this world."""
@@ -137,10 +147,8 @@ class World:
         Raises:
             PeerFailure: the other side is gone or silent.
         """
-        try:
+        with naming_lost_peers(self.rank):
             work.wait()
-        except RuntimeError as error:
-            raise self._lost(error) from error
 
     def barrier(self, device: torch.device) -> None:
         """Wait until all ranks of this world are here."""
@@ -154,15 +162,9 @@ class World:
         if self.size == 1:
             return [item]
         received: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(item, received, dst=0, group=_group(self._ranks))
+        with naming_lost_peers(self.rank):
+            dist.gather_object(item, received, dst=0, group=_group(self._ranks))
         return received
-
-    def _lost(self, error: RuntimeError) -> PeerFailure:
-        reason = str(error).strip().splitlines()
-        return PeerFailure(
-            f"rank {self.rank}: lost contact with another rank ({reason[0] if reason else type(error).__name__}), "
-            "all ranks must stay alive; see that rank's own message"
-        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +200,8 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:
         if ranks == tuple(range(dist.get_world_size())):
             _groups[ranks] = dist.group.WORLD
         else:
-            _groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            with naming_lost_peers(dist.get_rank()):
+                _groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
 
 
 def forget_groups() -> None:

@@ -107,10 +107,13 @@ def gather_everywhere(item: object) -> list[Any]:
     """Return every rank's `item`, by rank, on all ranks of the default group; for small objects only."""
     import torch.distributed as dist
 
+    from runtime.communication import naming_lost_peers
+
     if not dist.is_initialized():
         return [item]
     received: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(received, item)
+    with naming_lost_peers(dist.get_rank()):
+        dist.all_gather_object(received, item)
     return received
 
 
@@ -118,10 +121,13 @@ def from_rank_0(item: object) -> Any:
     """Return rank 0's `item` on all ranks of the default group; for small objects only."""
     import torch.distributed as dist
 
+    from runtime.communication import naming_lost_peers
+
     if not dist.is_initialized():
         return item
     shared = [item]
-    dist.broadcast_object_list(shared, src=0)
+    with naming_lost_peers(dist.get_rank()):
+        dist.broadcast_object_list(shared, src=0)
     return shared[0]
 
 

@@ -1,5 +1,7 @@
 """What all tests share: hypothesis profiles, and the skip of CUDA tests where there is no such device."""
 
+import signal
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -9,6 +11,10 @@ settings.register_profile(
 )
 settings.register_profile("full", parent=settings.get_profile("default"), max_examples=1000)
 settings.load_profile("default")
+
+# A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,8 +12,8 @@ from scripts.benchmarks.result import Result, measurement, meets_target, show
 
 
 def test_every_benchmark_is_known_by_its_name() -> None:
-    modules = {path.stem for path in Path("scripts/benchmarks").glob("*.py")}
-    assert set(benchmark_names()) == modules - {"__init__", "__main__", "result"}
+    paths = Path("scripts/benchmarks").glob("*.py")
+    assert set(benchmark_names()) == {path.stem for path in paths if "\ndef run(" in path.read_text()}
 
 
 def test_unknown_benchmark_is_one_line_that_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:

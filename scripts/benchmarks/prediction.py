@@ -1,0 +1,163 @@
+"""Predicted against measured step times of many strategies, executed for real on two CPU devices of this machine.
+
+Of every network: the strategies that a user names, the one that a search finds, and data parallelism with a part of its
+operators configured at random, so that there is much to put in order. All of it is stored as any run is; the figures
+are those of the view `prediction_accuracy`. SOAPSTONE_DATABASE_URL keeps the database; else it is a temporary one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Measurement, Result, measurement
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from app.services.models import ModelRequest
+    from graph.operators import OperatorGraph
+    from graph.strategy import Strategy
+
+DEVICES = 2
+# Batch sizes for which a step takes 0.1 to 2 s on one core, at published sizes otherwise.
+NETWORKS = {"mlp": 64, "alexnet": 16, "inception": 4, "rnnlm": 4, "candle-uno": 64}
+NAMED = ("data-parallel", "single-device", "expert", "megatron")
+# The share of the groups of operators that are configured at random.
+RANDOM_SHARES = (0.05, 0.2, 0.5)
+MEAN_ERROR, P95_ERROR, TAU, LOSS_OF_CHOICE = 0.05, 0.10, 0.9, 0.02
+
+EVERY = """
+SELECT avg(abs(relative_error)) AS mean, quantile_cont(abs(relative_error), 0.95) AS p95, count(*) AS n
+FROM predicted_vs_measured WHERE relative_error IS NOT NULL
+"""
+
+
+def run(*, quick: bool) -> Result:
+    """Search, execute and compare; in quick mode one small network.
+
+    Raises:
+        SoapstoneError: a run failed.
+    """
+    networks = {"mlp": 8} if quick else NETWORKS
+    with _database(), tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+        for name, batch_size in networks.items():
+            _execute_all(name, "small" if quick else "paper", batch_size, Path(folder))
+        rows = _measurements()
+    conditions: dict[str, str | int | float] = {"devices": DEVICES, "steps a run": 10}
+    return Result(benchmark="prediction", conditions=conditions, measurements=rows)
+
+
+@contextmanager
+def _database() -> Iterator[None]:
+    """Use the database that the environment names, else a new one for this benchmark alone."""
+    if os.environ.get("SOAPSTONE_DATABASE_URL"):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+        os.environ["SOAPSTONE_DATABASE_URL"] = f"sqlite:///{folder}/x.sqlite"
+        try:
+            yield
+        finally:
+            del os.environ["SOAPSTONE_DATABASE_URL"]
+
+
+def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
+    from app.services.models import import_graph, requested_model
+    from app.services.progress import Silent
+    from app.services.searching import SearchRequest, run_search
+
+    model = requested_model(name, preset, batch_size)
+    found = run_search(
+        SearchRequest(
+            model=model, topology="local", devices=DEVICES, nodes=None, processor="cpu", precision="float32",
+            optimizer="sgd", batch_norm="synchronized", proposals=300, chains=4, seed=0, beta=300.0, order="program",
+            time_limit_s=None, on_miss="measure",
+        ),
+        None,
+        Silent(),
+    )  # fmt: skip
+    digests = {_run(model, reference) for reference in NAMED}
+    digests.add(_run(model, found.predictions[0].digest))
+    graph = import_graph(model, batch_norm="synchronized").graph
+    for number, strategy in enumerate(_partly_random(graph)):
+        if strategy.digest not in digests:
+            file = folder / f"{name}-{number}.json"
+            file.write_text(json.dumps(strategy.to_json(graph)))
+            digests.add(_run(model, str(file)))
+
+
+def _run(model: ModelRequest, reference: str) -> str:
+    """Execute a strategy; return its digest."""
+    from app.services.progress import Silent
+    from app.services.running import RunRequest, run_strategy
+
+    report = run_strategy(
+        RunRequest(
+            model=model, strategy=reference, devices=DEVICES, processor="cpu", precision="float32", optimizer="sgd",
+            batch_norm="synchronized", iterations=10, warmup=2, seed=0, verify=False, on_miss="measure", timeout_s=600,
+        ),
+        None,
+        Silent(),
+    )  # fmt: skip
+    if report is None:
+        raise RuntimeError("prediction: must run alone, not under torchrun")
+    return report.strategy_digest
+
+
+def _partly_random(graph: OperatorGraph) -> Iterator[Strategy]:
+    import numpy as np
+
+    for seed, share in enumerate(RANDOM_SHARES):
+        yield partly_random(graph, DEVICES, share, np.random.default_rng(seed))
+
+
+def partly_random(graph: OperatorGraph, devices: int, share: float, rng: np.random.Generator) -> Strategy:
+    """Return data parallelism with a share of the groups of operators (one at least) configured at random."""
+    from graph.strategy import Strategy
+    from search.baselines import data_parallel
+    from search.configurations import random_configuration
+    from search.groups import find_groups, follow
+
+    configurations = list(data_parallel(graph, devices).configurations)
+    groups = find_groups(graph)
+    for number in rng.choice(len(groups), max(1, round(share * len(groups))), replace=False).tolist():
+        drawn = random_configuration(graph.operators[groups[number].head], devices, rng)
+        for index, configuration in follow(groups[number], drawn).items():
+            configurations[index] = configuration
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def _measurements() -> list[Measurement]:
+    from app import open_database
+
+    rows: list[Measurement] = []
+    with open_database() as database:
+        found = database.frame("SELECT * FROM prediction_accuracy ORDER BY model").to_dict("records")
+        (every,) = database.frame(EVERY).to_dict("records")
+    for one in found:
+        what = f"{one['model']}, {one['strategies']} strategies"
+        rows += [
+            measurement(f"{what}: mean error", one["mean_error"] * 100, "%"),
+            measurement("    with its sign", one["bias"] * 100, "%"),
+            measurement("    noise of a measurement", one["noise"] * 100, "%"),
+            measurement(f"    Kendall's tau over {one['pairs']} pairs", one["kendall_tau"], "", at_least=TAU),
+            measurement(
+                "    loss of choosing by prediction",
+                one["loss_of_choice"] * 100,
+                "%",
+                at_most=LOSS_OF_CHOICE * 100,
+            ),
+        ]
+    rows += [
+        measurement(
+            f"all {every['n']} strategies: mean error", every["mean"] * 100, "%", at_most=MEAN_ERROR * 100
+        ),
+        measurement("    95th percentile", every["p95"] * 100, "%", at_most=P95_ERROR * 100),
+    ]
+    return rows
