@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEVICES = 2
 # Batch sizes for which a step takes 0.1 to 2 s on one core, at published sizes otherwise.
-NETWORKS = {"mlp": 64, "alexnet": 16, "inception": 4, "rnnlm": 4, "candle-uno": 64}
+NETWORKS = {"mlp": 64, "alexnet": 16, "inception": 4, "resnet101": 2, "densenet121": 2}
 NAMED = ("data-parallel", "single-device", "expert", "megatron")
 # The share of the groups of operators that are configured at random.
 RANDOM_SHARES = (0.05, 0.2, 0.5)
