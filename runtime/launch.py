@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from graph.errors import RuntimeFailure
 from profiler.pinning import child_variables, started_with
 from runtime.jobs import Job, JobResult
-from runtime.processes import describe_exit, join_group, leave_group, occupy, own_words, run_patiently
+from runtime.processes import (
+    describe_exit,
+    end_with_parent,
+    join_group,
+    leave_group,
+    occupy,
+    own_words,
+    run_patiently,
+)
 from runtime.watch import watched
 
 if TYPE_CHECKING:
@@ -76,6 +84,7 @@ def _run_here(
 
 def _work(job: Job, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
     """What each launched process does."""
+    end_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
     with watched(timeout_s, _end_with):

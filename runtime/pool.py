@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +15,15 @@ from typing import Any
 from graph.errors import RuntimeFailure
 from profiler.pinning import child_variables, started_with, usable_cores
 from runtime.jobs import Job, JobResult
-from runtime.processes import PEER_GRACE_S, describe_exit, join_group, leave_group, occupy, own_words
+from runtime.processes import (
+    PEER_GRACE_S,
+    describe_exit,
+    end_with_parent,
+    join_group,
+    leave_group,
+    occupy,
+    own_words,
+)
 
 START_LIMIT_S = 120.0
 
@@ -152,17 +158,9 @@ class LocalPool:
         self._folder.cleanup()
 
 
-def _end_with_parent() -> None:
-    """Wait for the parent's death, which nobody can announce, and end this process."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
 def _serve(connection: Connection, store: str, rank: int, size: int, core: int, timeout_s: float) -> None:
     """What each process of a pool does: join the others, then run jobs until the pool is closed."""
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    end_with_parent()
     device = occupy(core, "cpu")
     import torch.distributed as dist
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 import time
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from graph.errors import SoapstoneError
@@ -59,6 +63,19 @@ def leave_group() -> None:
 
     forget_groups()
     dist.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """End this spawned process as soon as the one that started it is gone: killed, it can end nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def run_patiently(job: Job, device: str, timeout_s: float) -> JobResult | None:
