@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 
 def compare(
-    model: Annotated[
-        str | None, typer.Option("--model", help="Only this network (a graph's name).", show_default=False)
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option("--topology", help="Only this topology (its name).", show_default=False)
-    ] = None,
+    model: options.OfModel = None,
+    topology: options.OfTopology = None,
     search: Annotated[
         int | None, typer.Option("--search", help="Only strategies of this search.", show_default=False)
     ] = None,

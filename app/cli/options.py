@@ -47,6 +47,12 @@ Topology = Annotated[
     str,
     typer.Option("--topology", help="local, a packaged topology (see app topology list), or a YAML file."),
 ]
+OfModel = Annotated[
+    str | None, typer.Option("--model", help="Only this network (a graph's name).", show_default=False)
+]
+OfTopology = Annotated[
+    str | None, typer.Option("--topology", help="Only this topology (its name).", show_default=False)
+]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", help="Number of nodes of a packaged topology.", show_default=False)
 ]

@@ -12,12 +12,8 @@ from app.cli import options
 
 def report(
     output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("report.html"),
-    model: Annotated[
-        str | None, typer.Option("--model", help="Only this network (a graph's name).", show_default=False)
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option("--topology", help="Only this topology (its name).", show_default=False)
-    ] = None,
+    model: options.OfModel = None,
+    topology: options.OfTopology = None,
     search: Annotated[
         int | None, typer.Option("--search", min=1, help="Only this search's curve.", show_default=False)
     ] = None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
-from graph.operators import Slot
+from graph.operators import Argument, Slot
 from graph.rules.base import Part, Signature
 from graph.rules.common import (
     BaseRule,
@@ -108,6 +108,20 @@ class IndexRule(BaseRule):
         return _bounds(call)
 
 
+def _added_once(
+    signature: Signature,
+    part: Part,
+    gradients: tuple[bool, ...],
+    target: str,
+    extra: tuple[tuple[str, Argument], ...] = (),
+) -> LocalCall:
+    """Return the call that adds `self`, or, where another part does that, `target`, which adds into zeros."""
+    if owns_additions(part):
+        return local_call(signature, part, gradients)
+    size = ("size", intervals.shape(part.outputs[0]))
+    return local_call(signature, part, gradients, target=target, replace={"self": None}, extra=(size, *extra))
+
+
 class IndexPutRule(BaseRule):
     """aten.index_put(self, indices, values, accumulate): the dims written to by index are whole.
 
@@ -149,16 +163,8 @@ class IndexPutRule(BaseRule):
 
     def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, into zeros where another part adds `self`."""
-        if owns_additions(part):
-            return local_call(signature, part, gradients)
-        return local_call(
-            signature,
-            part,
-            gradients,
-            target="soapstone.index_put",
-            replace={"self": None},
-            extra=(("size", intervals.shape(part.outputs[0])), ("dtype", signature.outputs[0].dtype)),
-        )
+        dtype = signature.outputs[0].dtype
+        return _added_once(signature, part, gradients, "soapstone.index_put", (("dtype", dtype),))
 
     def unsplit_reason(self, signature: Signature) -> str | None:
         """Name masks."""
@@ -211,16 +217,7 @@ class IndexAddRule(BaseRule):
 
     def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, into zeros where another part adds `self`."""
-        if owns_additions(part):
-            return local_call(signature, part, gradients)
-        return local_call(
-            signature,
-            part,
-            gradients,
-            target="soapstone.index_add",
-            replace={"self": None},
-            extra=(("size", intervals.shape(part.outputs[0])),),
-        )
+        return _added_once(signature, part, gradients, "soapstone.index_add")
 
     def flops(self, call: LocalCall) -> float:
         """Return one addition an element of the source."""

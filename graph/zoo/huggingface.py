@@ -60,6 +60,12 @@ def _tokens(vocabulary: int, batch_size: int, sequence: int) -> Tensor:
     return torch.randint(0, vocabulary, (batch_size, sequence))
 
 
+def _following(module: nn.Module, vocabulary: int, batch_size: int, sequence: int) -> Built:
+    """Return a language model with random tokens [batch, sequence], which are their own targets, one place on."""
+    tokens = _tokens(vocabulary, batch_size, sequence)
+    return module, (), {"input_ids": tokens, "labels": tokens.clone()}
+
+
 def _images(batch_size: int, size: int, classes: int) -> dict[str, Any]:
     return {
         "pixel_values": torch.randn(batch_size, 3, size, size),
@@ -122,8 +128,7 @@ def gpt2(
         eos_token_id=vocabulary - 1,
     )
     module.loss_type = "ForCausalLM"  # the package reads it from names that end so; this one does not
-    tokens = _tokens(vocabulary, batch_size, sequence)
-    return module, (), {"input_ids": tokens, "labels": tokens.clone()}
+    return _following(module, vocabulary, batch_size, sequence)
 
 
 def llama(
@@ -151,8 +156,7 @@ def llama(
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     )
-    tokens = _tokens(vocabulary, batch_size, sequence)
-    return module, (), {"input_ids": tokens, "labels": tokens.clone()}
+    return _following(module, vocabulary, batch_size, sequence)
 
 
 def mixtral(
@@ -190,8 +194,7 @@ def mixtral(
         output_router_logits=True,
         experts_implementation=implementation,
     )
-    tokens = _tokens(vocabulary, batch_size, sequence)
-    return module, (), {"input_ids": tokens, "labels": tokens.clone()}
+    return _following(module, vocabulary, batch_size, sequence)
 
 
 def t5(

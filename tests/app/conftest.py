@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,54 @@ class Outcome:
 
 Command = Callable[..., Outcome]
 
+# A module of a user's own, to which a test adds its factories.
+USERS_NETWORK = """
+import os, signal, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
+def fine(batch_size=6):
+    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}
+"""
+
+
+def store_results(path: Path, *commands: Sequence[str]) -> None:
+    """Run commands on a database that several tests are to read; for a fixture of a module, which has no `command`."""
+    from app.cli.main import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{path}")
+        for arguments in commands:
+            patch.setattr(sys, "argv", ["app", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 0, arguments
+
+
+@contextmanager
+def unchanged_imports() -> Iterator[None]:
+    """Forget the user's own modules of the current folder, as the end of the process does for a real command."""
+    finders, known = list(sys.meta_path), set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = finders
+        here = Path.cwd()
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and here in Path(file).parents:
+                del sys.modules[name]
+
+
+@pytest.fixture
+def run(stored: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`app` on the database `stored` of the test's module."""
+    monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{stored}")
+    return command
+
 
 @pytest.fixture
 def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -46,10 +95,11 @@ def command(database: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pyte
         monkeypatch.setattr(sys, "argv", ["app", *arguments])
         capfd.readouterr()
         code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
+        with unchanged_imports():
+            try:
+                main()
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
         printed = capfd.readouterr()
         return Outcome(code, printed.out, printed.err)
 

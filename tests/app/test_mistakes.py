@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,7 +131,7 @@ def leaves():
 
 
 @pytest.fixture
-def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with modules of a user's own, and packages that are named as some of ours."""
     folder = tmp_path / "user"
     for package in ("runtime", "graph"):
@@ -142,10 +141,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     (folder / "users_broken.py").write_text("1 / 0\n")
     (folder / "users_script.py").write_text("import sys\nsys.exit(7)\n")
     monkeypatch.chdir(folder)
-    finders = list(sys.meta_path)
-    yield folder
-    sys.meta_path[:] = finders
-    sys.modules.pop("users_own", None)
+    return folder
 
 
 @pytest.mark.parametrize("factory", ["good", "keywords"])

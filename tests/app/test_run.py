@@ -11,22 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.conftest import Command
+from tests.app.conftest import USERS_NETWORK, Command
 
 TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")
 SMALL = ("run", "--model", "mlp", "--preset", "small", *TWO)
-NETWORK = """
-import os, torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
-    def forward(self, x, y):
-        return torch.nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
-def same(batch_size=6):
-    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}
+NETWORK = f"""{USERS_NETWORK}
 def differing(batch_size=6):
-    module, args, kwargs = same(batch_size)
+    module, args, kwargs = fine(batch_size)
     if not module.a.bias.is_meta:
         module.a.bias.data += os.getpid() % 1000 / 1000
     return module, args, kwargs
@@ -39,16 +30,15 @@ def executions(database: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.fixture
-def networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The name of a module in the current folder, with a user's own networks; this process imports each name once."""
-    name = f"networks_of_{request.node.name}"
-    (tmp_path / f"{name}.py").write_text(NETWORK)
+def networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the current folder, with a user's own networks."""
+    (tmp_path / "networks.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
-    return name
+    return "networks"
 
 
 def test_a_verified_run_lists_every_tensor(command: Command, database: Path, networks: str) -> None:
-    done = command("run", "--model", f"{networks}:same", *TWO, "--verify", "--json")
+    done = command("run", "--model", f"{networks}:fine", *TWO, "--verify", "--json")
     assert done.code == 0, done
     assert (done.document["verified"], done.document["failure"]) == (True, None)
     found = [(one["what"], one["name"]) for one in done.document["deviations"]]

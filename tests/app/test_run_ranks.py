@@ -14,17 +14,9 @@ from pathlib import Path
 import pytest
 
 from profiler.pinning import child_variables
+from tests.app.conftest import USERS_NETWORK
 
-NETWORK = """
-import os, signal, torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
-    def forward(self, x, y):
-        return torch.nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
-def fine(batch_size=6):
-    return Net(), (torch.randn(batch_size, 8), torch.randint(4, (batch_size,))), {}
+NETWORK = f"""{USERS_NETWORK}
 def failing():
     if os.environ["RANK"] == "1":
         raise ValueError("no such weights")

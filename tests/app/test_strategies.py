@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +13,19 @@ from app.db.store import Store
 from app.services.progress import Silent
 from app.services.strategies import MOST_DEVICES, operator_costs
 from app.services.tracing_case import strategy_case
-from tests.app.conftest import Command, Outcome
+from tests.app.conftest import Command, Outcome, store_results
 
 MLP = ("--model", "mlp", "--preset", "small", "--batch-size", "8")
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with the baselines of two networks on four simulated devices."""
-    from app.cli.main import main
-
     path = tmp_path_factory.mktemp("stored") / "test.sqlite"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{path}")
-        for model in (MLP, ("--model", "candle-uno", "--preset", "small")):
-            arguments = (
-                "search",
-                *model,
-                "--topology",
-                "p100-cluster",
-                "--devices",
-                "4",
-                "--proposals",
-                "0",
-                "--json",
-            )
-            patch.setattr(sys, "argv", ["app", *arguments])
-            with pytest.raises(SystemExit) as ended:
-                main()
-            assert ended.value.code == 0, arguments
-        yield path
-
-
-@pytest.fixture
-def run(stored: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`app` on that database."""
-    monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{stored}")
-    return command
+    models = (MLP, ("--model", "candle-uno", "--preset", "small"))
+    simulated = ("--topology", "p100-cluster", "--devices", "4", "--proposals", "0", "--json")
+    store_results(path, *(("search", *model, *simulated) for model in models))
+    return path
 
 
 def number(run: Command, source: str, model: str = "mlp-small") -> str:

@@ -101,14 +101,14 @@ def test_transposed_convolution_along_all_axes(seed: int) -> None:
     stride = tuple(generator.randint(1, 3) for _ in range(spatial))
     kernel = tuple(generator.randint(1, 4) for _ in range(spatial))
     dilation = tuple(generator.randint(1, 2) for _ in range(spatial))
-    padding = tuple(
-        generator.randint(0, (size - 1) * step + (seed % 5 == 0))
-        for size, step in zip(kernel, dilation, strict=True)
-    )
     extra = tuple(generator.randrange(max(pair)) for pair in zip(stride, dilation, strict=True))
-    x = floats(
-        generator.randint(1, 3), channels, *(generator.randint(3, 5) for _ in range(spatial)), seed=seed
-    )
+    sizes = tuple(generator.randint(3, 5) for _ in range(spatial))
+    padding = []
+    for size, length, step, reach, more in zip(sizes, kernel, stride, dilation, extra, strict=True):
+        wanted = generator.randint(0, (length - 1) * reach + (seed % 5 == 0))
+        # So much that one element is left, at most.
+        padding.append(min(wanted, ((size - 1) * step + (length - 1) * reach + more) // 2))
+    x = floats(generator.randint(1, 3), channels, *sizes, seed=seed)
     weight = floats(channels, out, *kernel, seed=seed + 1)
     bias = floats(groups * out, seed=seed + 2) if seed % 3 else None
     function = getattr(functional, f"conv_transpose{spatial}d")
@@ -118,12 +118,6 @@ def test_transposed_convolution_along_all_axes(seed: int) -> None:
         return result
 
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    try:
-        result = whole(*tensors)
-    except RuntimeError:
-        pytest.skip("so much padding leaves nothing")
-    if 0 in result.shape:
-        pytest.skip("so much padding leaves nothing")
     arguments = {
         "input": x,
         "weight": weight,

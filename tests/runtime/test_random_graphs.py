@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.strategy import Strategy
-from graph.training import OPTIMIZERS, Training
+from graph.training import OPTIMIZERS
 from profiler.operators import ExecutionContext, execute, random_inputs
 from runtime.jobs import Job, JobResult
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
 from runtime.verify import RUN_LOSS
 from tests.reference.interpreter import interpret
-from tests.runtime.oracle import LEARNING_RATE, SEED, STEPS, Expected, compare, train_plain
+from tests.runtime import oracle
+from tests.runtime.oracle import SEED, Expected, compare, train_plain
 from tests.runtime.random_graphs import RandomNetwork
 from tests.runtime.strategies import random_strategy, seeds
 
@@ -41,19 +43,8 @@ def make_job(graph: OperatorGraph, model: ModelReference, processes: int, networ
     """Return a job of three steps under a random strategy, on one node or several, with any optimizer."""
     generator = random.Random(f"{network} {processes}")
     strategy = random_strategy(graph, processes, generator.randrange(1 << 30))
-    return Job(
-        graph=graph,
-        strategy=strategy,
-        node_of=tuple(sorted(generator.choices(range(2), k=processes))),
-        training=Training(batch_size=1, optimizer=generator.choice(OPTIMIZERS)),
-        model=model,
-        seed=SEED,
-        iterations=STEPS,
-        warmup=0,
-        learning_rate=LEARNING_RATE,
-        collect=True,
-        verify=True,
-    )
+    nodes = tuple(sorted(generator.choices(range(2), k=processes)))
+    return replace(oracle.make_job(graph, strategy, model, generator.choice(OPTIMIZERS)), node_of=nodes)
 
 
 def report(module: RandomNetwork, graph: OperatorGraph, strategy: Strategy) -> str:

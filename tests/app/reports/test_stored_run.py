@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 from app.db.store import Store
 from app.services.tracing_store import read_recording, recording_path
-from tests.app.conftest import Command, Outcome
+from tests.app.conftest import Command, Outcome, store_results
 from tests.app.reports.browser import browser, opened
 from tests.app.tracing.trace_format import check_trace
 
@@ -20,30 +18,16 @@ MLP = ("--model", "mlp", "--preset", "small", "--batch-size", "8", "--device", "
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with a search, a recorded run of data parallelism, and a run that recorded nothing."""
-    from app.cli.main import main
-
     path = tmp_path_factory.mktemp("stored") / "test.sqlite"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{path}")
-        for arguments in (
-            ("search", *MLP, "--proposals", "60", "--seed", "1", "--json"),
-            ("run", *MLP, "--strategy", "data-parallel", "--iterations", "2", "--profile", "--json"),
-            ("run", *MLP, "--strategy", "single-device", "--iterations", "2", "--json"),
-        ):
-            patch.setattr(sys, "argv", ["app", *arguments])
-            with pytest.raises(SystemExit) as ended:
-                main()
-            assert ended.value.code == 0, arguments
-        yield path
-
-
-@pytest.fixture
-def run(stored: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`app` on that database."""
-    monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{stored}")
-    return command
+    store_results(
+        path,
+        ("search", *MLP, "--proposals", "60", "--seed", "1", "--json"),
+        ("run", *MLP, "--strategy", "data-parallel", "--iterations", "2", "--profile", "--json"),
+        ("run", *MLP, "--strategy", "single-device", "--iterations", "2", "--json"),
+    )
+    return path
 
 
 def one_line(outcome: Outcome, *words: str) -> None:
