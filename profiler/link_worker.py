@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from profiler.devices import PhysicalDevice
 from profiler.measure import describe_error
+from profiler.pinning import threads_that_yield
 from profiler.timers import synchronize, timer_for
 
 if TYPE_CHECKING:
@@ -94,14 +95,15 @@ def _group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group(
-        backend="nccl" if device.processor == "cuda" else "gloo",
-        init_method=f"file://{plan.rendezvous}",
-        rank=plan.rank,
-        world_size=plan.world_size,
-        timeout=datetime.timedelta(seconds=plan.limit_s),
-        device_id=torch.device(device.torch_name) if device.processor == "cuda" else None,
-    )
+    with threads_that_yield():
+        dist.init_process_group(
+            backend="nccl" if device.processor == "cuda" else "gloo",
+            init_method=f"file://{plan.rendezvous}",
+            rank=plan.rank,
+            world_size=plan.world_size,
+            timeout=datetime.timedelta(seconds=plan.limit_s),
+            device_id=torch.device(device.torch_name) if device.processor == "cuda" else None,
+        )
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 from graph.errors import RuntimeFailure
+from profiler.pinning import threads_that_yield
 
 # torch 2.13 renamed both.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -200,7 +201,7 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:
         if ranks == tuple(range(dist.get_world_size())):
             _groups[ranks] = dist.group.WORLD
         else:
-            with naming_lost_peers(dist.get_rank()):
+            with naming_lost_peers(dist.get_rank()), threads_that_yield():
                 _groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from graph.errors import SoapstoneError
-from profiler.pinning import limit_threads, pin_to_core
+from profiler.pinning import limit_threads, pin_to_core, threads_that_yield
 from runtime.communication import PeerFailure, forget_groups
 from runtime.jobs import Job, JobResult, run_job
 
@@ -47,14 +47,15 @@ def join_group(processor: str, timeout_s: float, *, store: Store | None, rank: i
     """
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "nccl" if processor == "cuda" else "gloo",
-        store=store,
-        init_method=None if store is not None else "env://",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with threads_that_yield():
+        dist.init_process_group(
+            "nccl" if processor == "cuda" else "gloo",
+            store=store,
+            init_method=None if store is not None else "env://",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
 def leave_group() -> None:

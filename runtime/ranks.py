@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure, UsageError
+from profiler.pinning import threads_that_yield
 
 if TYPE_CHECKING:
     import torch
@@ -82,11 +83,12 @@ def join_ranks(device: torch.device, timeout_s: float) -> bool:
             f"environment: RANK is set and {missing[0]} is not, must be; start the processes with torchrun"
         )
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
+        with threads_that_yield():
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RuntimeFailure(
