@@ -44,17 +44,31 @@ def cover(regions: Sequence[Region]) -> Region:
 
 def _classes(index_sets: Sequence[IndexSet]) -> dict[frozenset[int], IndexSet]:
     """Return the indexes of one dim grouped by which of `index_sets` contain them."""
-    bounds = sorted({bound for indexes in index_sets for interval in indexes for bound in interval})
-    grouped: dict[frozenset[int], list[tuple[int, int]]] = {}
-    for start, stop in itertools.pairwise(bounds):
-        members = frozenset(
+    positions: dict[IndexSet, list[int]] = {}
+    for position, indexes in enumerate(index_sets):
+        positions.setdefault(indexes, []).append(position)
+    # One sweep over all bounds: at each, some of the distinct sets (bits) begin or end.
+    turns: dict[int, int] = {}
+    for number, indexes in enumerate(positions):
+        for interval in indexes:
+            for bound in interval:
+                turns[bound] = turns.get(bound, 0) ^ (1 << number)
+    grouped: dict[int, list[tuple[int, int]]] = {}
+    inside = 0
+    for start, stop in itertools.pairwise(sorted(turns)):
+        inside ^= turns[start]
+        if inside:
+            grouped.setdefault(inside, []).append((start, stop))
+    distinct = list(positions.values())
+    return {
+        frozenset(
             position
-            for position, indexes in enumerate(index_sets)
-            if any(low <= start and stop <= high for low, high in indexes)
-        )
-        if members:
-            grouped.setdefault(members, []).append((start, stop))
-    return {members: normalize(intervals) for members, intervals in grouped.items()}
+            for number, holders in enumerate(distinct)
+            if inside >> number & 1
+            for position in holders
+        ): normalize(intervals)
+        for inside, intervals in grouped.items()
+    }
 
 
 def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:

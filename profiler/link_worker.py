@@ -37,6 +37,8 @@ MOST_OVERLAPPED = 64
 OVERLAP_ROUNDS = 5
 
 Pair = tuple[int, int]
+# What every rank does last, in the process group, on its device: returns seconds, on rank 0 at least.
+Exercise = Callable[[PhysicalDevice], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,19 @@ class ProbePlan:
     p2p_sizes: tuple[int, ...]
     all_reduce_sizes: tuple[int, ...]
     limit_s: float
+    exercise: Exercise | None = None
 
 
 @dataclass(slots=True)
 class ProbeReport:
     """Seconds that one rank saw: exchanges by pair and size, collectives by size, and of each
     round of overlapping (the device's seconds for computation alone, the seconds of communication alone, the device's
-    seconds for both at once until both are done)."""
+    seconds for both at once until both are done). `exercise_s`: what the plan's exercise returned."""
 
     p2p_s: dict[tuple[Pair, int], list[float]] = field(default_factory=dict)
     all_reduce_s: dict[int, list[float]] = field(default_factory=dict)
     overlaps: list[tuple[float, float, float]] = field(default_factory=list)
+    exercise_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,8 @@ class _Rank:
         for size in self.plan.all_reduce_sizes:
             self._measure_all_reduce(size)
         self._measure_overlap()
+        if self.plan.exercise is not None:
+            self.report.exercise_s = self.plan.exercise(self.device)
         return self.report
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
@@ -194,12 +200,23 @@ class _Rank:
             self.report.p2p_s[pair, size] = times[WARM_UPS:]
 
     def _measure_all_reduce(self, size: int) -> None:
+        """Time an all-reduce as a training step has it: what backward made is copied into the buffer first."""
+        import torch
         import torch.distributed as dist
 
-        buffer, times = self._buffer(size), []
-        for _ in range(WARM_UPS + repetitions(size)):
+        buffer = self._buffer(size)
+        sources = [torch.ones_like(buffer) for _ in range(SOURCES)]
+        eviction, times = self._buffer(EVICTED_BYTES), []
+
+        def reduce(source: torch.Tensor) -> None:
+            buffer.copy_(source)
+            dist.all_reduce(buffer)
+
+        for repetition in range(WARM_UPS + repetitions(size)):
+            source = sources[repetition % SOURCES]
             self._barrier()
-            times.append(self._timed(lambda: dist.all_reduce(buffer)))
+            eviction.add_(1.0)
+            times.append(self._timed(lambda source=source: reduce(source)))  # type: ignore[misc]
         self.report.all_reduce_s[size] = times[WARM_UPS:]
 
     def _measure_overlap(self) -> None:

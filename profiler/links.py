@@ -17,7 +17,7 @@ from typing import Literal
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.fits import fit_link
-from profiler.link_worker import ProbeFailure, ProbePlan, ProbeReport, probe
+from profiler.link_worker import Exercise, ProbeFailure, ProbePlan, ProbeReport, probe
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 Pattern = Literal["p2p", "all_reduce"]
@@ -31,7 +31,7 @@ class LinkOptions:
     """Message sizes in bytes (a rank's buffer), and the seconds after which the whole probe is given up."""
 
     p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(8))  # 1 KiB to 16 MiB
-    all_reduce_sizes: tuple[int, ...] = (*(KIB * 4**power for power in range(8)), 32 * MIB)
+    all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
     limit_s: float = 120.0
 
 
@@ -72,10 +72,12 @@ class LinkProbe:
     """All link measurements of a group of devices.
 
     `contention`: extra compute seconds, at each end, per second of a message, as `Topology.contention` has it.
+    `exercise_s`: what the exercise returned on rank 0, where one was given.
     """
 
     links: tuple[LinkMeasurement, ...]
     contention: float
+    exercise_s: float | None = None
 
     def find(self, pattern: Pattern) -> LinkMeasurement:
         """Return the measurement of `pattern` over the most devices; among equals, the slowest.
@@ -99,6 +101,17 @@ class LinkProbe:
                     found[pair] = (link.bandwidth_bytes_per_s, link.latency_s)
         return found
 
+    @property
+    def overhead_s(self) -> float:
+        """What the exercise took more than a bare message between the first pair; 0 without one.
+
+        For an exercise that returns the seconds of an exchange between ranks 0 and 1.
+        """
+        if self.exercise_s is None:
+            return 0.0
+        first = next(link for link in self.links if link.pattern == "p2p")
+        return max(0.0, self.exercise_s - first.latency_s)
+
 
 def pairs_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[tuple[int, int], ...]:
     """Return the places of the pairs whose messages are measured.
@@ -111,8 +124,12 @@ def pairs_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[tuple[int, int]
     return tuple((i, j) for i in range(len(devices)) for j in range(i + 1, len(devices)))
 
 
-def probe_links(devices: Sequence[PhysicalDevice], options: LinkOptions | None = None) -> LinkProbe:
-    """Measure messages, all-reduces over all of `devices`, and contention.
+def probe_links(
+    devices: Sequence[PhysicalDevice],
+    options: LinkOptions | None = None,
+    exercise: Exercise | None = None,
+) -> LinkProbe:
+    """Measure messages, all-reduces over all of `devices`, and contention; then let all ranks do the `exercise`.
 
     Raises:
         UsageError: there are fewer than two devices, or CPU and CUDA devices are mixed.
@@ -127,7 +144,7 @@ def probe_links(devices: Sequence[PhysicalDevice], options: LinkOptions | None =
     pairs = pairs_to_measure(devices)
     # A file of our own: no port to be taken, so that probes at the same time do not meet.
     with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder:
-        reports = _run(devices, chosen, pairs, Path(folder) / "rendezvous")
+        reports = _run(devices, chosen, pairs, Path(folder) / "rendezvous", exercise)
     return summarize(reports, pairs, chosen)
 
 
@@ -136,6 +153,7 @@ def _run(
     options: LinkOptions,
     pairs: tuple[tuple[int, int], ...],
     rendezvous: Path,
+    exercise: Exercise | None,
 ) -> list[ProbeReport]:
     processes: list[DeviceProcess] = []
     try:
@@ -148,6 +166,7 @@ def _run(
                 p2p_sizes=options.p2p_sizes,
                 all_reduce_sizes=options.all_reduce_sizes,
                 limit_s=options.limit_s,
+                exercise=exercise,
             )
             processes.append(DeviceProcess(probe, device, plan))
         return _gather(processes, time.monotonic() + options.limit_s)
@@ -209,7 +228,7 @@ def summarize(
     }
     links.append(measurement("all_reduce", tuple(range(len(reports))), taken))
     factors = [contention_factor(report.overlaps) for report in reports]
-    return LinkProbe(tuple(links), statistics.median(factors))
+    return LinkProbe(tuple(links), statistics.median(factors), reports[0].exercise_s)
 
 
 def measurement(

@@ -123,6 +123,10 @@ class GrowingArray:
         return self._size
 
 
+# In all other collectives, every device sends and receives at the same time.
+ONE_WAY = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
+
+
 @dataclass(frozen=True, slots=True)
 class SetHold:
     """The hold of one kind of collective over a set of devices: its number, and what it costs."""
@@ -141,7 +145,7 @@ class HoldStore:
         self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
         self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
         self._origin = GrowingArray(np.int64)
-        self._operation = GrowingArray(np.int64)
+        self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
         self._sets: dict[tuple[CollectiveKind, tuple[int, ...], int | None], SetHold] = {}
         self._resource_ptr.extend([0])
         self._end_ptr.extend([0])
@@ -164,6 +168,7 @@ class HoldStore:
         s_per_byte: tuple[float, float],
         origin: int,
         operation: int = -1,
+        flows: int = 1,
     ) -> int:
         self._resource.extend(resources)
         self._resource_ptr.extend([len(self._resource)])
@@ -173,6 +178,7 @@ class HoldStore:
         self._s_per_byte.extend([s_per_byte])
         self._origin.extend([origin])
         self._operation.extend([operation])
+        self._flows.extend([flows])
         return len(self._origin) - 1
 
     def device_set(
@@ -193,6 +199,7 @@ class HoldStore:
                 price.s_per_byte,
                 ORIGIN_CODE[price.origin],
                 COLLECTIVE_KINDS.index(kind),
+                1 if kind in ONE_WAY else 2,
             )
             known = self._sets[kind, members, root] = SetHold(number, price)
         return known
@@ -213,6 +220,7 @@ class HoldStore:
             self._s_per_byte.items,
             self._origin.items,
             self._operation.items,
+            self._flows.items,
         )
 
 

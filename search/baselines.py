@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import numpy as np
 
 from graph.axes import AxisKind, Degrees, coordinates
@@ -188,3 +191,111 @@ def _on_two_dims(operator: Operator, axis: int | None, tensor_degree: int, data_
         else:
             devices.append(point[sample] * tensor_degree + point[inner])
     return Configuration(tuple(degrees), tuple(devices))
+
+
+def operator_placement(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return model parallelism without splitting: consecutive groups on one device after the other.
+
+    Every device gets about the same number of multiply-adds, counted as points of the iteration spaces.
+    """
+    groups = sorted(find_groups(graph), key=lambda group: group.head)
+    points = [sum(_points(graph.operators[index]) for index in group.operators) for group in groups]
+    total, before = sum(points), 0
+    configurations: dict[int, Configuration] = {}
+    for group, own in zip(groups, points, strict=True):
+        # By the middle of what a group does, so that a large one does not go to the device after its own.
+        device = min(device_count - 1, device_count * (2 * before + own) // (2 * total))
+        configurations |= follow(group, whole(graph.operators[group.head], device))
+        before += own
+    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+
+
+def _points(operator: Operator) -> int:
+    return prod(axis.size for axis in operator.space.axes if axis.kind is not AxisKind.REPLICA)
+
+
+# Of Stanza's devices, one in so many is for fully connected layers.
+STANZA_SHARE = 8
+
+
+def stanza(graph: OperatorGraph, device_count: int) -> Strategy | None:
+    """Return Stanza's strategy: fully connected layers on a few devices, all else data parallel on the others.
+
+    Both parts are data parallel; activations go from one to the other, in place of the large layers' gradients.
+    None where there are no such layers, or nothing else, or a single device.
+
+    Source: Stanza (arXiv:1812.10624).
+    """
+    few = max(1, device_count // STANZA_SHARE)
+    groups = find_groups(graph)
+    connected = [base_name(graph.operators[group.head].target) in FULLY_CONNECTED for group in groups]
+    if device_count < 2 or not any(connected) or all(connected):
+        return None
+    configurations = _data_parallel(graph, device_count - few)
+    for group, is_connected in zip(groups, connected, strict=True):
+        head = graph.operators[group.head]
+        sample = first_axis(head, AxisKind.SAMPLE)
+        if is_connected and sample is not None:
+            there = split(head, sample, few)
+            moved = tuple(device_count - few + device for device in there.devices)
+            for index, configuration in follow(group, Configuration(there.degrees, moved)).items():
+                configurations[index] = configuration
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def global_map(graph: OperatorGraph, kind: AxisKind, model_degree: int, data_degree: int = 1) -> Strategy:
+    """Return a map in the manner of Mesh-TensorFlow: one mesh, and one map of dims to its axes for all operators.
+
+    The mesh has `data_degree` rows and `model_degree` columns. Every operator splits its samples over the rows, and
+    its first axis of `kind` over the columns; what a column count does not divide is computed by all columns. No
+    tensor has two dims on one axis of the mesh.
+
+    Source: Mesh-TensorFlow (arXiv:1811.02084) section 3.
+    """
+    configurations = []
+    for operator in graph.operators:
+        axis = first_axis(operator, kind)
+        if axis is not None and operator.space.axes[axis].size % model_degree:
+            axis = None
+        configurations.append(_on_two_dims(operator, axis, model_degree, data_degree))
+    return Strategy(graph.digest, tuple(configurations))
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A strategy that others use, by the name that `--strategy` knows."""
+
+    name: str
+    strategy: Strategy
+
+
+def usual_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
+    """Return the baselines that every network has, and that chains start from."""
+    return (
+        Baseline("data-parallel", data_parallel(graph, device_count)),
+        Baseline("expert", expert(graph, device_count)),
+        Baseline("single-device", single_device(graph)),
+    )
+
+
+def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
+    """Return the baselines of a network on so many devices; of equal ones, the first."""
+    found = [
+        *usual_baselines(graph, device_count),
+        Baseline("operator-placement", operator_placement(graph, device_count)),
+    ]
+    layered = stanza(graph, device_count)
+    if layered is not None:
+        found.append(Baseline("stanza", layered))
+    degrees = [degree for degree in range(2, device_count + 1) if device_count % degree == 0]
+    for degree in degrees:
+        found.append(Baseline(f"megatron-{degree}", megatron(graph, degree, device_count // degree)))
+    for kind in (AxisKind.PARAMETER, AxisKind.ATTRIBUTE, AxisKind.REDUCTION):
+        for degree in degrees:
+            rows = device_count // degree
+            strategy = global_map(graph, kind, degree, rows)
+            found.append(Baseline(f"mesh-{rows}x{degree}-{kind.value}", strategy))
+    first: dict[Strategy, Baseline] = {}
+    for one in found:
+        first.setdefault(one.strategy, one)
+    return tuple(first.values())

@@ -71,6 +71,13 @@ class CostTable:
         self._calls: dict[tuple[str, str], CallCost] = {}
         self._updates: dict[tuple[int, str, str], tuple[int, int]] = {}
 
+    def with_source(self, source: CostSource) -> CostTable:
+        """Return a table that knows what this one knows now, and asks another source for the rest."""
+        table = CostTable(source)
+        table._calls.update(self._calls)
+        table._updates.update(self._updates)
+        return table
+
     @property
     def call_count(self) -> int:
         """Number of distinct (call, device kind) pairs resolved so far."""

@@ -23,7 +23,8 @@ Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V v
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numba import njit
@@ -41,6 +42,17 @@ VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 9, 5, 8, 10
 VALUE_COLLECTIVES = 7
 STATIC_HEADER = 2
 PARTS_PER_MILLION = 1_000_000
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def quick(function: Function) -> Function:
+    """Compile a kernel without counts of references to arrays: in a loop they cost ten times what the loop does.
+
+    A kernel that makes an array needs the counts, and the compiler insists on them.
+    """
+    compiled: Function = njit(cache=True, nogil=True, _nrt=False)(function)  # type: ignore[call-overload]
+    return compiled
 
 
 class GraphArrays(NamedTuple):
@@ -81,7 +93,8 @@ class Units(NamedTuple):
 class Holds(NamedTuple):
     """What a task holds while it runs: devices 0..D-1, then routes (source, destination), then device sets.
 
-    Resources are devices 0..D-1, then links. `ends` are the devices whose compute the task slows.
+    Resources are devices 0..D-1, then links. `ends` are the devices whose compute the task slows, each as an end of
+    `flows` messages at once.
     """
 
     resource_ptr: Array
@@ -92,6 +105,7 @@ class Holds(NamedTuple):
     s_per_byte: Array
     origin: Array
     operation: Array  # the code of a device set's collective, else -1
+    flows: Array
 
 
 class Tasks(NamedTuple):
@@ -290,7 +304,7 @@ def write_exchange(
     return write_collectives(arena, at, collective_at, region, source_device, devices, summable) - at
 
 
-@njit(cache=True, nogil=True)
+@quick
 def find(leader: Array, node: int) -> int:
     """Return what stands for the connected nodes of `node`."""
     while leader[node] != node:
@@ -464,7 +478,7 @@ def kind_of(
     return ALL_GATHER if same_tasks and same_region and even else ALL_TO_ALL
 
 
-@njit(cache=True, nogil=True)
+@quick
 def measure_collective(
     arena: Array, at: int, where: int, member_at: int, member_end: int, source_device: Array
 ) -> None:
@@ -500,7 +514,7 @@ def measure_collective(
     arena[where + 3] = largest * members if kind == ALL_TO_ALL else whole
 
 
-@njit(cache=True, nogil=True)
+@quick
 def choose_replica(device_T: Array, first: int, replicas: int, device: int, node_D: Array) -> int:
     """Return the replica that `device` reads: its own, else one in its node, else that of lowest index."""
     for task in range(first, first + replicas):
@@ -512,13 +526,13 @@ def choose_replica(device_T: Array, first: int, replicas: int, device: int, node
     return first
 
 
-@njit(cache=True, nogil=True)
+@quick
 def transfer_ns(latency_s: float, bandwidth_bytes_per_s: float, size_bytes: int) -> int:
     """Return the nanoseconds of a transfer; the same expression as `Topology.transfer_time_s`, rounded."""
     return int((latency_s + size_bytes / bandwidth_bytes_per_s) * 1e9 + 0.5)
 
 
-@njit(cache=True, nogil=True)
+@quick
 def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> None:
     """Find which tasks and assemblies take part in the backward, as `graph.plan` does.
 
@@ -562,13 +576,13 @@ def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scrat
         find_gradient_collectives(units.value_at[value], value, arena, scratch)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def collectives_of(arena: Array, unit: int) -> int:
     """Return where the collectives of a value unit start."""
     return int(unit + arena[unit + 6] + arena[unit + 3] + 1 + arena[unit + 1])
 
 
-@njit(cache=True, nogil=True)
+@quick
 def find_gradient_collectives(unit: int, value: int, arena: Array, scratch: Scratch) -> None:
     """Find after which operator's backward each collective of a value goes back as one, if it does."""
     found = arena[unit + 7]
@@ -587,7 +601,7 @@ def find_gradient_collectives(unit: int, value: int, arena: Array, scratch: Scra
         scratch.collective_after[scratch.collective_base[value] + collective] = after
 
 
-@njit(cache=True, nogil=True)
+@quick
 def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> tuple[int, int, int]:
     """Set the bases of tasks, assemblies and collectives; return their totals."""
     total = 0
@@ -608,7 +622,7 @@ def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch
     return total, assemblies, collectives
 
 
-@njit(cache=True, nogil=True)
+@quick
 def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, state_tensors: int) -> None:
     """Find the elements that each device updates, and its peak memory (rule: `search.simulator.Simulation`)."""
     elements_D = scratch.elements_D
@@ -716,7 +730,7 @@ def fill_buckets(
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def put(
     tasks: Tasks,
     n: int,
@@ -738,7 +752,7 @@ def put(
     tasks.size_bytes[n] = size_bytes
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def lay_out_collectives(
     units: Units,
     arena: Array,
@@ -776,7 +790,7 @@ def lay_out_collectives(
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def lay_out_transfers(
     units: Units,
     arena: Array,
@@ -812,7 +826,7 @@ def lay_out_transfers(
     return True
 
 
-@njit(cache=True, nogil=True)
+@quick
 def lay_out_forward(
     graph: GraphArrays,
     units: Units,
@@ -875,7 +889,7 @@ def lay_out_forward(
     return True
 
 
-@njit(cache=True, nogil=True)
+@quick
 def lay_out_renewals(
     graph: GraphArrays,
     units: Units,
@@ -897,7 +911,7 @@ def lay_out_renewals(
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def add_readers(
     graph: GraphArrays,
     arena: Array,
@@ -923,7 +937,7 @@ def add_readers(
     return e
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def lay_out_operator_backward(
     graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, tasks: Tasks, operator: int
 ) -> bool:
@@ -984,7 +998,7 @@ def lay_out_operator_backward(
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def lay_out_gradient_collectives(
     graph: GraphArrays,
     units: Units,
@@ -1035,7 +1049,7 @@ def lay_out_gradient_collectives(
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def lay_out_gradient_transfers(
     graph: GraphArrays,
     units: Units,
@@ -1082,7 +1096,7 @@ def lay_out_gradient_transfers(
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def lay_out_bucket(
     graph: GraphArrays,
     units: Units,
@@ -1164,15 +1178,29 @@ def lay_out_updates(
 ) -> bool:
     """Write one update a device that holds trained weights; return False where arrays are too short."""
     devices = len(update_ns_D)
+    waits_D, place_D = np.zeros(devices, np.int64), np.full(devices, -1, np.int64)
+    return write_updates(tasks, scratch, holds, update_ns_D, update_origin_D, waits_D, place_D)
+
+
+@quick
+def write_updates(
+    tasks: Tasks,
+    scratch: Scratch,
+    holds: Holds,
+    update_ns_D: Array,
+    update_origin_D: Array,
+    waits_D: Array,
+    place_D: Array,
+) -> bool:
+    """Write the updates as `lay_out_updates`; `waits_D` is 0 and `place_D` -1 everywhere."""
+    devices = len(update_ns_D)
     n, e = scratch.counts[0], scratch.counts[1]
-    waits_D = np.zeros(devices, np.int64)
     for task in range(n):
         if tasks.kind[task] == BACKWARD:
             waits_D[tasks.hold[task]] += 1
         elif tasks.kind[task] == SYNCHRONIZE:
             for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
                 waits_D[holds.end[end]] += 1
-    place_D = np.full(devices, -1, np.int64)
     last = n
     for device in range(devices):
         if scratch.elements_D[device] == 0:
@@ -1209,8 +1237,7 @@ class Timeline(NamedTuple):
     cause: Array
 
 
-# Inlined, and given arrays one by one: tuples of arrays would be counted as references at every task.
-@njit(cache=True, nogil=True, inline="always")
+@quick
 def serve(
     task: int,
     ready_ns: int,
@@ -1221,6 +1248,7 @@ def serve(
     resource_of: Array,
     end_ptr: Array,
     end_of: Array,
+    flows: int,
     contention_ppm_D: Array,
     free_ns_R: Array,
     last_R: Array,
@@ -1244,7 +1272,7 @@ def serve(
     else:
         for place in range(end_ptr[hold], end_ptr[hold + 1]):
             device = end_of[place]
-            slowed = contention_ppm_D[device] * run_ns + PARTS_PER_MILLION // 2
+            slowed = contention_ppm_D[device] * flows * run_ns + PARTS_PER_MILLION // 2
             debt_ns_D[device] += slowed // PARTS_PER_MILLION
     end_ns = begin_ns + run_ns
     for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
@@ -1267,12 +1295,29 @@ def run_program_order(
     timeline: Timeline,
 ) -> int:
     """Serve the tasks in program order; return the makespan in nanoseconds."""
-    hold_T, run_ns_T, pred_ptr, pred_E = tasks.hold, tasks.run_ns, tasks.pred_ptr, tasks.pred
-    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
-    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
     free_ns_R = np.zeros(resource_count, np.int64)
     last_R = np.full(resource_count, -1, np.int64)
     debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
+    return serve_in_program_order(
+        task_count, tasks, holds, contention_ppm_D, timeline, free_ns_R, last_R, debt_ns_D
+    )
+
+
+@quick
+def serve_in_program_order(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+) -> int:
+    """Serve the tasks in program order; return the makespan. Resources are free from the start, and nothing owed."""
+    hold_T, run_ns_T, pred_ptr, pred_E = tasks.hold, tasks.run_ns, tasks.pred_ptr, tasks.pred
+    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
+    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
     makespan_ns = 0
     for task in range(task_count):
         ready_ns = 0
@@ -1292,6 +1337,7 @@ def run_program_order(
             resource_of,
             end_ptr,
             end_of,
+            holds.flows[hold_T[task]],
             contention_ppm_D,
             free_ns_R,
             last_R,
@@ -1304,7 +1350,7 @@ def run_program_order(
     return makespan_ns
 
 
-@njit(cache=True, nogil=True)
+@quick
 def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) -> int:
     """Add (ready time, task) to a binary heap; return its new size."""
     place = size
@@ -1320,7 +1366,7 @@ def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) 
     return size + 1
 
 
-@njit(cache=True, nogil=True)
+@quick
 def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
     """Remove the first of a binary heap (the caller has read it); return its new size."""
     size -= 1
@@ -1346,6 +1392,19 @@ def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
     return size
 
 
+class Events(NamedTuple):
+    """What the event-driven order keeps of every task, and the heap of those that are ready."""
+
+    waiting: Array  # predecessors that have not ended
+    ready_ns: Array
+    cause: Array
+    ptr: Array  # T + 1, into successor
+    successor: Array
+    heap_ns: Array
+    heap_task: Array
+    left_ns_R: Array  # what the tasks still to be served run on each resource
+
+
 @njit(cache=True, nogil=True)
 def run_fifo_order(
     task_count: int,
@@ -1354,51 +1413,97 @@ def run_fifo_order(
     contention_ppm_D: Array,
     resource_count: int,
     timeline: Timeline,
+    bound_ns: int,
 ) -> int:
-    """Serve the tasks by (ready time, task); return the makespan. Source: FlexFlow, Algorithm 1."""
-    hold_T, run_ns_T, pred_ptr, pred_E = tasks.hold, tasks.run_ns, tasks.pred_ptr, tasks.pred
-    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
-    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
-    waiting = np.empty(task_count, np.int64)
-    ready_ns = np.zeros(task_count, np.int64)
-    cause = np.full(task_count, -1, np.int64)
-    ptr = np.zeros(task_count + 1, np.int64)
+    """Serve the tasks by (ready time, task); return the makespan, or -1 once it is sure to exceed the bound.
+
+    Source: FlexFlow, Algorithm 1.
+    """
+    events = Events(
+        np.empty(task_count, np.int64),
+        np.zeros(task_count, np.int64),
+        np.full(task_count, -1, np.int64),
+        np.zeros(task_count + 2, np.int64),
+        np.empty(tasks.pred_ptr[task_count], np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.zeros(resource_count, np.int64),
+    )
+    free_ns_R = np.zeros(resource_count, np.int64)
+    last_R = np.full(resource_count, -1, np.int64)
+    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
+    return serve_by_readiness(
+        task_count, tasks, holds, contention_ppm_D, timeline, events, free_ns_R, last_R, debt_ns_D, bound_ns
+    )
+
+
+@quick
+def find_successors(task_count: int, tasks: Tasks, holds: Holds, events: Events) -> int:
+    """Turn the dependencies round, and find what every resource has to do; return the longest of that."""
+    pred_ptr, pred_E, ptr = tasks.pred_ptr, tasks.pred, events.ptr
+    # Counted two places on: filling them moves each pointer to where the next task's begins.
     for task in range(task_count):
-        waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
+        events.waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
         for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            ptr[pred_E[place] + 1] += 1
+            ptr[pred_E[place] + 2] += 1
     for task in range(task_count):
-        ptr[task + 1] += ptr[task]
-    successor = np.empty(ptr[task_count], np.int64)
-    filled = ptr.copy()
+        ptr[task + 2] += ptr[task + 1]
     for task in range(task_count):
         for place in range(pred_ptr[task], pred_ptr[task + 1]):
             pred = pred_E[place]
-            successor[filled[pred]] = task
-            filled[pred] += 1
-    heap_ns = np.empty(task_count, np.int64)
-    heap_task = np.empty(task_count, np.int64)
+            events.successor[ptr[pred + 1]] = task
+            ptr[pred + 1] += 1
+    longest_ns = 0
+    for task in range(task_count):
+        hold = tasks.hold[task]
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            resource = holds.resource[place]
+            events.left_ns_R[resource] += tasks.run_ns[task]
+            longest_ns = max(longest_ns, events.left_ns_R[resource])
+    return longest_ns
+
+
+@quick
+def serve_by_readiness(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    events: Events,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    bound_ns: int,
+) -> int:
+    """Serve the tasks by (ready time, task), as `run_fifo_order`."""
+    hold_T, run_ns_T = tasks.hold, tasks.run_ns
+    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
+    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
+    waiting, ready_ns, cause, left_ns_R = events.waiting, events.ready_ns, events.cause, events.left_ns_R
+    ptr, successor, heap_ns, heap_task = events.ptr, events.successor, events.heap_ns, events.heap_task
+    if find_successors(task_count, tasks, holds, events) > bound_ns:
+        return -1
     size = 0
     for task in range(task_count):
         if waiting[task] == 0:
             size = push(heap_ns, heap_task, size, 0, task)
-    free_ns_R = np.zeros(resource_count, np.int64)
-    last_R = np.full(resource_count, -1, np.int64)
-    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
     makespan_ns = 0
     while size > 0:
         first_ns, task = heap_ns[0], heap_task[0]
         size = pop(heap_ns, heap_task, size)
+        hold = hold_T[task]
         end_ns = serve(
             task,
             first_ns,
             cause[task],
-            hold_T[task],
+            hold,
             run_ns_T[task],
             resource_ptr,
             resource_of,
             end_ptr,
             end_of,
+            holds.flows[hold],
             contention_ppm_D,
             free_ns_R,
             last_R,
@@ -1408,6 +1513,11 @@ def run_fifo_order(
             cause_T,
         )
         makespan_ns = max(makespan_ns, end_ns)
+        for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+            resource = resource_of[place]
+            left_ns_R[resource] -= run_ns_T[task]
+            if end_ns > bound_ns - left_ns_R[resource]:
+                return -1
         for place in range(ptr[task], ptr[task + 1]):
             following = successor[place]
             if end_ns > ready_ns[following]:
@@ -1417,3 +1527,1081 @@ def run_fifo_order(
             if waiting[following] == 0:
                 size = push(heap_ns, heap_task, size, ready_ns[following], following)
     return makespan_ns
+
+
+@njit(cache=True, nogil=True)
+def exchange_ns(
+    arena: Array,
+    at: int,
+    resource_ptr: Array,
+    resource: Array,
+    devices: int,
+    link_ns: Array,
+    back: int,
+) -> int:
+    """Return what a value unit's exchange takes by itself: the busiest link's time, forward or back."""
+    link_ns[:] = 0
+    first = at + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[at] + 1)
+    for piece in range(arena[at + 1]):
+        word = first + PIECE_STRIDE * piece
+        if 0 <= arena[word + 4] < arena[at + 8]:
+            hold = arena[word + 6] if back else arena[word + 1]
+            run_ns = arena[word + 7] if back else arena[word + 2]
+            for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+                link_ns[resource[place] - devices] += run_ns
+    collective_at = at + arena[at + 6] + arena[at + 3] + 1 + arena[at + 1]
+    for collective in range(arena[at + VALUE_COLLECTIVES]):
+        word = collective_at + COLLECTIVE_STRIDE * collective
+        hold = arena[word + 8] if back else arena[word + 6]
+        run_ns = arena[word + 9] if back else arena[word + 7]
+        for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+            link_ns[resource[place] - devices] += run_ns
+    longest_ns = 0
+    for run_ns in link_ns:
+        longest_ns = max(longest_ns, run_ns)
+    return longest_ns
+
+
+@njit(cache=True, nogil=True)
+def exchange_by_part(
+    arena: Array, at: int, source_replicas: int, reader_replicas: int, sure: int, there: Array, back: Array
+) -> None:
+    """Write how long pieces travel from part to part of a value unit with one reading.
+
+    The least over a part's replicas. Unless `sure`, a piece that travels counts as nothing: with the value's other
+    readers it may be in a collective that is cheaper than this one.
+    """
+    assembly_at = at + VALUE_HEADER
+    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[at] + 1)
+    assigned_at = piece_at + PIECE_STRIDE * arena[at + 1] + 2 * arena[at + 2] + 1
+    collective_at = at + arena[at + 6] + arena[at + 3] + 1 + arena[at + 1]
+    for task in range(arena[at + 2]):
+        where = assembly_at + ASSEMBLY_STRIDE * arena[assigned_at + task]
+        reader = task // reader_replicas
+        for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+            word = piece_at + PIECE_STRIDE * piece
+            source = arena[word] // source_replicas
+            there_ns = back_ns = 0
+            if arena[word + 4] >= 0 and sure:
+                if arena[where + 4] >= 0:
+                    collective = collective_at + COLLECTIVE_STRIDE * arena[where + 4]
+                    there_ns, back_ns = arena[collective + 7], arena[collective + 9]
+                else:
+                    there_ns, back_ns = arena[word + 2], arena[word + 7]
+            if there[source, reader] < 0 or there_ns < there[source, reader]:
+                there[source, reader] = there_ns
+            if back[reader, source] < 0 or back_ns < back[reader, source]:
+                back[reader, source] = back_ns
+
+
+class Prefix(NamedTuple):
+    """The chosen part of a strategy, see `search.partial`. `edge_ptr`, `edge`: the edges to each operator."""
+
+    forward_OP: Array
+    backward_OP: Array
+    inner_OPP: Array
+    device_OT: Array
+    replicas_O: Array
+    head_OP: Array
+    outer_OPP: Array
+    edge_ptr: Array
+    edge: Array
+    producer_E: Array
+    goes_back_E: Array
+    known_E: Array
+    there_EPP: Array
+    back_EPP: Array
+
+
+@njit(cache=True, nogil=True)
+def prefix_bound(prefix: Prefix, operators: Array, after_OD: Array) -> int:
+    """Return the longest path through the chosen operators (ascending), as `search.paths` defines it.
+
+    What comes from operators that are not chosen counts as nothing. after_OD: what follows the backward of an
+    operator's task on a device.
+    """
+    never = -(1 << 52)
+    parts = prefix.forward_OP.shape[1]
+    longest = 0
+    between = np.empty((parts, parts), np.int64)
+    for operator in operators:
+        head, outer = prefix.head_OP[operator], prefix.outer_OPP[operator]
+        for part in range(parts):
+            head[part] = never if prefix.forward_OP[operator, part] < 0 else 0
+        for place in range(prefix.edge_ptr[operator], prefix.edge_ptr[operator + 1]):
+            edge = prefix.edge[place]
+            if not prefix.known_E[edge]:
+                continue
+            producer = prefix.producer_E[edge]
+            for source in range(parts):
+                before = prefix.head_OP[producer, source] + prefix.forward_OP[producer, source]
+                if before < 0:
+                    continue
+                for part in range(parts):
+                    if head[part] >= 0:
+                        head[part] = max(head[part], before + prefix.there_EPP[edge, source, part])
+        replicas = prefix.replicas_O[operator]
+        for back in range(parts):
+            tail = never
+            if prefix.backward_OP[operator, back] >= 0:
+                for task in range(back * replicas, (back + 1) * replicas):
+                    after = after_OD[operator, prefix.device_OT[operator, task]]
+                    tail = after if tail < 0 else min(tail, after)
+            for part in range(parts):
+                outer[part, back] = max(head[part] + tail, never)
+        for place in range(prefix.edge_ptr[operator], prefix.edge_ptr[operator + 1]):
+            edge = prefix.edge[place]
+            if not (prefix.known_E[edge] and prefix.goes_back_E[edge]):
+                continue
+            producer = prefix.producer_E[edge]
+            between[:] = never
+            for part in range(parts):
+                for source in range(parts):
+                    there = prefix.there_EPP[edge, source, part] + prefix.forward_OP[producer, source]
+                    if there < 0:
+                        continue
+                    for home in range(parts):
+                        around = there + prefix.outer_OPP[producer, source, home]
+                        between[part, home] = max(between[part, home], around)
+            for part in range(parts):
+                for home in range(parts):
+                    if between[part, home] < 0:
+                        continue
+                    for back in range(parts):
+                        around = (
+                            between[part, home]
+                            + prefix.backward_OP[producer, home]
+                            + prefix.back_EPP[edge, back, home]
+                        )
+                        outer[part, back] = max(outer[part, back], around)
+        for part in range(parts):
+            for back in range(parts):
+                longest = max(longest, prefix.inner_OPP[operator, part, back] + outer[part, back])
+    return longest
+
+
+class Versions(NamedTuple):
+    """What is known of one strategy, an operator or a value at a time: offsets into a pool of words.
+
+    Strategies that differ in a few operators share the rest.
+    """
+
+    active_at: Array  # O: of each task, whether it has a backward
+    last_at: (
+        Array  # V + buffers: an assembly's last reader as in `Scratch`, then what comes after each collective
+    )
+    ready_at: (
+        Array  # V + buffers: when all that comes to an assembly is there (of values of which something comes)
+    )
+    ends_at: Array  # O: when each forward task ends (of operators that renew a buffer)
+    operator_active: Array  # O
+    elements_D: Array
+    memory_D: Array
+    load_ns_R: Array  # of all tasks but all-reduces of buckets and updates
+
+
+class Checkpoints(NamedTuple):
+    """The state of all resources before every so many operators' forward, for two strategies.
+
+    A row: when each resource is free, what each device owes, what each resource has done so far, and the latest end.
+    """
+
+    row: Array  # checkpoint, side, word
+    side: Array  # a checkpoint: which of its two rows is the current strategy's
+    stride: int
+
+
+class Machine(NamedTuple):
+    """The resources while they are simulated."""
+
+    free_ns_R: Array
+    debt_ns_D: Array
+    left_ns_R: Array  # what they still have to do
+    total_ns_R: Array  # what they have to do in all
+    contention_ppm_D: Array
+    contended: bool  # whether any device is slowed by communication
+
+
+class Walk(NamedTuple):
+    """Room for one simulation."""
+
+    sync_end_D: Array  # when the last all-reduce that a device takes part in ends
+    member_D: Array
+    task_at: Array  # O: in the pool, when a task's gradients are there, then when its backward ends
+    gradient_at: Array  # V: in the pool, when an assembly's gradient is there
+
+
+@quick
+def find_changed_activity(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    pool_end: int,
+    versions: Versions,
+    dirty: Array,
+) -> int:
+    """Find activity as `find_activity` does, of the operators that are dirty and those that these make so.
+
+    dirty: 0 not, 1 what it or its outputs' readers do may have changed, 2 it has another configuration.
+    Returns the pool's new end, or -1 where it is too short.
+    """
+    for operator in range(len(units.operator_at) - 1, -1, -1):
+        if dirty[operator] == 0:
+            continue
+        count = arena[units.operator_at[operator]]
+        words = count
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            unit = units.value_at[graph.output_value[output]]
+            words += arena[unit] + arena[unit + VALUE_COLLECTIVES]
+        if pool_end + words > len(pool):
+            return -1
+        before, base = versions.active_at[operator], pool_end
+        versions.active_at[operator] = base
+        pool_end += count
+        for task in range(count):
+            pool[base + task] = 0
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            versions.last_at[value] = pool_end
+            find_last_readers(graph, units, arena, pool, versions, value, base)
+            unit = units.value_at[value]
+            pool_end += arena[unit] + arena[unit + VALUE_COLLECTIVES]
+            if value == graph.loss_value and graph.needs_gradient[value]:
+                for task in range(0, count, arena[units.operator_at[operator] + 1]):
+                    pool[base + task] = 1
+        versions.operator_active[operator] = 0
+        changed = dirty[operator] == 2
+        for task in range(count):
+            if pool[base + task]:
+                versions.operator_active[operator] = 1
+            changed = changed or pool[before + task] != pool[base + task]
+        if changed:
+            for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+                producer = graph.producer[graph.read_value[position]]
+                dirty[producer] = max(dirty[producer], 1)
+    return pool_end
+
+
+@quick
+def find_last_readers(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    versions: Versions,
+    value: int,
+    active_at: int,
+) -> None:
+    """Write which operator's backward completes each gradient of a value, and mark the tasks that it goes to."""
+    unit, last_at = units.value_at[value], versions.last_at[value]
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+    for assembly in range(arena[unit]):
+        where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+        last = -1
+        if graph.needs_gradient[value]:
+            for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
+                reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
+                user = graph.reading_operator[reading]
+                task = versions.active_at[user] + arena[reader_at + 2 * reader + 1]
+                if graph.reading_gradient[reading] and pool[task]:
+                    last = user
+                    break
+        pool[last_at + assembly] = last
+        if last >= 0:
+            for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+                pool[active_at + arena[piece_at + PIECE_STRIDE * piece]] = 1
+    found = arena[unit + VALUE_COLLECTIVES]
+    member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
+    for collective in range(found):
+        where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+        after = -2
+        for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
+            last = pool[last_at + arena[member_at + member]]
+            after = last if after == -2 or after == last else -1
+            if after == -1:
+                break
+        pool[last_at + arena[unit] + collective] = after
+
+
+@quick
+def add_load(holds: Holds, hold: int, run_ns: int, load_ns_R: Array) -> None:
+    """Add a task's time to all that it holds."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        load_ns_R[holds.resource[place]] += run_ns
+
+
+@quick
+def weigh_operator(arena: Array, at: int, pool: Array, active_at: int, sign: int, versions: Versions) -> None:
+    """Add (sign 1) or take away (-1) the time and the activations of an operator's tasks."""
+    for task in range(arena[at]):
+        word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+        device, run_ns = arena[word], arena[word + 1]
+        if pool[active_at + task]:
+            versions.memory_D[device] += sign * arena[word + 3]
+            run_ns += arena[word + 2]
+        versions.load_ns_R[device] += sign * run_ns
+
+
+@quick
+def weigh_value(
+    arena: Array, unit: int, pool: Array, last_at: int, sign: int, holds: Holds, versions: Versions
+) -> None:
+    """Add or take away a value's transfers and collectives, and its assemblies; `last_at` -1: no gradient."""
+    if last_at >= 0:
+        for assembly in range(arena[unit]):
+            if pool[last_at + assembly] >= 0:
+                where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+                versions.memory_D[arena[where]] += sign * arena[where + 1]
+    if arena[unit + 4] == 0:
+        return
+    load_ns_R = versions.load_ns_R
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    for word in range(piece_at, piece_at + PIECE_STRIDE * arena[unit + 1], PIECE_STRIDE):
+        if arena[word + 4] < 0:
+            continue
+        if arena[word + 4] < arena[unit + 8]:
+            add_load(holds, arena[word + 1], sign * arena[word + 2], load_ns_R)
+        assembly = arena[word + 5]
+        if last_at >= 0 and pool[last_at + assembly] >= 0:
+            collective = arena[unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly + 4]
+            if collective < 0 or pool[last_at + arena[unit] + collective] < 0:
+                add_load(holds, arena[word + 6], sign * arena[word + 7], load_ns_R)
+    for collective in range(arena[unit + VALUE_COLLECTIVES]):
+        where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+        add_load(holds, arena[where + 6], sign * arena[where + 7], load_ns_R)
+        if last_at >= 0 and pool[last_at + arena[unit] + collective] >= 0:
+            add_load(holds, arena[where + 8], sign * arena[where + 9], load_ns_R)
+
+
+@quick
+def is_trained(graph: GraphArrays, static: int, operator_active: Array) -> int:
+    """Return whether a static tensor is a weight that some operator's backward gives a gradient."""
+    if static < graph.weight_count:
+        for user in range(graph.weight_ptr[static], graph.weight_ptr[static + 1]):
+            if operator_active[graph.weight_user[user]]:
+                return 1
+    return 0
+
+
+@quick
+def weigh_static(
+    graph: GraphArrays,
+    arena: Array,
+    static: int,
+    at: int,
+    trained: int,
+    sign: int,
+    state_tensors: int,
+    versions: Versions,
+) -> None:
+    """Add or take away the memory and the elements to update of a static tensor."""
+    tensors = 2 + state_tensors if trained else 1
+    for holder in range(arena[at]):
+        device = arena[at + STATIC_HEADER + 2 * holder]
+        elements = sign * arena[at + STATIC_HEADER + 2 * holder + 1]
+        versions.memory_D[device] += elements * graph.static_item_bytes[static] * tensors
+        if trained:
+            versions.elements_D[device] += elements
+
+
+@quick
+def weigh_changes(
+    graph: GraphArrays,
+    old_units: Units,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    old: Versions,
+    new: Versions,
+    holds: Holds,
+    state_tensors: int,
+    everything: int,
+) -> None:
+    """Bring the sums in `new` from those of the old strategy (or from nothing) to those of the new one."""
+    for operator in range(len(units.operator_at)):
+        was, now = old_units.operator_at[operator], units.operator_at[operator]
+        if everything or was != now or old.active_at[operator] != new.active_at[operator]:
+            if not everything:
+                weigh_operator(arena, was, pool, old.active_at[operator], -1, new)
+            weigh_operator(arena, now, pool, new.active_at[operator], 1, new)
+    for value in range(len(units.value_at)):
+        was, now = old_units.value_at[value], units.value_at[value]
+        if everything or was != now or old.last_at[value] != new.last_at[value]:
+            if not everything:
+                weigh_value(arena, was, pool, old.last_at[value], -1, holds, new)
+            weigh_value(arena, now, pool, new.last_at[value], 1, holds, new)
+    for static in range(graph.static_count):
+        was, now = old_units.static_at[static], units.static_at[static]
+        trained_before = is_trained(graph, static, old.operator_active)
+        trained = is_trained(graph, static, new.operator_active)
+        if everything or was != now or trained != trained_before:
+            if not everything:
+                weigh_static(graph, arena, static, was, trained_before, -1, state_tensors, new)
+            weigh_static(graph, arena, static, now, trained, 1, state_tensors, new)
+
+
+@quick
+def copy_versions(source: Versions, target: Versions) -> None:
+    """Make `target` equal to `source`."""
+    for operator in range(len(source.active_at)):
+        target.active_at[operator] = source.active_at[operator]
+        target.ends_at[operator] = source.ends_at[operator]
+        target.operator_active[operator] = source.operator_active[operator]
+    for value in range(len(source.last_at)):
+        target.last_at[value] = source.last_at[value]
+        target.ready_at[value] = source.ready_at[value]
+    for device in range(len(source.elements_D)):
+        target.elements_D[device] = source.elements_D[device]
+        target.memory_D[device] = source.memory_D[device]
+    for resource in range(len(source.load_ns_R)):
+        target.load_ns_R[resource] = source.load_ns_R[resource]
+
+
+@njit(cache=True, nogil=True)
+def prepare(
+    graph: GraphArrays,
+    old_units: Units,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    pool_end: int,
+    old: Versions,
+    new: Versions,
+    scratch: Scratch,
+    buckets: Buckets,
+    bucket_bytes: int,
+    state_tensors: int,
+    place_of: Array,
+    everything: int,
+) -> tuple[int, int]:
+    """Make `new` that of the strategy that has `units`, all but times, from `old`; and fill its buckets.
+
+    Returns the pool's new end (-1 where the pool is too short, -2 where the buckets are), and the first place in the
+    order of operators whose forward, or the exchanges that follow it, are not those of the old strategy.
+    """
+    first = graph.loss_operators - 1
+    dirty = np.zeros(len(units.operator_at), np.int64)
+    if everything:
+        first = 0
+        dirty[:] = 2
+        for sums in (new.memory_D, new.elements_D, new.load_ns_R):
+            sums[:] = 0
+    else:
+        copy_versions(old, new)
+        for operator in range(len(units.operator_at)):
+            if old_units.operator_at[operator] != units.operator_at[operator]:
+                dirty[operator] = 2
+                first = min(first, place_of[operator])
+        for value in range(graph.value_count):
+            if old_units.value_at[value] != units.value_at[value]:
+                producer = graph.producer[value]
+                dirty[producer] = max(dirty[producer], 1)
+                first = min(first, place_of[producer])
+    pool_end = find_changed_activity(graph, units, arena, pool, pool_end, new, dirty)
+    if pool_end < 0:
+        return -1, 0
+    weigh_changes(graph, old_units, units, arena, pool, old, new, holds, state_tensors, everything)
+    scratch.operator_active[:] = new.operator_active
+    if not fill_buckets(graph, units, arena, scratch, buckets, bucket_bytes):
+        return -2, 0
+    return pool_end, first
+
+
+@quick
+def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
+    """Serve a transfer or a collective; return its end, or -1 where the makespan is sure to exceed the bound."""
+    first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
+    begin_ns = ready_ns
+    for place in range(first, last):
+        begin_ns = max(begin_ns, machine.free_ns_R[holds.resource[place]])
+    if machine.contended:
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+            device = holds.end[place]
+            slowed = machine.contention_ppm_D[device] * holds.flows[hold] * run_ns + PARTS_PER_MILLION // 2
+            machine.debt_ns_D[device] += slowed // PARTS_PER_MILLION
+    end_ns = begin_ns + run_ns
+    longest_ns = 0
+    for place in range(first, last):
+        resource = holds.resource[place]
+        machine.free_ns_R[resource] = end_ns
+        left_ns = machine.left_ns_R[resource] - run_ns
+        machine.left_ns_R[resource] = left_ns
+        longest_ns = max(longest_ns, left_ns)
+    return end_ns if end_ns <= bound_ns - longest_ns else -1
+
+
+@quick
+def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
+    """Serve a task of a device; return its end, or -1 where the makespan is sure to exceed the bound."""
+    begin_ns = max(ready_ns, machine.free_ns_R[device])
+    left_ns = machine.left_ns_R[device] - run_ns
+    machine.left_ns_R[device] = left_ns
+    if machine.contended:
+        extra_ns = machine.debt_ns_D[device] - (begin_ns - machine.free_ns_R[device])
+        if extra_ns > 0:
+            run_ns += extra_ns
+        machine.debt_ns_D[device] = 0
+    end_ns = begin_ns + run_ns
+    machine.free_ns_R[device] = end_ns
+    return end_ns if end_ns <= bound_ns - left_ns else -1
+
+
+@quick
+def assigned_to(arena: Array, unit: int, reading: int) -> int:
+    """Return where a value unit says which assembly each task of a reading takes."""
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    reading_at = piece_at + PIECE_STRIDE * arena[unit + 1] + 2 * arena[unit + 2]
+    return int(reading_at + arena[unit + 5] + arena[reading_at + reading])
+
+
+@quick
+def walk_collectives(
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    unit: int,
+    ends_at: int,
+    ready_at: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve the collectives of a value whose producer's tasks end at `ends_at`; return the latest end or -1."""
+    found = arena[unit + VALUE_COLLECTIVES]
+    member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
+    source_at = member_at + arena[member_at - COLLECTIVE_STRIDE + 4] if found else 0
+    for collective in range(found):
+        where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+        ready_ns = 0
+        for source in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
+            ready_ns = max(ready_ns, pool[ends_at + arena[source_at + source]])
+        end_ns = carry(holds, machine, arena[where + 6], ready_ns, arena[where + 7], bound_ns)
+        if end_ns < 0:
+            return -1
+        latest_ns = max(latest_ns, end_ns)
+        for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
+            pool[ready_at + arena[member_at + member]] = end_ns
+    return latest_ns
+
+
+@quick
+def walk_transfers(
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    unit: int,
+    ends_at: int,
+    ready_at: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve the transfers of a value whose producer's tasks end at `ends_at`; return the latest end or -1."""
+    transfers = arena[unit + 8]
+    if transfers == 0:
+        return latest_ns
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    for word in range(piece_at, piece_at + PIECE_STRIDE * arena[unit + 1], PIECE_STRIDE):
+        if not 0 <= arena[word + 4] < transfers:
+            continue
+        ready_ns = pool[ends_at + arena[word]]
+        end_ns = carry(holds, machine, arena[word + 1], ready_ns, arena[word + 2], bound_ns)
+        if end_ns < 0:
+            return -1
+        latest_ns = max(latest_ns, end_ns)
+        place = ready_at + arena[word + 5]
+        pool[place] = max(pool[place], end_ns)
+    return latest_ns
+
+
+@quick
+def walk_forward(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    pool_end: int,
+    versions: Versions,
+    keeps_ends: Array,
+    checkpoints: Checkpoints,
+    first_place: int,
+    last_place: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> tuple[int, int]:
+    """Serve the forward tasks of some operators, and the exchanges of what they make.
+
+    What a task reads on its own device is there when the device is free: only what comes from others is waited for.
+    Returns the latest end, -1 beyond the bound, and the pool's new end, -1 where it is too short.
+    """
+    for order_place in range(first_place, last_place):
+        if order_place > first_place and order_place % checkpoints.stride == 0:
+            save_checkpoint(checkpoints, order_place // checkpoints.stride, machine, latest_ns)
+        operator = graph.order[order_place]
+        at = units.operator_at[operator]
+        count = arena[at]
+        words = 2 * count
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            words += arena[units.value_at[graph.output_value[output]]]
+        if pool_end + words > len(pool):
+            return latest_ns, -1
+        ends_at = pool_end
+        waits = find_ready(graph, units, arena, pool, versions, operator, ends_at + count)
+        for task in range(count):
+            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+            ready_ns = pool[ends_at + count + task] if waits else 0
+            end_ns = compute(machine, arena[word], ready_ns, arena[word + 1], bound_ns)
+            if end_ns < 0:
+                return -1, pool_end
+            pool[ends_at + task] = end_ns
+            latest_ns = max(latest_ns, end_ns)
+        fill = ends_at + count
+        sends = False
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            unit = units.value_at[value]
+            if arena[unit + 4] > 0:
+                sends = True
+                versions.ready_at[value] = fill
+                for assembly in range(arena[unit]):
+                    pool[fill + assembly] = 0
+                fill += arena[unit]
+        if keeps_ends[operator]:
+            versions.ends_at[operator] = ends_at
+        if sends or keeps_ends[operator]:
+            pool_end = fill
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            unit, ready_at = units.value_at[value], versions.ready_at[value]
+            latest_ns = walk_collectives(
+                arena, holds, machine, pool, unit, ends_at, ready_at, latest_ns, bound_ns
+            )
+            if latest_ns < 0:
+                return -1, pool_end
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            unit, ready_at = units.value_at[value], versions.ready_at[value]
+            latest_ns = walk_transfers(
+                arena, holds, machine, pool, unit, ends_at, ready_at, latest_ns, bound_ns
+            )
+            if latest_ns < 0:
+                return -1, pool_end
+    return latest_ns, pool_end
+
+
+@quick
+def find_ready(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    versions: Versions,
+    operator: int,
+    ready_at: int,
+) -> bool:
+    """Write when all that comes to each forward task from other devices is there; return whether anything comes."""
+    count = arena[units.operator_at[operator]]
+    waits = False
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        value = graph.slot_value[slot]
+        if value < 0 or arena[units.value_at[value] + 4] == 0:
+            continue
+        if not waits:
+            waits = True
+            for task in range(count):
+                pool[ready_at + task] = 0
+        assigned = assigned_to(arena, units.value_at[value], graph.slot_reading[slot])
+        there = versions.ready_at[value]
+        for task in range(count):
+            pool[ready_at + task] = max(pool[ready_at + task], pool[there + arena[assigned + task]])
+    return waits
+
+
+@quick
+def save_checkpoint(checkpoints: Checkpoints, number: int, machine: Machine, latest_ns: int) -> None:
+    """Write a checkpoint of the strategy that is proposed."""
+    resources, devices = len(machine.free_ns_R), len(machine.debt_ns_D)
+    side = 1 - checkpoints.side[number]
+    for resource in range(resources):
+        checkpoints.row[number, side, resource] = machine.free_ns_R[resource]
+        done_ns = machine.total_ns_R[resource] - machine.left_ns_R[resource]
+        checkpoints.row[number, side, resources + devices + resource] = done_ns
+    for device in range(devices):
+        checkpoints.row[number, side, resources + device] = machine.debt_ns_D[device]
+    checkpoints.row[number, side, 2 * resources + devices] = latest_ns
+
+
+@quick
+def walk_gradients(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    versions: Versions,
+    walk: Walk,
+    operator: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve the collectives, then the transfers, of the gradients that one operator's backward completes.
+
+    Returns the latest end, or -1 beyond the bound.
+    """
+    for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+        value = graph.read_value[position]
+        unit = units.value_at[value]
+        found = arena[unit + VALUE_COLLECTIVES]
+        if found == 0:
+            continue
+        last_at, gradient_at = versions.last_at[value], walk.gradient_at[value]
+        task_at = walk.task_at[graph.producer[value]]
+        member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
+        source_at = member_at + arena[member_at - COLLECTIVE_STRIDE + 4]
+        for collective in range(found):
+            if pool[last_at + arena[unit] + collective] != operator:
+                continue
+            where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+            ready_ns = 0
+            for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
+                ready_ns = max(ready_ns, pool[gradient_at + arena[member_at + member]])
+            end_ns = carry(holds, machine, arena[where + 8], ready_ns, arena[where + 9], bound_ns)
+            if end_ns < 0:
+                return -1
+            latest_ns = max(latest_ns, end_ns)
+            for source in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
+                place = task_at + arena[source_at + source]
+                pool[place] = max(pool[place], end_ns)
+    for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+        value = graph.read_value[position]
+        unit = units.value_at[value]
+        if arena[unit + 4] == 0:
+            continue
+        last_at, gradient_at = versions.last_at[value], walk.gradient_at[value]
+        task_at = walk.task_at[graph.producer[value]]
+        piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+        for assembly in range(arena[unit]):
+            if pool[last_at + assembly] != operator:
+                continue
+            where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+            collective = arena[where + 4]
+            if collective >= 0 and pool[last_at + arena[unit] + collective] >= 0:
+                continue
+            ready_ns = pool[gradient_at + assembly]
+            first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
+            for word in range(piece_at + PIECE_STRIDE * first, piece_at + PIECE_STRIDE * last, PIECE_STRIDE):
+                if arena[word + 4] < 0:
+                    continue
+                end_ns = carry(holds, machine, arena[word + 6], ready_ns, arena[word + 7], bound_ns)
+                if end_ns < 0:
+                    return -1
+                latest_ns = max(latest_ns, end_ns)
+                place = task_at + arena[word]
+                pool[place] = max(pool[place], end_ns)
+    return latest_ns
+
+
+@quick
+def walk_operator_backward(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    machine: Machine,
+    pool: Array,
+    versions: Versions,
+    walk: Walk,
+    operator: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve the backward tasks of one operator; return the latest end, or -1 beyond the bound."""
+    at, active_at, task_at = units.operator_at[operator], versions.active_at[operator], walk.task_at[operator]
+    count = arena[at]
+    for task in range(count):
+        if pool[active_at + task]:
+            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+            end_ns = compute(machine, arena[word], pool[task_at + task], arena[word + 2], bound_ns)
+            if end_ns < 0:
+                return -1
+            pool[task_at + task] = end_ns
+            latest_ns = max(latest_ns, end_ns)
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        value, reading = graph.slot_value[slot], graph.slot_reading[slot]
+        if value < 0 or not graph.needs_gradient[value] or arena[units.value_at[value] + 4] == 0:
+            continue
+        if not graph.reading_gradient[graph.reading_ptr[value] + reading]:
+            continue
+        assigned = assigned_to(arena, units.value_at[value], reading)
+        gradient_at = walk.gradient_at[value]
+        for task in range(count):
+            if pool[active_at + task]:
+                place = gradient_at + arena[assigned + task]
+                pool[place] = max(pool[place], pool[task_at + task])
+    return latest_ns
+
+
+@quick
+def bucket_ns(holds: Holds, buckets: Buckets, bucket: int) -> int:
+    """Return how long a bucket's all-reduce takes."""
+    hold, size_bytes = buckets.hold[bucket], buckets.size_bytes[bucket]
+    seconds = min(
+        holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0],
+        holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1],
+    )
+    return int(seconds * 1e9 + 0.5)
+
+
+@quick
+def walk_bucket(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    versions: Versions,
+    walk: Walk,
+    buckets: Buckets,
+    position: int,
+    bound_ns: int,
+) -> int:
+    """Serve the all-reduce of one bucket; return its end, or -1 beyond the bound."""
+    bucket = buckets.order[position]
+    hold = buckets.hold[bucket]
+    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+        walk.member_D[holds.end[place]] = position
+    ready_ns = 0
+    entry = buckets.first_entry[bucket]
+    while entry >= 0:
+        weight = buckets.entry_weight[entry]
+        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+            operator = graph.weight_user[user]
+            at, active_at = units.operator_at[operator], versions.active_at[operator]
+            for task in range(arena[at]):
+                device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
+                if pool[active_at + task] and walk.member_D[device] == position:
+                    ready_ns = max(ready_ns, pool[walk.task_at[operator] + task])
+        entry = buckets.entry_next[entry]
+    end_ns = carry(holds, machine, hold, ready_ns, bucket_ns(holds, buckets, bucket), bound_ns)
+    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+        device = holds.end[place]
+        walk.sync_end_D[device] = max(walk.sync_end_D[device], end_ns)
+    return end_ns
+
+
+@quick
+def walk_backward(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    pool_end: int,
+    versions: Versions,
+    walk: Walk,
+    buckets: Buckets,
+    bucket_count: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve all backward tasks, gradients and buckets; return the latest end, -1 beyond the bound, -2 without room.
+
+    A backward task waits for its own forward, and for readers on its device, by the device alone.
+    """
+    place = pool_end
+    for operator in range(len(units.operator_at)):
+        walk.task_at[operator] = place
+        place += arena[units.operator_at[operator]]
+    for value in range(graph.value_count):
+        walk.gradient_at[value] = place
+        if graph.needs_gradient[value] and arena[units.value_at[value] + 4] > 0:
+            place += arena[units.value_at[value]]
+    if place > len(pool):
+        return -2
+    for word in range(pool_end, place):
+        pool[word] = 0
+    position = 0
+    for operator in range(len(units.operator_at) - 1, -1, -1):
+        if versions.operator_active[operator]:
+            latest_ns = walk_operator_backward(
+                graph, units, arena, machine, pool, versions, walk, operator, latest_ns, bound_ns
+            )
+            if latest_ns < 0:
+                return -1
+            latest_ns = walk_gradients(
+                graph, units, arena, holds, machine, pool, versions, walk, operator, latest_ns, bound_ns
+            )
+            if latest_ns < 0:
+                return -1
+        while position < bucket_count and buckets.after[buckets.order[position]] == operator:
+            end_ns = walk_bucket(
+                graph, units, arena, holds, machine, pool, versions, walk, buckets, position, bound_ns
+            )
+            if end_ns < 0:
+                return -1
+            latest_ns = max(latest_ns, end_ns)
+            position += 1
+    return latest_ns
+
+
+@quick
+def walk_end(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    pool_end: int,
+    versions: Versions,
+    walk: Walk,
+    update_ns_D: Array,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve what renews buffers, and the updates; return the latest end, -1 beyond the bound, -2 without room."""
+    last = graph.value_count + graph.buffer_count
+    for value in range(graph.value_count, last):
+        if pool_end + arena[units.value_at[value]] > len(pool):
+            return -2
+    # Nobody waits for a renewed buffer: what is written from `pool_end` on is not read.
+    for value in range(graph.value_count, last):
+        unit, ends_at = units.value_at[value], versions.ends_at[graph.producer[value]]
+        latest_ns = walk_collectives(
+            arena, holds, machine, pool, unit, ends_at, pool_end, latest_ns, bound_ns
+        )
+        if latest_ns < 0:
+            return -1
+    for value in range(graph.value_count, last):
+        unit, ends_at = units.value_at[value], versions.ends_at[graph.producer[value]]
+        latest_ns = walk_transfers(arena, holds, machine, pool, unit, ends_at, pool_end, latest_ns, bound_ns)
+        if latest_ns < 0:
+            return -1
+    for device in range(len(update_ns_D)):
+        if versions.elements_D[device]:
+            end_ns = compute(machine, device, walk.sync_end_D[device], update_ns_D[device], bound_ns)
+            if end_ns < 0:
+                return -1
+            latest_ns = max(latest_ns, end_ns)
+    return latest_ns
+
+
+@njit(cache=True, nogil=True)
+def walk_program_order(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    contention_ppm_D: Array,
+    pool: Array,
+    pool_end: int,
+    versions: Versions,
+    buckets: Buckets,
+    bucket_count: int,
+    update_ns_D: Array,
+    keeps_ends: Array,
+    checkpoints: Checkpoints,
+    number: int,
+    bound_ns: int,
+) -> tuple[int, int]:
+    """Simulate in program order without a task graph, from a checkpoint on; the same makespan as of the task graph.
+
+    `prepare` has run. A resource is never done before it is free and has done what it still has to do: where that
+    exceeds the bound, so does the makespan.
+    Returns the makespan, -1 beyond the bound, -2 where the pool is too short; and the pool's new end.
+    """
+    devices, resources = len(contention_ppm_D), len(versions.load_ns_R)
+    row = checkpoints.row[number, checkpoints.side[number]]
+    latest_ns = row[2 * resources + devices]
+    total_ns_R = versions.load_ns_R.copy()
+    for position in range(bucket_count):
+        bucket = buckets.order[position]
+        add_load(holds, buckets.hold[bucket], bucket_ns(holds, buckets, bucket), total_ns_R)
+    for device in range(devices):
+        if versions.elements_D[device]:
+            total_ns_R[device] += update_ns_D[device]
+    machine = Machine(
+        row[:resources].copy(),
+        row[resources : resources + devices].copy(),
+        total_ns_R - row[resources + devices : 2 * resources + devices],
+        total_ns_R,
+        contention_ppm_D,
+        contention_ppm_D.max() > 0,
+    )
+    for resource in range(resources):
+        if machine.free_ns_R[resource] > bound_ns - machine.left_ns_R[resource]:
+            return -1, pool_end
+    operators = len(units.operator_at)
+    walk = Walk(
+        np.zeros(devices, np.int64),
+        np.full(devices, -1, np.int64),
+        np.empty(operators, np.int64),
+        np.empty(graph.value_count, np.int64),
+    )
+    latest_ns, pool_end = walk_forward(
+        graph, units, arena, holds, machine, pool, pool_end, versions, keeps_ends, checkpoints,
+        number * checkpoints.stride, graph.loss_operators, latest_ns, bound_ns,
+    )  # fmt: skip
+    if latest_ns < 0 or pool_end < 0:
+        return -1 if latest_ns < 0 else -2, pool_end
+    kept_end = pool_end
+    latest_ns = walk_backward(
+        graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, bucket_count, latest_ns,
+        bound_ns,
+    )  # fmt: skip
+    if latest_ns < 0:
+        return latest_ns, kept_end
+    # What the backward wrote is overwritten. No checkpoint is in this part: the stride is beyond all places.
+    latest_ns, pool_end = walk_forward(
+        graph, units, arena, holds, machine, pool, pool_end, versions, keeps_ends,
+        Checkpoints(checkpoints.row, checkpoints.side, operators + 1),
+        graph.loss_operators, operators, latest_ns, bound_ns,
+    )  # fmt: skip
+    if latest_ns < 0 or pool_end < 0:
+        return -1 if latest_ns < 0 else -2, kept_end
+    latest_ns = walk_end(
+        graph, units, arena, holds, machine, pool, pool_end, versions, walk, update_ns_D, latest_ns, bound_ns
+    )
+    return latest_ns, pool_end
+
+
+@quick
+def move_words(at: Array, place: int, count: int, pool: Array, target: Array, end: int) -> int:
+    """Copy what is at `at[place]` to the end of another pool; return its new end."""
+    for word in range(count):
+        target[end + word] = pool[at[place] + word]
+    at[place] = end
+    return end + count
+
+
+@quick
+def compact(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    keeps_ends: Array,
+    versions: Versions,
+    pool: Array,
+    target: Array,
+) -> int:
+    """Copy all that `versions` refer to to another pool of the same length; return its end."""
+    end = 0
+    for operator in range(len(units.operator_at)):
+        count = arena[units.operator_at[operator]]
+        end = move_words(versions.active_at, operator, count, pool, target, end)
+        if keeps_ends[operator]:
+            end = move_words(versions.ends_at, operator, count, pool, target, end)
+    for value in range(graph.value_count):
+        unit = units.value_at[value]
+        count = arena[unit]
+        end = move_words(versions.last_at, value, count + arena[unit + VALUE_COLLECTIVES], pool, target, end)
+        if arena[unit + 4] > 0:
+            end = move_words(versions.ready_at, value, count, pool, target, end)
+    return end

@@ -10,6 +10,7 @@ import numpy as np
 from graph.strategy import Configuration
 from search import kernels
 from search.costs import ORIGIN_CODE
+from search.evaluation import NEVER_NS
 from search.kernels import Array, Buckets, Holds, Scratch, Tasks, Timeline, Units
 
 if TYPE_CHECKING:
@@ -26,31 +27,31 @@ class Layout:
         self.builder = builder
         self.configurations = list(configurations)
         wiring = builder.store.wiring
-        self._units = Units(
+        self.units = Units(
             np.zeros(len(self.configurations), np.int64),
             np.zeros(len(builder.store.value_classes), np.int64),
             np.zeros(wiring.static_count, np.int64),
         )
         self._generation = -1
         self._tasks = _new_tasks(1024, 4096)
-        self._buckets = _new_buckets(64, 256, 0)
-        self._scratch = _new_scratch(self, 1024, 1024, 256)
+        self._buckets = new_buckets(64, 256, 0)
+        self.scratch = _new_scratch(self, 1024, 1024, 256)
         self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
 
     @property
     def task_count(self) -> int:
         """Number of tasks that `assemble` found."""
-        return int(self._scratch.counts[0])
+        return int(self.scratch.counts[0])
 
     @property
     def peak_memory_D(self) -> Array:  # noqa: N802 - the shape suffix
         """Peak bytes of each device that `assemble` found."""
-        return self._scratch.memory_D
+        return self.scratch.memory_D
 
     @property
     def excess_bytes(self) -> int:
         """Bytes beyond the memories of all devices together; 0 where the strategy fits."""
-        over = self._scratch.memory_D - self.builder.capacity_bytes_D
+        over = self.scratch.memory_D - self.builder.capacity_bytes_D
         return int(np.maximum(over, 0).sum())
 
     def change(self, changed: Mapping[int, Configuration]) -> Undo:
@@ -59,24 +60,32 @@ class Layout:
         Raises:
             CostError: a local call has no cost.
         """
-        builder = self.builder
         # Only here: between a change and its undo the units must stay where they are.
-        builder.store.make_room()
-        self._refresh()
+        self.builder.store.make_room()
+        return self.replace(changed)
+
+    def replace(self, changed: Mapping[int, Configuration]) -> Undo:
+        """Change as `change`, all units staying where they are; the store may grow beyond its limit.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        builder = self.builder
+        self.refresh()
         kept_configurations = [(index, self.configurations[index]) for index in changed]
         kept_units: list[tuple[int, int, int]] = []
         for index, configuration in changed.items():
             self.configurations[index] = configuration
         store = builder.store
         for index in changed:
-            kept_units.append((0, index, int(self._units.operator_at[index])))
-            self._units.operator_at[index] = store.operator_unit(index, self.configurations[index])
+            kept_units.append((0, index, int(self.units.operator_at[index])))
+            self.units.operator_at[index] = store.operator_unit(index, self.configurations[index])
         for place in dict.fromkeys(p for index in changed for p in builder.touched_values[index]):
-            kept_units.append((1, place, int(self._units.value_at[place])))
-            self._units.value_at[place] = store.value_unit(place, self.configurations)
+            kept_units.append((1, place, int(self.units.value_at[place])))
+            self.units.value_at[place] = store.value_unit(place, self.configurations)
         for place in dict.fromkeys(p for index in changed for p in builder.touched_statics[index]):
-            kept_units.append((2, place, int(self._units.static_at[place])))
-            self._units.static_at[place] = store.static_unit(place, self.configurations)
+            kept_units.append((2, place, int(self.units.static_at[place])))
+            self.units.static_at[place] = store.static_unit(place, self.configurations)
         return kept_configurations, kept_units
 
     def undo(self, undo: Undo) -> None:
@@ -85,76 +94,65 @@ class Layout:
         for index, configuration in kept_configurations:
             self.configurations[index] = configuration
         for which, place, at in kept_units:
-            self._units[which][place] = at
+            self.units[which][place] = at
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Find all units anew where the store was emptied since."""
         store = self.builder.store
         if self._generation == store.generation:
             return
         for index, configuration in enumerate(self.configurations):
-            self._units.operator_at[index] = store.operator_unit(index, configuration)
+            self.units.operator_at[index] = store.operator_unit(index, configuration)
         for place in range(len(store.value_classes)):
-            self._units.value_at[place] = store.value_unit(place, self.configurations)
+            self.units.value_at[place] = store.value_unit(place, self.configurations)
         for place in range(len(store.static_classes)):
-            self._units.static_at[place] = store.static_unit(place, self.configurations)
+            self.units.static_at[place] = store.static_unit(place, self.configurations)
         self._generation = store.generation
 
     def assemble(self) -> tuple[Tasks, Holds]:
         """Write the task graph; the arrays are valid until the next change, the first `task_count` tasks of them."""
-        self._refresh()
+        self.refresh()
         store = self.builder.store
         holds = store.holds.arrays()
         self._count()
-        arena, units, wiring = store.arena, self._units, store.wiring
-        kernels.find_activity(wiring, units, arena, self._scratch)
-        kernels.weigh(wiring, units, arena, self._scratch, self.builder.state_tensors)
+        arena, units, wiring = store.arena, self.units, store.wiring
+        kernels.find_activity(wiring, units, arena, self.scratch)
+        kernels.weigh(wiring, units, arena, self.scratch, self.builder.state_tensors)
         if len(self._buckets.filling) < len(holds.origin):
-            self._buckets = _new_buckets(
+            self._buckets = new_buckets(
                 len(self._buckets.hold), len(self._buckets.entry_weight), 2 * len(holds.origin)
             )
         while not kernels.fill_buckets(
-            wiring, units, arena, self._scratch, self._buckets, self.builder.bucket_bytes
+            wiring, units, arena, self.scratch, self._buckets, self.builder.bucket_bytes
         ):
-            self._buckets = _new_buckets(
+            self._buckets = new_buckets(
                 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight), len(self._buckets.filling)
             )
-        update_ns_D, update_origin_D = self._updates()
+        update_ns_D, update_origin_D = self.builder.updates(self.scratch.elements_D)
         while not self._lay_out(holds, update_ns_D, update_origin_D):
             self._tasks = _new_tasks(2 * len(self._tasks.kind), 2 * len(self._tasks.pred))
         return self._tasks, holds
 
     def _count(self) -> None:
         store = self.builder.store
-        scratch = self._scratch
-        tasks, assemblies, collectives = kernels.count_tasks(store.wiring, self._units, store.arena, scratch)
+        scratch = self.scratch
+        tasks, assemblies, collectives = kernels.count_tasks(store.wiring, self.units, store.arena, scratch)
         if (
             tasks > len(scratch.active)
             or assemblies > len(scratch.last_reader)
             or collectives > len(scratch.collective_after)
         ):
-            self._scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
-            kernels.count_tasks(store.wiring, self._units, store.arena, self._scratch)
-
-    def _updates(self) -> tuple[Array, Array]:
-        costs, optimizer = self.builder.costs, self.builder.training.optimizer
-        elements_D = self._scratch.elements_D.tolist()
-        found = [
-            costs.update_ns(elements, optimizer, device.kind_name) if elements else (0, 0)
-            for elements, device in zip(elements_D, self.builder.topology.devices, strict=True)
-        ]
-        return np.array([ns for ns, _ in found], np.int64), np.array(
-            [origin for _, origin in found], np.int64
-        )
+            self.scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
+            kernels.count_tasks(store.wiring, self.units, store.arena, self.scratch)
 
     def _lay_out(self, holds: Holds, update_ns_D: Array, update_origin_D: Array) -> bool:
         store = self.builder.store
         origin = ORIGIN_CODE[self.builder.links.transfers]
         arena, units, wiring, scratch, tasks = (
             store.arena,
-            self._units,
+            self.units,
             store.wiring,
-            self._scratch,
+            self.scratch,
             self._tasks,
         )
         loss_operators, operators = wiring.loss_operators, len(wiring.order)
@@ -169,22 +167,27 @@ class Layout:
             and kernels.lay_out_updates(tasks, scratch, holds, update_ns_D, update_origin_D)
         )
 
-    def run(self, order: str) -> tuple[int, Timeline]:
-        """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run)."""
+    def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
+        """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run).
+
+        In fifo order it is -1 where it exceeds the bound.
+        """
         tasks, holds = self.assemble()
         if len(self._timeline.start_ns) < self.task_count:
             self._timeline = Timeline(*(np.zeros(2 * self.task_count, np.int64) for _ in range(3)))
-        kernel = kernels.run_program_order if order == "program" else kernels.run_fifo_order
         topology = self.builder.topology
-        makespan_ns = kernel(
+        resource_count = len(topology.devices) + len(topology.links)
+        arguments = (
             self.task_count,
             tasks,
             holds,
             self.builder.contention_ppm_D,
-            len(topology.devices) + len(topology.links),
+            resource_count,
             self._timeline,
         )
-        return int(makespan_ns), self._timeline
+        if order == "program":
+            return int(kernels.run_program_order(*arguments)), self._timeline
+        return int(kernels.run_fifo_order(*arguments, bound_ns)), self._timeline
 
 
 def _new_tasks(tasks: int, dependencies: int) -> Tasks:
@@ -201,7 +204,8 @@ def _new_tasks(tasks: int, dependencies: int) -> Tasks:
     )
 
 
-def _new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
+def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
+    """Return room for that many buckets, entries of weights in them, and holds that they are of."""
     return Buckets(
         hold=np.zeros(buckets, np.int64),
         size_bytes=np.zeros(buckets, np.int64),

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,8 +26,10 @@ from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
 from search.baselines import data_parallel, expert, single_device
+from search.collector import leaving_alone_what_is_there
 from search.configurations import configured, random_draw
 from search.costs import CostTable
+from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation, outcome
 from search.groups import follow
 from search.links import LinkCosts
 from search.moves import Move, Moves
@@ -46,25 +47,27 @@ from search.proposals import (
 from search.simulator import Order
 from search.taskgraph import TaskGraphBuilder
 
-if TYPE_CHECKING:
-    from search.layout import Layout, Undo
-
 __all__ = [
     "ChainCheckpoint",
     "ChainResult",
     "Observer",
+    "Outcome",
     "ProposalBatch",
     "ResumedChain",
     "SearchOptions",
     "SearchResult",
     "decode_configuration",
     "encode_configuration",
+    "outcome",
     "search",
+    "start_chain",
 ]
 
 # Chains take turns of this many proposals, so that a time limit treats them alike.
 TURN = 32
 POLISHING = "polishing"
+# Instead of a time in a proposal's record.
+EXCEEDED, STOPPED = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +133,6 @@ class SearchResult:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Outcome:
-    """What a strategy costs: bytes beyond the devices' memories come first, then nanoseconds."""
-
-    excess_bytes: int
-    step_time_ns: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step; infinite where the memory does not suffice."""
-        return self.step_time_ns / 1e9 if self.excess_bytes == 0 else float("inf")
-
-
 @dataclass(frozen=True, slots=True)
 class Best:
     """The best strategy of a chain, its outcome, and after how many proposals it was found."""
@@ -158,11 +148,10 @@ class Chain:
 
     number: int
     start: str
-    layout: Layout
+    evaluation: Evaluation
     rng: np.random.Generator
     budget: int
     beta: float
-    order: Order
     current: Outcome
     initial: Outcome
     best: Best
@@ -181,35 +170,42 @@ class Chain:
         """Draw the makespan up to which the next proposal is accepted."""
         number = 1.0 - self.rng.random()  # in (0, 1]
         if self.beta == 0:
-            return np.iinfo(np.int64).max
+            return NEVER_NS
         return self.current.step_time_ns + int(-log(number) / self.beta * self.initial.step_time_ns)
 
     def step(self, moves: Moves, recorder: Recorder) -> None:
         """Make one proposal, and accept or reject it."""
-        move = moves.propose(self.layout.configurations, self.rng)
+        evaluation = self.evaluation
+        move = moves.propose(evaluation.configurations, self.rng)
         bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
-        undo: Undo | None = None
-        proposed = self.current
-        if any(self.layout.configurations[index] != one for index, one in move.changed.items()):
-            undo = self.layout.change(move.changed)
-            proposed = outcome(self.layout, self.order)
-        accepted = accepts(self.current, proposed, bound_ns)
+        changes = any(evaluation.configurations[index] != one for index, one in move.changed.items())
+        proposed: Outcome | None = self.current
+        if changes:
+            # Where memory is exceeded, a proposal may be accepted whatever time it takes.
+            least_ns = bound_ns if self.current.excess_bytes == 0 else NEVER_NS
+            proposed = evaluation.propose(move.changed, least_ns)
+        accepted = proposed is not None and accepts(self.current, proposed, bound_ns)
         self.proposals += 1
-        if accepted:
+        if accepted and proposed is not None:
             self.current = proposed
             self.accepted += 1
+            if changes:
+                evaluation.accept()
             if proposed < self.best.outcome:
                 # One assignment: an interrupt finds a strategy and its outcome together.
-                self.best = Best(proposed, tuple(self.layout.configurations), self.proposals)
+                self.best = Best(proposed, tuple(evaluation.configurations), self.proposals)
                 self.gained_at = self.proposals
-        elif undo is not None:
-            self.layout.undo(undo)
+        elif changes:
+            evaluation.reject()
         self._record(move, recorder, proposed, bound_ns, accepted=accepted)
 
     def _record(
-        self, move: Move, recorder: Recorder, proposed: Outcome, bound_ns: int, *, accepted: bool
+        self, move: Move, recorder: Recorder, proposed: Outcome | None, bound_ns: int, *, accepted: bool
     ) -> None:
-        simulated_ns = proposed.step_time_ns if proposed.excess_bytes == 0 else -1
+        if proposed is None:
+            simulated_ns = STOPPED
+        else:
+            simulated_ns = proposed.step_time_ns if proposed.excess_bytes == 0 else EXCEEDED
         recorder.add(
             self.number,
             self.proposals,
@@ -260,12 +256,6 @@ def accepts(current: Outcome, proposed: Outcome, bound_ns: int) -> bool:
     return proposed.step_time_ns <= bound_ns
 
 
-def outcome(layout: Layout, order: Order) -> Outcome:
-    """Simulate a layout."""
-    step_time_ns, _ = layout.run(order)
-    return Outcome(layout.excess_bytes, step_time_ns)
-
-
 def search(
     graph: OperatorGraph,
     topology: Topology,
@@ -310,7 +300,7 @@ def search(
             recorder.accepted = sum(chain.accepted for chain in chains)
         else:
             for number, start in enumerate(_starts(moves, options, starts, known)):
-                chains.append(_chain(builder, number, start.name, start.strategy, start.rng, options))
+                chains.append(start_chain(builder, number, start.name, start.strategy, start.rng, options))
                 if observer is not None:
                     observer.on_start(number, start.name, start.strategy, start.heads)
         _walk(chains, moves, recorder, options, began)
@@ -395,24 +385,31 @@ def _random_start(moves: Moves, rng: np.random.Generator) -> Start:
     return Start("random", Strategy(moves.graph.digest, configurations), rng, heads)
 
 
-def _chain(
+def start_chain(
     builder: TaskGraphBuilder,
     number: int,
     name: str,
     strategy: Strategy,
     rng: np.random.Generator,
     options: SearchOptions,
+    *,
+    in_full: bool = False,
 ) -> Chain:
+    """Return a chain that begins at a strategy; `in_full`: every proposal is simulated from its task graph.
+
+    Raises:
+        CostError: a local call has no cost.
+    """
     layout = builder.layout(strategy)
-    initial = outcome(layout, options.order)
+    evaluated = Full(layout, options.order) if in_full else evaluation(layout, options.order)
+    initial = evaluated.current()
     chain = Chain(
         number,
         name,
-        layout,
+        evaluated,
         rng,
         options.proposals // options.chains + (number < options.proposals % options.chains),
         options.beta,
-        options.order,
         initial,
         initial,
         Best(initial, strategy.configurations),
@@ -426,7 +423,9 @@ def _chain(
 
 def _polishing(builder: TaskGraphBuilder, chains: Sequence[Chain], options: SearchOptions) -> Chain:
     strategy = Strategy(builder.graph.digest, _best(chains).configurations)
-    return _chain(builder, len(chains), POLISHING, strategy, _generator(options, options.chains), options)
+    return start_chain(
+        builder, len(chains), POLISHING, strategy, _generator(options, options.chains), options
+    )
 
 
 def _resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: SearchOptions) -> Chain:
@@ -438,7 +437,7 @@ def _resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: Se
     was = resumed.checkpoint
     rng = np.random.default_rng()
     rng.bit_generator.state = dict(was.generator)
-    chain = _chain(builder, was.number, was.start, resumed.current, rng, options)
+    chain = start_chain(builder, was.number, was.start, resumed.current, rng, options)
     if _pair(chain.current) != tuple(was.current):
         before, now = was.current[1] / 1e6, chain.current.step_time_ns / 1e6
         raise UsageError(
@@ -451,6 +450,7 @@ def _resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: Se
     return chain
 
 
+@leaving_alone_what_is_there()
 def _walk(
     chains: Sequence[Chain], moves: Moves, recorder: Recorder, options: SearchOptions, began: float
 ) -> None:

@@ -17,7 +17,7 @@ from search.placements import Origin
 
 BATCH = 1024
 # Whoever is killed loses no more than what was proposed in this time, and what it takes to write the rest.
-BATCH_S = 0.25
+BATCH_S = 0.6
 CODE = np.dtype("<u4")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from graph.axes import Axis, Degrees, Dim, OperandMap, dim_indexes, part_of
-from graph.intervals import IndexSet, Region, count, intersect
+from graph.intervals import IndexSet, Region, count
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -23,17 +23,20 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """One dim under given degrees: its distinct index sets, and the place among them of every combination of
-    parts of the axes that it follows (`axes`, ascending; row-major)."""
+    parts of the axes that it follows (`axes`, ascending; row-major). Of each index set: its number among all met
+    so far, and how many indexes it has."""
 
     number: int
     axes: tuple[int, ...]
     index_sets: tuple[IndexSet, ...]
     place: IntArray
+    set_number: IntArray
+    elements: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One operand under given degrees.
+    """One operand under given degrees. Sides that differ in replicas alone have one number.
 
     region: for each task, the number of its region (`Regions.region`).
     row: for each task, the place of its region among the side's distinct ones.
@@ -62,11 +65,13 @@ class Regions:
         """Forget all but the ports."""
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._sides: dict[tuple[int, Degrees], Side] = {}
-        self._index_sets: dict[IndexSet, int] = {}
+        self._index_sets: list[IndexSet] = []
+        self._set_numbers: dict[IndexSet, int] = {}
+        self._region_keys: list[tuple[int, ...]] = []
         self._region_numbers: dict[tuple[int, ...], int] = {}
-        self._regions: list[Region] = []
         self._common: dict[tuple[int, int], IntArray] = {}
-        self._volumes: dict[tuple[int, int, int], IntArray] = {}
+        self._volumes: dict[tuple[int, int], IntArray] = {}
+        self._side_count = 0
 
     def port(self, axes: tuple[Axis, ...], operand: OperandMap) -> int:
         """Return the number of an operand map over given axes."""
@@ -79,13 +84,17 @@ class Regions:
 
     def region(self, number: int) -> Region:
         """Return the region of a number."""
-        return self._regions[number]
+        return tuple(self._index_sets[one] for one in self._region_keys[number])
 
     def side(self, port: int, degrees: Degrees) -> Side:
         """Return an operand under given degrees."""
         known = self._sides.get((port, degrees))
         if known is None:
-            known = self._sides[port, degrees] = self._make_side(port, degrees)
+            if degrees[-1] > 1:
+                known = replicated(self.side(port, (*degrees[:-1], 1)), degrees[-1])
+            else:
+                known = self._make_side(port, degrees)
+            self._sides[port, degrees] = known
         return known
 
     def _make_side(self, port: int, degrees: Degrees) -> Side:
@@ -96,36 +105,26 @@ class Regions:
             cut = self._cut(axes, dim, degrees)
             shape = [degrees[axis] if axis in cut.axes else 1 for axis in range(len(degrees))]
             dims.append((cut, np.broadcast_to(cut.place.reshape(shape), degrees).reshape(tasks)))
-        numbers: dict[tuple[int, ...], int] = {}
-        region = np.empty(tasks, np.int64)
-        row = np.empty(tasks, np.int64)
-        row_task: list[int] = []
-        row_elements: list[int] = []
-        for task, places in enumerate(_rows([place for _, place in dims], tasks)):
-            if places not in numbers:
-                numbers[places] = len(numbers)
-                row_task.append(task)
-                sets = tuple(cut.index_sets[place] for (cut, _), place in zip(dims, places, strict=True))
-                row_elements.append(int(np.prod([count(indexes) for indexes in sets], dtype=np.int64)))
-                region[task] = self._number(sets)
-            else:
-                region[task] = region[row_task[numbers[places]]]
-            row[task] = numbers[places]
-        return Side(
-            len(self._sides),
-            region,
-            row,
-            np.array(row_task, np.int64),
-            np.array(row_elements, np.int64),
-            tuple(dims),
-        )
+        mixed = np.zeros(tasks, np.int64)
+        for cut, place in dims:
+            mixed = mixed * len(cut.index_sets) + place
+        _, row_task, row = np.unique(mixed, return_index=True, return_inverse=True)
+        row_elements = np.ones(len(row_task), np.int64)
+        keys = np.empty((len(row_task), len(dims)), np.int64)
+        for position, (cut, place) in enumerate(dims):
+            row_elements *= cut.elements[place[row_task]]
+            keys[:, position] = cut.set_number[place[row_task]]
+        numbers = [self._number(tuple(key)) for key in keys.tolist()]
+        self._side_count += 1
+        region = np.array(numbers, np.int64)[row]
+        return Side(self._side_count, region, row, row_task, row_elements, tuple(dims))
 
-    def _number(self, sets: Sequence[IndexSet]) -> int:
-        key = tuple(self._index_sets.setdefault(indexes, len(self._index_sets)) for indexes in sets)
+    def _number(self, key: tuple[int, ...]) -> int:
+        """Return the number of the region that is a product of index sets of these numbers."""
         known = self._region_numbers.get(key)
         if known is None:
-            known = self._region_numbers[key] = len(self._regions)
-            self._regions.append(tuple(sets))
+            known = self._region_numbers[key] = len(self._region_keys)
+            self._region_keys.append(key)
         return known
 
     def _cut(self, axes: tuple[Axis, ...], dim: Dim, degrees: Degrees) -> Cut:
@@ -140,13 +139,27 @@ class Regions:
                 for axis, part in zip(followed, parts, strict=True):
                     points[axis] = part_of(axes[axis], degrees[axis], part)
                 place.append(found.setdefault(dim_indexes(dim, points), len(found)))
-            known = Cut(len(self._cuts), followed, tuple(found), np.array(place, np.int64))
+            known = Cut(
+                len(self._cuts),
+                followed,
+                tuple(found),
+                np.array(place, np.int64),
+                np.array([self._set_number(indexes) for indexes in found], np.int64),
+                np.array([count(indexes) for indexes in found], np.int64),
+            )
             self._cuts[key] = known
+        return known
+
+    def _set_number(self, indexes: IndexSet) -> int:
+        known = self._set_numbers.get(indexes)
+        if known is None:
+            known = self._set_numbers[indexes] = len(self._index_sets)
+            self._index_sets.append(indexes)
         return known
 
     def volumes(self, reader: Side, source: Side, replicas: int) -> IntArray:
         """Return the elements that a reader's distinct regions (rows) and groups of replicas have in common."""
-        key = (reader.number, source.number, replicas)
+        key = (reader.number, source.number)
         known = self._volumes.get(key)
         if known is None:
             groups = len(source.region) // replicas
@@ -165,6 +178,18 @@ class Regions:
         return known
 
 
+def replicated(side: Side, replicas: int) -> Side:
+    """Return a side without replicas as it is with so many: the replicas of a task follow each other."""
+    return Side(
+        side.number,
+        np.repeat(side.region, replicas),
+        np.repeat(side.row, replicas),
+        side.row_task * replicas,
+        side.row_elements,
+        tuple((cut, np.repeat(place, replicas)) for cut, place in side.dims),
+    )
+
+
 def common_elements(left: Sequence[IndexSet], right: Sequence[IndexSet]) -> IntArray:
     """Return, for every pair of index sets, the number of indexes in both."""
     if all(len(indexes) == 1 for indexes in (*left, *right)):
@@ -174,10 +199,30 @@ def common_elements(left: Sequence[IndexSet], right: Sequence[IndexSet]) -> IntA
         stop = np.minimum(mine[:, None, 1], theirs[None, :, 1])
         common: IntArray = np.maximum(stop - start, 0)
         return common
-    return np.array([[count(intersect(mine, theirs)) for theirs in right] for mine in left], np.int64)
+    lows, highs, ptr = _flat(right)
+    table = np.zeros((len(left), len(right)), np.int64)
+    for row, indexes in enumerate(left):
+        between = _ranks(indexes, highs) - _ranks(indexes, lows)
+        sums = np.concatenate([[0], np.cumsum(between)])
+        table[row] = sums[ptr[1:]] - sums[ptr[:-1]]
+    return table
 
 
-def _rows(columns: Sequence[IntArray], tasks: int) -> list[tuple[int, ...]]:
-    if not columns:
-        return [()] * tasks
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def _flat(index_sets: Sequence[IndexSet]) -> tuple[IntArray, IntArray, IntArray]:
+    """Return starts and stops of all intervals, set after set, and where each set begins among them."""
+    bounds = np.array([interval for indexes in index_sets for interval in indexes], np.int64).reshape(-1, 2)
+    ptr = np.zeros(len(index_sets) + 1, np.int64)
+    np.cumsum([len(indexes) for indexes in index_sets], out=ptr[1:])
+    return bounds[:, 0], bounds[:, 1], ptr
+
+
+def _ranks(indexes: IndexSet, bounds: IntArray) -> IntArray:
+    """Return, for each bound, how many indexes are below it."""
+    if not indexes:
+        return np.zeros(len(bounds), np.int64)
+    own = np.array(indexes, np.int64)
+    sizes = np.concatenate([[0], np.cumsum(own[:, 1] - own[:, 0])])
+    begun = np.searchsorted(own[:, 0], bounds)
+    last = np.maximum(own[begun - 1, 1] - bounds, 0)
+    ranks: IntArray = np.where(begun > 0, sizes[begun] - last, 0)
+    return ranks

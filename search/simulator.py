@@ -5,9 +5,9 @@ one pass, a longest path. `fifo`: tasks are served in order of (ready time, task
 
 In both, a task starts when all that it waits for has ended and all that it holds is free. Communication slows the
 compute of the devices where it ends: when a transfer or a collective of duration c starts, a device of contention
-factor f owes f * c (rounded to whole nanoseconds, halves up; f is kept in parts per million). The next compute
-task that the device serves takes longer by what is owed beyond the device's idle time just before it, and the debt
-is then nil.
+factor f owes f * c (rounded to whole nanoseconds, halves up; f is kept in parts per million), and twice that of a
+collective in which every device sends and receives at once: all but broadcast and reduce. The next compute task that
+the device serves takes longer by what is owed beyond the device's idle time just before it, and the debt is then nil.
 
 Source: FlexFlow (arXiv:1807.05358), Algorithm 1; contention is ours.
 """
@@ -160,8 +160,11 @@ def simulate_tasks(tasks: TaskGraph, order: Order = "program") -> Simulation:
         tasks.pred_E,
     )
     timeline = kernels.Timeline(*(np.zeros(count, np.int64) for _ in range(3)))
-    kernel = kernels.run_program_order if order == "program" else kernels.run_fifo_order
-    makespan_ns = kernel(count, flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
+    arguments = (count, flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
+    if order == "program":
+        makespan_ns = kernels.run_program_order(*arguments)
+    else:
+        makespan_ns = kernels.run_fifo_order(*arguments, np.iinfo(np.int64).max)
     return Simulation(tasks, order, int(makespan_ns), timeline.start_ns, timeline.end_ns, timeline.cause)
 
 

@@ -210,6 +210,16 @@ class TaskGraphBuilder:
         self.touched_values = values
         self.touched_statics = statics
 
+    def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
+        """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
+        optimizer = self.training.optimizer
+        found = [
+            self.costs.update_ns(elements, optimizer, device.kind_name) if elements else (0, 0)
+            for elements, device in zip(elements_D.tolist(), self.topology.devices, strict=True)
+        ]
+        rows = np.array(found, np.int64).reshape(-1, 2)
+        return rows[:, 0].copy(), rows[:, 1].copy()
+
     def layout(self, strategy: Strategy) -> Layout:
         """Return a layout of a validated strategy."""
         from search.layout import Layout

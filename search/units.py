@@ -70,6 +70,18 @@ class StaticClass:
     synchronized: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """An exchange but for devices: arguments of `kernels.write_exchange`, for the readings one after the other."""
+
+    source_region: IntArray
+    reader_ptr: IntArray
+    reader_region: IntArray
+    reader_row: IntArray
+    row_elements: IntArray
+    volume: IntArray
+
+
 class UnitStore:
     """All memo units met so far, for one graph on one topology."""
 
@@ -102,7 +114,8 @@ class UnitStore:
         self.holds = HoldStore(self.topology, self.links)
         self._end = 0
         self._regions.clear()
-        self._task_cells: dict[int, tuple[Cell, ...]] = {}
+        self._task_cells: dict[tuple[int, int], tuple[Cell, ...]] = {}
+        self._patterns: dict[tuple[int, Degrees, tuple[Degrees, ...]], Pattern] = {}
         self._configurations: dict[Configuration, int] = {}
         self._units: dict[tuple[int, ...], int] = {}
 
@@ -200,24 +213,25 @@ class UnitStore:
         kinds = [self._kinds[device] for device in configuration.devices]
         for kind in dict.fromkeys(kinds):
             costs = self._costs(index, configuration.degrees, kind)
-            here = [task for task in range(count) if kinds[task] == kind]
+            here = np.array([one == kind for one in kinds], np.bool_)
             words[here, 1:] = costs[here]
         header = np.array([count, configuration.degrees[-1]], np.int64)
         return self._place(key, np.concatenate([header, words.reshape(-1)]))
 
     def _costs(self, index: int, degrees: Degrees, kind: str) -> IntArray:
         """Return forward ns, backward ns, output bytes and origin of every task (rows)."""
+        if degrees[-1] > 1:
+            return np.repeat(self._costs(index, (*degrees[:-1], 1), kind), degrees[-1], axis=0)
         key = (self.operator_class[index], degrees, kind)
         known = self._call_costs.get(key)
         if known is None:
             operator = self.graph.operators[index]
             calls = self._local_calls(self.graph, operator, degrees)
-            resolved = self.costs.costs(list(_distinct(calls).values()), kind)
-            by_call = dict(zip(_distinct(calls), resolved, strict=True))
+            keys, distinct = _distinct(calls)
+            by_call = dict(zip(distinct, self.costs.costs(list(distinct.values()), kind), strict=True))
             view = is_view(operator)
-            known = np.array(
-                [_cost_row(by_call[_call_key(call)], call, view=view) for call in calls], np.int64
-            )
+            rows = {key: _cost_row(by_call[key], call, view=view) for key, call in distinct.items()}
+            known = np.array([rows[key] for key in keys], np.int64)
             self._call_costs[key] = known
         return known
 
@@ -235,24 +249,17 @@ class UnitStore:
         known = self._units.get(key)
         if known is not None:
             return known
-        source = self._regions.side(of.producer.number, made_by.degrees)
-        replicas = made_by.degrees[-1]
-        sides = [
-            self._regions.side(port.number, c.degrees) for port, c in zip(of.readers, read_by, strict=True)
-        ]
-        volumes = [self._regions.volumes(side, source, replicas) for side in sides]
-        rows = np.cumsum([0, *(len(side.row_task) for side in sides)])
-        groups = len(source.region) // replicas
+        pattern = self._pattern(of, made_by.degrees, tuple(c.degrees for c in read_by))
         arguments = (
             np.array(made_by.devices, np.int64),
-            source.region,
-            replicas,
-            np.cumsum([0, *(len(side.row) for side in sides)]),
+            pattern.source_region,
+            made_by.degrees[-1],
+            pattern.reader_ptr,
             np.array([device for c in read_by for device in c.devices], np.int64),
-            _joined([side.region for side in sides]),
-            _joined([side.row + first for side, first in zip(sides, rows, strict=False)]),
-            _joined([side.row_elements for side in sides]),
-            np.concatenate(volumes) if volumes else np.empty((0, groups), np.int64),
+            pattern.reader_region,
+            pattern.reader_row,
+            pattern.row_elements,
+            pattern.volume,
             self._node_D,
             self._latency_s_DD,
             self._bandwidth_DD,
@@ -268,6 +275,29 @@ class UnitStore:
             self._price_collectives(at, made_by.devices)
         self._units[key] = at
         return at
+
+    def _pattern(self, of: ValueClass, made: Degrees, read: tuple[Degrees, ...]) -> Pattern:
+        """Return what a value's exchange depends on beside devices."""
+        key = (of.number, made, read)
+        known = self._patterns.get(key)
+        if known is None:
+            source = self._regions.side(of.producer.number, made)
+            sides = [
+                self._regions.side(port.number, degrees)
+                for port, degrees in zip(of.readers, read, strict=True)
+            ]
+            volumes = [self._regions.volumes(side, source, made[-1]) for side in sides]
+            rows = np.cumsum([0, *(len(side.row_task) for side in sides)])
+            groups = len(source.region) // made[-1]
+            known = self._patterns[key] = Pattern(
+                source.region,
+                np.cumsum([0, *(len(side.row) for side in sides)]),
+                _joined([side.region for side in sides]),
+                _joined([side.row + first for side, first in zip(sides, rows, strict=False)]),
+                _joined([side.row_elements for side in sides]),
+                np.concatenate(volumes) if volumes else np.empty((0, groups), np.int64),
+            )
+        return known
 
     def _price_collectives(self, at: int, source_devices: Sequence[int]) -> None:
         """Write holds and durations of a value unit's collectives, forward and backward."""
@@ -302,10 +332,7 @@ class UnitStore:
         known = self._units.get(key)
         if known is not None:
             return known
-        sides = [
-            self._regions.side(port.number, c.degrees) for port, c in zip(of.readers, read_by, strict=True)
-        ]
-        holders, shared = self._holdings(sides, read_by, synchronized=of.synchronized)
+        holders, shared = self.holdings(of.readers, read_by, synchronized=of.synchronized)
         words = [len(holders), len(shared)]
         for device, elements in holders:
             words += [device, elements]
@@ -313,10 +340,11 @@ class UnitStore:
             words += [self.holds.device_set(members).number, elements * of.item_bytes]
         return self._place(key, words)
 
-    def _holdings(
-        self, sides: Sequence[Side], read_by: Sequence[Configuration], *, synchronized: bool
+    def holdings(
+        self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
     ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
         """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
+        sides = [self._regions.side(port.number, c.degrees) for port, c in zip(ports, read_by, strict=True)]
         devices = [device for c in read_by for device in c.devices]
         if len(sides) == 1 and len(set(devices)) == len(devices):
             side = sides[0]
@@ -338,10 +366,11 @@ class UnitStore:
 
     def _cells_of_tasks(self, side: Side) -> tuple[Cell, ...]:
         """Return the cells of a weight with one reader whose tasks (here in place of devices) do not share any."""
-        known = self._task_cells.get(side.number)
+        key = (side.number, len(side.region))
+        known = self._task_cells.get(key)
         if known is None:
             held = {task: self._regions.region(number) for task, number in enumerate(side.region.tolist())}
-            known = self._task_cells[side.number] = cells(held)
+            known = self._task_cells[key] = cells(held)
         return known
 
 
@@ -349,16 +378,22 @@ def _joined(pieces: Sequence[IntArray]) -> IntArray:
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
-def _call_key(call: LocalCall) -> tuple[object, ...]:
-    # Within one operator's calls this is as good as the digest, and much cheaper.
-    return (call.arguments, call.inputs, call.outputs, call.gradients)
-
-
-def _distinct(calls: Sequence[LocalCall]) -> dict[tuple[object, ...], LocalCall]:
-    found: dict[tuple[object, ...], LocalCall] = {}
+def _distinct(calls: Sequence[LocalCall]) -> tuple[list[int], dict[int, LocalCall]]:
+    """Return a key for each call, and the first call of each key: calls of one key are equal."""
+    known: dict[tuple[object, ...], int] = {}
+    first: dict[int, LocalCall] = {}
+    by_object: dict[int, int] = {}
+    keys = []
     for call in calls:
-        found.setdefault(_call_key(call), call)
-    return found
+        key = by_object.get(id(call))
+        if key is None:
+            # Within one operator's calls this is as good as the digest, and much cheaper.
+            what = (call.arguments, call.inputs, call.outputs, call.gradients)
+            key = known.setdefault(what, len(known))
+            by_object[id(call)] = key
+            first.setdefault(key, call)
+        keys.append(key)
+    return keys, first
 
 
 def _cost_row(cost: CallCost, call: LocalCall, *, view: bool) -> tuple[int, int, int, int]:

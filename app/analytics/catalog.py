@@ -158,6 +158,8 @@ CATALOG: dict[str, ViewText] = {
             "initial_time_s": "simulated step time at the start of the first chain",
             "best_time_s": "simulated step time of the best strategy",
             "gain": "initial_time_s / best_time_s",
+            "lower_bound_s": "a step time that no strategy of the search's space is below",
+            "gap": "best_time_s / lower_bound_s - 1: how far the best strategy is from the best possible at most",
             "best_strategy": "digest of the best strategy",
             "started_at": "when it began",
             "finished_at": "when it ended; NULL while it runs, or if it was killed",

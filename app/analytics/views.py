@@ -114,7 +114,8 @@ FROM store.environments AS environment
 _SEARCHES = """
 SELECT search.id, graph.name AS model, topology.name AS topology, training.batch_size, search.algorithm,
        search.seed, search.options, search.status, search.proposals, search.accepted, search.initial_time_s,
-       search.best_time_s, search.initial_time_s / search.best_time_s AS gain, best.digest AS best_strategy,
+       search.best_time_s, search.initial_time_s / search.best_time_s AS gain, search.lower_bound_s,
+       search.best_time_s / search.lower_bound_s - 1 AS gap, best.digest AS best_strategy,
        search.started_at, search.finished_at, search.graph_id, search.topology_id, search.training_id,
        search.best_strategy_id
 FROM store.searches AS search

@@ -77,6 +77,20 @@ def search(
             show_default=False,
         ),
     ] = None,
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            "--algorithm",
+            help="mcmc, optcnn, exhaustive, greedy or random; several joined by commas, each a start of the next.",
+        ),
+    ] = "mcmc",
+    compare_baselines: Annotated[
+        bool,
+        typer.Option(
+            "--compare-baselines",
+            help="Simulate all baselines that the network has, and print the gain over the best of them.",
+        ),
+    ] = False,
     resume: Annotated[
         int | None,
         typer.Option(
@@ -133,6 +147,8 @@ def search(
         on_miss=on_miss,
         fresh=fresh,
         starts=tuple(start or ()),
+        algorithm=algorithm,
+        compare_baselines=compare_baselines,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -215,6 +231,13 @@ def _print(report: SearchReport) -> None:
         print_lines(f"resumed after {report.resumed_at} proposals")
     for start in report.known:
         print_lines(f"starts also from known strategy {start.digest[:12]}, found for {start.found_for}")
+    for one in report.algorithms:
+        if (one.name, one.proven) != ("mcmc", ""):
+            time_s = one.step_time_s
+            found = "does not fit the memory" if time_s is None else f"found {milliseconds(time_s)}"
+            print_lines(f"{one.name}: {found}, {one.proposals} strategies simulated, {one.seconds:.1f} s")
+            if one.proven:
+                print_lines(f"  proven: {one.proven}")
     reference = next(one for one in report.predictions if one.name == "data-parallel")
     print_table(
         [
@@ -245,6 +268,15 @@ def _print(report: SearchReport) -> None:
             for one in report.predictions
         ],
     )
+    print_lines(
+        f"best baseline: {report.best_baseline.name}, {milliseconds(report.best_baseline.step_time_s)}; what was found "
+        f"is {report.best_baseline.step_time_s / report.best.step_time_s:.2f} x as fast"
+    )
+    if report.bound is not None and report.gap is not None:
+        print_lines(
+            f"at most {percent(report.gap)} above the best possible: lower bound {milliseconds(report.bound.seconds)} "
+            f"({report.bound.kind}{'' if report.bound.whole else ', some operators counted as nothing'})"
+        )
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.unsplit:
         print_lines(

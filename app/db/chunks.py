@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from app.db import owners
+from app.db.columns import view
 from app.db.records import TraceKind, TraceRecord
 from graph.errors import DatabaseError
 
@@ -80,12 +83,14 @@ def trace_folder(store: RunStore, search_id: int) -> Path:
 
 def registered(store: RunStore, search_id: int, kind: TraceKind) -> list[Chunk]:
     """Return the registered chunks of one kind in the order in which they were written."""
-    found = []
-    for trace in store.traces(search_id=search_id):
-        chunk = chunk_of(STEMS[kind], trace.path.rpartition("/")[2], trace.rows)
-        if trace.kind == kind and chunk is not None:
-            found.append(chunk)
-    return sorted(found)
+    return sorted(chunks_of(store.traces(search_id=search_id), kind))
+
+
+def chunks_of(traces: Sequence[TraceRecord], kind: TraceKind) -> list[Chunk]:
+    """Return the chunks of one kind among registered ones."""
+    named = ((trace, trace.path.rpartition("/")[2]) for trace in traces if trace.kind == kind)
+    found = [chunk_of(STEMS[kind], name, trace.rows) for trace, name in named]
+    return [chunk for chunk in found if chunk is not None]
 
 
 def relative(store: RunStore, path: Path) -> str:
@@ -93,12 +98,15 @@ def relative(store: RunStore, path: Path) -> str:
     return path.relative_to(store.database.trace_root).as_posix()
 
 
-def write_file(path: Path, kind: TraceKind, table: pa.Table) -> None:
+def write_file(path: Path, kind: TraceKind, table: pa.Table, *, compressed: bool = True) -> None:
     """Write a chunk that others see whole or not at all.
+
+    `compressed`: not worth its time, two thirds of that of writing, where a small chunk soon becomes part of another.
 
     Raises:
         DatabaseError: it cannot be written.
     """
+    import pyarrow as pa
     from pyarrow import parquet
 
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -106,19 +114,22 @@ def write_file(path: Path, kind: TraceKind, table: pa.Table) -> None:
     encoding, dictionary = _ENCODINGS[kind]
     texts = table.schema.metadata or {}
     plain = table.replace_schema_metadata()
+    # In memory first: a file of Python's would take the interpreter from the search for every page.
+    content = pa.BufferOutputStream()
+    with parquet.ParquetWriter(
+        content,
+        plain.schema,
+        compression="zstd" if compressed else "none",
+        compression_level=6 if compressed else None,
+        column_encoding=encoding,
+        use_dictionary=dictionary,  # type: ignore[arg-type]  # names are allowed
+        store_schema=False,
+    ) as writer:
+        writer.write_table(plain)
+        writer.add_key_value_metadata(texts)  # type: ignore[arg-type]  # bytes are allowed
     try:
         with open(temporary, "wb") as file:
-            with parquet.ParquetWriter(
-                file,
-                plain.schema,
-                compression="zstd",
-                compression_level=6,
-                column_encoding=encoding,
-                use_dictionary=dictionary,  # type: ignore[arg-type]  # names are allowed
-                store_schema=False,
-            ) as writer:
-                writer.write_table(plain)
-                writer.add_key_value_metadata(texts)  # type: ignore[arg-type]  # bytes are allowed
+            file.write(content.getvalue())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -182,9 +193,9 @@ def merge(
     texts = {
         key: text.encode() for key in (CHECKPOINT, GROUPS) if (text := read_text(paths[-1], key)) is not None
     }
-    table = pa.concat_tables([parquet.read_table(path).replace_schema_metadata() for path in paths])
-    if kind == "proposals":
-        table = table.sort_by([("chain", "ascending"), ("step", "ascending")])
+    # Not by `read_table`, which imports pandas.
+    tables = [parquet.ParquetFile(path).read().replace_schema_metadata() for path in paths]
+    table = pa.concat_tables(_by_chain(tables) if kind == "proposals" else tables)
     if texts:
         table = table.replace_schema_metadata(texts)
     path = folder / chunk_name(STEMS[kind], parts[0].first, parts[-1].last)
@@ -192,6 +203,17 @@ def merge(
     old = [relative(store, part) for part in paths]
     store.replace_traces(search_id, kind, old, relative(store, path), table.num_rows)
     return Chunk(parts[0].first, parts[-1].last, path.name, table.num_rows), paths
+
+
+def _by_chain(tables: Sequence[pa.Table]) -> list[pa.Table]:
+    """Return the tables' rows chain by chain. Each is sorted by chain and step, and has later steps than the last."""
+    chains = [view(table["chain"]) for table in tables]
+    found = []
+    for number in np.unique(np.concatenate(chains)).tolist():
+        for table, chain in zip(tables, chains, strict=True):
+            first, last = np.searchsorted(chain, [number, number + 1]).tolist()
+            found.append(table.slice(first, last - first))
+    return found
 
 
 def due(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -219,6 +219,7 @@ searches = sa.Table(
     sa.Column("finished_at", UtcDateTime),
     sa.Column("owner", sa.Text),
     sa.Column("alive_at", UtcDateTime),
+    sa.Column("lower_bound_s", sa.Double),
     sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
     sa.Index(None, "graph_id", "topology_id"),
 )

@@ -23,7 +23,17 @@ ExecutionStatus = Literal["running", "finished", "interrupted", "failed"]
 TaskOrder = Literal["program", "fifo"]
 """Order of tasks on a resource in a simulation: the runtime's own, or by ready time (FlexFlow, Algorithm 1)."""
 
-StrategySource = Literal["data-parallel", "single-device", "expert", "megatron", "search", "import"]
+StrategySource = Literal[
+    "data-parallel",
+    "single-device",
+    "expert",
+    "megatron",
+    "operator-placement",
+    "stanza",
+    "mesh",
+    "search",
+    "import",
+]
 TraceKind = Literal["proposals", "configurations", "starts"]
 
 DEEPEST_COPY = 8
@@ -223,18 +233,20 @@ class SearchRecord:
     finished_at: datetime | None = None
     owner: str | None = field(default=None, compare=False)
     alive_at: datetime | None = field(default=None, compare=False)
+    lower_bound_s: float | None = None
     id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOutcome:
-    """How far a search came: what `Store.update_search` and `Store.finish_search` write."""
+    """How far a search came: what `Store.record_traces` and `Store.finish_search` write."""
 
     proposals: int
     accepted: int
     initial_time_s: float | None
     best_time_s: float | None
     best_strategy_id: int | None = None
+    lower_bound_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ def insert_ignoring(connection: sa.Connection, table: sa.Table, rows: Sequence[R
     """
     unique = {row[key]: row for row in reversed(rows)}
     if unique:
-        insert = _insert(connection, table).on_conflict_do_nothing(index_elements=[key])
+        insert = _insert_ignoring(connection.dialect.name, table, key)
         connection.execute(insert, [unique[name] for name in sorted(unique)])
 
 
@@ -92,7 +93,7 @@ def upsert_newer(
             unique[name] = row
     if not unique:
         return 0
-    insert = _insert(connection, table)
+    insert = _insert(connection.dialect.name, table)
     changed: dict[str, Any] = {column: insert.excluded[column] for column in rows[0] if column not in key}
     for column in keep:
         changed[column] = sa.func.coalesce(table.c[column], insert.excluded[column])
@@ -154,5 +155,18 @@ def read_all(connection: sa.Connection, kind: type[Record], query: sa.Select[Any
     return [record_of(kind, dict(row)) for row in connection.execute(query).mappings()]
 
 
-def _insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
-    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+# Made once: a search registers its chunks every second, and making a statement takes longer than to execute it.
+@cache
+def _insert_ignoring(dialect: str, table: sa.Table, key: str) -> sa.Insert:
+    return _insert(dialect, table).on_conflict_do_nothing(index_elements=[key])
+
+
+@cache
+def update_by_id(table: sa.Table, columns: tuple[str, ...]) -> sa.Update:
+    """Return a statement that changes columns of one row, to be executed with their values and that of `this_id`."""
+    changes: dict[str, Any] = {name: sa.bindparam(name) for name in columns}
+    return table.update().where(table.c.id == sa.bindparam("this_id")).values(changes)
+
+
+def _insert(dialect: str, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
+    return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)

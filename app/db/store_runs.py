@@ -21,7 +21,17 @@ from app.db.records import (
     TraceRecord,
     utc_now,
 )
-from app.db.sql import StorePart, insert_row, put_named, read_all, read_one, row_of, upsert_newer
+from app.db.sql import (
+    StorePart,
+    insert_ignoring,
+    insert_row,
+    put_named,
+    read_all,
+    read_one,
+    row_of,
+    update_by_id,
+    upsert_newer,
+)
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError, UsageError
 
@@ -44,13 +54,6 @@ class RunStore(StorePart):
     def start_search(self, search: SearchRecord) -> int:
         """Store a search that this process begins; return its id."""
         return self._start(models.searches, row_of(search))
-
-    def update_search(self, search_id: int, outcome: SearchOutcome) -> None:
-        """Store how far a running search has come."""
-        row = row_of(outcome)
-        if outcome.best_strategy_id is None:
-            del row["best_strategy_id"]  # what it found before it was resumed
-        self._change_search(search_id, row)
 
     def finish_search(self, search_id: int, status: SearchStatus, outcome: SearchOutcome) -> None:
         """Store how a search ended, now."""
@@ -140,19 +143,29 @@ class RunStore(StorePart):
     def record_trace(self, search_id: int, kind: TraceKind, path: str, rows: int) -> int:
         """Register a Parquet chunk of a search, by its path relative to the trace root; return its id.
 
-        The folder of the search's first chunk becomes its `trace_path`. Registering a chunk again changes
+        The chunk's folder becomes the search's `trace_path`. Registering a chunk again changes
         nothing.
         """
-        searches = models.searches
         trace = TraceRecord(search_id=search_id, kind=kind, path=path, rows=rows)
+        self.record_traces(search_id, [trace])
+        with self.read() as connection:
+            table = models.traces
+            return int(connection.execute(sa.select(table.c.id).where(table.c.path == path)).scalar_one())
+
+    def record_traces(
+        self, search_id: int, traces: Sequence[TraceRecord], outcome: SearchOutcome | None = None
+    ) -> None:
+        """Register chunks as `record_trace` does, and store how far the search has come, in one transaction."""
+        row = {} if outcome is None else row_of(outcome)
+        if outcome is not None and outcome.best_strategy_id is None:
+            del row["best_strategy_id"]  # what it found before it was resumed
+        if traces:
+            row["trace_path"] = traces[0].path.rpartition("/")[0]
+        if not row:
+            return
         with self.write() as connection:
-            number = put_named(connection, models.traces, row_of(trace), "path")
-            connection.execute(
-                searches.update()
-                .where(searches.c.id == search_id, searches.c.trace_path.is_(None))
-                .values(trace_path=path.rpartition("/")[0])
-            )
-        return number
+            insert_ignoring(connection, models.traces, [row_of(trace) for trace in traces], "path")
+            connection.execute(update_by_id(models.searches, tuple(row)), {"this_id": search_id, **row})
 
     def replace_traces(
         self, search_id: int, kind: TraceKind, old: Sequence[str], path: str, rows: int

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.db.store import Store
+from app.services.exchange_overhead import OverheadJobs, overhead_jobs
 from app.services.machine import (
     LocalLinks,
     Processor,
@@ -44,9 +45,10 @@ class Member:
 
 @dataclass(frozen=True)
 class ProbeOrder:
-    """Rank 0 asks all ranks to measure the messages between the ranks of `pairs`."""
+    """Rank 0 asks all ranks to measure the messages between the ranks of `pairs`, and what an exchange costs."""
 
     pairs: tuple[tuple[int, int], ...]
+    jobs: OverheadJobs
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,11 @@ def cluster_target(
         return Target(named, machine, None)
     progress.begin(f"measuring links between {len(set(nodes))} hosts (--topology FILE saves that)", None)
     try:
-        order = ProbeOrder(probed_pairs(nodes))
+        order = ProbeOrder(probed_pairs(nodes), overhead_jobs(_options().limit_s))
 
         def ordered() -> LinkProbe:
             team.give(order)
-            return probe_ranks(own_device(devices), order.pairs)
+            return probe_ranks(own_device(devices), order)
 
         probe = team.execute(ordered)
     finally:
@@ -143,7 +145,7 @@ def _options() -> LinkOptions:
     return LinkOptions(p2p_sizes=sizes, all_reduce_sizes=sizes)
 
 
-def probe_ranks(device: PhysicalDevice, pairs: tuple[tuple[int, int], ...]) -> LinkProbe:
+def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
     """Measure messages, all-reduces and contention between all ranks, in their process group; all must call it."""
     import torch.distributed as dist
 
@@ -156,19 +158,20 @@ def probe_ranks(device: PhysicalDevice, pairs: tuple[tuple[int, int], ...]) -> L
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         rendezvous="",
-        pairs=pairs,
+        pairs=order.pairs,
         p2p_sizes=options.p2p_sizes,
         all_reduce_sizes=options.all_reduce_sizes,
         limit_s=options.limit_s,
+        exercise=order.jobs,
     )
-    return summarize(gather_everywhere(probe_joined(device, plan)), pairs, options)
+    return summarize(gather_everywhere(probe_joined(device, plan)), order.pairs, options)
 
 
 def _links(probe: LinkProbe, count: int) -> LocalLinks:
     point, reduction = probe.find("p2p"), probe.find("all_reduce")
     return LocalLinks(
         count=count,
-        latency_s=point.latency_s,
+        latency_s=point.latency_s + probe.overhead_s,
         bytes_per_s=point.bandwidth_bytes_per_s,
         all_reduce_latency_s=reduction.latency_s,
         all_reduce_bytes_per_s=reduction.bandwidth_bytes_per_s,
@@ -186,7 +189,8 @@ def measured_topology(ranks: Sequence[Member], nodes: Sequence[int], probe: Link
         local_index[node] = local_index.get(node, 0) + 1
     inside: dict[int, tuple[float, float]] = {}
     outside: dict[int, tuple[float, float]] = {}
-    for pair, (bandwidth, latency) in probe.pairs.items():
+    for pair, (bandwidth, bare_latency) in probe.pairs.items():
+        latency = bare_latency + probe.overhead_s
         first, second = (nodes[rank] for rank in pair)
         if first == second:
             inside[first] = (bandwidth, latency)
@@ -231,7 +235,7 @@ def follow(team: Team, processor: Processor | None) -> None:
     members(device)
     while not isinstance(order := team.take(), Leaving):
         if isinstance(order, ProbeOrder):
-            probe_ranks(device, order.pairs)
+            probe_ranks(device, order)
         elif isinstance(order, JobOrder):
             _execute(_of_this_host(order.job), device, order.timeout_s)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Processor = Literal["cpu", "cuda"]
 CONTENTION = "contention"
+EXCHANGE = "exchange"
 # Each device is a process; beyond this, they would do nothing but take turns, and memory would run out.
 DEVICES_PER_CORE = 8
 
@@ -109,7 +110,8 @@ def put_kind(store: Store, kind: DeviceKind) -> int:
 class LocalLinks:
     """Fitted communication between this machine's devices.
 
-    All-reduce takes `all_reduce_latency_s` + bytes / `all_reduce_bytes_per_s` over the whole group of `count` devices.
+    `latency_s` is that of an exchange inside a training step (`exchange_overhead`), not of a bare message. All-reduce
+    takes `all_reduce_latency_s` + bytes / `all_reduce_bytes_per_s` over the whole group of `count` devices.
     """
 
     count: int
@@ -133,8 +135,11 @@ def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) ->
         if fit.group_size == count or (fit.pattern == "p2p" and fit.group_size == 2)
     }
     point, reduction, contention = fits.get("p2p"), fits.get("all_reduce"), fits.get(CONTENTION)
+    exchange = fits.get(EXCHANGE)
     if (
         point is None
+        or exchange is None
+        or exchange.latency_s is None
         or reduction is None
         or contention is None
         or point.latency_s is None
@@ -146,7 +151,7 @@ def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) ->
         return None
     return LocalLinks(
         count=count,
-        latency_s=point.latency_s,
+        latency_s=point.latency_s + exchange.latency_s,
         bytes_per_s=point.bandwidth_bytes_per_s,
         all_reduce_latency_s=reduction.latency_s,
         all_reduce_bytes_per_s=reduction.bandwidth_bytes_per_s,
@@ -156,9 +161,11 @@ def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) ->
 
 def probe(store: Store, machine: Machine) -> LocalLinks:
     """Measure the links between the machine's devices, store raw samples and fits, and return the fits."""
-    from profiler.links import probe_links
+    from app.services.exchange_overhead import overhead_jobs
+    from profiler.links import LinkOptions, probe_links
 
-    result = probe_links(machine.devices)
+    options = LinkOptions()
+    result = probe_links(machine.devices, options, overhead_jobs(options.limit_s))
     store.put_link_costs(machine.kind_id, machine.environment_id, _link_costs(result))
     store.put_link_fits(machine.kind_id, machine.environment_id, _link_fits(result, machine.count))
     links = stored_links(store, machine)
@@ -189,7 +196,11 @@ def _link_fits(result: LinkProbe, count: int) -> list[LinkFitRecord]:
         LinkFitRecord(link.pattern, link.group_size, link.latency_s, link.bandwidth_bytes_per_s)
         for link in _widest(result)
     ]
-    return [*fits, LinkFitRecord(CONTENTION, count, contention_factor=result.contention)]
+    return [
+        *fits,
+        LinkFitRecord(CONTENTION, count, contention_factor=result.contention),
+        LinkFitRecord(EXCHANGE, count, latency_s=result.overhead_s),
+    ]
 
 
 def _widest(result: LinkProbe) -> list[LinkMeasurement]:

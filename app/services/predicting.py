@@ -36,6 +36,7 @@ from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
 from graph.errors import UsageError
+from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text
 from graph.topology import Topology, load_topology
 from graph.training import Training
@@ -122,6 +123,15 @@ class Setting:
         return self.target.topology
 
 
+def without_measuring(store: Store, setting: Setting) -> CostTable:
+    """Return a table of the costs that the setting's has, and of estimates for the rest: it measures nothing."""
+    sources = {
+        kind.name: _kind_source(store, setting.target, kind.name, "estimate", None)
+        for kind in setting.topology.kinds
+    }
+    return setting.table.with_source(CostsByKind(sources))
+
+
 @contextmanager
 def prepare(
     store: Store,
@@ -175,6 +185,8 @@ def _kind_source(
 ) -> DatabaseCosts:
     kind = target.topology.kind(kind_name)
     machine = target.machine
+    if machine is not None and measurer is None and machine.kind.name == kind_name:
+        return DatabaseCosts(store, kind, machine.kind_id, machine.environment_id, on_miss)
     if machine is None or measurer is None:
         # Another machine's devices: nothing can be measured here; any environment's costs of that kind count.
         stored = store.device_kind(kind_name)
@@ -312,6 +324,39 @@ def _tensor_degree(reference: str, count: int) -> int:
     return degree
 
 
+_SOURCES: tuple[StrategySource, ...] = (
+    "data-parallel",
+    "single-device",
+    "expert",
+    "operator-placement",
+    "stanza",
+    "megatron",
+    "mesh",
+)
+
+
+def source_of(baseline: str) -> StrategySource:
+    """Return what a baseline is stored as: megatron-4 and megatron-8 are both of megatron."""
+    return next(source for source in _SOURCES if baseline == source or baseline.startswith(f"{source}-"))
+
+
+def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[Strategy, StrategySource]:
+    """Return one of the baselines that not every network and number of devices has.
+
+    Raises:
+        UsageError: this network has none of that name on so many devices.
+    """
+    from search import baselines
+
+    found = {one.name: one for one in baselines.all_baselines(graph, count)}
+    if reference not in found:
+        raise UsageError(
+            f"strategy {reference}: is none of {graph.name} on {count} devices, must be one of {', '.join(found)}; "
+            "choose another"
+        )
+    return found[reference].strategy, source_of(reference)
+
+
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
     """Return the strategy that a user means: a baseline's name, `best`, a file, an id or a digest.
 
@@ -336,6 +381,8 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     if reference == "megatron" or reference.startswith("megatron-"):
         degree = _tensor_degree(reference, count)
         return baselines.megatron(graph, degree, count // degree), "megatron"
+    if reference in ("operator-placement", "stanza") or reference.startswith("mesh-"):
+        return _other_baseline(graph, count, reference)
     if reference == "best":
         ranked = _best(store, setting)
         if ranked is None:

@@ -10,13 +10,16 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from app.db.records import DEEPEST_COPY, SearchOutcome
-from app.db.trace import ConfigurationEntry, ProposalBatch, ProposalTrace, StartEntry
+from app.db.rows import EntryRow, Family, ProposalBatch, StartEntry
+from app.db.trace import ProposalTrace
 from app.services.progress import Progress
+from graph.axes import Degrees
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError
 from graph.strategy import Configuration, Strategy
@@ -39,49 +42,98 @@ class Codes:
         self._device_count = device_count
         self._next = first
         self._known: dict[Any, int] = {}
+        # Of copies; how deep a copy is that was made before `_since` is not known any more.
         self._depth: dict[int, int] = {}
-        self._new: list[ConfigurationEntry] = []
+        self._since = first
+        self._rows: list[EntryRow] = []
 
-    def take_new(self) -> list[ConfigurationEntry]:
+    def take_new(self) -> list[EntryRow]:
         """Return what was not returned before, in the order of the codes."""
-        new, self._new = self._new, []
-        return new
+        rows, self._rows = self._rows, []
+        return rows
+
+    def of_proposals(self, batch: mcmc.ProposalBatch, current: Mapping[int, dict[int, int]]) -> list[int]:
+        """Return the codes of what was proposed; `current`, those of every chain's heads, goes along."""
+        codes: list[int] = []
+        for chain, head, origin, configuration, accepted in zip(
+            batch.chain.tolist(),
+            batch.operator.tolist(),
+            batch.origin,
+            batch.configurations,
+            batch.accepted.tolist(),
+            strict=True,
+        ):
+            if isinstance(origin, Drawn):
+                code = self.of_drawn(origin)
+            else:
+                code = current[chain][origin.head]
+                if origin.axes is not None:
+                    code = self.of_copy(code, origin.axes, configuration)
+            codes.append(code)
+            if accepted:
+                current[chain][head] = code
+        return codes
 
     def of_drawn(self, drawn: Drawn) -> int:
         """Return the code of what was drawn."""
-        place = drawn.placement
+        # Tuples as keys, since dataclasses take four times as long to be found.
+        degrees, place = drawn.degrees, drawn.placement
         if isinstance(place, Permuted):
-            return self._code(drawn, "permuted", drawn.degrees, seed=place.seed)
-        return self._code(drawn, "strided", drawn.degrees, start=place.start, stride=place.stride)
+            seed = place.seed
+            code = self._known.get((degrees, seed))
+            if code is None:
+                code = self._new((degrees, seed), "permuted", degrees, None, None, seed)
+            return code
+        start, stride = place.start, place.stride
+        code = self._known.get((degrees, start, stride))
+        if code is None:
+            code = self._new((degrees, start, stride), "strided", degrees, start, stride)
+        return code
 
     def of_copy(self, base: int, axes: tuple[int, ...], configuration: Configuration) -> int:
         """Return the code of what was copied from the configuration of another code."""
-        depth = self._depth.get(base, 0) + 1
+        code = self._known.get((base, axes))
+        if code is not None:
+            return code
+        depth = self._depth.get(base, 0 if base >= self._since else DEEPEST_COPY) + 1
         if depth > DEEPEST_COPY:
             return self.of_listed(configuration)
-        code = self._code((base, axes), "copied", configuration.degrees, base=base, axes=axes)
+        code = self._new((base, axes), "copied", configuration.degrees, None, None, None, base, axes)
         self._depth[code] = depth
         return code
 
     def of_listed(self, configuration: Configuration) -> int:
         """Return the code of a configuration of which only the list of devices is known."""
-        found = recognized(configuration.devices, self._device_count)
+        degrees, devices = configuration.degrees, configuration.devices
+        found = recognized(devices, self._device_count)
         if found is not None:
-            return self.of_drawn(Drawn(configuration.degrees, found))
-        return self._code(configuration, "listed", configuration.degrees, devices=configuration.devices)
-
-    def _code(self, key: Any, family: str, degrees: Sequence[int], **of_family: Any) -> int:
+            return self.of_drawn(Drawn(degrees, found))
+        key = ("listed", degrees, devices)
         code = self._known.get(key)
-        if code is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-                self._depth.clear()
-            code = self._next
-            self._next += 1
-            self._known[key] = code
-            self._new.append(
-                ConfigurationEntry(code, family, self._device_count, degrees, **of_family)  # type: ignore[arg-type]
-            )
+        return code if code is not None else self._new(key, "listed", degrees, devices=devices)
+
+    def _new(
+        self,
+        key: Any,
+        family: Family,
+        degrees: Degrees,
+        start: int | None = None,
+        stride: int | None = None,
+        seed: int | None = None,
+        base: int | None = None,
+        axes: tuple[int, ...] | None = None,
+        devices: tuple[int, ...] | None = None,
+    ) -> int:
+        code = self._next
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+            self._depth.clear()
+            self._since = code
+        self._next = code + 1
+        self._known[key] = code
+        self._rows.append(
+            (code, family, self._device_count, degrees, start, stride, seed, base, axes, devices)
+        )
         return code
 
 
@@ -143,32 +195,18 @@ class TraceRecorder:
         Raises:
             DatabaseError: a resumed chain makes another proposal than it made before.
         """
-        codes = np.empty(len(batch), dtype=np.int64)
         with self._lock:
-            rows = zip(
-                batch.chain.tolist(),
-                batch.operator.tolist(),
-                batch.origin,
-                batch.configurations,
-                batch.accepted.tolist(),
-                strict=True,
-            )
-            for position, (chain, head, origin, configuration, accepted) in enumerate(rows):
-                current = self._current[chain]
-                code = self._code(origin, current, configuration)
-                codes[position] = code
-                if accepted:
-                    current[head] = code
+            codes = self._codes.of_proposals(batch, self._current)
             simulated = np.asarray(batch.simulated_ns)
             stored = ProposalBatch(
                 chain=batch.chain,
                 step=batch.step,
                 operator=batch.operator,
-                configuration=codes,
+                configuration=np.array(codes, np.int64),
                 simulated_ns=np.where(simulated < 0, -1, simulated),
                 bound_ns=np.where(simulated == -2, batch.bound_ns, -1),
                 accepted=batch.accepted,
-                checkpoint=None if batch.checkpoint is None else checkpoint_text(batch.checkpoint),
+                checkpoint=None if batch.checkpoint is None else partial(checkpoint_text, batch.checkpoint),
                 outcome=None if batch.checkpoint is None else _outcome(batch.checkpoint),
             )
             self._trace.add_entries(self._codes.take_new())
@@ -179,12 +217,6 @@ class TraceRecorder:
         text = f"searching {self._name}: best {best_s * 1e3:.1f} ms, {accepted} accepted"
         self._progress.advance(proposals - self._reported, text)
         self._reported = proposals
-
-    def _code(self, origin: Origin, current: Mapping[int, int], configuration: Configuration) -> int:
-        if isinstance(origin, Drawn):
-            return self._codes.of_drawn(origin)
-        base = current[origin.head]
-        return base if origin.axes is None else self._codes.of_copy(base, origin.axes, configuration)
 
 
 class Recorded:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
-from app.db.records import SearchOutcome, SearchRecord, SearchStatus, StrategySource, TaskOrder
+from app.db.records import SearchOutcome, SearchRecord, SearchStatus, TaskOrder
 from app.db.store import Store
-from app.db.trace import ProposalTrace
 from app.services.costs import OnMiss
+from app.services.finding import Plan, bound_of, find
 from app.services.machine import Processor
 from app.services.models import ImportedModel, ModelRequest, import_graph
 from app.services.predicting import (
@@ -23,21 +23,21 @@ from app.services.predicting import (
     predict,
     prepare,
     resolve_costs,
+    source_of,
 )
 from app.services.progress import Progress
 from app.services.rebuilding import TraceReader, resumed_chains
-from app.services.recording import TraceRecorder, groups_text
 from app.services.reusing import KnownStart, given_starts, known_starts, start_of
 from graph.errors import UsageError
 from graph.strategy import Strategy
 from graph.training import Training
-from search import baselines
+from search import algorithms, baselines
 from search.costs import Origin
-from search.groups import find_groups
 from search.needed import needed_calls
 
 if TYPE_CHECKING:
     from search import mcmc
+    from search.bound import Bound
     from search.simulator import Simulation
 
 
@@ -53,7 +53,8 @@ class SearchRequest:
     """What `app search` was asked for. `time_limit_s` makes a result that cannot be reproduced.
 
     Chains start from what is known beside those of the budget, unless `fresh`; `starts` names strategies to take
-    for what is known.
+    for what is known. `algorithm` names algorithms joined by commas, each of which starts from what those before it
+    found. `compare_baselines` simulates all baselines that the network has, and not only what chains start from.
     """
 
     model: ModelRequest
@@ -73,6 +74,23 @@ class SearchRequest:
     on_miss: OnMiss | None
     fresh: bool = False
     starts: tuple[str, ...] = ()
+    algorithm: str = "mcmc"
+    compare_baselines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmReport:
+    """What one algorithm of a search found. `step_time_s`: None where the memory does not suffice."""
+
+    name: str
+    step_time_s: float | None
+    proposals: int
+    seconds: float
+    proven: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +139,18 @@ class SearchReport:
     unsplit: tuple[tuple[str, str], ...] = field(default=())
     known: tuple[KnownStart, ...] = field(default=())
     resumed_at: int | None = None
+    algorithms: tuple[AlgorithmReport, ...] = field(default=())
+    bound: Bound | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """By what share the best strategy is above the best possible at most; None where no bound is known."""
+        return None if self.bound is None or not self.bound.time_ns else self.bound.gap(self.best.step_time_s)
+
+    @property
+    def best_baseline(self) -> Prediction:
+        """The fastest baseline that was simulated, one that fits if there is one."""
+        return min(self.predictions[1:], key=lambda one: (not one.feasible, one.step_time_s))
 
     @property
     def best(self) -> Prediction:
@@ -143,17 +173,13 @@ class SearchReport:
             "unsplit": dict(self.unsplit),
             "known": [start.to_json() for start in self.known],
             "resumed_at": self.resumed_at,
+            "algorithms": [algorithm.to_json() for algorithm in self.algorithms],
+            "lower_bound_s": self.bound.seconds if self.bound is not None else None,
+            "lower_bound_by": self.bound.kind if self.bound is not None else None,
+            "gap": self.gap,
+            "best_baseline": self.best_baseline.name,
+            "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A search about to walk: what it begins with, and for one that is resumed, where its chains were."""
-
-    search_id: int
-    options: mcmc.SearchOptions
-    known: tuple[KnownStart, ...]
-    resumed: tuple[mcmc.ResumedChain, ...] = ()
 
 
 def run_search(request: SearchRequest, database: str | None, progress: Progress) -> SearchReport:
@@ -162,7 +188,7 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
     Raises:
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
     """
-    options = _options(request)
+    options, names = _options(request), algorithms.parsed(request.algorithm)
     _named_topology(request)
     model = _imported(request, progress)
     with Store.open(database) as store, _setting(store, request, model, progress) as setting:
@@ -171,7 +197,12 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
         else:
             known = [] if request.fresh else known_starts(store, setting, request.order)
         search_id = store.start_search(_record(request, options, setting, known))
-        return _search(store, setting, _Plan(search_id, options, tuple(known)), progress)
+        return _search(
+            store,
+            setting,
+            Plan(search_id, names, options, tuple(known), compare_baselines=request.compare_baselines),
+            progress,
+        )
 
 
 def resume_search(search_id: int, database: str | None, progress: Progress) -> SearchReport:
@@ -186,7 +217,7 @@ def resume_search(search_id: int, database: str | None, progress: Progress) -> S
         if stored.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not
         request = _request(stored)
-        options = _options(request)
+        options, names = _options(request), algorithms.parsed(request.algorithm)
         _named_topology(request)
         model = _imported(request, progress)
         with _setting(store, request, model, progress) as setting:
@@ -200,7 +231,11 @@ def resume_search(search_id: int, database: str | None, progress: Progress) -> S
             except BaseException:
                 store.halt_search(search_id, "interrupted")
                 raise
-            return _search(store, setting, _Plan(search_id, options, tuple(known), tuple(resumed)), progress)
+            if resumed:
+                # Those before the walk are what some of its chains started from.
+                names = names[names.index("mcmc") :]
+            plan = Plan(search_id, names, options, tuple(known), tuple(resumed), request.compare_baselines)
+            return _search(store, setting, plan, progress)
 
 
 def _named_topology(request: SearchRequest) -> None:
@@ -250,7 +285,7 @@ def _record(
         graph_id=setting.graph_id,
         topology_id=setting.topology_id,
         training_id=setting.training_id,
-        algorithm="mcmc",
+        algorithm=",".join(algorithms.parsed(request.algorithm)),
         seed=options.seed,
         options={
             "proposals": options.proposals,
@@ -323,7 +358,7 @@ def _options(request: SearchRequest) -> mcmc.SearchOptions:
     )
 
 
-def _search(store: Store, setting: Setting, plan: _Plan, progress: Progress) -> SearchReport:
+def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> SearchReport:
     """Walk, and store how it ended."""
     options, search_id = plan.options, plan.search_id
     status: SearchStatus = "failed"
@@ -333,18 +368,22 @@ def _search(store: Store, setting: Setting, plan: _Plan, progress: Progress) -> 
         progress.begin(
             "simulating the baselines (after an installation, compiling the simulator first)", None
         )
-        known = _baselines(store, setting, options.order, search_id)
+        known = _baselines(store, setting, plan, progress)
         progress.end()
-        result = _walk(store, setting, plan, progress)
-        best = _best(store, setting, result.strategy, known, options.order, search_id)
+        found = find(store, setting, plan, progress)
+        best = _best(store, setting, algorithms.best_of(found).strategy, known, options.order, search_id)
+        chains = [chain for one in found for chain in one.chains]
+        # Whoever interrupts a search does not wait for more.
+        bound = None if found[-1].interrupted else bound_of(store, setting, found, progress)
         outcome = SearchOutcome(
-            proposals=result.proposals,
-            accepted=result.accepted,
-            initial_time_s=result.chains[0].initial_s,
+            proposals=sum(one.proposals for one in found),
+            accepted=sum(one.accepted for one in found),
+            initial_time_s=chains[0].initial_s if chains else None,
             best_time_s=best.step_time_s,
             best_strategy_id=best.strategy_id,
+            lower_bound_s=bound.seconds if bound is not None and bound.time_ns else None,
         )
-        status = "interrupted" if result.interrupted else "finished"
+        status = "interrupted" if found[-1].interrupted else "finished"
     except (KeyboardInterrupt, SystemExit):
         status = "interrupted"
         raise
@@ -359,52 +398,22 @@ def _search(store: Store, setting: Setting, plan: _Plan, progress: Progress) -> 
         topology=setting.topology.name,
         devices=len(setting.topology.devices),
         batch_size=setting.training.batch_size,
-        proposals=result.proposals,
-        accepted=result.accepted,
-        interrupted=result.interrupted,
-        seconds=result.seconds,
+        proposals=outcome.proposals,
+        accepted=outcome.accepted,
+        interrupted=status == "interrupted",
+        seconds=sum(one.seconds for one in found),
         predictions=(best, *known),
         unsplit=setting.model.graph.unsplit,
         known=plan.known,
         resumed_at=sum(one.checkpoint.proposals for one in plan.resumed) if plan.resumed else None,
+        algorithms=tuple(_algorithm_report(one) for one in found),
+        bound=bound,
     )
 
 
-def _walk(store: Store, setting: Setting, plan: _Plan, progress: Progress) -> mcmc.SearchResult:
-    """Let the chains walk, every proposal into the trace."""
-    from search import mcmc
-
-    graph, options = setting.model.graph, plan.options
-    groups = find_groups(graph)
-    share = options.proposals // options.chains
-    with ProposalTrace(store, plan.search_id, groups_text(groups)) as trace:
-        reader = TraceReader(store, plan.search_id)
-        steps = {one.checkpoint.number: one.checkpoint.proposals for one in plan.resumed}
-        recorder = TraceRecorder(
-            trace,
-            groups,
-            len(setting.topology.devices),
-            progress,
-            graph.name,
-            resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
-            recorded=reader.recorded_after(steps),
-            first_code=reader.code_count(),
-        )
-        progress.begin(f"searching {graph.name}", options.proposals + share * len(plan.known))
-        try:
-            return mcmc.search(
-                graph,
-                setting.topology,
-                setting.table,
-                setting.training,
-                options,
-                known=[start.strategy for start in plan.known],
-                resumed=plan.resumed,
-                links=setting.target.link_costs,
-                observer=recorder,
-            )
-        finally:
-            progress.end()
+def _algorithm_report(found: algorithms.Found) -> AlgorithmReport:
+    time_s = found.step_time_s if found.step_time_s < float("inf") else None
+    return AlgorithmReport(found.algorithm, time_s, found.proposals, found.seconds, found.proven)
 
 
 def _best(
@@ -422,23 +431,27 @@ def _best(
     return replace(best, name="found")
 
 
-def _baselines(store: Store, setting: Setting, order: TaskOrder, search_id: int) -> list[Prediction]:
-    """Predict the baselines, and store them."""
+def _baselines(store: Store, setting: Setting, plan: Plan, progress: Progress) -> list[Prediction]:
+    """Predict the baselines, and store them: those that chains start from, or all that there are."""
     graph, count = setting.model.graph, len(setting.topology.devices)
-    strategies: list[tuple[StrategySource, Strategy]] = [
-        ("data-parallel", baselines.data_parallel(graph, count)),
-        ("expert", baselines.expert(graph, count)),
-        ("single-device", baselines.single_device(graph)),
-    ]
-    return [
-        _prediction(
-            source,
-            strategy,
+    found = (
+        baselines.all_baselines(graph, count)
+        if plan.compare_baselines
+        else baselines.usual_baselines(graph, count)
+    )
+    predictions = []
+    for one in found:
+        predicted = predict(
+            store,
             setting,
-            *predict(store, setting, strategy, source, order=order, search_id=search_id),
+            one.strategy,
+            source_of(one.name),
+            order=plan.options.order,
+            search_id=plan.search_id,
         )
-        for source, strategy in strategies
-    ]
+        predictions.append(_prediction(one.name, one.strategy, setting, *predicted))
+        progress.advance(text=f"simulating the baselines: {one.name}")
+    return predictions
 
 
 def _prediction(

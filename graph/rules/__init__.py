@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from graph.axes import Degrees, coordinates, operand_regions, part_of
+from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.rules.base import Part, Signature
@@ -125,22 +125,41 @@ DRAWING = frozenset({"soapstone.dropout", "soapstone.attention"})
 def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
     own = signature(graph, operator)
     gradients = local_gradients(graph, operator)
-    rule = rule_for(operator.target)
     interned: dict[LocalCall, LocalCall] = graph._cache.setdefault("rules.interned", {})
     if len(interned) > CACHED_CONFIGURATIONS:
         interned.clear()
     calls = []
     for piece in parts(operator, degrees):
-        if operator.target.startswith("aten.") and is_whole(own, piece):
-            # The whole operator runs the very kernel that the module would.
-            call = LocalCall(own.target, own.arguments, own.inputs, own.outputs, gradients)
-        else:
-            call = rule.localize(own, piece, gradients)
-        if operator.target in DRAWING:
-            number = graph.index_by_name[operator.name]
-            call = replace(call, bindings=(*call.bindings, ("operator", number)))
+        call = _call(graph, operator, own, piece, gradients)
         calls.append(interned.setdefault(call, call))
     return tuple(calls)
+
+
+def first_call(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> LocalCall:
+    """Return what the first task of a configuration executes, without making the others' calls."""
+    axes = operator.space.axes
+    points = tuple(part_of(axis, degree, 0) for axis, degree in zip(axes, degrees, strict=True))
+    piece = Part(
+        operator.space,
+        points,
+        tuple(operand_region(operand, points) for operand in operator.space.inputs),
+        tuple(operand_region(operand, points) for operand in operator.space.outputs),
+    )
+    return _call(graph, operator, signature(graph, operator), piece, local_gradients(graph, operator))
+
+
+def _call(
+    graph: OperatorGraph, operator: Operator, own: Signature, piece: Part, gradients: tuple[bool, ...]
+) -> LocalCall:
+    if operator.target.startswith("aten.") and is_whole(own, piece):
+        # The whole operator runs the very kernel that the module would.
+        call = LocalCall(own.target, own.arguments, own.inputs, own.outputs, gradients)
+    else:
+        call = rule_for(operator.target).localize(own, piece, gradients)
+    if operator.target in DRAWING:
+        number = graph.index_by_name[operator.name]
+        call = replace(call, bindings=(*call.bindings, ("operator", number)))
+    return call
 
 
 def flops(call: LocalCall) -> float:

@@ -1,8 +1,8 @@
 """The database under load: proposals stored and counted, costs looked up, and many processes that write at once.
 
 Proposals are drawn as a search draws them (`search.moves`) and recorded by what records them then
-(`app.services.recording`); their times are made up, spread as simulated ones are. The overhead is that of a real
-search, with and without its trace, in processor time of the whole process: the thread that writes counts too.
+(`app.services.recording`); their times are made up, spread as simulated ones are. The overhead is that of real
+searches (`scripts.benchmarks.recording`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmarks.recording import overheads
 from scripts.benchmarks.result import Measurement, Result, measurement
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 BYTES_PER_PROPOSAL = 20
 GROUP_BY_S = 1.0
-OVERHEAD_PERCENT = 5.0
+OVERHEAD_DEVICES = 16
+# Seconds of a search: pairs of them.
+SEARCHES = {5.0: 12, 30.0: 4}
 LOOKUP_S = 0.05
 WRITERS = 8
 BATCH = 1024
@@ -53,7 +57,9 @@ def run(*, quick: bool) -> Result:
     for devices, count in sizes.items():
         rows.append(_bytes_per_proposal(model, devices, count))
     rows += _ingestion(model, total, pool=sizes[8] // 4)
-    rows.append(_overhead(model, proposals=600 if quick else 2000, repetitions=2 if quick else 5))
+    with _store() as store:
+        begin = partial(_begun, store, model, OVERHEAD_DEVICES)
+        rows += overheads(store, begin, model, OVERHEAD_DEVICES, {2.0: 2} if quick else SEARCHES)
     rows += _lookup(model, repetitions=5 if quick else 21)
     rows += _writers(rounds=4 if quick else 40)
     return Result(
@@ -62,6 +68,7 @@ def run(*, quick: bool) -> Result:
             "network": model.graph.name,
             "proposals": total,
             **{f"proposals at {devices} devices": count for devices, count in sizes.items()},
+            "devices of the searches": OVERHEAD_DEVICES,
             "writers": WRITERS,
         },
         measurements=rows,
@@ -245,49 +252,6 @@ def _fastest(action: Callable[[], Any], repetitions: int) -> float:
         action()
         times_s.append(time.perf_counter() - began)
     return min(times_s)
-
-
-def _overhead(model: ImportedModel, proposals: int, repetitions: int) -> Measurement:
-    """Search with and without a trace, in turns, and compare the least processor times."""
-    from app.db.trace import ProposalTrace
-    from app.services.predicting import find_target, prepare
-    from app.services.progress import Silent
-    from app.services.recording import TraceRecorder, groups_text
-    from graph.training import Training
-    from search import mcmc
-    from search.groups import find_groups
-
-    options = mcmc.SearchOptions(proposals=proposals, chains=CHAINS)
-    groups = find_groups(model.graph)
-    times_s: dict[bool, list[float]] = {False: [], True: []}
-    with _store() as store:
-        target = find_target(store, "p100-cluster", Silent(), devices=8)
-        with prepare(store, model, target, Training(model.batch_size), "estimate", Silent()) as setting:
-
-            def search(observer: TraceRecorder | None) -> None:
-                mcmc.search(
-                    model.graph,
-                    setting.topology,
-                    setting.table,
-                    setting.training,
-                    options,
-                    links=target.link_costs,
-                    observer=observer,
-                )
-
-            search(None)  # compiles, and meets every call for the first time
-            for traced in (False, True) * repetitions:
-                search_id = _begun(store, model, 8)
-                began = time.process_time()
-                if traced:
-                    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-                        search(TraceRecorder(trace, groups, 8, Silent(), model.graph.name))
-                else:
-                    search(None)
-                times_s[traced].append(time.process_time() - began)
-    overhead = min(times_s[True]) / min(times_s[False]) - 1
-    what = f"a search of {proposals} proposals, its trace's share"
-    return measurement(what, overhead * 100, "%", at_most=OVERHEAD_PERCENT)
 
 
 def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:

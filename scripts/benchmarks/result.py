@@ -1,6 +1,6 @@
 """What a benchmark returns, and how it is shown."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -17,11 +17,15 @@ class Measurement(TypedDict):
 
 
 class Result(TypedDict):
-    """The outcome of one benchmark; `conditions` says under which counts and sizes it was measured."""
+    """The outcome of one benchmark; `conditions` says under which counts and sizes it was measured.
+
+    table: rows of equal columns, as text, where the figures are many of a kind.
+    """
 
     benchmark: str
     conditions: dict[str, str | int | float]
     measurements: list[Measurement]
+    table: NotRequired[list[dict[str, str]]]
 
 
 def measurement(
@@ -61,4 +65,15 @@ def show(result: Result, console: Console) -> None:
         table.add_row(
             measured["name"], f"{measured['value']:.4g} {measured['unit']}", target_text(measured), met
         )
+    console.print(table)
+    if result.get("table"):
+        _show_rows(result["table"], console)
+
+
+def _show_rows(rows: list[dict[str, str]], console: Console) -> None:
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, justify="right" if column != next(iter(rows[0])) else "left")
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)

@@ -29,6 +29,8 @@ class Outcome:
 
 Command = Callable[..., Outcome]
 
+REPOSITORY = Path(__file__).parents[2]
+
 # A module of a user's own, to which a test adds its factories.
 USERS_NETWORK = """
 import os, signal, torch
@@ -67,7 +69,8 @@ def unchanged_imports() -> Iterator[None]:
         here = Path.cwd()
         for name in set(sys.modules) - known:
             file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and here in Path(file).parents:
+            # Started in the repository, Soapstone's own and those of an environment within are not the user's.
+            if file is not None and here in Path(file).parents and REPOSITORY not in Path(file).parents:
                 del sys.modules[name]
 
 

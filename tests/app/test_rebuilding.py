@@ -11,14 +11,17 @@ import pytest
 from app.analytics.duck import connect
 from app.db import chunks, trace
 from app.db.records import DEEPEST_COPY
+from app.db.rows import ConfigurationEntry
 from app.db.store import Store
 from app.db.trace import ProposalTrace
+from app.services import recording
 from app.services.rebuilding import TraceReader
 from app.services.recording import Codes
 from graph.axes import tasks
 from graph.errors import DatabaseError, UsageError
 from graph.strategy import Configuration, Strategy
 from search import mcmc, proposals
+from search.delta import Delta
 from search.moves import Move, copied
 from search.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
 from tests.app.walks import Walked, begin, read, rows, walk, walked
@@ -130,7 +133,7 @@ def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None
                 copy = copied(axes, expected[code])
                 code = codes.of_copy(code, axes, copy)
                 expected[code] = copy
-    entries = codes.take_new()
+    entries = [ConfigurationEntry(*row) for row in codes.take_new()]
     assert sum(entry.family == "copied" for entry in entries) > 10 * DEEPEST_COPY
     assert all(entry.family != "listed" for entry in entries)
     with ProposalTrace(store, search_id) as trace_:
@@ -186,13 +189,13 @@ def test_other_costs_are_no_continuation(store: Store, monkeypatch: pytest.Monke
     options = mcmc.SearchOptions(proposals=100, chains=2, seed=1)
     search_id = begin(store, options)
     walk(store, search_id, branches(), DEVICES, options, interrupt=interrupt_at(60))
-    outcome = mcmc.outcome
+    current = Delta.current
 
-    def slower(*arguments: object) -> mcmc.Outcome:
-        was = outcome(*arguments)  # type: ignore[arg-type]
+    def slower(evaluation: Delta) -> mcmc.Outcome:
+        was = current(evaluation)
         return mcmc.Outcome(was.excess_bytes, was.step_time_ns + 1)
 
-    monkeypatch.setattr(mcmc, "outcome", slower)
+    monkeypatch.setattr(Delta, "current", slower)
     with pytest.raises(UsageError, match=r"was at .* ms, is at .* must be the same to go on"):
         walk(store, search_id, branches(), DEVICES, options, resumed=True)
 
@@ -255,7 +258,20 @@ def test_a_seed_means_its_permutation_for_ever() -> None:
 def test_a_thousand_devices_take_no_list() -> None:
     codes = Codes(1024)
     code = codes.of_listed(Configuration((1024, 1), tuple(range(1024))))
-    (entry,) = codes.take_new()
+    (entry,) = (ConfigurationEntry(*row) for row in codes.take_new())
     assert (entry.configuration, entry.family, entry.devices) == (code, "strided", None)
     assert tasks(tuple(entry.degrees)) == 1024
     assert place(Permuted(7), 1024, 1024) != place(Permuted(8), 1024, 1024)
+
+
+def test_no_copy_is_deeper_than_sql_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a base that was forgotten, or met before the search was resumed, nobody knows how deep a copy it is."""
+    monkeypatch.setattr(recording, "MOST_KNOWN", 5)
+    codes, code = Codes(4, first=20), 19
+    for number in range(40):
+        swapped = (1, 0) if number % 2 else (0, 1)
+        code = codes.of_copy(code, swapped, Configuration((2, 2), (3, 1, 2, 0)))
+    depth = dict.fromkeys(range(20), DEEPEST_COPY)
+    for entry in (ConfigurationEntry(*row) for row in codes.take_new()):
+        depth[entry.configuration] = 0 if entry.base is None else depth[entry.base] + 1
+    assert max(depth.values()) == DEEPEST_COPY

@@ -44,9 +44,9 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> Walked:
     step = mcmc.Chain.step
 
     def step_and_tell(chain: mcmc.Chain, *arguments: Any) -> None:
-        found.visited.setdefault((chain.number, chain.proposals), tuple(chain.layout.configurations))
+        found.visited.setdefault((chain.number, chain.proposals), tuple(chain.evaluation.configurations))
         step(chain, *arguments)
-        found.visited[chain.number, chain.proposals] = tuple(chain.layout.configurations)
+        found.visited[chain.number, chain.proposals] = tuple(chain.evaluation.configurations)
 
     monkeypatch.setattr(mcmc.Chain, "step", step_and_tell)
     return found

@@ -145,8 +145,25 @@ def test_two_probes_at_once_measure_every_size() -> None:
         assert probe.contention >= 0
 
 
+def seconds_by_place(device: PhysicalDevice) -> float | None:
+    """An exercise: a real all-reduce of all ranks' places."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(device.index + 1)])
+    dist.all_reduce(total)
+    return float(total) if dist.get_rank() == 0 else None
+
+
+def test_what_all_ranks_do_together_at_last_is_in_the_probe() -> None:
+    probe = probe_links(cpu_devices(3), QUICK, seconds_by_place)
+    assert probe.exercise_s == 6.0
+    assert probe.overhead_s == pytest.approx(6.0 - probe.find("p2p").latency_s)
+
+
 def test_three_devices_reduce_together() -> None:
     probe = probe_links(cpu_devices(3), QUICK)
+    assert (probe.exercise_s, probe.overhead_s) == (None, 0.0)
     assert probe.find("all_reduce").group_size == 3
     assert probe.find("p2p").group_size == 2
 

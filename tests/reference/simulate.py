@@ -8,7 +8,8 @@ from dataclasses import dataclass
 class Task:
     """A task: its duration, the tasks that it waits for, what it holds, and whom it slows.
 
-    device: the device of a compute task, else None; then `ends` are the devices whose compute it slows.
+    device: the device of a compute task, else None; then `ends` are the devices whose compute it slows, each as an end
+        of `flows` messages at once.
     """
 
     run_ns: int
@@ -16,6 +17,7 @@ class Task:
     resources: tuple[int, ...]
     device: int | None
     ends: tuple[int, ...] = ()
+    flows: int = 1
 
 
 class Machine:
@@ -35,7 +37,7 @@ class Machine:
             run_ns += max(0, self.owed_ns.pop(task.device, 0) - idle_ns)
         for device in task.ends:
             # Halves up: the integer nearest to factor * duration.
-            slowed_ns = (2 * self.contention_ppm[device] * run_ns + 1_000_000) // 2_000_000
+            slowed_ns = (2 * self.contention_ppm[device] * task.flows * run_ns + 1_000_000) // 2_000_000
             self.owed_ns[device] = self.owed_ns.get(device, 0) + slowed_ns
         for resource in task.resources:
             self.free_ns[resource] = start_ns + run_ns

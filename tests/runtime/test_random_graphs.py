@@ -31,6 +31,9 @@ from tests.runtime.strategies import random_strategy, seeds
 TOLERANCE = 1e-8
 # Gradients that are zero but for rounding.
 NOISE = 1e-12
+# A network whose loss grows so many times depends on every rounding: weights that differ by 1e-15 become others
+# altogether in three steps. Its first step alone is compared.
+DIVERGED = 1e6
 PROCESSES = (2, 3, 4)
 
 
@@ -100,7 +103,7 @@ def test_local_calls_of_random_networks_can_be_measured(network: int) -> None:
 
 @pytest.mark.parametrize("network", seeds(12, 300))
 def test_random_networks(pool: LocalPool, network: int) -> None:
-    """The plain module's losses, gradients, weights; where it draws numbers, the first step of the imported graph."""
+    """The plain module's losses, gradients, weights; the imported graph's first step where that draws or diverges."""
     model = reference(network)
     module, inputs, _ = model.build(SEED)
     assert isinstance(module, RandomNetwork)
@@ -110,8 +113,10 @@ def test_random_networks(pool: LocalPool, network: int) -> None:
         result = run(pool, module, job)
         about = report(module, graph, job.strategy)
         if module.exact:
-            check_equal(result, train_plain(model, job.training.optimizer), about)
-            continue
+            expected = train_plain(model, job.training.optimizer)
+            if max(map(abs, expected.losses)) < DIVERGED * max(1.0, abs(expected.losses[0])):
+                check_equal(result, expected, about)
+                continue
         first = interpret(
             graph,
             dict(module.named_parameters()),

@@ -1,16 +1,24 @@
-"""Megatron's strategy: what each rank holds, that it is legal for every network, and where it communicates."""
+"""Baselines: what each rank holds under Megatron's, that all are legal, and what makes each of them that one."""
 
 from __future__ import annotations
 
 import pytest
 
+from graph.axes import AxisKind
 from graph.importer import import_module
 from graph.intervals import shape
 from graph.operators import OperatorGraph
 from graph.plan import weight_holdings
 from graph.strategy import Strategy
 from graph.zoo import build, zoo_names
-from search.baselines import megatron
+from search.baselines import (
+    all_baselines,
+    global_map,
+    megatron,
+    operator_placement,
+    stanza,
+    usual_baselines,
+)
 
 _graphs: dict[str, OperatorGraph] = {}
 
@@ -76,3 +84,57 @@ def test_it_is_legal(name: str, degrees: tuple[int, int]) -> None:
     graph = small(name)
     tensor, data = degrees
     megatron(graph, tensor, data).validate(graph, tensor * data)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 6])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "alexnet", "rnnlm", "dlrm"])
+def test_every_baseline_is_legal_and_has_a_name_of_its_own(name: str, devices: int) -> None:
+    graph = small(name)
+    found = all_baselines(graph, devices)
+    for one in found:
+        one.strategy.validate(graph, devices)
+    assert len({one.name for one in found}) == len({one.strategy for one in found}) == len(found)
+    names = {one.name for one in found}
+    assert {one.name for one in usual_baselines(graph, devices)} & names
+    if devices == 4:
+        assert {"operator-placement", "megatron-2", "megatron-4", "mesh-2x2-parameter"} <= names
+
+
+def test_operators_are_placed_in_order_on_all_devices_and_split_by_none() -> None:
+    graph = small("mlp")
+    strategy = operator_placement(graph, 3)
+    devices = [configuration.devices for configuration in strategy.configurations]
+    assert all(len(one) == 1 for one in devices)
+    assert {one[0] for one in devices} == {0, 1, 2}
+    assert [one[0] for one in devices] == sorted(one[0] for one in devices)
+
+
+def test_stanza_keeps_fully_connected_layers_away_from_the_rest() -> None:
+    graph = small("alexnet")
+    strategy = stanza(graph, 9)
+    assert strategy is not None
+    used: dict[str, set[int]] = {"conv2d": set(), "linear": set()}
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        for kind, devices in used.items():
+            if operator.target == f"aten.{kind}.default":
+                devices.update(configuration.devices)
+    # The batch has eight samples.
+    assert used == {"conv2d": set(range(8)), "linear": {8}}
+    assert stanza(graph, 1) is None
+    assert stanza(small("mlp"), 4) is None
+
+
+@pytest.mark.parametrize("kind", [AxisKind.PARAMETER, AxisKind.ATTRIBUTE, AxisKind.REDUCTION])
+def test_one_map_for_all_operators_splits_samples_over_rows_and_one_kind_over_columns(kind: AxisKind) -> None:
+    graph = small("alexnet")
+    strategy = global_map(graph, kind, 2, 4)
+    split = 0
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        axes = operator.space.axes
+        for axis, degree in zip(axes[:-1], configuration.degrees, strict=False):
+            if degree > 1:
+                assert (axis.kind, degree) in {(AxisKind.SAMPLE, 4), (kind, 2)}
+                split += axis.kind is kind
+        # What is not split is computed by all.
+        assert len(configuration.devices) == 8
+    assert split > 0

@@ -4,6 +4,7 @@ import pytest
 
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, Link, Topology, local_topology
+from search.arrays import HoldStore
 from search.costs import Origin
 from search.links import LinkCosts, collective_price, step_price
 from tests.search.builders import cluster, device_kind
@@ -126,3 +127,15 @@ def test_a_measured_all_reduce_scales_its_halves_and_says_nothing_of_others() ->
 def test_a_root_must_be_named() -> None:
     with pytest.raises(ValueError, match="no root given"):
         collective_price(mesh(3), range(3), LinkCosts(), CollectiveKind.BROADCAST)
+
+
+def test_in_all_collectives_but_broadcast_and_reduce_every_device_is_the_end_of_two_messages() -> None:
+    topology = mesh(4)
+    store = HoldStore(topology, LinkCosts())
+    devices = routes = len(topology.devices)
+    expected = [1] * (devices + routes**2)
+    for kind in CollectiveKind:
+        one_way = kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
+        store.device_set((0, 1, 3), kind, 1 if one_way else None)
+        expected.append(1 if one_way else 2)
+    assert store.arrays().flows.tolist() == expected

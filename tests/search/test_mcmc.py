@@ -18,6 +18,7 @@ from search.baselines import data_parallel, random_strategy
 from search.costs import CostTable, OperatorCost
 from search.groups import find_groups, follow
 from search.mcmc import (
+    STOPPED,
     Outcome,
     ProposalBatch,
     SearchOptions,
@@ -157,10 +158,12 @@ def test_replaying_the_accepted_proposals_gives_every_simulated_time() -> None:
     )
     layout = builder.layout(data_parallel(graph, 4))
     assert len(codes) == 150
-    columns = (record.column("operator"), codes, record.column("simulated_ns"), record.column("accepted"))
-    for head, code, simulated_ns, accepted in zip(*columns, strict=True):
+    names = ("simulated_ns", "bound_ns", "accepted")
+    columns = (record.column("operator"), codes, *(record.column(name) for name in names))
+    for head, code, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
         undo = layout.change(follow(groups[head], decode_configuration(code)))
-        assert layout.run("program")[0] == simulated_ns
+        found_ns = layout.run("program")[0]
+        assert found_ns > bound_ns if simulated_ns == STOPPED else found_ns == simulated_ns
         if not accepted:
             layout.undo(undo)
 
@@ -173,7 +176,9 @@ def test_acceptance_is_the_metropolis_rule() -> None:
     run(graph, 4, SearchOptions(proposals=3000, chains=1, seed=5, beta=beta), record)
     simulated, bound = record.column("simulated_ns"), record.column("bound_ns")
     accepted = record.column("accepted")
-    assert [time_ns <= limit_ns for time_ns, limit_ns in zip(simulated, bound, strict=True)] == accepted
+    within = [time_ns <= limit_ns for time_ns, limit_ns in zip(simulated, bound, strict=True)]
+    assert [time_ns != STOPPED for time_ns in simulated] == accepted
+    assert all(fits for fits, taken in zip(within, accepted, strict=True) if taken)
     initial_ns = simulate(
         graph,
         data_parallel(graph, 4),

@@ -72,6 +72,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
             np.zeros((len(resources), 2)),
             np.zeros(len(resources), np.int64),
             np.full(len(resources), -1, np.int64),
+            np.array([1] * DEVICES + [task.flows for task in tasks], np.int64),
         ),
     )
 
@@ -90,7 +91,8 @@ def task_lists(draw: st.DrawFn) -> list[reference.Task]:
         else:
             links = draw(st.sets(st.integers(DEVICES, DEVICES + LINKS - 1), min_size=1, max_size=3))
             ends = draw(st.sets(st.integers(0, DEVICES - 1), min_size=2, max_size=3))
-            tasks.append(reference.Task(run_ns, predecessors, tuple(links), None, tuple(ends)))
+            flows = draw(st.integers(1, 2))
+            tasks.append(reference.Task(run_ns, predecessors, tuple(links), None, tuple(ends), flows))
     return tasks
 
 

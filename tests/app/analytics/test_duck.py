@@ -19,17 +19,17 @@ from app.analytics.catalog import CATALOG
 from app.analytics.duck import connect
 from app.analytics.views import TRACE_COLUMNS
 from app.db.records import LinkCostRecord, LinkFitRecord, SearchOutcome
-from app.db.schema import open_database
-from app.db.store import Store
-from app.db.trace import (
+from app.db.rows import (
     ConfigurationEntry,
     ProposalBatch,
-    ProposalTrace,
     StartEntry,
     configuration_schema,
     proposal_schema,
     start_schema,
 )
+from app.db.schema import open_database
+from app.db.store import Store
+from app.db.trace import ProposalTrace
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError
 from tests.app.db import samples

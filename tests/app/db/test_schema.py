@@ -73,7 +73,7 @@ def test_upgrade_again_keeps_the_rows_and_downgrade_drops_them(database_url: str
 def test_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(database_url, revision="0001")
     with pytest.raises(
-        DatabaseError, match=r"schema is 0001, must be 0002; run: app db upgrade --database "
+        DatabaseError, match=r"schema is 0001, must be 0003; run: app db upgrade --database "
     ) as raised:
         open_database(database_url)
     assert "\n" not in str(raised.value)
@@ -103,7 +103,7 @@ def test_tables_of_another_program_are_left_alone(database_url: str) -> None:
 
 
 def stored_by_0001(url: str) -> None:
-    """Make a database of revision 0001 with rows that 0002 touches, as that revision's Soapstone wrote them."""
+    """Make a database of revision 0001 with rows that later ones touch, as that revision's Soapstone wrote them."""
     upgrade(url, revision="0001")
     moment = "'2026-01-02 03:04:05'"
     for statement in (
@@ -188,6 +188,7 @@ def test_0001_is_upgraded_and_taken_back_with_its_rows(database_url: str) -> Non
             "failed",
         ]
         assert store.search(2).owner is None
+        assert store.search(2).lower_bound_s is None
         store.record_trace(2, "starts", "x.traces/search-2/starts-000001.parquet", 3)
     assert downgrade(database_url, revision="0001") == schema.HEAD
     after = rows_of(database_url)

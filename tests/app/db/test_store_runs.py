@@ -120,7 +120,7 @@ def test_search_goes_from_start_to_finish(store: Store) -> None:
     strategy = store.put_strategy(samples.strategy(scene.graph_id, 0))
     number = store.start_search(scene.search())
     assert store.search(number) == replace(scene.search(), id=number)
-    store.update_search(number, SearchOutcome(10, 5, 2.0, 1.5))
+    store.record_traces(number, [], SearchOutcome(10, 5, 2.0, 1.5))
     assert store.search(number).status == "running"
     store.finish_search(number, "interrupted", SearchOutcome(20, 9, 2.0, 1.0, strategy))
     found = store.search(number)

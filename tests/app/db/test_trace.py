@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,16 +20,16 @@ from pyarrow import parquet
 from app.db import chunks, models, owners
 from app.db import trace as trace_module
 from app.db.records import SearchOutcome, TraceKind
-from app.db.store import Store
-from app.db.trace import (
+from app.db.rows import (
     ConfigurationEntry,
     ProposalBatch,
-    ProposalTrace,
     StartEntry,
     configuration_schema,
     proposal_schema,
     start_schema,
 )
+from app.db.store import Store
+from app.db.trace import ProposalTrace
 from graph.errors import DatabaseError
 from tests.app.db.samples import Scene
 
@@ -139,14 +143,13 @@ def test_resumed_trace_goes_on_after_the_last_chunk(store: Store) -> None:
 def test_proposals_are_on_disk_without_another_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "FLUSH_INTERVAL_S", 0.01)
     written = threading.Event()
-    record_trace = store.record_trace
+    record_traces = store.record_traces
 
-    def record_and_tell(search_id: int, kind: TraceKind, path: str, rows: int) -> int:
-        number = record_trace(search_id, kind, path, rows)
+    def record_and_tell(*arguments: Any) -> None:
+        record_traces(*arguments)
         written.set()
-        return number
 
-    monkeypatch.setattr(store, "record_trace", record_and_tell)
+    monkeypatch.setattr(store, "record_traces", record_and_tell)
     search = store.start_search(Scene.stored(store).search())
     trace = ProposalTrace(store, search)
     trace.add(batch(0, 5))
@@ -224,7 +227,7 @@ def test_the_newest_checkpoint_and_outcome_are_kept(store: Store, monkeypatch: p
     with ProposalTrace(store, search) as trace:
         for number in range(3):
             outcome = SearchOutcome(number, 0, 2.0, 1.0)
-            trace.add(replace(batch(10 * number, 10), checkpoint=f"[{number}]", outcome=outcome))
+            trace.add(replace(batch(10 * number, 10), checkpoint=partial(str, [number]), outcome=outcome))
         assert store.search(search).proposals == 2
         trace.add(batch(30, 10))
     (chunk,) = names(store, search)
@@ -315,3 +318,25 @@ def test_a_search_whose_process_is_gone_is_put_in_order_at_the_next_open(
 def gone() -> str:
     """Return the owner of a process of this machine that has ended."""
     return json.dumps({**json.loads(owners.this_process()), "pid": 2**22 + 1})
+
+
+def test_writing_and_merging_imports_no_pandas(tmp_path: Path) -> None:
+    """It takes as long to import as a hundred chunks to write."""
+    program = f"""
+import sys
+from app.db.rows import ConfigurationEntry, StartEntry
+from app.db.store import Store
+from app.db.trace import ProposalTrace
+from tests.app.db.samples import Scene
+from tests.app.db.test_trace import batch
+with Store.open({str(tmp_path / "x.sqlite")!r}) as store:
+    search = store.start_search(Scene.stored(store).search())
+    for first in (0, 20):
+        with ProposalTrace(store, search) as trace:
+            trace.add_entries([ConfigurationEntry(first, "strided", 2, (2, 1), start=0, stride=1)])
+            trace.add_starts([StartEntry(0, "random", 7, first)])
+            trace.add(batch(first, 20))
+    assert [one.rows for one in store.traces()] == [40, 2, 2]
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

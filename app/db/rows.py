@@ -1,0 +1,224 @@
+"""The rows of a trace: what one says, and the Arrow tables that many become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from app.db.columns import Mask, booleans, lists, numbers, texts
+from app.db.records import SearchOutcome
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Family = Literal["strided", "permuted", "copied", "listed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalBatch:
+    """Proposals of one search in the order in which they were made; arrays of one length.
+
+    `step` counts the proposals of a chain from 1. `operator` is an index into the graph's operators, the head of the
+    group that changes, `configuration` the code of what was proposed for it (`ConfigurationEntry`). `simulated_ns`
+    is the simulated step time, `bound_ns` the bound at which the simulation was stopped because that sufficed to
+    reject; a negative number in either means that there is none, and one in both that a memory is exceeded.
+
+    `checkpoint` gives a text that says what the search was after these proposals, and `outcome` how far it came.
+    Of the batches that are written together only the last checkpoint is asked for its text.
+    """
+
+    chain: npt.NDArray[np.integer[Any]]
+    step: npt.NDArray[np.integer[Any]]
+    operator: npt.NDArray[np.integer[Any]]
+    configuration: npt.NDArray[np.integer[Any]]
+    simulated_ns: npt.NDArray[np.integer[Any]]
+    bound_ns: npt.NDArray[np.integer[Any]]
+    accepted: npt.NDArray[np.bool_]
+    checkpoint: Callable[[], str] | None = None
+    outcome: SearchOutcome | None = None
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+class ConfigurationEntry(NamedTuple):
+    """What a configuration code means: the degrees, and how to list the devices of the tasks.
+
+    strided: `start`, `stride` (`search.placements.Strided`); permuted: `seed`; listed: `devices`; copied: from the
+    configuration with the code `base`, along `axes` (`search.moves.copied`). Two codes may mean the same.
+    """
+
+    configuration: int
+    family: Family
+    device_count: int
+    degrees: Sequence[int]
+    start: int | None = None
+    stride: int | None = None
+    seed: int | None = None
+    base: int | None = None
+    axes: Sequence[int] | None = None
+    devices: Sequence[int] | None = None
+
+
+EntryRow = tuple[
+    int,
+    Family,
+    int,
+    Sequence[int],
+    int | None,
+    int | None,
+    int | None,
+    int | None,
+    Sequence[int] | None,
+    Sequence[int] | None,
+]
+"""A `ConfigurationEntry`, or a plain tuple of its fields: every second proposal has one, and a plain one is made in no
+time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartEntry:
+    """One operator's configuration at the start of a chain: of every head, and of what does not follow its head."""
+
+    chain: int
+    start: str
+    operator: int
+    configuration: int
+
+
+def proposal_schema() -> pa.Schema:
+    """Return the columns of a chunk of proposals."""
+    import pyarrow as pa
+
+    fields: list[pa.Field[Any]] = [
+        pa.field("search", pa.int32(), nullable=False),
+        pa.field("chain", pa.int16(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("operator", pa.int32(), nullable=False),
+        pa.field("configuration", pa.int64(), nullable=False),
+        pa.field("simulated_ns", pa.int64()),
+        pa.field("bound_ns", pa.int64()),
+        pa.field("accepted", pa.bool_(), nullable=False),
+    ]
+    return pa.schema(fields)
+
+
+def configuration_schema() -> pa.Schema:
+    """Return the columns of a chunk of configuration codes."""
+    import pyarrow as pa
+
+    fields: list[pa.Field[Any]] = [
+        pa.field("search", pa.int32(), nullable=False),
+        pa.field("configuration", pa.int64(), nullable=False),
+        pa.field("family", pa.string(), nullable=False),
+        pa.field("device_count", pa.int32(), nullable=False),
+        pa.field("degrees", pa.list_(pa.int32()), nullable=False),
+        pa.field("start", pa.int32()),
+        pa.field("stride", pa.int32()),
+        pa.field("seed", pa.uint32()),
+        pa.field("base", pa.int64()),
+        pa.field("axes", pa.list_(pa.int32())),
+        pa.field("devices", pa.list_(pa.int32())),
+    ]
+    return pa.schema(fields)
+
+
+def start_schema() -> pa.Schema:
+    """Return the columns of a chunk of starts."""
+    import pyarrow as pa
+
+    fields: list[pa.Field[Any]] = [
+        pa.field("search", pa.int32(), nullable=False),
+        pa.field("chain", pa.int16(), nullable=False),
+        pa.field("start", pa.string(), nullable=False),
+        pa.field("operator", pa.int32(), nullable=False),
+        pa.field("configuration", pa.int64(), nullable=False),
+    ]
+    return pa.schema(fields)
+
+
+def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
+    """Return proposals, sorted by chain and step."""
+
+    def column(name: str) -> npt.NDArray[Any]:
+        return np.concatenate([getattr(batch, name) for batch in batches])
+
+    chain, step = column("chain"), column("step")
+    order = np.lexsort((step, chain))
+    times = {name: column(name)[order] for name in ("simulated_ns", "bound_ns")}
+    return _table(
+        proposal_schema(),
+        search_id,
+        {
+            "chain": chain[order],
+            "step": step[order],
+            "operator": column("operator")[order],
+            "configuration": column("configuration")[order],
+            **times,
+            "accepted": booleans(column("accepted")[order]),
+        },
+        {name: values >= 0 for name, values in times.items()},
+    )
+
+
+def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table:
+    """Return entries; what is of another family is NULL."""
+    code, family, device_count, degrees, start, stride, seed, base, axes, devices = zip(*entries, strict=True)
+    number = {name: place for place, name in enumerate(get_args(Family))}
+    which = np.fromiter(map(number.__getitem__, family), np.int8, len(family))
+    of = {name: which == place for name, place in number.items()}
+
+    def some(values: Sequence[int | None], valid: Mask) -> npt.NDArray[np.int64]:
+        result = np.zeros(len(values), np.int64)
+        result[valid] = [value for value in values if value is not None]
+        return result
+
+    columns = {
+        "configuration": np.array(code),
+        "family": texts(family),
+        "device_count": np.array(device_count),
+        "degrees": lists(degrees),
+        "start": some(start, of["strided"]),
+        "stride": some(stride, of["strided"]),
+        "seed": some(seed, of["permuted"]),
+        "base": some(base, of["copied"]),
+        "axes": lists(axes, of["copied"]),
+        "devices": lists(devices, of["listed"]),
+    }
+    valid = {"start": of["strided"], "stride": of["strided"], "seed": of["permuted"], "base": of["copied"]}
+    return _table(configuration_schema(), search_id, columns, valid)
+
+
+def start_table(search_id: int, starts: Sequence[StartEntry]) -> pa.Table:
+    """Return starts."""
+    return _table(
+        start_schema(),
+        search_id,
+        {
+            "chain": np.array([one.chain for one in starts]),
+            "start": texts([one.start for one in starts]),
+            "operator": np.array([one.operator for one in starts]),
+            "configuration": np.array([one.configuration for one in starts]),
+        },
+        {},
+    )
+
+
+def _table(
+    schema: pa.Schema, search_id: int, columns: Mapping[str, Any], valid: Mapping[str, Mask]
+) -> pa.Table:
+    """Return a table of a search's rows; arrays of numpy become columns, NULL where they are not valid."""
+    import pyarrow as pa
+
+    rows = len(next(iter(columns.values())))
+    columns = {"search": np.full(rows, search_id), **columns}
+    made = [
+        numbers(values, field.type, valid.get(field.name)) if isinstance(values, np.ndarray) else values
+        for field in schema
+        for values in [columns[field.name]]
+    ]
+    return pa.Table.from_arrays(made, schema=schema)

@@ -1,0 +1,133 @@
+"""What an exchange costs a rank of a training step beyond its messages: measured in steps of a small network.
+
+A link's latency, measured with bare messages, lacks what the runtime does about them: cutting and putting together,
+starting, leaving autograd's backward and entering it again, and waiting for a rank that is late. So a network whose
+synchronized batch norms exchange their moments, forward and backward, is executed on two ranks and on one, with every
+instruction's time recorded.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from runtime.jobs import Job, JobResult, run_job
+from runtime.models import ModelReference
+from runtime.spans import WEIGHT_GRADIENTS, Recorded
+
+if TYPE_CHECKING:
+    from graph.operators import OperatorGraph
+    from profiler.devices import PhysicalDevice
+
+BLOCKS = 12
+CHANNELS = 64
+IMAGE = 28
+BATCH_SIZE = 2
+WARM_UP_STEPS = 3
+RECORDED_STEPS = 8
+# Forward and backward, each batch norm exchanges its moments; nobody asks for the gradient of the first.
+EXCHANGES = 2 * BLOCKS - 1
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadJobs:
+    """The network's step on two ranks, which exchange, and on one, which does not; executed one after the other.
+
+    A picklable function of a rank's device, for processes that form a group.
+    """
+
+    split: Job
+    whole: Job
+    timeout_s: float
+
+    def __call__(self, device: PhysicalDevice) -> float | None:
+        """Execute both in this rank's process group; return on rank 0 the seconds of an exchange."""
+        split = run_job(self.split, device.torch_name, self.timeout_s)
+        whole = run_job(self.whole, device.torch_name, self.timeout_s)
+        return None if split is None or whole is None else exchange_s(split, whole)
+
+
+def network(batch_size: int = BATCH_SIZE) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return convolutions with a batch norm behind each, of sizes that leave no code or data in a core's caches.
+
+    The convolutions' weights are frozen: their gradients' all-reduces are measured by themselves.
+    """
+    import torch
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    for _ in range(BLOCKS):
+        convolution = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False).requires_grad_(
+            requires_grad=False
+        )
+        layers += [convolution, nn.BatchNorm2d(CHANNELS), nn.ReLU()]
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layers(images).square().mean()
+            return result
+
+    return Network(), (torch.randn(batch_size, CHANNELS, IMAGE, IMAGE),), {}
+
+
+def overhead_jobs(timeout_s: float) -> OverheadJobs:
+    """Return what the ranks of a probe are to execute."""
+    from graph.importer import import_module
+    from graph.training import Training
+    from search.baselines import data_parallel, single_device
+
+    module, args, kwargs = network()
+    graph: OperatorGraph = import_module(module, args, kwargs, name="exchanges")
+    split = Job(
+        graph=graph,
+        strategy=data_parallel(graph, 2),
+        node_of=(0, 0),
+        training=Training(batch_size=BATCH_SIZE),
+        model=ModelReference(f"{__name__}:{network.__name__}"),
+        iterations=0,
+        warmup=WARM_UP_STEPS,
+        recorded=RECORDED_STEPS,
+    ).without_caches()
+    whole = Job(
+        graph=split.graph,
+        strategy=single_device(graph),
+        node_of=(0,),
+        training=split.training,
+        model=split.model,
+        iterations=0,
+        warmup=WARM_UP_STEPS,
+        recorded=RECORDED_STEPS,
+    )
+    return OverheadJobs(split, whole, timeout_s)
+
+
+def exchange_s(split: JobResult, whole: JobResult) -> float:
+    """Return the seconds that one exchange takes a rank, from the recorded steps of both jobs.
+
+    What a rank spends on copies, on waits and inside autograd, less what autograd takes where nothing is exchanged;
+    the median over the steps of the mean over the ranks.
+    """
+    more_s = statistics.median(_besides_operators_s(split.recorded))
+    return max(0.0, more_s - statistics.median(_besides_operators_s(whole.recorded))) / EXCHANGES
+
+
+def _besides_operators_s(recorded: Recorded) -> list[float]:
+    """Return, for each step, the mean over the ranks of the time that exchanges and autograd take."""
+    return [
+        statistics.mean(
+            sum(
+                span.end_ns - span.start_ns
+                for span in spans
+                if (span.label.kind in ("copy", "wait") and span.label.subject != WEIGHT_GRADIENTS)
+                or (span.label.kind == "runtime" and span.label.subject == "autograd")
+            )
+            for spans in step
+        )
+        / 1e9
+        for step in recorded
+    ]

@@ -1,0 +1,139 @@
+"""The part of a search that looks for strategies: its algorithms, one after the other, and their progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from app.db.store import Store
+from app.db.trace import ProposalTrace
+from app.services.predicting import Setting, without_measuring
+from app.services.progress import Progress
+from app.services.rebuilding import TraceReader
+from app.services.recording import TraceRecorder, groups_text
+from app.services.reusing import KnownStart
+from graph.strategy import Strategy
+from search import algorithms
+from search.algorithms import Context, Found
+from search.bound import Bound, lower_bound
+from search.costs import CostTable
+from search.groups import find_groups
+from search.mcmc import ProposalBatch, ResumedChain, SearchOptions
+from search.needed import rule_calls
+from search.placements import Origin
+from search.tables import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A search about to begin: its algorithms, what they begin with and, of a walk that is resumed, its chains."""
+
+    search_id: int
+    names: tuple[str, ...]
+    options: SearchOptions
+    known: tuple[KnownStart, ...]
+    resumed: tuple[ResumedChain, ...] = ()
+    compare_baselines: bool = False
+
+
+class Bar:
+    """An observer that moves the bar and keeps nothing."""
+
+    def __init__(self, progress: Progress, text: str) -> None:
+        self._progress = progress
+        self._text = text
+        self._reported = 0
+
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        """Ignore the start of a chain."""
+
+    def on_proposals(self, batch: ProposalBatch) -> None:
+        """Ignore proposals."""
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Move the bar."""
+        self._progress.advance(
+            proposals - self._reported, f"{self._text}: best {best_s * 1e3:.1f} ms, {accepted} accepted"
+        )
+        self._reported = proposals
+
+
+def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
+    """Return what the algorithms solve, with the setting's costs if none are given."""
+    from graph.rules import first_call
+
+    return Problem(
+        setting.model.graph,
+        setting.topology,
+        costs if costs is not None else setting.table,
+        setting.training,
+        setting.target.link_costs,
+        rule_calls(),
+        first_call,
+    )
+
+
+def bound_of(store: Store, setting: Setting, found: Sequence[Found], progress: Progress) -> Bound:
+    """Return a time that no strategy of the searched space is below: what an algorithm proved, else a lower bound.
+
+    Costs that nobody has measured are estimated for it.
+    """
+    progress.begin("bounding the step time from below", None)
+    try:
+        best = lower_bound(problem_of(setting, without_measuring(store, setting)))
+    finally:
+        progress.end()
+    for one in found:
+        if one.bound_s is not None and one.bound_s > best.seconds:
+            best = Bound(round(one.bound_s * 1e9), f"{one.algorithm} over the whole space", whole=True)
+    return best
+
+
+def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tuple[Found, ...]:
+    """Run the algorithms; every proposal of the walk goes into the trace.
+
+    Raises:
+        SoapstoneError: as `search.algorithms.run`.
+    """
+    name_of_graph = setting.model.graph.name
+    groups = find_groups(setting.model.graph)
+    with ProposalTrace(store, plan.search_id, groups_text(groups)) as trace:
+        reader = TraceReader(store, plan.search_id)
+        steps = {one.checkpoint.number: one.checkpoint.proposals for one in plan.resumed}
+        recorder = TraceRecorder(
+            trace,
+            groups,
+            len(setting.topology.devices),
+            progress,
+            name_of_graph,
+            resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
+            recorded=reader.recorded_after(steps),
+            first_code=reader.code_count(),
+        )
+        context = Context(
+            plan.options,
+            tuple(start.strategy for start in plan.known),
+            plan.resumed,
+            {
+                name: recorder if name == "mcmc" else Bar(progress, f"searching {name_of_graph} by {name}")
+                for name in plan.names
+            },
+        )
+
+        def announce(name: str, start_count: int) -> None:
+            text = f"searching {name_of_graph}" + ("" if name == "mcmc" else f" by {name}")
+            progress.end()
+            progress.begin(text, _total(name, plan.options, start_count))
+
+        progress.begin(f"searching {name_of_graph}", None)
+        try:
+            return algorithms.run(plan.names, problem_of(setting), context, announce)
+        finally:
+            progress.end()
+
+
+def _total(name: str, options: SearchOptions, start_count: int) -> int | None:
+    """Return how many strategies an algorithm simulates at most; None where nobody knows."""
+    if name == "mcmc":
+        return options.proposals + start_count * (options.proposals // options.chains)
+    return options.proposals if name in ("greedy", "random") else None

@@ -1,0 +1,178 @@
+"""What it costs a search to record every proposal: the same search with and without its trace, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmarks.result import Measurement, measurement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from app.db.store import Store
+    from app.services.models import ImportedModel
+    from graph.strategy import Strategy
+    from search import mcmc
+    from search.placements import Origin
+    from search.proposals import Observer, ProposalBatch
+
+OVERHEAD_PERCENT = 5.0
+CHAINS = 4
+CALIBRATING = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of one search; of its processor time that in calls of the trace, and that of all other threads."""
+
+    wall_s: float
+    processor_s: float
+    others_s: float
+    calls_s: float = 0.0
+
+
+class Watched:
+    """An observer that adds up the processor time of another one's calls."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.seconds = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what the block takes in this thread."""
+        began = time.thread_time()
+        yield
+        self.seconds += time.thread_time() - began
+
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        """Hand on the start of a chain."""
+        with self.watching():
+            self._observer.on_start(chain, name, strategy, heads)
+
+    def on_proposals(self, batch: ProposalBatch) -> None:
+        """Hand on proposals."""
+        with self.watching():
+            self._observer.on_proposals(batch)
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Hand on how far the search is."""
+        with self.watching():
+            self._observer.progress(proposals, accepted, best_s)
+
+
+def overheads(
+    store: Store,
+    begin: Callable[[], int],
+    model: ImportedModel,
+    devices: int,
+    searches: Mapping[float, int],
+) -> list[Measurement]:
+    """Search with and without a trace, in turns, which comes first alternating; compare pair by pair.
+
+    Args:
+        store: where the traces go.
+        begin: stores a search that begins; returns its id.
+        model: the network.
+        devices: of the topology p100-cluster.
+        searches: about how many seconds a search is to take, and how many pairs to make of it.
+    """
+    from app.services.predicting import find_target, prepare
+    from app.services.progress import Silent
+    from graph.training import Training
+    from search import mcmc
+
+    target = find_target(store, "p100-cluster", Silent(), devices=devices)
+    with prepare(store, model, target, Training(model.batch_size), "estimate", Silent()) as setting:
+
+        def search(options: mcmc.SearchOptions, observer: Observer | None = None) -> None:
+            mcmc.search(
+                model.graph,
+                setting.topology,
+                setting.table,
+                setting.training,
+                options,
+                links=target.link_costs,
+                observer=observer,
+            )
+
+        calibrating = mcmc.SearchOptions(proposals=CALIBRATING, chains=CHAINS)
+        search(calibrating)  # compiles, and meets every call for the first time
+        calibrated = _plain(calibrating, search)
+        rows: list[Measurement] = []
+        for seconds, pairs in searches.items():
+            proposals = max(CHAINS, round(CALIBRATING * seconds / calibrated.processor_s))
+            options = replace(calibrating, proposals=proposals)
+            plain, recorded = [], []
+            for number in range(pairs):
+                for traced in (False, True) if number % 2 == 0 else (True, False):
+                    if traced:
+                        recorded.append(_recorded(store, begin(), model, devices, options, search))
+                    else:
+                        plain.append(_plain(options, search))
+            rows += _compared(proposals, plain, recorded)
+    return rows
+
+
+def _plain(options: Any, search: Callable[..., None]) -> Spent:
+    wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    search(options)
+    return _spent(wall, processor, thread, 0.0)
+
+
+def _spent(wall: float, processor: float, thread: float, calls_s: float) -> Spent:
+    own_s = time.thread_time() - thread
+    processor_s = time.process_time() - processor
+    return Spent(time.perf_counter() - wall, processor_s, processor_s - own_s, calls_s)
+
+
+def _recorded(
+    store: Store,
+    search_id: int,
+    model: ImportedModel,
+    devices: int,
+    options: Any,
+    search: Callable[..., None],
+) -> Spent:
+    """Search as `app search` does, from the opening of the trace until all of it is written."""
+    from app.db.trace import ProposalTrace
+    from app.services.progress import Silent
+    from app.services.recording import TraceRecorder, groups_text
+    from search.groups import find_groups
+
+    groups = find_groups(model.graph)
+    wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
+        recorder = Watched(TraceRecorder(trace, groups, devices, Silent(), model.graph.name))
+        opened = time.thread_time() - thread
+        search(options, recorder)
+        closing = time.thread_time()
+    return _spent(wall, processor, thread, opened + recorder.seconds + time.thread_time() - closing)
+
+
+def _compared(proposals: int, plain: list[Spent], recorded: list[Spent]) -> list[Measurement]:
+    seconds = statistics.median(spent.wall_s for spent in plain)
+    search = f"a search of {proposals} proposals in {seconds:.1f} s"
+    rows = []
+    for what, name in (("processor time", "processor_s"), ("wall time", "wall_s")):
+        ratios = [
+            getattr(with_trace, name) / getattr(without, name)
+            for without, with_trace in zip(plain, recorded, strict=True)
+        ]
+        percent = (statistics.median(ratios) - 1) * 100
+        rows.append(
+            measurement(f"{search}: more {what} with its trace", percent, "%", at_most=OVERHEAD_PERCENT)
+        )
+    idle_s = statistics.median(spent.others_s for spent in plain)
+    shares = []
+    for spent in recorded:
+        recording_s = spent.calls_s + spent.others_s - idle_s
+        shares.append(recording_s / (spent.processor_s - recording_s))
+    what = f"{search}: processor time of the trace's calls and thread"
+    rows.append(measurement(what, statistics.median(shares) * 100, "%", at_most=OVERHEAD_PERCENT))
+    return rows

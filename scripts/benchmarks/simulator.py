@@ -1,0 +1,274 @@
+"""How fast strategies are simulated and searched: a chain's proposals, one core, from two starts.
+
+Of every network and number of devices: how long a simulation from scratch takes (task graph included), and what a
+proposal takes in a chain, drawing and deriving included, and how many times as long the same proposals take when each
+is simulated in full. The chain begins at data parallelism, or at 200 random moves
+away from it. Costs are estimates for the devices of the topology p100-cluster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Measurement, Result, measurement
+
+if TYPE_CHECKING:
+    from graph.calls import LocalCall
+    from graph.operators import OperatorGraph
+    from graph.strategy import Strategy
+    from graph.topology import DeviceKind, Topology
+    from search.costs import OperatorCost, Origin
+    from search.mcmc import Chain
+    from search.moves import Moves
+    from search.simulator import Order
+    from search.taskgraph import TaskGraphBuilder
+
+TOPOLOGY, DEVICES_A_NODE = "p100-cluster", 4
+# Preset or sizes, and batch size, of each network; "nmt-40" is the size that FlexFlow's public code has.
+NETWORKS: dict[str, tuple[str, dict[str, int], int]] = {
+    "alexnet": ("alexnet", {}, 256),
+    "inception": ("inception", {}, 64),
+    "resnet101": ("resnet101", {}, 64),
+    "nmt-40": ("nmt", {"steps": 5, "layers": 2}, 64),
+    "nmt": ("nmt", {}, 64),
+    "bert-large": ("bert-large", {}, 256),
+}
+DEVICES = (4, 16, 64, 256)
+QUICK = (("alexnet", 16), ("nmt-40", 16))
+STARTS = ("data parallel", "random")
+RANDOM_MOVES = 200
+# Random strategies on more devices exchange so many pieces that their units outgrow the store of `search.units`.
+MOST_DEVICES_AT_RANDOM = 64
+# Microseconds a proposal, one core, program order.
+TARGETS_US = {
+    ("inception", 64, "random"): 60.0,
+    ("inception", 64, "data parallel"): 25.0,
+    ("nmt-40", 16, "random"): 10.0,
+    ("nmt-40", 16, "data parallel"): 10.0,
+    ("resnet101", 64, "random"): 45.0,
+    ("resnet101", 64, "data parallel"): 45.0,
+}
+SPEEDUP = 10.0
+# What is timed of a row, after as much again that warms the memo up, in seconds and at least so many proposals.
+SECONDS, LEAST_PROPOSALS = 4.0, 20
+PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One network on so many devices, from one start, in one order."""
+
+    network: str
+    devices: int
+    start: str
+    operators: int
+    groups: int
+    tasks: int
+    full_us: float
+    ns_a_task: float
+    median_us: float
+    p95_us: float
+    mean_us: float
+    acceptance: float
+    speedup: float
+    fifo_us: float
+
+
+class Datasheet:
+    """Costs of local calls by the data sheets of a topology's devices, see `profiler.estimate`."""
+
+    def __init__(self, kinds: Sequence[DeviceKind]) -> None:
+        self._kinds = {kind.name: kind for kind in kinds}
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
+        """Return the estimate of each call."""
+        from profiler.estimate import estimate
+        from search.costs import OperatorCost, Origin
+
+        kind = self._kinds[kind_name]
+        return [OperatorCost(*estimate(call, kind), Origin.DATASHEET) for call in calls]
+
+    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the estimate of an update."""
+        from profiler.estimate import estimate
+        from profiler.updates import update_call
+        from search.costs import Origin
+
+        return estimate(update_call(optimizer, elements), self._kinds[kind_name])[0], Origin.DATASHEET
+
+
+def run(*, quick: bool) -> Result:
+    """Measure every row; in quick mode two small ones."""
+    rows: list[Row] = []
+    for name in NETWORKS:
+        wanted = [count for count in DEVICES if not quick or (name, count) in QUICK]
+        graph = imported(name) if wanted else None
+        for count in wanted:
+            if graph is not None:
+                rows += [measured(name, graph, count, start) for start in STARTS if fits(name, count, start)]
+    return Result(
+        benchmark="simulator",
+        conditions={"topology": TOPOLOGY, "random moves": RANDOM_MOVES, "order": "program"},
+        measurements=[one for row in rows for one in _measurements(row)],
+        table=[_cells(row) for row in rows],
+    )
+
+
+def fits(name: str, device_count: int, start: str) -> bool:
+    """Return whether a row can be measured."""
+    return start != "random" or device_count <= MOST_DEVICES_AT_RANDOM or name in ("alexnet", "nmt-40")
+
+
+def imported(name: str) -> OperatorGraph:
+    """Return the graph of a network of the table."""
+    import torch
+
+    from graph.importer import import_module
+    from graph.zoo import build
+
+    zoo_name, sizes, batch_size = NETWORKS[name]
+    with torch.device("meta"):
+        module, args, kwargs = build(zoo_name, "paper", batch_size, **sizes)
+    return import_module(module, args, kwargs, name=name)
+
+
+def topology_of(device_count: int) -> Topology:
+    """Return as many nodes as have so many devices."""
+    from graph.topology import load_topology
+
+    return load_topology(TOPOLOGY, max(1, device_count // DEVICES_A_NODE)).subset(device_count)
+
+
+def builder_of(graph: OperatorGraph, device_count: int) -> TaskGraphBuilder:
+    """Return a builder with estimated costs."""
+    from graph.training import Training
+    from search.costs import CostTable
+    from search.taskgraph import TaskGraphBuilder
+
+    topology = topology_of(device_count)
+    return TaskGraphBuilder(graph, topology, CostTable(Datasheet(topology.kinds)), Training(64))
+
+
+def chain_of(builder: TaskGraphBuilder, strategy: Strategy, order: Order, *, in_full: bool = False) -> Chain:
+    """Return a chain of endless budget from a strategy."""
+    import numpy as np
+
+    from search.mcmc import SearchOptions, start_chain
+
+    options = SearchOptions(proposals=10**12, chains=1, order=order)
+    return start_chain(builder, 0, "", strategy, np.random.default_rng(2), options, in_full=in_full)
+
+
+def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
+    """Return data parallelism, or what so many moves, all accepted, make of it."""
+    import numpy as np
+
+    from graph.strategy import Strategy
+    from search.baselines import data_parallel
+    from search.moves import Moves
+
+    strategy = data_parallel(graph, device_count)
+    if start == "data parallel":
+        return strategy
+    moves, rng = Moves(graph, device_count), np.random.default_rng(1)
+    configurations = list(strategy.configurations)
+    for _ in range(RANDOM_MOVES):
+        for index, configuration in moves.propose(configurations, rng).changed.items():
+            configurations[index] = configuration
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> Row:
+    """Time one row."""
+    from search.groups import find_groups
+    from search.moves import Moves
+
+    moves, strategy = Moves(graph, device_count), started(graph, device_count, start)
+    layout = builder_of(graph, device_count).layout(strategy)
+    layout.run("program")
+    full_s = statistics.median(_timed(lambda: layout.run("program"), PROBE_SECONDS / 2, 3))
+
+    def chain(order: Order, *, in_full: bool = False) -> Chain:
+        # Its own builder: what one chain has met, another would find in the memo.
+        return chain_of(builder_of(graph, device_count), strategy, order, in_full=in_full)
+
+    times_s, acceptance = timed_chain(chain("program"), moves, SECONDS)
+    fifo_s, _ = timed_chain(chain("fifo"), moves, PROBE_SECONDS)
+    # The same proposals, simulated in full and not.
+    in_full_s = _timed(stepping(chain("program", in_full=True), moves), 2 * PROBE_SECONDS, LEAST_PROPOSALS)
+    same_s = _timed(stepping(chain("program"), moves), 0.0, len(in_full_s))
+    return Row(
+        network=name,
+        devices=device_count,
+        start=start,
+        operators=len(graph.operators),
+        groups=len(find_groups(graph)),
+        tasks=layout.task_count,
+        full_us=full_s * 1e6,
+        ns_a_task=full_s * 1e9 / layout.task_count,
+        median_us=statistics.median(times_s) * 1e6,
+        p95_us=sorted(times_s)[int(0.95 * len(times_s))] * 1e6,
+        mean_us=statistics.fmean(times_s) * 1e6,
+        acceptance=acceptance,
+        speedup=sum(in_full_s) / sum(same_s),
+        fifo_us=statistics.fmean(fifo_s) * 1e6,
+    )
+
+
+def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
+    """Return what makes one proposal, recorded by nobody."""
+    from search.proposals import Recorder
+
+    recorder = Recorder(None)
+    return lambda: chain.step(moves, recorder)
+
+
+def timed_chain(chain: Chain, moves: Moves, seconds: float) -> tuple[list[float], float]:
+    """Return how long each proposal took, after as many seconds of warming up, and the share that was accepted."""
+    step = stepping(chain, moves)
+    _timed(step, seconds, LEAST_PROPOSALS)
+    accepted = chain.accepted
+    times_s = _timed(step, seconds, LEAST_PROPOSALS)
+    return times_s, (chain.accepted - accepted) / len(times_s)
+
+
+def _timed(call: Callable[[], object], seconds: float, least: int) -> list[float]:
+    times_s: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times_s) < least or time.perf_counter() < end:
+        began = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - began)
+    return times_s
+
+
+def _measurements(row: Row) -> list[Measurement]:
+    what = f"{row.network}, {row.devices} devices, {row.start}"
+    target = TARGETS_US.get((row.network, row.devices, row.start))
+    found = [measurement(f"{what}: a proposal, mean", row.mean_us, "us", at_most=target)]
+    if row.devices == 64:
+        found.append(measurement("    times as fast as in full", row.speedup, "", at_least=SPEEDUP))
+    return found
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "network": row.network,
+        "devices": str(row.devices),
+        "start": row.start,
+        "operators (groups)": f"{row.operators} ({row.groups})",
+        "tasks": f"{row.tasks:,}",
+        "full us": f"{row.full_us:,.0f}",
+        "ns a task": f"{row.ns_a_task:.1f}",
+        "median us": f"{row.median_us:,.0f}",
+        "p95 us": f"{row.p95_us:,.0f}",
+        "mean us": f"{row.mean_us:,.0f}",
+        "a second": f"{1e6 / row.mean_us:,.0f}",
+        "accepted": f"{row.acceptance:.1%}",
+        "times in full": f"{row.speedup:.1f}",
+        "fifo us": f"{row.fifo_us:,.0f}",
+    }

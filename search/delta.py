@@ -1,0 +1,175 @@
+"""The cost of a proposal from what it changes, in program order; exactly what a full simulation gives.
+
+Of the current strategy is kept what its operators and values contribute, and the state of all resources at
+checkpoints. A proposal is derived where it differs, simulated from the last checkpoint before that, without writing a
+task graph, and given up as soon as some resource, with what it still has to do, is sure to exceed the bound.
+
+Source: FlexFlow (arXiv:1807.05358) section 5.3 for the idea; restart, bounds and versions are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from graph.strategy import Configuration
+from search import kernels
+from search.evaluation import NEVER_NS, Outcome
+from search.kernels import Array, Checkpoints, Units, Versions
+from search.layout import Layout, Undo, new_buckets
+
+# About as many checkpoints; each holds the state of every device and link.
+CHECKPOINTS = 32
+POOL_WORDS = 1 << 12
+
+
+class Delta:
+    """Program order, simulated from the first change on and up to the bound."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        builder = layout.builder
+        self._wiring = wiring = builder.store.wiring
+        operators = len(layout.configurations)
+        devices = len(builder.topology.devices)
+        resources = devices + len(builder.topology.links)
+        self._place_of = np.empty(operators, np.int64)
+        self._place_of[wiring.order] = np.arange(operators)
+        self._keeps_ends = np.zeros(operators, np.bool_)
+        self._keeps_ends[wiring.producer[wiring.value_count :]] = True
+        stride = max(1, -(-wiring.loss_operators // CHECKPOINTS))
+        count = wiring.loss_operators // stride + 1
+        row = np.zeros((count, 2, 2 * resources + devices + 1), np.int64)
+        self._checkpoints = Checkpoints(row, np.zeros(count, np.int64), stride)
+        self._versions = [_new_versions(layout, resources) for _ in range(2)]
+        self._pool = np.zeros(POOL_WORDS, np.int64)
+        self._spare = np.zeros(0, np.int64)
+        self._end = self._proposed_end = self._number = 0
+        self._buckets = new_buckets(64, 256, 0)
+        self._old_units = Units(*(array.copy() for array in layout.units))
+        self._generation = -1
+        self._updated_D = np.full(devices, -1, np.int64)
+        self._update_ns_D = np.zeros(devices, np.int64)
+        self._current = self._proposed = Outcome(0, 0)
+        self._undo: Undo = ([], [])
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Those of the layout."""
+        return self.layout.configurations
+
+    def current(self) -> Outcome:
+        """Return what the layout's strategy costs."""
+        self._renew()
+        return self._current
+
+    def propose(self, changed: Mapping[int, Configuration], bound_ns: int) -> Outcome | None:
+        """Change some operators; return what that costs, or None where the makespan exceeds the bound.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        self._renew()
+        self._undo = self.layout.replace(changed)
+        return self._evaluate(bound_ns, everything=0)
+
+    def accept(self) -> None:
+        """Keep the proposal."""
+        self._current = self._proposed
+        self._versions.reverse()
+        self._checkpoints.side[self._number + 1 :] ^= 1
+        for old, units in zip(self._old_units, self.layout.units, strict=True):
+            old[:] = units
+        self._end = self._proposed_end
+        if 2 * self._end > len(self._pool):
+            self._compact()
+
+    def reject(self) -> None:
+        """Take the proposal back."""
+        self.layout.undo(self._undo)
+
+    def _renew(self) -> None:
+        """Derive all of the current strategy where the units of the store are others now."""
+        store = self.layout.builder.store
+        store.make_room()
+        if store.generation == self._generation:
+            return
+        self.layout.refresh()
+        self._end = 0
+        self._checkpoints.row[0] = 0
+        self._evaluate(NEVER_NS, everything=1)
+        self.accept()
+        self._generation = store.generation
+
+    def _evaluate(self, bound_ns: int, *, everything: int) -> Outcome | None:
+        builder, layout = self.layout.builder, self.layout
+        arena, units, wiring = builder.store.arena, layout.units, self._wiring
+        holds = builder.store.holds.arrays()
+        if len(self._buckets.filling) < len(holds.origin):
+            sizes = len(self._buckets.hold), len(self._buckets.entry_weight)
+            self._buckets = new_buckets(*sizes, 2 * len(holds.origin))
+        old, new = self._versions
+        while True:
+            end, first = kernels.prepare(
+                wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, layout.scratch,
+                self._buckets, builder.bucket_bytes, builder.state_tensors, self._place_of, everything,
+            )  # fmt: skip
+            if end == -2:
+                sizes = 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight)
+                self._buckets = new_buckets(*sizes, len(self._buckets.filling))
+            elif end >= 0:
+                number = first // self._checkpoints.stride
+                makespan_ns, end = kernels.walk_program_order(
+                    wiring, units, arena, holds, builder.contention_ppm_D, self._pool, end, new, self._buckets,
+                    layout.scratch.counts[2], self._updates(new.elements_D), self._keeps_ends, self._checkpoints,
+                    number, bound_ns,
+                )  # fmt: skip
+                if makespan_ns != -2:
+                    break
+                end = -1
+            if end == -1:
+                self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
+        self._proposed_end, self._number = end, number
+        if makespan_ns < 0:
+            return None
+        over = new.memory_D - builder.capacity_bytes_D
+        self._proposed = Outcome(int(np.maximum(over, 0).sum()), int(makespan_ns))
+        return self._proposed
+
+    def _updates(self, elements_D: Array) -> Array:
+        if not np.array_equal(elements_D, self._updated_D):
+            self._updated_D = elements_D.copy()
+            self._update_ns_D, _ = self.layout.builder.updates(elements_D)
+        return self._update_ns_D
+
+    def _compact(self) -> None:
+        if len(self._spare) != len(self._pool):
+            self._spare = np.zeros_like(self._pool)
+        self._end = kernels.compact(
+            self._wiring,
+            self._old_units,
+            self.layout.builder.store.arena,
+            self._keeps_ends,
+            self._versions[0],
+            self._pool,
+            self._spare,
+        )
+        self._pool, self._spare = self._spare, self._pool
+        while len(self._pool) < 8 * self._end:
+            self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
+
+
+def _new_versions(layout: Layout, resources: int) -> Versions:
+    operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
+    devices = len(layout.builder.topology.devices)
+    return Versions(
+        active_at=np.zeros(operators, np.int64),
+        last_at=np.full(values, -1, np.int64),
+        ready_at=np.zeros(values, np.int64),
+        ends_at=np.zeros(operators, np.int64),
+        operator_active=np.zeros(operators, np.int64),
+        elements_D=np.zeros(devices, np.int64),
+        memory_D=np.zeros(devices, np.int64),
+        load_ns_R=np.zeros(resources, np.int64),
+    )

@@ -1,0 +1,124 @@
+"""The least sum of functions of few variables each, by eliminating one variable after the other.
+
+Eliminating a variable adds up the functions that it is in, and replaces them by their least value over it. A variable
+in two functions of two variables is OptCNN's node elimination, two functions of the same variables are its edge
+elimination; a variable in more makes a function of more variables, so that what those two leave over (the core) is
+enumerated, with every intermediate result kept. Exact for any functions; only their sizes are bounded.
+
+Source: OptCNN (arXiv:1802.04924) section 5; Bertele and Brioschi, "Nonserial dynamic programming" (1972).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Entries of the largest function that is made (8 bytes each).
+LARGEST_TABLE = 1 << 23
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """A function of some variables (ascending): `table` has one dim a variable, in that order."""
+
+    scope: tuple[int, ...]
+    table: Array
+
+
+class TooWide(Exception):
+    """Eliminating any variable that is left takes a table beyond the limit.
+
+    Attributes:
+        left: how many variables are left. entries: of the smallest such table.
+    """
+
+    def __init__(self, left: int, entries: int) -> None:
+        super().__init__(f"{left} variables are left, the next table has {entries} entries")
+        self.left = left
+        self.entries = entries
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The least sum, and a value of every variable that has it. `widest`: most variables of a function made."""
+
+    value: int
+    chosen: tuple[int, ...]
+    widest: int
+
+
+def minimize(sizes: Sequence[int], factors: Sequence[Factor], limit: int = LARGEST_TABLE) -> Minimum:
+    """Return the least sum of `factors` (integers) over all values of the variables; of equals, always the same.
+
+    Args:
+        sizes: for each variable, how many values it has.
+        factors: the functions; a scope is ascending.
+        limit: entries of the largest table.
+
+    Raises:
+        TooWide: a table would have more entries.
+    """
+    live = dict(enumerate(factors))
+    left = set(range(len(sizes)))
+    eliminated: list[tuple[int, tuple[int, ...], Array]] = []
+    widest = 0
+    while left:
+        variable, scope = _cheapest(left, sizes, live)
+        entries = prod(sizes[one] for one in scope)
+        if entries > limit:
+            raise TooWide(len(left), entries)
+        taken = [key for key, factor in live.items() if variable in factor.scope]
+        least, best = _eliminate(variable, scope, sizes, [live.pop(key) for key in taken])
+        live[len(factors) + len(eliminated)] = Factor(scope, least)
+        eliminated.append((variable, scope, best))
+        left.remove(variable)
+        widest = max(widest, len(scope))
+    chosen: dict[int, int] = {}
+    for variable, scope, best in reversed(eliminated):
+        chosen[variable] = int(best[tuple(chosen[one] for one in scope)])
+    value = sum(int(factor.table) for factor in live.values())
+    return Minimum(value, tuple(chosen[variable] for variable in range(len(sizes))), widest)
+
+
+def _cheapest(
+    left: set[int], sizes: Sequence[int], live: Mapping[int, Factor]
+) -> tuple[int, tuple[int, ...]]:
+    """Return the variable whose elimination makes the smallest table, the first of equals, and its neighbours."""
+    neighbours: dict[int, set[int]] = {variable: set() for variable in left}
+    for factor in live.values():
+        for variable in factor.scope:
+            neighbours[variable].update(factor.scope)
+    scopes = {variable: tuple(sorted(neighbours[variable] - {variable})) for variable in sorted(left)}
+    best = min(scopes, key=lambda one: prod(sizes[other] for other in scopes[one]) * sizes[one])
+    return best, scopes[best]
+
+
+def _eliminate(
+    variable: int, scope: tuple[int, ...], sizes: Sequence[int], factors: Sequence[Factor]
+) -> tuple[Array, Array]:
+    """Return the least sum of `factors` over `variable`, and where it is, for all values of `scope`."""
+    shape = tuple(sizes[one] for one in scope)
+    aligned = []
+    for factor in factors:
+        # The variable first, then the scope; a variable that the factor lacks has one entry.
+        order = sorted(range(len(factor.scope)), key=lambda dim: (factor.scope[dim] != variable, dim))
+        table = np.transpose(factor.table, order)
+        aligned.append(
+            table.reshape(sizes[variable], *(sizes[one] if one in factor.scope else 1 for one in scope))
+        )
+    least = np.full(shape, np.iinfo(np.int64).max, np.int64)
+    best = np.zeros(shape, np.int64)
+    for value in range(sizes[variable]):
+        total: Array = np.zeros(shape, np.int64)
+        for table in aligned:
+            total = total + table[value]
+        better = total < least
+        least = np.where(better, total, least)
+        best = np.where(better, value, best)
+    return least, best

@@ -1,0 +1,151 @@
+"""Two algorithms to compare others with: the best change of one group after the other, and random strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graph.errors import UsageError
+from graph.strategy import Strategy
+from search.baselines import data_parallel, expert, random_strategy, single_device
+from search.groups import follow
+from search.layout import Layout
+from search.mcmc import Observer, Outcome, outcome
+from search.optcnn import default_space
+from search.simulator import Order
+from search.tables import Problem
+from search.taskgraph import TaskGraphBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The best strategy that was simulated, what it costs, how many were, and whether that was cut short.
+
+    accepted: how often one was better than all before it.
+    """
+
+    strategy: Strategy
+    outcome: Outcome
+    simulated: int
+    accepted: int
+    interrupted: bool
+
+
+class _Best:
+    """Simulates strategies, and keeps the best."""
+
+    def __init__(self, problem: Problem, order: Order, observer: Observer | None) -> None:
+        self.builder = TaskGraphBuilder(
+            problem.graph,
+            problem.topology,
+            problem.costs,
+            problem.training,
+            links=problem.links,
+            local_calls=problem.local_calls,
+        )
+        self.order, self.observer = order, observer
+        self.layout: Layout | None = None
+        self.found: tuple[Outcome, Strategy] | None = None
+        self.simulated = self.accepted = 0
+
+    def take(self, strategy: Strategy) -> bool:
+        """Simulate a strategy; return whether it is the best so far, and then keep it."""
+        if self.layout is None:
+            self.layout = self.builder.layout(strategy)
+        else:
+            before = self.layout.configurations
+            self.layout.change(
+                {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
+            )
+        self.simulated += 1
+        cost = outcome(self.layout, self.order)
+        better = self.found is None or cost < self.found[0]
+        if better:
+            self.found = cost, strategy
+            self.accepted += 1
+        if self.observer is not None and self.found is not None:
+            self.observer.progress(self.simulated, self.accepted, self.found[0].seconds)
+        return better
+
+    def tried(self, *, interrupted: bool) -> Tried:
+        """Return the best so far."""
+        if self.found is None:
+            raise KeyboardInterrupt
+        return Tried(self.found[1], self.found[0], self.simulated, self.accepted, interrupted)
+
+
+def greedy(
+    problem: Problem,
+    starts: Sequence[Strategy] = (),
+    *,
+    most: int,
+    order: Order = "program",
+    observer: Observer | None = None,
+) -> Tried:
+    """Return what the best change of one group after the other comes to, within `most` simulations.
+
+    From the best of `starts` (else of data parallel, expert and one device), groups take, in topological order, the
+    best of the configurations that OptCNN chooses from, until a round brings nothing.
+
+    Raises:
+        UsageError: `most` is less than 1.
+        CostError: a local call has no cost.
+    """
+    graph, count = problem.graph, problem.device_count
+    _require_one("greedy", most)
+    best = _Best(problem, order, observer)
+    try:
+        if not starts:
+            starts = (data_parallel(graph, count), expert(graph, count), single_device(graph))
+        for strategy in starts[:most]:
+            best.take(strategy)
+        space = default_space(problem)
+        gained = True
+        while gained and best.simulated < most:
+            gained = False
+            for group, choices in zip(space.groups, space.choices, strict=True):
+                for choice in choices[: most - best.simulated]:
+                    if best.found is None or best.found[1].configurations[group.head] == choice:
+                        continue
+                    changed = list(best.found[1].configurations)
+                    for index, configuration in follow(group, choice).items():
+                        changed[index] = configuration
+                    gained = best.take(Strategy(graph.digest, tuple(changed))) or gained
+    except KeyboardInterrupt:
+        return best.tried(interrupted=True)
+    return best.tried(interrupted=False)
+
+
+def random_search(
+    problem: Problem,
+    starts: Sequence[Strategy] = (),
+    *,
+    most: int,
+    seed: int,
+    order: Order = "program",
+    observer: Observer | None = None,
+) -> Tried:
+    """Return the best of `starts` and of random strategies, `most` of them together.
+
+    Raises:
+        UsageError: `most` is less than 1.
+        CostError: a local call has no cost.
+    """
+    _require_one("random", most)
+    best = _Best(problem, order, observer)
+    rng = np.random.default_rng(seed)
+    try:
+        for strategy in starts[:most]:
+            best.take(strategy)
+        while best.simulated < most:
+            best.take(random_strategy(problem.graph, problem.device_count, rng))
+    except KeyboardInterrupt:
+        return best.tried(interrupted=True)
+    return best.tried(interrupted=False)
+
+
+def _require_one(name: str, most: int) -> None:
+    if most < 1:
+        raise UsageError(f"{name}: may simulate {most} strategies, must be at least 1; raise --proposals")

@@ -1,0 +1,115 @@
+"""Spaces that are listed: for every group of operators, the configurations that an exact algorithm chooses from.
+
+The whole space has, for every head, all degrees whose product is at most the number of devices, on all ordered lists
+of distinct devices: what the walk of `search.mcmc` draws from. A compact space has fewer lists or fewer degrees;
+what was left out is said in its name. All other operators follow their heads (`search.groups`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import perm, prod
+
+from graph.axes import AxisKind, Degrees, tasks
+from graph.operators import Operator, OperatorGraph
+from graph.strategy import Configuration, Strategy
+from search.groups import Group, find_groups, follow
+from search.placements import strided_devices
+
+
+@dataclass(frozen=True)
+class Space:
+    """The configurations of every group's head, in the order of `groups`.
+
+    name: what the space is, for messages. whole: whether the walk can reach nothing else from a start within it.
+    """
+
+    graph: OperatorGraph
+    device_count: int
+    groups: tuple[Group, ...]
+    choices: tuple[tuple[Configuration, ...], ...]
+    name: str
+    whole: bool
+
+    @property
+    def size(self) -> int:
+        """Number of strategies."""
+        return prod(len(choices) for choices in self.choices)
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """For each operator, the place of its group."""
+        return {index: place for place, group in enumerate(self.groups) for index in group.operators}
+
+    def strategy(self, chosen: Sequence[int]) -> Strategy:
+        """Return the strategy that takes, of every group, the configuration of that number."""
+        found: dict[int, Configuration] = {}
+        for group, choices, number in zip(self.groups, self.choices, chosen, strict=True):
+            found |= follow(group, choices[number])
+        return Strategy(self.graph.digest, tuple(found[index] for index in range(len(self.graph.operators))))
+
+
+def all_degrees(operator: Operator, most: int) -> list[Degrees]:
+    """Return all degrees of an operator with at most `most` tasks, replicas among them; the single task first."""
+    found: list[Degrees] = [()]
+    for axis in operator.space.axes:
+        limit = most if axis.kind is AxisKind.REPLICA else min(axis.size, most)
+        found = [
+            (*degrees, degree)
+            for degrees in found
+            for degree in range(1, limit + 1)
+            if tasks(degrees) * degree <= most
+        ]
+    return found
+
+
+def count_whole(operator: Operator, device_count: int) -> int:
+    """Return how many configurations the whole space has for a head."""
+    return sum(perm(device_count, tasks(degrees)) for degrees in all_degrees(operator, device_count))
+
+
+def whole_space(graph: OperatorGraph, device_count: int) -> Space:
+    """Return the whole space; its size is that of `count_whole`, multiplied."""
+    groups = find_groups(graph)
+    return Space(
+        graph,
+        device_count,
+        groups,
+        tuple(
+            tuple(
+                Configuration(degrees, devices)
+                for degrees in all_degrees(graph.operators[group.head], device_count)
+                for devices in itertools.permutations(range(device_count), tasks(degrees))
+            )
+            for group in groups
+        ),
+        "all degrees on all lists of devices",
+        whole=True,
+    )
+
+
+def contiguous_space(graph: OperatorGraph, device_count: int) -> Space:
+    """Return all degrees that use 1 device, all of them, or a divisor of them, on lists of neighbours.
+
+    A list starts at any multiple of its length, so that lists of one length are the same or disjoint.
+    """
+    groups = find_groups(graph)
+    return Space(
+        graph,
+        device_count,
+        groups,
+        tuple(
+            tuple(
+                Configuration(degrees, strided_devices(start, 1, tasks(degrees), device_count))
+                for degrees in all_degrees(graph.operators[group.head], device_count)
+                if device_count % tasks(degrees) == 0
+                for start in range(0, device_count, tasks(degrees))
+            )
+            for group in groups
+        ),
+        "all degrees on a divisor of the devices, on aligned lists of neighbours",
+        whole=False,
+    )

@@ -1,0 +1,72 @@
+"""`app search --algorithm`, its gap, and `--compare-baselines`, through the command line."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Command
+
+SEARCH = (
+    "search", "--model", "alexnet", "--preset", "small", "--batch-size", "8", "--topology", "p100-cluster",
+    "--devices", "2", "--fresh", "--proposals", "40",
+)  # fmt: skip
+
+
+def rows(database: Path, query: str) -> list[tuple[object, ...]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_algorithms_are_chained_and_the_gap_is_stored(command: Command, database: Path) -> None:
+    found = command(*SEARCH, "--algorithm", "optcnn,mcmc", "--json")
+    assert found.code == 0, found
+    optcnn, mcmc = found.document["algorithms"]
+    assert (optcnn["name"], mcmc["name"]) == ("optcnn", "mcmc")
+    assert mcmc["step_time_s"] <= optcnn["step_time_s"]
+    assert optcnn["proven"].startswith("the least additive cost")
+    best_s = found.document["predictions"][0]["predicted_step_time_s"]
+    assert 0 < found.document["lower_bound_s"] <= best_s
+    assert found.document["gap"] == pytest.approx(best_s / found.document["lower_bound_s"] - 1)
+    assert rows(database, "SELECT algorithm, status, lower_bound_s FROM searches") == [
+        ("optcnn,mcmc", "finished", found.document["lower_bound_s"])
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["greedy", "random", "optcnn"])
+def test_other_algorithms_find_a_strategy_that_is_stored_without_proposals(
+    command: Command, database: Path, algorithm: str
+) -> None:
+    found = command(*SEARCH, "--algorithm", algorithm, "--json")
+    assert found.code == 0, found
+    ((name, strategy),) = rows(database, "SELECT algorithm, best_strategy_id FROM searches")
+    assert (name, strategy) == (algorithm, found.document["predictions"][0]["strategy"])
+    assert rows(database, "SELECT count(*) FROM traces") == [(0,)]
+
+
+def test_all_baselines_are_compared_and_the_gain_is_over_the_best(command: Command) -> None:
+    found = command(*SEARCH, "--compare-baselines", "--json").document
+    best, *baselines = found["predictions"]
+    names = {one["name"] for one in baselines}
+    assert {"data-parallel", "expert", "single-device", "operator-placement", "stanza", "megatron-2"} <= names
+    fastest = min(baselines, key=lambda one: one["predicted_step_time_s"])
+    assert found["best_baseline"] == fastest["name"]
+    gain = fastest["predicted_step_time_s"] / best["predicted_step_time_s"]
+    assert found["gain_over_best_baseline"] == pytest.approx(gain)
+    assert gain >= 1
+
+
+def test_the_gap_is_printed(command: Command) -> None:
+    printed = " ".join(command(*SEARCH).output.split())
+    assert "best baseline: " in printed
+    assert " above the best possible: lower bound " in printed
+
+
+def test_an_unknown_algorithm_is_one_line(command: Command) -> None:
+    outcome = command(*SEARCH, "--algorithm", "optcnn,guessing")
+    assert (outcome.code, outcome.output) == (2, "")
+    assert outcome.errors.splitlines()[-1].startswith(
+        "error: algorithm guessing: is unknown, must be one of mcmc,"
+    )

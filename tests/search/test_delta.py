@@ -1,0 +1,263 @@
+"""A proposal simulated by what it changes costs, to the nanosecond, what a simulation in full and the reference say."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from graph.operators import OperatorGraph
+from graph.strategy import Configuration, Strategy
+from graph.topology import Topology, load_topology
+from graph.training import Training
+from search.baselines import data_parallel
+from search.costs import CostTable
+from search.delta import Delta
+from search.evaluation import NEVER_NS, Full, Outcome
+from search.links import LinkCosts
+from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
+from search.moves import Moves
+from search.proposals import ProposalBatch, Recorder
+from search.simulator import Order
+from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
+from tests.reference import simulate as reference
+from tests.search.builders import (
+    MadeUpCosts,
+    branches,
+    cluster,
+    devices,
+    local_calls,
+    random_anywhere,
+    random_mesh,
+    statistics,
+    two_layers,
+)
+from tests.search.test_mcmc import Record
+from tests.search.test_zoo import imported
+
+TRAINING = Training(8, optimizer="adam")
+BUCKET_BYTES = 200
+LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)})
+GRAPHS = {"two_layers": two_layers(), "branches": branches(), "statistics": statistics()}
+TOPOLOGIES = {
+    "one node": devices(3, contention=0.5),
+    "little memory": devices(4, contention=0.25, memory_bytes=6_000),
+    "two nodes": cluster(),
+}
+
+
+def builder_of(graph: OperatorGraph, topology: Topology) -> TaskGraphBuilder:
+    return TaskGraphBuilder(
+        graph,
+        topology,
+        CostTable(MadeUpCosts()),
+        TRAINING,
+        links=LINKS,
+        bucket_bytes=BUCKET_BYTES,
+        local_calls=local_calls,
+    )
+
+
+def reference_ns(tasks: TaskGraph, order: Order) -> int:
+    """Simulate a task graph with the slow reference."""
+    listed = [
+        reference.Task(
+            run_ns=int(tasks.run_ns_T[task]),
+            predecessors=tuple(
+                dict.fromkeys(tasks.pred_E[tasks.pred_ptr_T1[task] : tasks.pred_ptr_T1[task + 1]].tolist())
+            ),
+            resources=tasks.resources(task),
+            device=int(tasks.hold_T[task]) if tasks.kind_T[task] in COMPUTE_KINDS else None,
+            ends=() if tasks.kind_T[task] in COMPUTE_KINDS else tasks.ends(task),
+            flows=int(tasks.holds.flows[tasks.hold_T[task]]),
+        )
+        for task in range(tasks.task_count)
+    ]
+    simulate = {"program": reference.program_order, "fifo": reference.fifo_order}[order]
+    return max(end for _, end in simulate(listed, tasks.contention_ppm_D.tolist()))
+
+
+class Walk(RuleBasedStateMachine):
+    """One strategy, changed step by step: by what changes, in full in both orders, and by the reference."""
+
+    @initialize(
+        graph=st.sampled_from(sorted(GRAPHS)),
+        topology=st.sampled_from(sorted(TOPOLOGIES)),
+        seed=st.integers(0, 1000),
+    )
+    def begin(self, graph: str, topology: str, seed: int) -> None:
+        self.graph, self.topology = GRAPHS[graph], TOPOLOGIES[topology]
+        strategy = random_mesh(self.graph, len(self.topology.devices), np.random.default_rng(seed))
+        builder = builder_of(self.graph, self.topology)
+        self.delta = Delta(builder.layout(strategy))
+        self.fifo = Full(builder.layout(strategy), "fifo", stops=True)
+        self.check(self.delta.current(), self.fifo.current(), NEVER_NS, NEVER_NS)
+
+    @rule(
+        seed=st.integers(0, 10**6),
+        mesh=st.booleans(),
+        count=st.integers(1, 4),
+        share=st.sampled_from([0.8, 0.95, 1.0, 1.05, 1.2, float("inf")]),
+        kept=st.booleans(),
+    )
+    def change(self, *, seed: int, mesh: bool, count: int, share: float, kept: bool) -> None:
+        rng = np.random.default_rng(seed)
+        draw = random_mesh if mesh else random_anywhere
+        other = draw(self.graph, len(self.topology.devices), rng).configurations
+        places = rng.choice(len(other), size=min(count, len(other)), replace=False).tolist()
+        changed = {place: other[place] for place in places}
+        bounds_ns = [
+            NEVER_NS if share == float("inf") else int(share * one.current().step_time_ns)
+            for one in (self.delta, self.fifo)
+        ]
+        found = self.delta.propose(changed, bounds_ns[0]), self.fifo.propose(changed, bounds_ns[1])
+        self.check(*found, *bounds_ns)
+        # What was not simulated to its end cannot be kept; both stay at one strategy.
+        if kept and None not in found:
+            self.delta.accept()
+            self.fifo.accept()
+        else:
+            self.delta.reject()
+            self.fifo.reject()
+        assert self.delta.configurations == self.fifo.configurations
+
+    def check(
+        self, program: Outcome | None, fifo: Outcome | None, program_bound_ns: int, fifo_bound_ns: int
+    ) -> None:
+        strategy = Strategy(self.graph.digest, tuple(self.delta.configurations))
+        builder = builder_of(self.graph, self.topology)
+        full, tasks = Full(builder.layout(strategy), "program").current(), builder.build(strategy)
+        outcomes: dict[Order, Outcome | None] = {"program": program, "fifo": fifo}
+        bounds_ns: dict[Order, int] = {"program": program_bound_ns, "fifo": fifo_bound_ns}
+        for order, found in outcomes.items():
+            expected = Outcome(full.excess_bytes, reference_ns(tasks, order))
+            assert found == (expected if expected.step_time_ns <= bounds_ns[order] else None)
+            assert order == "fifo" or expected == full
+
+
+def walk(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        Walk,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_changes_cost_what_the_reference_says() -> None:
+    walk(examples=12, steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_changes_cost_what_the_reference_says() -> None:
+    walk(examples=60, steps=40)
+
+
+def columns(record: Record) -> list[tuple[object, ...]]:
+    """All proposals, but for times beyond the bound, that only one of two chains knows."""
+    batches: list[ProposalBatch] = record.batches
+    return [
+        (int(step), int(head), configuration, int(bound_ns), bool(accepted), int(time_ns) if accepted else 0)
+        for batch in batches
+        for step, head, configuration, bound_ns, accepted, time_ns in zip(
+            batch.step,
+            batch.operator,
+            batch.configurations,
+            batch.bound_ns,
+            batch.accepted,
+            batch.simulated_ns,
+            strict=True,
+        )
+    ]
+
+
+def walked(builder: TaskGraphBuilder, order: Order, proposals: int, *, in_full: bool) -> tuple[Record, Chain]:
+    graph, count = builder.graph, len(builder.topology.devices)
+    options = SearchOptions(proposals=proposals, chains=1, order=order, beta=100.0)
+    rng = np.random.default_rng(7)
+    chain = start_chain(builder, 0, "start", data_parallel(graph, count), rng, options, in_full=in_full)
+    record, moves = Record(), Moves(graph, count)
+    recorder = Recorder(record)
+    while not chain.done:
+        chain.step(moves, recorder)
+    recorder.flush()
+    return record, chain
+
+
+def check_same_walk(
+    graph: OperatorGraph, topology: Topology, order: Order, proposals: int, **calls: object
+) -> None:
+    def builder() -> TaskGraphBuilder:
+        return TaskGraphBuilder(graph, topology, CostTable(MadeUpCosts()), TRAINING, **calls)  # type: ignore[arg-type]
+
+    fast, fast_chain = walked(builder(), order, proposals, in_full=False)
+    full, full_chain = walked(builder(), order, proposals, in_full=True)
+    assert columns(fast) == columns(full)
+    assert len(columns(fast)) == proposals
+    assert fast_chain.best == full_chain.best
+    assert fast_chain.evaluation.configurations == full_chain.evaluation.configurations
+    stopped = fast.column("simulated_ns").count(STOPPED)
+    assert 0 < stopped < proposals
+    for known_ns, time_ns in zip(fast.column("simulated_ns"), full.column("simulated_ns"), strict=True):
+        assert known_ns in (time_ns, STOPPED)
+
+
+@pytest.mark.parametrize("order", ["program", "fifo"])
+@pytest.mark.parametrize("name", ["branches", "statistics"])
+def test_a_chain_makes_the_proposals_of_one_that_simulates_in_full(name: str, order: Order) -> None:
+    proposals = 1500 if order == "program" else 400
+    check_same_walk(GRAPHS[name], cluster(), order, proposals, local_calls=local_calls)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("name", "nodes", "order", "proposals"),
+    [
+        ("alexnet", 2, "program", 40_000),
+        ("nmt", 2, "program", 30_000),
+        ("gpt2", 4, "program", 20_000),
+        ("inception", 4, "program", 10_000),
+        ("resnet101", 2, "fifo", 2_000),
+    ],
+)
+def test_a_long_chain_makes_the_proposals_of_one_that_simulates_in_full(
+    name: str, nodes: int, order: Order, proposals: int
+) -> None:
+    check_same_walk(imported(name), load_topology("p100-cluster", nodes), order, proposals)
+
+
+def test_an_emptied_arena_changes_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def proposals() -> list[tuple[object, ...]]:
+        record, _ = walked(builder_of(GRAPHS["branches"], cluster()), "program", 200, in_full=False)
+        return columns(record)
+
+    expected = proposals()
+    monkeypatch.setattr("search.units.ARENA_WORDS", 20_000)
+    assert proposals() == expected
+
+
+def test_two_chains_of_one_builder_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = GRAPHS["branches"]
+    monkeypatch.setattr("search.units.ARENA_WORDS", 20_000)
+    builder = builder_of(graph, cluster())
+    rng = np.random.default_rng(1)
+    pairs = [
+        (Delta(builder.layout(start)), Full(builder_of(graph, cluster()).layout(start), "program"))
+        for start in (random_mesh(graph, 8, rng), random_anywhere(graph, 8, rng))
+    ]
+    for (delta, full), _ in itertools.product(pairs * 20, range(3)):
+        other = random_anywhere(graph, 8, rng).configurations
+        changed: dict[int, Configuration] = {
+            place: other[place] for place in rng.choice(len(other), 2).tolist()
+        }
+        assert delta.propose(changed, NEVER_NS) == full.propose(changed, NEVER_NS)
+        for one in (delta, full):
+            one.accept()
+        assert delta.current() == full.current()
