@@ -235,7 +235,8 @@ def _print(report: SearchReport) -> None:
         if (one.name, one.proven) != ("mcmc", ""):
             time_s = one.step_time_s
             found = "does not fit the memory" if time_s is None else f"found {milliseconds(time_s)}"
-            print_lines(f"{one.name}: {found}, {one.proposals} strategies simulated, {one.seconds:.1f} s")
+            simulated = f"{one.proposals} {'strategy' if one.proposals == 1 else 'strategies'} simulated"
+            print_lines(f"{one.name}: {found}, {simulated}, {one.seconds:.1f} s")
             if one.proven:
                 print_lines(f"  proven: {one.proven}")
     reference = next(one for one in report.predictions if one.name == "data-parallel")

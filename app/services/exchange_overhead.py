@@ -24,8 +24,8 @@ BLOCKS = 12
 CHANNELS = 64
 IMAGE = 28
 BATCH_SIZE = 2
-WARM_UP_STEPS = 3
-RECORDED_STEPS = 8
+WARM_UP_STEPS = 2
+RECORDED_STEPS = 5
 # Forward and backward, each batch norm exchanges its moments; nobody asks for the gradient of the first.
 EXCHANGES = 2 * BLOCKS - 1
 

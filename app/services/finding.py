@@ -120,16 +120,21 @@ def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tupl
             },
         )
 
-        def announce(name: str, start_count: int) -> None:
-            text = f"searching {name_of_graph}" + ("" if name == "mcmc" else f" by {name}")
-            progress.end()
-            progress.begin(text, _total(name, plan.options, start_count))
+        begun = False
 
-        progress.begin(f"searching {name_of_graph}", None)
+        def announce(name: str, start_count: int) -> None:
+            nonlocal begun
+            if begun:
+                progress.end()
+            text = f"searching {name_of_graph}" + ("" if name == "mcmc" else f" by {name}")
+            progress.begin(text, _total(name, plan.options, start_count))
+            begun = True
+
         try:
             return algorithms.run(plan.names, problem_of(setting), context, announce)
         finally:
-            progress.end()
+            if begun:
+                progress.end()
 
 
 def _total(name: str, options: SearchOptions, start_count: int) -> int | None:
