@@ -15,7 +15,7 @@ from graph.strategy import Strategy
 from search.mcmc import ChainResult, Observer, Outcome, ResumedChain, SearchOptions, outcome, search
 from search.simulator import Order
 from search.tables import Problem
-from search.taskgraph import TaskGraphBuilder
+from search.trying import builder_of
 
 if TYPE_CHECKING:
     from search.greedy import Tried
@@ -143,15 +143,7 @@ def named(name: str) -> Algorithm:
 
 def simulated(problem: Problem, strategy: Strategy, order: Order) -> Outcome:
     """Return what a strategy costs."""
-    builder = TaskGraphBuilder(
-        problem.graph,
-        problem.topology,
-        problem.costs,
-        problem.training,
-        links=problem.links,
-        local_calls=problem.local_calls,
-    )
-    return outcome(builder.layout(strategy), order)
+    return outcome(builder_of(problem).layout(strategy), order)
 
 
 def _mcmc(problem: Problem, context: Context) -> Found:

@@ -22,15 +22,14 @@ from graph.strategy import Strategy
 from graph.topology import Topology
 from search.elimination import TooWide, minimize
 from search.groups import find_groups
-from search.layout import Layout
-from search.mcmc import Outcome, outcome
+from search.mcmc import Outcome
 from search.optcnn import factors
 from search.partial import Partial
 from search.paths import Paths
 from search.simulator import Order
 from search.spaces import Space, contiguous_space, count_whole, whole_space
 from search.tables import Problem, Tables
-from search.taskgraph import TaskGraphBuilder
+from search.trying import Best
 
 # Choices of a group, whose pairs are tabulated for every edge.
 MOST_CHOICES = 160
@@ -81,17 +80,18 @@ def exhaustive(
     walk = _Walk(problem, space, order, most_visited)
     try:
         for strategy in (*starts, *walk.additive()):
-            walk.simulate(strategy)
+            walk.best.take(strategy)
         walk.descend(0)
     except KeyboardInterrupt:
         interrupted = True
-    if walk.best is None:
+    if walk.best.found is None:
         raise KeyboardInterrupt
-    time_ns = walk.best[0].step_time_ns
+    cost, strategy = walk.best.found
+    time_ns = cost.step_time_ns
     return Optimum(
-        walk.best[1],
-        walk.best[0],
-        walk.simulated,
+        strategy,
+        cost,
+        walk.best.simulated,
         walk.visited,
         interrupted,
         min(walk.open_ns, time_ns) if interrupted else time_ns,
@@ -111,21 +111,12 @@ class _Walk:
     """A depth-first walk over partial strategies."""
 
     def __init__(self, problem: Problem, space: Space, order: Order, most_visited: int) -> None:
-        self.problem, self.space, self.order, self.most_visited = problem, space, order, most_visited
+        self.space, self.most_visited = space, most_visited
         paths = Paths(Tables(problem, space))
         self.tables = paths.tables
-        self.builder = TaskGraphBuilder(
-            problem.graph,
-            problem.topology,
-            problem.costs,
-            problem.training,
-            links=problem.links,
-            local_calls=problem.local_calls,
-        )
-        self.partial = Partial(paths, self.builder.bucket_bytes)
-        self.layout: Layout | None = None
-        self.best: tuple[Outcome, Strategy] | None = None
-        self.simulated = self.visited = 0
+        self.best = Best(problem, order)
+        self.partial = Partial(paths, self.best.builder.bucket_bytes)
+        self.visited = 0
         # A compact space does not have all that renaming gives.
         self.alike = space.whole and all_alike(problem.topology)
         # The least bound of what was not looked at yet.
@@ -139,31 +130,17 @@ class _Walk:
             return [self.space.strategy([0] * len(self.space.groups))]
         return [self.space.strategy(found.chosen)]
 
-    def simulate(self, strategy: Strategy) -> None:
-        """Simulate a strategy, and keep it if it is the best so far, the first of equals."""
-        if self.layout is None:
-            self.layout = self.builder.layout(strategy)
-        else:
-            before = self.layout.configurations
-            self.layout.change(
-                {index: one for index, one in enumerate(strategy.configurations) if before[index] != one}
-            )
-        self.simulated += 1
-        found = outcome(self.layout, self.order)
-        if self.best is None or found < self.best[0]:
-            self.best = found, strategy
-
     @property
     def below_ns(self) -> int:
         """What a strategy must take less than to be looked at."""
-        if self.best is None or self.best[0].excess_bytes:
+        if self.best.found is None or self.best.found[0].excess_bytes:
             return int(np.iinfo(np.int64).max)
-        return self.best[0].step_time_ns
+        return self.best.found[0].step_time_ns
 
     def descend(self, depth: int) -> None:
         """Look at all completions of what was chosen for the first `depth` groups."""
         if depth == len(self.space.groups):
-            self.simulate(self.space.strategy(self.partial.chosen))
+            self.best.take(self.space.strategy(self.partial.chosen))
             return
         bounded = []
         for number, choice in enumerate(self.space.choices[depth]):

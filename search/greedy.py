@@ -11,12 +11,11 @@ from graph.errors import UsageError
 from graph.strategy import Strategy
 from search.baselines import data_parallel, expert, random_strategy, single_device
 from search.groups import follow
-from search.layout import Layout
-from search.mcmc import Observer, Outcome, outcome
+from search.mcmc import Observer, Outcome
 from search.optcnn import default_space
 from search.simulator import Order
 from search.tables import Problem
-from search.taskgraph import TaskGraphBuilder
+from search.trying import Best
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +32,18 @@ class Tried:
     interrupted: bool
 
 
-class _Best:
-    """Simulates strategies, and keeps the best."""
+class _Trial(Best):
+    """The best so far, how often a better one was found, and an observer that is told."""
 
     def __init__(self, problem: Problem, order: Order, observer: Observer | None) -> None:
-        self.builder = TaskGraphBuilder(
-            problem.graph,
-            problem.topology,
-            problem.costs,
-            problem.training,
-            links=problem.links,
-            local_calls=problem.local_calls,
-        )
-        self.order, self.observer = order, observer
-        self.layout: Layout | None = None
-        self.found: tuple[Outcome, Strategy] | None = None
-        self.simulated = self.accepted = 0
+        super().__init__(problem, order)
+        self.observer = observer
+        self.accepted = 0
 
     def take(self, strategy: Strategy) -> bool:
-        """Simulate a strategy; return whether it is the best so far, and then keep it."""
-        if self.layout is None:
-            self.layout = self.builder.layout(strategy)
-        else:
-            before = self.layout.configurations
-            self.layout.change(
-                {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
-            )
-        self.simulated += 1
-        cost = outcome(self.layout, self.order)
-        better = self.found is None or cost < self.found[0]
-        if better:
-            self.found = cost, strategy
-            self.accepted += 1
+        """Simulate a strategy; return whether it is the best so far."""
+        better = super().take(strategy)
+        self.accepted += better
         if self.observer is not None and self.found is not None:
             self.observer.progress(self.simulated, self.accepted, self.found[0].seconds)
         return better
@@ -95,7 +74,7 @@ def greedy(
     """
     graph, count = problem.graph, problem.device_count
     _require_one("greedy", most)
-    best = _Best(problem, order, observer)
+    best = _Trial(problem, order, observer)
     try:
         if not starts:
             starts = (data_parallel(graph, count), expert(graph, count), single_device(graph))
@@ -134,7 +113,7 @@ def random_search(
         CostError: a local call has no cost.
     """
     _require_one("random", most)
-    best = _Best(problem, order, observer)
+    best = _Trial(problem, order, observer)
     rng = np.random.default_rng(seed)
     try:
         for strategy in starts[:most]:

@@ -19,7 +19,7 @@ from search.links import LinkCosts
 from search.mcmc import Outcome, outcome
 from search.simulator import Order
 from search.tables import Problem
-from search.taskgraph import TaskGraphBuilder
+from search.trying import builder_of
 from tests.search.builders import GraphBuilder, MadeUpCosts, device_kind, local_calls
 
 MOST_OPERATORS = 5
@@ -113,14 +113,7 @@ def strategies(graph: OperatorGraph, count: int) -> Iterator[Strategy]:
 @lru_cache(maxsize=512)
 def brute_force(problem: Problem, order: Order) -> Outcome:
     """Return the best outcome of all strategies, each simulated."""
-    builder = TaskGraphBuilder(
-        problem.graph,
-        problem.topology,
-        problem.costs,
-        problem.training,
-        links=problem.links,
-        local_calls=problem.local_calls,
-    )
+    builder = builder_of(problem)
     layout = None
     best = None
     for strategy in strategies(problem.graph, problem.device_count):

@@ -1,0 +1,53 @@
+"""Strategies of a problem simulated in full one after the other, of which the best is kept."""
+
+from __future__ import annotations
+
+from graph.strategy import Strategy
+from search.layout import Layout
+from search.mcmc import Outcome, outcome
+from search.simulator import Order
+from search.tables import Problem
+from search.taskgraph import TaskGraphBuilder
+
+
+def builder_of(problem: Problem) -> TaskGraphBuilder:
+    """Return what makes a problem's task graphs."""
+    return TaskGraphBuilder(
+        problem.graph,
+        problem.topology,
+        problem.costs,
+        problem.training,
+        links=problem.links,
+        local_calls=problem.local_calls,
+    )
+
+
+class Best:
+    """Simulates strategies and keeps the best, the first of equals."""
+
+    def __init__(self, problem: Problem, order: Order) -> None:
+        self.builder = builder_of(problem)
+        self.found: tuple[Outcome, Strategy] | None = None
+        self.simulated = 0
+        self._order = order
+        self._layout: Layout | None = None
+
+    def take(self, strategy: Strategy) -> bool:
+        """Simulate a strategy; return whether it is the best so far.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        if self._layout is None:
+            self._layout = self.builder.layout(strategy)
+        else:
+            before = self._layout.configurations
+            self._layout.change(
+                {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
+            )
+        self.simulated += 1
+        cost = outcome(self._layout, self._order)
+        if self.found is not None and not cost < self.found[0]:
+            return False
+        self.found = cost, strategy
+        return True
