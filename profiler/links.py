@@ -16,12 +16,14 @@ from typing import Literal
 
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
-from profiler.fits import fit_link
+from profiler.fits import LinkFit, fit_link
 from profiler.link_worker import Exercise, ProbeFailure, ProbePlan, ProbeReport, probe
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 Pattern = Literal["p2p", "all_reduce"]
 KIB, MIB = 2**10, 2**20
+# From here on messages leave the caches, and memory that is fetched for them is new: time grows faster with the size.
+LARGE_BYTES = 4 * MIB
 # While contention is measured, messages go around a ring: each rank is an end of two, one sent and one received.
 MESSAGES_AT_ONCE = 2
 
@@ -50,8 +52,8 @@ class LinkMeasurement:
     """A communication pattern between the devices at places `members`, and the line fitted to its median times.
 
     Time = `latency_s` + bytes / `bandwidth_bytes_per_s`; for a collective the bytes are those of one rank's buffer.
-    `residual` is the fit's mean absolute relative error. Medians, unlike for operators: that a process must wake up
-    for a message is part of every message, and the least time is the one for which it happened to be awake.
+    `residual` is the fit's mean absolute relative error. `large` is another line, fitted to the messages of LARGE_BYTES
+    and more; None where there are fewer than two sizes of them.
     """
 
     pattern: Pattern
@@ -60,6 +62,7 @@ class LinkMeasurement:
     latency_s: float
     bandwidth_bytes_per_s: float
     residual: float
+    large: LinkFit | None = None
 
     @property
     def group_size(self) -> int:
@@ -239,7 +242,13 @@ def measurement(
         LinkSample(size, min(times), statistics.median(times), tuple(times)) for size, times in taken.items()
     )
     fit = fit_link([sample.size_bytes for sample in samples], [sample.median_s for sample in samples])
-    return LinkMeasurement(pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual)
+    of_large = [sample for sample in samples if sample.size_bytes >= LARGE_BYTES]
+    large = None
+    if len(of_large) > 1:
+        large = fit_link([one.size_bytes for one in of_large], [one.median_s for one in of_large])
+    return LinkMeasurement(
+        pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual, large
+    )
 
 
 def contention_factor(rounds: Sequence[tuple[float, float, float]]) -> float:

@@ -81,9 +81,9 @@ def update_bytes(call: LocalCall) -> int:
     return UPDATE_TRAFFIC[update_optimizer(call)] * call.inputs[0].size_bytes
 
 
-def scaled_update_s(measured_s: float, elements: int, measured_elements: int = UPDATE_ELEMENTS) -> float:
-    """Return the seconds of an update of `elements` weights, from those of `measured_elements`: linear."""
-    return measured_s * elements / measured_elements
+def update_s_per_element(measured_s: float, measured_elements: int = UPDATE_ELEMENTS) -> float:
+    """Return the seconds of an update for each weight, from those of `measured_elements` of them."""
+    return measured_s / measured_elements
 
 
 def initial_state(optimizer: str, parameters: Sequence[torch.Tensor]) -> UpdateState:

@@ -13,10 +13,8 @@ from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
 from search.costs import ORIGIN_CODE
 from search.kernels import Array, GraphArrays, Holds
-from search.links import CollectivePrice, LinkCosts, collective_price
-
-# A collective's code in the kernels is its place here.
-COLLECTIVE_KINDS = tuple(CollectiveKind)
+from search.links import COLLECTIVE_KINDS, ROOTED, CollectivePrice, LinkCosts
+from search.prices import Prices
 
 
 def csr(rows: Iterable[Sequence[int]]) -> tuple[Array, Array]:
@@ -123,10 +121,6 @@ class GrowingArray:
         return self._size
 
 
-# In all other collectives, every device sends and receives at the same time.
-ONE_WAY = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
-
-
 @dataclass(frozen=True, slots=True)
 class SetHold:
     """The hold of one kind of collective over a set of devices: its number, and what it costs."""
@@ -140,10 +134,11 @@ class HoldStore:
 
     def __init__(self, topology: Topology, links: LinkCosts) -> None:
         self.topology = topology
-        self.links = links
+        self._prices = Prices(topology, links)
         self._resource_ptr, self._end_ptr = GrowingArray(np.int64), GrowingArray(np.int64)
         self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
         self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
+        self._is_measured = GrowingArray(np.bool_)
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
         self._sets: dict[tuple[CollectiveKind, tuple[int, ...], int | None], SetHold] = {}
@@ -169,6 +164,8 @@ class HoldStore:
         origin: int,
         operation: int = -1,
         flows: int = 1,
+        *,
+        is_measured: bool = False,
     ) -> int:
         self._resource.extend(resources)
         self._resource_ptr.extend([len(self._resource)])
@@ -176,6 +173,7 @@ class HoldStore:
         self._end_ptr.extend([len(self._end)])
         self._latency_s.extend([latency_s])
         self._s_per_byte.extend([s_per_byte])
+        self._is_measured.extend([is_measured])
         self._origin.extend([origin])
         self._operation.extend([operation])
         self._flows.extend([flows])
@@ -190,7 +188,7 @@ class HoldStore:
         """Return the hold of a collective over `members` (ascending), and its price."""
         known = self._sets.get((kind, members, root))
         if known is None:
-            price = collective_price(self.topology, members, self.links, kind, root)
+            price = self._prices.of(members, kind, root)
             resources = [len(self.topology.devices) + link for link in price.links]
             number = self._add(
                 resources,
@@ -199,7 +197,9 @@ class HoldStore:
                 price.s_per_byte,
                 ORIGIN_CODE[price.origin],
                 COLLECTIVE_KINDS.index(kind),
-                1 if kind in ONE_WAY else 2,
+                # In all others, every device sends and receives at the same time.
+                1 if kind in ROOTED else 2,
+                is_measured=price.is_measured,
             )
             known = self._sets[kind, members, root] = SetHold(number, price)
         return known
@@ -218,6 +218,7 @@ class HoldStore:
             self._end.items,
             self._latency_s.items,
             self._s_per_byte.items,
+            self._is_measured.items,
             self._origin.items,
             self._operation.items,
             self._flows.items,

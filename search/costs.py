@@ -49,8 +49,8 @@ class CostSource(Protocol):
         """Return the cost of each call on a device kind, in order; None where there is none."""
         ...
 
-    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds in which `optimizer` updates `elements` weights, and what that rests on."""
+    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which `optimizer` updates one of many weights, and what that rests on."""
         ...
 
 
@@ -69,7 +69,7 @@ class CostTable:
     def __init__(self, source: CostSource) -> None:
         self._source = source
         self._calls: dict[tuple[str, str], CallCost] = {}
-        self._updates: dict[tuple[int, str, str], tuple[int, int]] = {}
+        self._updates: dict[tuple[str, str], tuple[float, int]] = {}
 
     def with_source(self, source: CostSource) -> CostTable:
         """Return a table that knows what this one knows now, and asks another source for the rest."""
@@ -101,12 +101,16 @@ class CostTable:
 
     def update_ns(self, elements: int, optimizer: str, kind_name: str) -> tuple[int, int]:
         """Return the nanoseconds in which `optimizer` updates `elements` weights, and the code of the origin."""
-        key = (elements, optimizer, kind_name)
+        seconds, origin = self.update_s(optimizer, kind_name)
+        return nanoseconds(elements * seconds), origin
+
+    def update_s(self, optimizer: str, kind_name: str) -> tuple[float, int]:
+        """Return the seconds in which `optimizer` updates one of many weights, and the code of the origin."""
+        key = (optimizer, kind_name)
         known = self._updates.get(key)
         if known is None:
-            seconds, origin = self._source.update_cost(elements, optimizer, kind_name)
-            known = (nanoseconds(seconds), ORIGIN_CODE[origin])
-            self._updates[key] = known
+            seconds, origin = self._source.update_cost(optimizer, kind_name)
+            known = self._updates[key] = (seconds, ORIGIN_CODE[origin])
         return known
 
 

@@ -1,7 +1,7 @@
 """All compiled kernels: memo units, task graph, and both orders of simulation. Callers have validated.
 
 All in one file: a cached kernel does not notice that another file's kernel changed. Integers only, but for prices:
-those are the same double expressions as in `search.links`, without fastmath, and are rounded once.
+those are double expressions without fastmath, and are rounded once.
 
 Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
 
@@ -101,8 +101,9 @@ class Holds(NamedTuple):
     resource: Array
     end_ptr: Array
     end: Array
-    latency_s: Array  # a hold: of two algorithms
+    latency_s: Array  # a hold: of two lines, see `search.links.CollectivePrice`
     s_per_byte: Array
+    is_measured: Array  # whether the higher line counts, not the lower one
     origin: Array
     operation: Array  # the code of a device set's collective, else -1
     flows: Array
@@ -1097,6 +1098,15 @@ def lay_out_gradient_transfers(
 
 
 @quick
+def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
+    """Return the nanoseconds of a device set's collective, as `search.links.CollectivePrice.duration_ns` does."""
+    first = holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0]
+    second = holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1]
+    seconds = max(first, second) if holds.is_measured[hold] else min(first, second)
+    return int(seconds * 1e9 + 0.5)
+
+
+@quick
 def lay_out_bucket(
     graph: GraphArrays,
     units: Units,
@@ -1115,11 +1125,7 @@ def lay_out_bucket(
     size_bytes = buckets.size_bytes[bucket]
     if n + 1 > len(tasks.kind):
         return False
-    seconds = min(
-        holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0],
-        holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1],
-    )
-    run_ns = int(seconds * 1e9 + 0.5)
+    run_ns = collective_ns(holds, hold, size_bytes)
     put(tasks, n, SYNCHRONIZE, run_ns, hold, holds.origin[hold], position, 0, size_bytes)
     for end in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
         member_D[holds.end[end]] = position
@@ -2349,12 +2355,7 @@ def walk_operator_backward(
 @quick
 def bucket_ns(holds: Holds, buckets: Buckets, bucket: int) -> int:
     """Return how long a bucket's all-reduce takes."""
-    hold, size_bytes = buckets.hold[bucket], buckets.size_bytes[bucket]
-    seconds = min(
-        holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0],
-        holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1],
-    )
-    return int(seconds * 1e9 + 0.5)
+    return collective_ns(holds, buckets.hold[bucket], buckets.size_bytes[bucket])
 
 
 @quick
@@ -2605,3 +2606,146 @@ def compact(
         if arena[unit + 4] > 0:
             end = move_words(versions.ready_at, value, count, pool, target, end)
     return end
+
+
+class Routes(NamedTuple):
+    """The links between all pairs of devices, and scratch for the steps of a collective."""
+
+    route_ptr: Array  # D * D + 1, into route_link: source * D + destination
+    route_link: Array
+    latency_s: Array  # D * D
+    bandwidth: Array  # a link: bytes per second
+    flows: Array  # a link: messages of the step at hand; zeros between steps
+    is_used: Array  # a link: whether the collective holds it
+    source_D: Array  # sender and receiver of each hop of a step
+    destination_D: Array
+
+
+@quick
+def price_step(routes: Routes, hops: int) -> tuple[float, float]:
+    """Return seconds and seconds per byte of one step in which all hops send at the same time.
+
+    The slowest hop counts; a link's bandwidth is divided by the hops that use it.
+    """
+    devices = len(routes.source_D)
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            routes.flows[routes.route_link[at]] += 1
+    latency_s = s_per_byte = 0.0
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        latency_s = max(latency_s, routes.latency_s[place])
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            link = routes.route_link[at]
+            s_per_byte = max(s_per_byte, routes.flows[link] / routes.bandwidth[link])
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            routes.flows[routes.route_link[at]] = 0
+    return latency_s, s_per_byte
+
+
+@quick
+def use_links(routes: Routes, hops: int) -> None:
+    """Mark the links of a step's hops as used."""
+    devices = len(routes.source_D)
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            routes.is_used[routes.route_link[at]] = True
+
+
+@quick
+def shift(routes: Routes, members: Array, distance: int) -> int:
+    """Write the hops of a step in which every device sends to the one so far after it; return how many."""
+    size = len(members)
+    for k in range(size):
+        routes.source_D[k] = members[k]
+        routes.destination_D[k] = members[(k + distance) % size]
+    return size
+
+
+@quick
+def price_pairwise(routes: Routes, members: Array) -> tuple[float, float]:
+    """Return the price of p - 1 steps, in the k-th of which every device sends to the k-th after it."""
+    size = len(members)
+    latency_s = s_per_byte = 0.0
+    for distance in range(1, size):
+        hops = shift(routes, members, distance)
+        use_links(routes, hops)
+        step_latency_s, step_s_per_byte = price_step(routes, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte / size
+    return latency_s, s_per_byte
+
+
+@quick
+def price_halving(routes: Routes, members: Array) -> tuple[float, float]:
+    """Return the price of recursive halving and doubling among 2^k devices."""
+    size = len(members)
+    latency_s = s_per_byte = 0.0
+    distance, share = 1, 0.5
+    while distance < size:
+        for k in range(size):
+            routes.source_D[k] = members[k]
+            routes.destination_D[k] = members[k ^ distance]
+        step_latency_s, step_s_per_byte = price_step(routes, size)
+        latency_s += 2 * step_latency_s
+        s_per_byte += 2 * share * step_s_per_byte
+        distance, share = distance * 2, share / 2
+    return latency_s, s_per_byte
+
+
+@quick
+def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[float, float, float, float]:
+    """Return the prices of a binomial tree from (or, of a reduce, to) the member at place `root`.
+
+    First of one that carries all N bytes along every hop, then of one that scatters (or gathers) them: at distance d
+    a hop carries what lies behind it.
+    """
+    size = len(members)
+    distance = 1
+    while 2 * distance < size:
+        distance *= 2
+    latency_s = s_per_byte = part_s_per_byte = 0.0
+    while distance > 0:
+        hops = 0
+        for place in range(0, size - distance, 2 * distance):
+            here, there = members[(root + place) % size], members[(root + place + distance) % size]
+            routes.source_D[hops] = there if kind == REDUCE else here
+            routes.destination_D[hops] = here if kind == REDUCE else there
+            hops += 1
+        step_latency_s, step_s_per_byte = price_step(routes, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte
+        part_s_per_byte += min(distance, size - distance) / size * step_s_per_byte
+        distance //= 2
+    return latency_s, s_per_byte, latency_s, part_s_per_byte
+
+
+@quick
+def price_collective(
+    routes: Routes, kind: int, members: Array, root: int
+) -> tuple[float, float, float, float]:
+    """Return latency and seconds per byte of two algorithms, the first's and then the second's, see `search.prices`.
+
+    members: in ring order. root: the place of a broadcast's or reduce's root among them, else 0.
+    """
+    routes.is_used[:] = False
+    size = len(members)
+    if kind == ALL_TO_ALL:
+        latency_s, s_per_byte = price_pairwise(routes, members)
+        return latency_s, s_per_byte, latency_s, s_per_byte
+    hops = shift(routes, members, 1)
+    use_links(routes, hops)
+    latency_s, s_per_byte = price_step(routes, hops)
+    ring_s, ring_s_per_byte = (size - 1) * latency_s, (size - 1) / size * s_per_byte
+    if kind in (BROADCAST, REDUCE):
+        tree_s, tree_s_per_byte, part_s, part_s_per_byte = price_tree(routes, members, root, kind)
+        return tree_s, tree_s_per_byte, part_s + ring_s, part_s_per_byte + ring_s_per_byte
+    share = 1.0 if kind == ALL_REDUCE else 0.5
+    halving_s = halving_s_per_byte = np.inf
+    if size & (size - 1) == 0:
+        halving_s, halving_s_per_byte = price_halving(routes, members)
+    return 2 * share * ring_s, 2 * share * ring_s_per_byte, share * halving_s, share * halving_s_per_byte

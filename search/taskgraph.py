@@ -34,7 +34,7 @@ from graph.strategy import Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.costs import CostTable
-from search.links import LinkCosts
+from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls, rule_calls
 
 if TYPE_CHECKING:
@@ -118,8 +118,6 @@ class TaskGraph:
 
     def operation(self, task: int) -> CollectiveKind | None:
         """Return which collective a task is, the all-reduce of a bucket among them; None for other tasks."""
-        from search.arrays import COLLECTIVE_KINDS
-
         code = int(self.holds.operation[self.hold_T[task]])
         return COLLECTIVE_KINDS[code] if code >= 0 else None
 
@@ -195,6 +193,8 @@ class TaskGraphBuilder:
             [topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64
         )
         self.costs = costs
+        self._update_s_D: IntArray | None = None
+        self._update_origin_D: IntArray | None = None
         self._find_touched()
 
     def _find_touched(self) -> None:
@@ -212,13 +212,14 @@ class TaskGraphBuilder:
 
     def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
         """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
-        optimizer = self.training.optimizer
-        found = [
-            self.costs.update_ns(elements, optimizer, device.kind_name) if elements else (0, 0)
-            for elements, device in zip(elements_D.tolist(), self.topology.devices, strict=True)
-        ]
-        rows = np.array(found, np.int64).reshape(-1, 2)
-        return rows[:, 0].copy(), rows[:, 1].copy()
+        if self._update_s_D is None or self._update_origin_D is None:
+            optimizer = self.training.optimizer
+            found = [self.costs.update_s(optimizer, device.kind_name) for device in self.topology.devices]
+            self._update_s_D = np.array([seconds for seconds, _ in found], np.float64)
+            self._update_origin_D = np.array([origin for _, origin in found], np.int64)
+        # The same expression as `search.costs.nanoseconds`.
+        run_ns_D = (elements_D * self._update_s_D * 1e9 + 0.5).astype(np.int64)
+        return run_ns_D, np.where(elements_D > 0, self._update_origin_D, 0)
 
     def layout(self, strategy: Strategy) -> Layout:
         """Return a layout of a validated strategy."""

@@ -23,7 +23,6 @@ from graph.strategy import Configuration
 from graph.topology import Topology
 from search import kernels
 from search.arrays import (
-    COLLECTIVE_KINDS,
     HoldStore,
     graph_arrays,
     operator_values,
@@ -32,7 +31,7 @@ from search.arrays import (
 )
 from search.costs import CallCost, CostTable
 from search.groups import is_view
-from search.links import LinkCosts
+from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
 from search.regions import IntArray, Regions, Side
 
@@ -106,11 +105,12 @@ class UnitStore:
         self._latency_s_DD, self._bandwidth_DD = route_arrays(topology)
         self._call_costs: dict[tuple[int, Degrees, str], IntArray] = {}
         self._classify()
+        # Pages of it are taken as they are written, and kept.
+        self.arena = np.zeros(ARENA_WORDS + (ARENA_WORDS >> 2), np.int64)
         self._empty()
 
     def _empty(self) -> None:
         self.generation += 1
-        self.arena = np.zeros(1 << 16, np.int64)
         self.holds = HoldStore(self.topology, self.links)
         self._end = 0
         self._regions.clear()

@@ -124,16 +124,16 @@ class CostStore(StorePart):
                     found[signature.digest, cost.phase] = cost
         return found
 
-    def op_cost_minima(
+    def op_cost_medians(
         self, device_kind_id: int, environment_id: int | None, digests: Iterable[str] | None = None
     ) -> dict[tuple[str, Phase], float | None]:
-        """Return the fastest sample of each cost that `op_costs` returns, None where the measurement failed.
+        """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed.
 
         Without samples, keys and the rest, so that a network's thousands of costs are read at once.
         """
         costs, signatures = models.op_costs, models.op_signatures
         query = (
-            sa.select(signatures.c.digest, costs.c.phase, costs.c.minimum_s)
+            sa.select(signatures.c.digest, costs.c.phase, costs.c.median_s)
             .join(signatures, costs.c.signature_id == signatures.c.id)
             .where(costs.c.device_kind_id == device_kind_id)
             .order_by(costs.c.measured_at, costs.c.id)
@@ -145,9 +145,9 @@ class CostStore(StorePart):
             queries = [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
         with self.read() as connection:
             return {
-                (digest, phase): minimum_s
+                (digest, phase): median_s
                 for selected in queries
-                for digest, phase, minimum_s in connection.execute(selected).all()
+                for digest, phase, median_s in connection.execute(selected).all()
             }
 
     def put_link_costs(

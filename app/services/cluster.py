@@ -176,6 +176,11 @@ def _links(probe: LinkProbe, count: int) -> LocalLinks:
         all_reduce_latency_s=reduction.latency_s,
         all_reduce_bytes_per_s=reduction.bandwidth_bytes_per_s,
         contention=probe.contention,
+        large_all_reduce=(
+            None
+            if reduction.large is None
+            else (reduction.large.latency_s, reduction.large.bandwidth_bytes_per_s)
+        ),
     )
 
 

@@ -61,8 +61,8 @@ def cost_records(result: CallResult) -> list[OpCostRecord]:
 
 
 def model_time_s(record: OpCostRecord) -> float | None:
-    """Return the value of a measurement that predictions use: the minimum, which repeats best; None where it failed."""
-    return record.minimum_s
+    """Return the value of a measurement that predictions use: the median, as of steps; None where it failed."""
+    return record.median_s
 
 
 class DatabaseCosts:
@@ -98,7 +98,7 @@ class DatabaseCosts:
         if self._kind_id is None:
             return
         # What predictions use, see `model_time_s`.
-        stored = self._store.op_cost_minima(self._kind_id, self._environment_id, digests)
+        stored = self._store.op_cost_medians(self._kind_id, self._environment_id, digests)
         for (name, phase), time_s in stored.items():
             if time_s is None:
                 self._failed.add(name)
@@ -114,17 +114,17 @@ class DatabaseCosts:
         self._obtain(calls, kind_name)
         return [self._cost(call) for call in calls]
 
-    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds of one optimizer update of `elements` weights: linear in their number."""
-        from profiler.updates import scaled_update_s, update_call
+    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which an optimizer updates one of many weights."""
+        from profiler.updates import update_call, update_s_per_element
 
         call = update_call(optimizer)
         self._obtain([call], kind_name)
         time_s = self._measured.get((call.digest, "update"))
         if time_s is None:
             estimate = self._fitted().estimate(call, "update")
-            return scaled_update_s(estimate.time_s, elements), Origin(estimate.origin)
-        return scaled_update_s(time_s, elements), Origin.MEASURED
+            return update_s_per_element(estimate.time_s), Origin(estimate.origin)
+        return update_s_per_element(time_s), Origin.MEASURED
 
     def _obtain(self, calls: Sequence[LocalCall], kind_name: str) -> None:
         """Measure what is missing, or refuse it, as `on_miss` says."""
@@ -194,9 +194,9 @@ class CostsByKind:
         """Return a cost for each call on devices of one kind."""
         return self._sources[kind_name].resolve(calls, kind_name)
 
-    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds of one optimizer update on a device of one kind."""
-        return self._sources[kind_name].update_cost(elements, optimizer, kind_name)
+    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""
+        return self._sources[kind_name].update_cost(optimizer, kind_name)
 
     def cost_digest(self, digests: Iterable[str]) -> str:
         """Return the digest of the costs that were given out for some calls: it names what a prediction rests on."""

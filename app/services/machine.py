@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Processor = Literal["cpu", "cuda"]
 CONTENTION = "contention"
+LARGE_ALL_REDUCE = "large all_reduce"
 EXCHANGE = "exchange"
 # Each device is a process; beyond this, they would do nothing but take turns, and memory would run out.
 DEVICES_PER_CORE = 8
@@ -111,7 +112,8 @@ class LocalLinks:
     """Fitted communication between this machine's devices.
 
     `latency_s` is that of an exchange inside a training step (`exchange_overhead`), not of a bare message. All-reduce
-    takes `all_reduce_latency_s` + bytes / `all_reduce_bytes_per_s` over the whole group of `count` devices.
+    takes `all_reduce_latency_s` + bytes / `all_reduce_bytes_per_s` over the whole group of `count` devices, or where
+    that is more, what the line (seconds, bytes per second) of `large_all_reduce` says.
     """
 
     count: int
@@ -120,6 +122,7 @@ class LocalLinks:
     all_reduce_latency_s: float
     all_reduce_bytes_per_s: float
     contention: float
+    large_all_reduce: tuple[float, float] | None = None
 
 
 def stored_links(store: Store, machine: Machine) -> LocalLinks | None:
@@ -135,7 +138,7 @@ def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) ->
         if fit.group_size == count or (fit.pattern == "p2p" and fit.group_size == 2)
     }
     point, reduction, contention = fits.get("p2p"), fits.get("all_reduce"), fits.get(CONTENTION)
-    exchange = fits.get(EXCHANGE)
+    exchange, large = fits.get(EXCHANGE), fits.get(LARGE_ALL_REDUCE)
     if (
         point is None
         or exchange is None
@@ -156,6 +159,11 @@ def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) ->
         all_reduce_latency_s=reduction.latency_s,
         all_reduce_bytes_per_s=reduction.bandwidth_bytes_per_s,
         contention=contention.contention_factor,
+        large_all_reduce=(
+            (large.latency_s, large.bandwidth_bytes_per_s)
+            if large is not None and large.latency_s is not None and large.bandwidth_bytes_per_s is not None
+            else None
+        ),
     )
 
 
@@ -195,6 +203,13 @@ def _link_fits(result: LinkProbe, count: int) -> list[LinkFitRecord]:
     fits = [
         LinkFitRecord(link.pattern, link.group_size, link.latency_s, link.bandwidth_bytes_per_s)
         for link in _widest(result)
+    ]
+    fits += [
+        LinkFitRecord(
+            LARGE_ALL_REDUCE, link.group_size, link.large.latency_s, link.large.bandwidth_bytes_per_s
+        )
+        for link in _widest(result)
+        if link.pattern == "all_reduce" and link.large is not None
     ]
     return [
         *fits,

@@ -63,8 +63,15 @@ class Target:
         if self.links is None:
             return LinkCosts(transfers=Origin.DATASHEET, all_reduces=Origin.DATASHEET)
         measured = (self.links.all_reduce_latency_s, 1.0 / self.links.all_reduce_bytes_per_s)
+        large = {}
+        if self.links.large_all_reduce is not None:
+            latency_s, bytes_per_s = self.links.large_all_reduce
+            large = {self.links.count: (latency_s, 1.0 / bytes_per_s)}
         return LinkCosts(
-            all_reduce={self.links.count: measured}, transfers=Origin.MEASURED, all_reduces=Origin.MEASURED
+            all_reduce={self.links.count: measured},
+            transfers=Origin.MEASURED,
+            all_reduces=Origin.MEASURED,
+            large_all_reduce=large,
         )
 
 

@@ -194,9 +194,9 @@ def _costs(connection: duckdb.DuckDBPyConnection) -> Costs | None:
     if chosen is None:
         return None
     rows = connection.execute(
-        "SELECT target, phase, flops, bytes, minimum_s FROM op_costs "
-        "WHERE failure IS NULL AND device_kind = ? AND environment = ? AND minimum_s > 0 "
-        f"ORDER BY target, phase, flops, bytes, minimum_s LIMIT {COSTS_SHOWN}",
+        "SELECT target, phase, flops, bytes, median_s FROM op_costs "
+        "WHERE failure IS NULL AND device_kind = ? AND environment = ? AND median_s > 0 "
+        f"ORDER BY target, phase, flops, bytes, median_s LIMIT {COSTS_SHOWN}",
         list(chosen),
     ).fetchall()
     return Costs(str(chosen[0]), tuple(CostPoint(*row) for row in rows))

@@ -237,7 +237,7 @@ def cost_curves(costs: Costs) -> Figure:
     return {
         "data": data,
         "layout": layout(
-            560, "bytes", "time, minimum (us)", xaxis={"type": "log"}, yaxis={"type": "log"},
+            560, "bytes", "time, median (us)", xaxis={"type": "log"}, yaxis={"type": "log"},
             updatemenus=[_menu(buttons)], showlegend=True,
         ),
     }  # fmt: skip

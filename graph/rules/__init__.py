@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of
+from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, tasks
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
+from graph.rules.alike import alike
 from graph.rules.base import Part, Signature
 from graph.rules.common import BaseRule, is_whole
 from graph.rules.registry import is_known, rule_for, rule_name
@@ -22,6 +23,8 @@ __all__ = [
     "Signature",
     "backward_flops",
     "bytes_moved",
+    "call_of",
+    "first_call",
     "flops",
     "index_bounds",
     "is_known",
@@ -67,7 +70,21 @@ def parts(operator: Operator, degrees: Degrees) -> tuple[Part, ...]:
 
 def part(operator: Operator, degrees: Degrees, task_index: int) -> Part:
     """Return the part of one task of a configuration."""
-    return parts(operator, degrees)[task_index]
+    axes = operator.space.axes
+    coordinate: list[int] = []
+    for degree in reversed(degrees):
+        task_index, index = divmod(task_index, degree)
+        coordinate.append(index)
+    points = tuple(
+        part_of(axis, degree, index)
+        for axis, degree, index in zip(axes, degrees, reversed(coordinate), strict=True)
+    )
+    return Part(
+        operator.space,
+        points,
+        tuple(operand_region(operand, points) for operand in operator.space.inputs),
+        tuple(operand_region(operand, points) for operand in operator.space.outputs),
+    )
 
 
 def local_gradients(graph: OperatorGraph, operator: Operator) -> tuple[bool, ...]:
@@ -123,28 +140,26 @@ DRAWING = frozenset({"soapstone.dropout", "soapstone.attention"})
 
 
 def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
-    own = signature(graph, operator)
-    gradients = local_gradients(graph, operator)
     interned: dict[LocalCall, LocalCall] = graph._cache.setdefault("rules.interned", {})
     if len(interned) > CACHED_CONFIGURATIONS:
         interned.clear()
-    calls = []
-    for piece in parts(operator, degrees):
-        call = _call(graph, operator, own, piece, gradients)
-        calls.append(interned.setdefault(call, call))
-    return tuple(calls)
+    if rule_for(operator.target).by_size:
+        first, place = alike(operator.space, degrees)
+    else:
+        first = place = list(range(tasks(degrees)))
+    calls = [call_of(graph, operator, degrees, task) for task in first]
+    calls = [interned.setdefault(call, call) for call in calls]
+    return tuple([calls[one] for one in place])
 
 
 def first_call(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> LocalCall:
     """Return what the first task of a configuration executes, without making the others' calls."""
-    axes = operator.space.axes
-    points = tuple(part_of(axis, degree, 0) for axis, degree in zip(axes, degrees, strict=True))
-    piece = Part(
-        operator.space,
-        points,
-        tuple(operand_region(operand, points) for operand in operator.space.inputs),
-        tuple(operand_region(operand, points) for operand in operator.space.outputs),
-    )
+    return call_of(graph, operator, degrees, 0)
+
+
+def call_of(graph: OperatorGraph, operator: Operator, degrees: Degrees, task: int) -> LocalCall:
+    """Return what one task of a configuration executes, made for it alone."""
+    piece = part(operator, degrees, task)
     return _call(graph, operator, signature(graph, operator), piece, local_gradients(graph, operator))
 
 

@@ -212,8 +212,17 @@ class BaseRule(ABC):
     # True where values are copied or relabelled, nothing computed; and where not even copied.
     computes_nothing = False
     is_view = False
+    # True where `localize` reads no more of where a part lies than `graph.rules.alike` keeps apart. A rule that has a
+    # `localize` of its own says so itself.
+    by_size = True
     # True where axes are best called what the producer of the input calls them.
     inherits_names = False
+
+    def __init_subclass__(cls) -> None:
+        """Let a rule say for its own `localize` that it goes by sizes; that of this class does."""
+        super().__init_subclass__()
+        if "localize" in cls.__dict__:
+            cls.by_size = cls.__dict__.get("by_size", False)
 
     def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with unchanged arguments on local shapes."""

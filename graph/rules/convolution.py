@@ -29,6 +29,8 @@ class ConvolutionRule(BaseRule):
     others run without it, and their gradient of it is zero.
     """
 
+    by_size = True
+
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
 

@@ -56,6 +56,7 @@ class FactoryRule(BaseRule):
     """Makes a constant tensor from no input: zeros, ones, full. `size` is the local shape."""
 
     computes_nothing = True
+    by_size = True
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim."""

@@ -47,6 +47,8 @@ class GroupNormRule(BaseRule):
     Axes: sample, group (a parameter); channels are (group, channel of a group).
     """
 
+    by_size = True
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""
         shape = signature.inputs[0].shape
@@ -77,6 +79,8 @@ class InstanceNormRule(GroupNormRule):
 
     With running statistics, which it would update in place, it runs whole.
     """
+
+    by_size = True
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""

@@ -26,6 +26,8 @@ class PoolingRule(BaseRule):
     of such a window, padding included, then differs: its spatial dims are not split.
     """
 
+    by_size = True
+
     def __init__(self, name: str, spatial: int) -> None:
         self.name = name
         self.spatial = spatial
@@ -134,6 +136,8 @@ class PoolingRule(BaseRule):
 
 class AdaptiveAveragePoolingRule(BaseRule):
     """aten.adaptive_avg_poolNd. A spatial dim splits where the input size is a multiple of the output size."""
+
+    by_size = True
 
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial

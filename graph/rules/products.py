@@ -31,6 +31,8 @@ class LinearRule(BaseRule):
     that starts at 0; the others run without it, and their gradient of it is zero.
     """
 
+    by_size = True
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""
         shape, weight = signature.inputs[0].shape, signature.inputs[1].shape
@@ -102,6 +104,8 @@ class AddedProductRule(BaseRule):
     Over a split of `in` the part that starts at 0 adds `self`; the others are plain products, which needs alpha 1:
     with another alpha the contraction is not split.
     """
+
+    by_size = True
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""

@@ -20,6 +20,8 @@ class RecurrentCellRule(BaseRule):
 
     def __init__(self, gates: int) -> None:
         self.gates = gates
+        # A part of a GRU's hidden units is told which they are.
+        self.by_size = gates != 3
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes; a state without batch dim runs whole."""

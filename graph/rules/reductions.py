@@ -28,6 +28,8 @@ NONE, MEAN, SUM = 0, 1, 2
 class SumRule(BaseRule):
     """aten.sum and aten.mean, over all or some dims."""
 
+    by_size = True
+
     inherits_names = True
 
     def __init__(self, *, mean: bool) -> None:
@@ -82,6 +84,8 @@ class ElementwiseLossRule(BaseRule):
 
     A part of a mean becomes soapstone.<name>: the sum over the part, divided by the global `count`.
     """
+
+    by_size = True
 
     inherits_names = True
 

@@ -21,6 +21,8 @@ from graph.rules.views import ViewRule
 class SelectRule(ViewRule):
     """aten.select(self, dim, index): a task needs that index alone, so its local dim has one element."""
 
+    by_size = True
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim."""
         shape = signature.inputs[0].shape
@@ -38,6 +40,8 @@ class SelectRule(ViewRule):
 
 class SliceRule(ViewRule):
     """aten.slice(self, dim, start, end, step): a task needs, and holds, the slice alone."""
+
+    by_size = True
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim; the sliced input dim follows it with an offset and a stride."""

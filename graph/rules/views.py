@@ -76,6 +76,8 @@ def common_factors(left: Sequence[int], right: Sequence[int]) -> list[int] | Non
 class ReshapeRule(ViewRule):
     """aten.view: both shapes are products of common axes; where sizes do not factor, those dims stay whole."""
 
+    by_size = True
+
     def unsplit_reason(self, signature: Signature) -> str | None:
         """Name the dims that do not factor."""
         shape, result = signature.inputs[0].shape, signature.outputs[0].shape
@@ -155,6 +157,8 @@ class PermuteRule(ViewRule):
 
 class ExpandRule(ViewRule):
     """aten.expand(self, size): dims of one are repeated."""
+
+    by_size = True
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim; repeated input dims are whole."""

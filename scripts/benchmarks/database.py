@@ -269,10 +269,10 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:
         costs = [replace(cost, phase=phase) for cost in own for phase in ("forward", "backward")]
         store.put_op_costs(kind, environment, [*costs, *others])
         digests = [call.digest for call in calls]
-        found = store.op_cost_minima(kind, environment, digests)
+        found = store.op_cost_medians(kind, environment, digests)
         if len(found) != len(costs):
             raise RuntimeError(f"database: {len(found)} of {len(costs)} costs were found")
-        lookup_s = _fastest(lambda: store.op_cost_minima(kind, environment, digests), repetitions)
+        lookup_s = _fastest(lambda: store.op_cost_medians(kind, environment, digests), repetitions)
     return [
         measurement(f"{len(costs)} costs of the network looked up", lookup_s, "s", at_most=LOOKUP_S),
     ]

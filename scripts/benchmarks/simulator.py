@@ -92,13 +92,14 @@ class Datasheet:
         kind = self._kinds[kind_name]
         return [OperatorCost(*estimate(call, kind), Origin.DATASHEET) for call in calls]
 
-    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
         """Return the estimate of an update."""
         from profiler.estimate import estimate
-        from profiler.updates import update_call
+        from profiler.updates import update_call, update_s_per_element
         from search.costs import Origin
 
-        return estimate(update_call(optimizer, elements), self._kinds[kind_name])[0], Origin.DATASHEET
+        estimated_s, _ = estimate(update_call(optimizer), self._kinds[kind_name])
+        return update_s_per_element(estimated_s), Origin.DATASHEET
 
 
 def run(*, quick: bool) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,25 @@ def unchanged_imports() -> Iterator[None]:
             # Started in the repository, Soapstone's own and those of an environment within are not the user's.
             if file is not None and here in Path(file).parents and REPOSITORY not in Path(file).parents:
                 del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database that knows the links between two CPU devices, and nothing else; to be copied."""
+    from app.db.store import Store
+    from app.services.machine import describe, local_devices, local_links
+    from app.services.progress import Silent
+
+    path = tmp_path_factory.mktemp("probed") / "links.sqlite"
+    with Store.open(path) as store:
+        local_links(store, describe(store, local_devices("cpu", 2)), Silent())
+    return path
+
+
+@pytest.fixture
+def known_links(database: Path, probed: Path) -> None:
+    """Let `database` know the links between two CPU devices: measuring them is what most of a small run would take."""
+    shutil.copy(probed, database)
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ def test_a_search_without_a_profile_measures_what_the_profile_would(command: Com
     assert profiled.document["known"] == profiled.document["needed"] > 0
 
 
+@pytest.mark.usefixtures("known_links")
 def test_a_users_own_network_is_searched_from_its_folder(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.app.conftest import Command
 
+pytestmark = pytest.mark.usefixtures("known_links")
+
 BERT = (
     "--model",
     "bert-large",

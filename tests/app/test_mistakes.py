@@ -180,7 +180,7 @@ def test_comparing_what_was_never_stored_names_what_is(command: Command, databas
 
 
 @pytest.fixture
-def strategy_document(command: Command, tmp_path: Path) -> dict[str, object]:
+def strategy_document(command: Command, known_links: None, tmp_path: Path) -> dict[str, object]:
     """The file of a stored strategy of the small MLP on two CPU devices."""
     searched = command("search", *SMALL, "--device", "cpu", "--devices", "2", "--proposals", "10", "--json")
     assert searched.code == 0, searched

@@ -13,6 +13,8 @@ import pytest
 
 from tests.app.conftest import USERS_NETWORK, Command
 
+pytestmark = pytest.mark.usefixtures("known_links")
+
 TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")
 SMALL = ("run", "--model", "mlp", "--preset", "small", *TWO)
 NETWORK = f"""{USERS_NETWORK}
@@ -112,12 +114,12 @@ def test_an_interrupted_run_is_stored_as_such(database: Path) -> None:
 
 
 def test_a_run_past_its_limit_is_given_up_and_stored(database: Path) -> None:
-    process = started("--limit", "45")
+    process = started("--limit", "30")
     try:
         output, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    line = "run: took longer than 45 s, must end within --limit; allow more or ask for fewer iterations"
+    line = "run: took longer than 30 s, must end within --limit; allow more or ask for fewer iterations"
     assert (process.returncode, output) == (1, "")
     assert errors.splitlines()[-1] == f"error: {line}"
     assert executions(database) == [("failed", line, False)]

@@ -12,6 +12,9 @@ from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.fits import LinkFit, fit_link, interpolate_s
 from profiler.kinds import datasheet_kind
 from profiler.links import (
+    KIB,
+    LARGE_BYTES,
+    MIB,
     LinkMeasurement,
     LinkOptions,
     LinkProbe,
@@ -109,6 +112,15 @@ def test_slowest_pair_stands_for_messages_and_each_pair_for_itself() -> None:
     assert topology.transfer_time_s(2, 0, 10**9) == pytest.approx(1.0, rel=1e-4)
     with pytest.raises(UsageError, match="all_reduce was not measured"):
         probe.find("all_reduce")
+
+
+def test_large_messages_have_a_line_of_their_own_where_two_sizes_of_them_were_measured() -> None:
+    small = {KIB: [1e-4], 64 * KIB: [1.2e-4], MIB: [5e-4]}
+    assert measurement("all_reduce", (0, 1), {**small, LARGE_BYTES: [3e-3]}).large is None
+    link = measurement("all_reduce", (0, 1), {**small, LARGE_BYTES: [3e-3], 16 * LARGE_BYTES: [48e-3]})
+    assert link.large is not None
+    assert link.large.time_s(4 * LARGE_BYTES) == pytest.approx(12e-3)
+    assert link.latency_s + 16 * LARGE_BYTES / link.bandwidth_bytes_per_s < 48e-3
 
 
 def test_all_pairs_of_gpus_and_one_of_cores_are_measured() -> None:

@@ -10,11 +10,11 @@ from profiler.updates import (
     apply_update,
     initial_state,
     is_update,
-    scaled_update_s,
     update_bytes,
     update_call,
     update_flops,
     update_optimizer,
+    update_s_per_element,
 )
 
 
@@ -72,8 +72,8 @@ def test_update_call_holds_weight_gradient_and_state(optimizer: str, tensors: in
     assert call_from_json(call.document) == call
 
 
-def test_update_time_is_linear() -> None:
-    assert scaled_update_s(0.5, 3000, 1000) == 1.5
+def test_an_element_takes_its_share_of_what_was_measured() -> None:
+    assert update_s_per_element(0.5, 1000) == 0.0005
 
 
 def test_unknown_optimizer_is_named() -> None:

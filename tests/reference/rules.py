@@ -140,6 +140,7 @@ def check_case(
     replicas: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
     calls = rules.local_calls(graph, operator, degrees)
     parts = rules.parts(operator, degrees)
+    assert calls == tuple(rules.call_of(graph, operator, degrees, task) for task in range(len(parts)))
     for coordinate, part, call in zip(coordinates(degrees), parts, calls, strict=True):
         local = [
             gather(tensor.detach(), region).clone().requires_grad_(tensor.requires_grad)

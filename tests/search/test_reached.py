@@ -49,10 +49,10 @@ class DataSheet:
         assert kind_name == self.kind.name
         return [OperatorCost(*estimate(call, self.kind), Origin.DATASHEET) for call in calls]
 
-    def update_cost(self, elements: int, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
         assert (optimizer, kind_name) == ("sgd", self.kind.name)
         # The weight and its gradient are read, the weight is written.
-        return 12 * elements / self.kind.memory_bandwidth_bytes_per_s, Origin.DATASHEET
+        return 12 / self.kind.memory_bandwidth_bytes_per_s, Origin.DATASHEET
 
 
 class LeNet(nn.Module):

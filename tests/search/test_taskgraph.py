@@ -13,10 +13,10 @@ from graph.plan import build_plan
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology
 from graph.training import Training
-from search.arrays import COLLECTIVE_KINDS, operator_values
+from search.arrays import operator_values
 from search.baselines import data_parallel, expert, random_strategy, single_device
 from search.costs import CostTable, Origin
-from search.links import LinkCosts
+from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.taskgraph import TaskGraph, TaskGraphBuilder, TaskKind, build_task_graph
 from tests.reference import taskgraph as reference
 from tests.search.builders import (
@@ -95,7 +95,7 @@ TOPOLOGIES = {
     "two nodes": cluster(),
     "four nodes": load_topology("p100-cluster", nodes=4),
 }
-LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)})
+LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)}, large_all_reduce={3: (0.0, 4e-9)})
 
 
 def strategies_of(graph: OperatorGraph, count: int) -> list[Strategy]:

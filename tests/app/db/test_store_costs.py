@@ -97,7 +97,7 @@ def test_of_any_environment_the_newest_cost_is_returned(store: Store) -> None:
     assert store.op_costs(kind, first, [two])[two, "forward"].minimum_s == 1.0
 
 
-def test_minima_are_those_of_the_costs(store: Store) -> None:
+def test_medians_are_those_of_the_costs(store: Store) -> None:
     kind = store.put_device_kind(samples.device_kind())
     first, second = (store.put_environment(samples.environment(number)) for number in (1, 2))
     failed = OpCostRecord(
@@ -110,10 +110,10 @@ def test_minima_are_those_of_the_costs(store: Store) -> None:
     for environment in (None, first, second):
         for some in (None, digests, digests[:2], []):
             costs = store.op_costs(kind, environment, some)
-            assert store.op_cost_minima(kind, environment, some) == {
-                key: cost.minimum_s for key, cost in costs.items()
+            assert store.op_cost_medians(kind, environment, some) == {
+                key: cost.median_s for key, cost in costs.items()
             }
-    assert store.op_cost_minima(kind, None)[samples.signature(9).digest, "forward"] is None
+    assert store.op_cost_medians(kind, None)[samples.signature(9).digest, "forward"] is None
 
 
 _PHASES: list[Phase] = ["forward", "backward", "update"]

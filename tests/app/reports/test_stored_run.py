@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ MLP = ("--model", "mlp", "--preset", "small", "--batch-size", "8", "--device", "
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored(tmp_path_factory: pytest.TempPathFactory, probed: Path) -> Path:
     """A database with a search, a recorded run of data parallelism, and a run that recorded nothing."""
     path = tmp_path_factory.mktemp("stored") / "test.sqlite"
+    shutil.copy(probed, path)
     store_results(
         path,
         ("search", *MLP, "--proposals", "60", "--seed", "1", "--json"),

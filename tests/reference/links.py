@@ -1,0 +1,150 @@
+"""Prices of collectives, from the formulas as they are written: the slow reference of `search.links`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from graph.collectives import CollectiveKind
+from graph.topology import Topology
+from search.costs import Origin
+from search.links import CollectivePrice, LinkCosts
+
+
+def collective_price(
+    topology: Topology,
+    members: Sequence[int],
+    costs: LinkCosts,
+    kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+    root: int | None = None,
+) -> CollectivePrice:
+    """Return the price of a collective over `members`, devices in ring order, see `search.links.Prices.of`."""
+    size = len(members)
+    ring_hops = [(members[k], members[(k + 1) % size]) for k in range(size)]
+    links = _links_of(topology, ring_hops)
+    if kind is CollectiveKind.ALL_TO_ALL:
+        pairs = [(here, there) for here in members for there in members if here != there]
+        pairwise = _pairwise_price(topology, members)
+        return _price(pairwise, pairwise, _links_of(topology, pairs), costs.transfers)
+    if kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE):
+        assert root is not None
+        start = list(members).index(root)
+        ordered = [*members[start:], *members[:start]]
+        tree = _tree_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
+        halves = _scatter_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
+        ring = _ring_price(topology, ring_hops)
+        return _price(tree, (halves[0] + ring[0], halves[1] + ring[1]), links, costs.transfers)
+    # An all-reduce is a reduce-scatter and an all-gather, which cost the same.
+    share = 1.0 if kind is CollectiveKind.ALL_REDUCE else 0.5
+    if size in costs.all_reduce:
+        latency_s, s_per_byte = costs.all_reduce[size]
+        large_s, large_s_per_byte = costs.large_all_reduce.get(size, (latency_s, s_per_byte))
+        return CollectivePrice(
+            (share * latency_s, share * large_s),
+            (share * s_per_byte, share * large_s_per_byte),
+            links,
+            costs.all_reduces,
+            is_measured=True,
+        )
+    ring = _ring_price(topology, ring_hops)
+    halving = _halving_price(topology, members) if size & (size - 1) == 0 else (inf, inf)
+    return _price(
+        (2 * share * ring[0], 2 * share * ring[1]),
+        (share * halving[0], share * halving[1]),
+        links,
+        costs.transfers,
+    )
+
+
+def _price(
+    first: tuple[float, float], second: tuple[float, float], links: tuple[int, ...], origin: Origin
+) -> CollectivePrice:
+    return CollectivePrice((first[0], second[0]), (first[1], second[1]), links, origin)
+
+
+def _links_of(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(sorted({link for hop in hops for link in topology.routes[hop]}))
+
+
+def _ring_price(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return the price of an all-gather or a reduce-scatter over a ring."""
+    size = len(hops)
+    latency_s, s_per_byte = step_price(topology, hops)
+    return (size - 1) * latency_s, (size - 1) / size * s_per_byte
+
+
+def _pairwise_price(topology: Topology, members: Sequence[int]) -> tuple[float, float]:
+    """Return the price of p - 1 steps, in the k-th of which every device sends to the k-th after it."""
+    size = len(members)
+    latency_s = s_per_byte = 0.0
+    for distance in range(1, size):
+        hops = [(members[k], members[(k + distance) % size]) for k in range(size)]
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte / size
+    return latency_s, s_per_byte
+
+
+def _tree_steps(ordered: Sequence[int], *, inwards: bool) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Return the steps of a binomial tree from (or to) the first device: (distance, hops), distances halving.
+
+    At distance d the devices at multiples of 2 d send to those d further on.
+    """
+    steps = []
+    distance = 1 << ((len(ordered) - 1).bit_length() - 1)
+    while distance:
+        hops = [
+            (ordered[place], ordered[place + distance])
+            for place in range(0, len(ordered) - distance, 2 * distance)
+        ]
+        steps.append((distance, [(there, here) for here, there in hops] if inwards else hops))
+        distance //= 2
+    return steps
+
+
+def _tree_price(topology: Topology, ordered: Sequence[int], *, inwards: bool) -> tuple[float, float]:
+    """Return the price of sending all N bytes along a binomial tree."""
+    latency_s = s_per_byte = 0.0
+    for _, hops in _tree_steps(ordered, inwards=inwards):
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte
+    return latency_s, s_per_byte
+
+
+def _scatter_price(topology: Topology, ordered: Sequence[int], *, inwards: bool) -> tuple[float, float]:
+    """Return the price of scattering (or gathering) N bytes along a binomial tree: each hop carries what lies
+    behind it."""
+    size = len(ordered)
+    latency_s = s_per_byte = 0.0
+    for distance, hops in _tree_steps(ordered, inwards=inwards):
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += step_latency_s
+        s_per_byte += min(distance, size - distance) / size * step_s_per_byte
+    return latency_s, s_per_byte
+
+
+def step_price(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return (latency in seconds, seconds per byte) of one step in which all `hops` send at the same time.
+
+    The slowest hop counts; a link's bandwidth is divided by the hops that use it.
+    """
+    flows: dict[int, int] = {}
+    for hop in hops:
+        for link in topology.routes[hop]:
+            flows[link] = flows.get(link, 0) + 1
+    latency_s = max(sum(topology.links[link].latency_s for link in topology.routes[hop]) for hop in hops)
+    s_per_byte = max(count / topology.links[link].bandwidth_bytes_per_s for link, count in flows.items())
+    return latency_s, s_per_byte
+
+
+def _halving_price(topology: Topology, members: Sequence[int]) -> tuple[float, float]:
+    latency_s = s_per_byte = 0.0
+    distance, share = 1, 0.5
+    while distance < len(members):
+        hops = [(members[k], members[k ^ distance]) for k in range(len(members))]
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += 2 * step_latency_s
+        s_per_byte += 2 * share * step_s_per_byte
+        distance, share = distance * 2, share / 2
+    return latency_s, s_per_byte
