@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from app.cli import options
@@ -91,3 +95,62 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
                 for one in summaries
             ],
         )
+
+
+@application.command("export")
+def export_pack(
+    file: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    device_kind: Annotated[
+        str | None,
+        typer.Option(
+            "--device-kind", help="Only what was measured on this kind. Default: all.", show_default=False
+        ),
+    ] = None,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write all measured costs, with their environments, into one file that another database can import.
+
+    Example: app db export costs.parquet
+    """
+    from app.cli.output import print_json, print_lines
+    from app.db.store import Store
+    from app.services.packs import write_pack
+
+    with Store.open(database) as store:
+        counts = write_pack(store, file, device_kind)
+    if as_json:
+        print_json({"file": str(file), **asdict(counts)})
+    else:
+        print_lines(
+            f"{file}: {counts.op_costs} operator costs, {counts.link_costs} link costs, {counts.link_fits} fits"
+        )
+
+
+@application.command("import")
+def import_pack(
+    file: Annotated[Path, typer.Argument(help="A file that app db export wrote.")],
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Take in the costs of an exported file: the later of two measurements stays, and twice is as good as once.
+
+    Example: app db import costs.parquet
+    """
+    from app.cli.output import print_json, print_lines
+    from app.db.store import Store
+    from app.services.packs import PackCounts, merge_pack, read_pack
+
+    groups = read_pack(file)
+    given = PackCounts.of(groups)
+    with Store.open(database) as store:
+        new = merge_pack(store, groups)
+    if as_json:
+        print_json({"file": str(file), "given": asdict(given), "new": asdict(new)})
+        return
+    print_lines(
+        f"{file}: {given.op_costs} operator costs ({new.op_costs} new), {given.link_costs} link costs "
+        f"({new.link_costs} new), {given.link_fits} fits ({new.link_fits} new)"
+    )
+    for group in groups:
+        print_lines(f"{group.kind.name}, environment {group.environment.fingerprint[:12]}")

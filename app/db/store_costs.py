@@ -52,6 +52,12 @@ class CostStore(StorePart):
         with self.read() as connection:
             return read_one(connection, DeviceKindRecord, sa.select(table).where(table.c.name == name))
 
+    def device_kinds(self) -> list[DeviceKindRecord]:
+        """Return all device kinds, by name."""
+        table = models.device_kinds
+        with self.read() as connection:
+            return read_all(connection, DeviceKindRecord, sa.select(table).order_by(table.c.name))
+
     def put_environment(self, environment: EnvironmentRecord) -> int:
         """Store an environment under its fingerprint, once; return its id."""
         row = {**row_of(environment), "fingerprint": environment.fingerprint}
@@ -65,6 +71,12 @@ class CostStore(StorePart):
             return read_one(
                 connection, EnvironmentRecord, sa.select(table).where(table.c.id == environment_id)
             )
+
+    def environments(self) -> list[EnvironmentRecord]:
+        """Return all environments, by fingerprint."""
+        table = models.environments
+        with self.read() as connection:
+            return read_all(connection, EnvironmentRecord, sa.select(table).order_by(table.c.fingerprint))
 
     def put_op_costs(self, device_kind_id: int, environment_id: int, costs: Iterable[OpCostRecord]) -> int:
         """Store operator costs with their signatures, in one transaction; return how many distinct ones were given.

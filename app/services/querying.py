@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from app.analytics.duck import connect
 from app.analytics.formats import FORMATS, Format, write_csv, write_json, write_parquet
 from app.db.engine import Database
 from app.db.schema import open_database
+from app.services.files import checked_target, replacing
 from graph.errors import UsageError
 
 
@@ -36,8 +36,8 @@ def export(
         DatabaseError, UsageError: as `queried`; or the file may not or cannot be written.
     """
     with _opened(database) as opened:
-        target = _checked_target(path, opened)
-        with _answered(opened, sql, limit_s) as found, _replacing(target) as temporary:
+        target = checked_target(path, opened, "--output")
+        with _answered(opened, sql, limit_s) as found, replacing(target, "--output") as temporary:
             if file_format == "parquet":
                 return write_parquet(found, temporary)
             write = write_csv if file_format == "csv" else write_json
@@ -82,33 +82,3 @@ def _answered(database: Database, sql: str, limit_s: float | None) -> Iterator[A
             yield found
     finally:
         connection.close()
-
-
-def _checked_target(path: Path, database: Database) -> Path:
-    """Return where to write: not over what is stored, nor over what is no file."""
-    target = path.resolve()
-    own = Path(str(database.url.database)).resolve() if database.url.get_backend_name() == "sqlite" else None
-    is_database = own is not None and target.parent == own.parent and target.name.startswith(own.name)
-    if is_database or target.is_relative_to(database.trace_folder.resolve()):
-        raise UsageError(f"--output {path}: belongs to the database, must be another file; choose another")
-    if target.exists() and not target.is_file():
-        raise UsageError(f"--output {path}: is no regular file, must be one; choose another")
-    if not target.parent.is_dir():
-        raise UsageError(f"--output {path}: folder {target.parent} does not exist, must exist; make it first")
-    return target
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """Give a temporary file beside the target, which takes its place at the end."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            yield temporary
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--output {target}: cannot be written ({error.strerror or error}), must be; choose another path"
-        ) from error

@@ -1,0 +1,44 @@
+"""`app db export` and `import`: what one database measured, another need not measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Command
+
+SMALL = ("--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2")
+
+
+@pytest.mark.usefixtures("known_links")
+def test_an_imported_pack_is_as_good_as_a_profile(command: Command, database: Path, tmp_path: Path) -> None:
+    first = command("profile", *SMALL, "--json").document
+    assert first["measured"] == first["needed"] > 0
+    file = tmp_path / "costs.parquet"
+    exported = command("db", "export", str(file), "--json").document
+    # Updates and phases beside: a call has one or two of them.
+    assert exported["op_costs"] > first["needed"]
+    searched = command("search", *SMALL, "--proposals", "20", "--fresh", "--json").document
+
+    database.unlink()
+    imported = command("db", "import", str(file), "--json").document
+    assert imported["given"] == imported["new"]
+    assert imported["new"] == {name: exported[name] for name in imported["new"]}
+    assert command("db", "import", str(file)).code == 0
+    again = command("profile", *SMALL, "--json").document
+    assert (again["measured"], again["known"]) == (0, first["needed"])
+    same = command("search", *SMALL, "--proposals", "20", "--fresh", "--json").document
+    assert same["predictions"] == searched["predictions"]
+
+
+def test_what_is_no_pack_is_refused_in_one_line_and_makes_no_database(
+    command: Command, database: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "no.parquet"
+    file.write_text("no")
+    outcome = command("db", "import", str(file))
+    assert (outcome.code, outcome.output) == (2, "")
+    assert outcome.errors.startswith(f"error: pack {file}: cannot be read")
+    assert outcome.errors.count("\n") == 1
+    assert not database.exists()
