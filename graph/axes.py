@@ -146,9 +146,16 @@ def parts(space: IterationSpace, degrees: Degrees, coordinate: Sequence[int]) ->
 
 def dim_indexes(dim: Dim, points: Sequence[Interval]) -> IndexSet:
     """Return the indexes of a dim that a task iterating over `points` touches."""
+    return _indexes(dim, tuple([points[factor.axis] for factor in dim if factor.axis is not None]))
+
+
+@lru_cache(maxsize=65536)
+def _indexes(dim: Dim, followed: tuple[Interval, ...]) -> IndexSet:
+    """Return the indexes of a dim, given the points of the axes that its factors follow, in their order."""
     result: IndexSet = ((0, 1),)
+    remaining = iter(followed)
     for factor in dim:
-        touched = factor.touched(points[factor.axis] if factor.axis is not None else (0, 1))
+        touched = factor.touched(next(remaining) if factor.axis is not None else (0, 1))
         result = intervals.product(result, touched, factor.size)
     return result
 

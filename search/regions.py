@@ -10,12 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from graph.axes import Axis, Degrees, Dim, OperandMap, dim_indexes, part_of
 from graph.intervals import IndexSet, Region, count
+
+# Codes beyond which distinct ones are found by sorting.
+MOST_CODES = 1 << 12
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -42,7 +46,7 @@ class Side:
     row: for each task, the place of its region among the side's distinct ones.
     row_task: for each distinct region, the first task that has it.
     row_elements: for each distinct region, its elements.
-    dims: for each dim, its cut, and for each task the place of its index set.
+    dims: for each dim, its cut, and for each distinct region the place of its index set.
     """
 
     number: int
@@ -99,25 +103,28 @@ class Regions:
 
     def _make_side(self, port: int, degrees: Degrees) -> Side:
         axes, operand = self._port_keys[port]
-        tasks = int(np.prod(degrees))
-        dims = []
-        for dim in operand:
-            cut = self._cut(axes, dim, degrees)
+        cuts = [self._cut(axes, dim, degrees) for dim in operand]
+        # A task's region as one number: the places of its index sets, the first dim's counting most.
+        code = np.zeros((1,) * len(degrees), np.int64)
+        for cut in cuts:
             shape = [degrees[axis] if axis in cut.axes else 1 for axis in range(len(degrees))]
-            dims.append((cut, np.broadcast_to(cut.place.reshape(shape), degrees).reshape(tasks)))
-        mixed = np.zeros(tasks, np.int64)
-        for cut, place in dims:
-            mixed = mixed * len(cut.index_sets) + place
-        _, row_task, row = np.unique(mixed, return_index=True, return_inverse=True)
-        row_elements = np.ones(len(row_task), np.int64)
-        keys = np.empty((len(row_task), len(dims)), np.int64)
-        for position, (cut, place) in enumerate(dims):
-            row_elements *= cut.elements[place[row_task]]
-            keys[:, position] = cut.set_number[place[row_task]]
+            code = code * len(cut.index_sets) + cut.place.reshape(shape)
+        codes, row_task, row = distinct(
+            np.broadcast_to(code, degrees).reshape(-1), prod(len(cut.index_sets) for cut in cuts)
+        )
+        row_elements = np.ones(len(codes), np.int64)
+        keys = np.empty((len(codes), len(cuts)), np.int64)
+        dims = []
+        for position in reversed(range(len(cuts))):
+            cut = cuts[position]
+            codes, place = np.divmod(codes, len(cut.index_sets))
+            row_elements *= cut.elements[place]
+            keys[:, position] = cut.set_number[place]
+            dims.append((cut, place))
         numbers = [self._number(tuple(key)) for key in keys.tolist()]
         self._side_count += 1
         region = np.array(numbers, np.int64)[row]
-        return Side(self._side_count, region, row, row_task, row_elements, tuple(dims))
+        return Side(self._side_count, region, row, row_task, row_elements, tuple(reversed(dims)))
 
     def _number(self, key: tuple[int, ...]) -> int:
         """Return the number of the region that is a product of index sets of these numbers."""
@@ -162,12 +169,11 @@ class Regions:
         key = (reader.number, source.number)
         known = self._volumes.get(key)
         if known is None:
-            groups = len(source.region) // replicas
-            known = np.ones((len(reader.row_task), groups), np.int64)
+            distinct_regions = np.ones((len(reader.row_task), len(source.row_task)), np.int64)
             for (mine, my_place), (theirs, their_place) in zip(reader.dims, source.dims, strict=True):
                 table = self._common_elements(mine, theirs)
-                known *= table[my_place[reader.row_task]][:, their_place[::replicas]]
-            self._volumes[key] = known
+                distinct_regions *= table[my_place[:, None], their_place]
+            known = self._volumes[key] = distinct_regions[:, source.row[::replicas]]
         return known
 
     def _common_elements(self, mine: Cut, theirs: Cut) -> IntArray:
@@ -186,8 +192,25 @@ def replicated(side: Side, replicas: int) -> Side:
         np.repeat(side.row, replicas),
         side.row_task * replicas,
         side.row_elements,
-        tuple((cut, np.repeat(place, replicas)) for cut, place in side.dims),
+        side.dims,
     )
+
+
+def distinct(codes: IntArray, possible: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Return distinct codes ascending, where each stands first, and for every code the place of its like.
+
+    codes: whole numbers below `possible`.
+    """
+    if possible > MOST_CODES:
+        found, first, place = np.unique(codes, return_index=True, return_inverse=True)
+        return found, first, place
+    first = np.full(possible, -1, np.int64)
+    # Of several the last one is kept: the first, backwards.
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)
+    is_there = first >= 0
+    if is_there.all():
+        return np.arange(possible), first, codes
+    return np.flatnonzero(is_there), first[is_there], (np.cumsum(is_there) - 1)[codes]
 
 
 def common_elements(left: Sequence[IndexSet], right: Sequence[IndexSet]) -> IntArray:

@@ -16,7 +16,7 @@ import numpy as np
 from graph.axes import Degrees, tasks
 from graph.calls import LocalCall
 from graph.collectives import BACKWARD, SUMMABLE
-from graph.holdings import Cell, cell_elements, cells, held_regions
+from graph.holdings import cell_elements, cells, cover
 from graph.intervals import volume
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration
@@ -33,10 +33,12 @@ from search.costs import CallCost, CostTable
 from search.groups import is_view
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
-from search.regions import IntArray, Regions, Side
+from search.regions import IntArray, Regions
 
 # Words of the arena (8 bytes each) after which it is emptied.
 ARENA_WORDS = 1 << 25
+# More regions than there ever are.
+_REGIONS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,14 @@ class Pattern:
     volume: IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What distinct holders of a weight hold: elements of each, and cells, by the places of their holders."""
+
+    elements: tuple[int, ...]
+    cells: tuple[tuple[tuple[int, ...], int], ...]
+
+
 class UnitStore:
     """All memo units met so far, for one graph on one topology."""
 
@@ -114,7 +124,7 @@ class UnitStore:
         self.holds = HoldStore(self.topology, self.links)
         self._end = 0
         self._regions.clear()
-        self._task_cells: dict[tuple[int, int], tuple[Cell, ...]] = {}
+        self._held: dict[tuple[tuple[int, ...], ...], Held] = {}
         self._patterns: dict[tuple[int, Degrees, tuple[Degrees, ...]], Pattern] = {}
         self._configurations: dict[Configuration, int] = {}
         self._units: dict[tuple[int, ...], int] = {}
@@ -345,33 +355,41 @@ class UnitStore:
     ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
         """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
         sides = [self._regions.side(port.number, c.degrees) for port, c in zip(ports, read_by, strict=True)]
-        devices = [device for c in read_by for device in c.devices]
-        if len(sides) == 1 and len(set(devices)) == len(devices):
-            side = sides[0]
-            holders = [
-                (device, int(side.row_elements[row])) for device, row in zip(devices, side.row, strict=True)
-            ]
-            found = self._cells_of_tasks(side) if synchronized else ()
-            shared = [
-                (tuple(sorted(devices[task] for task in cell.devices)), cell_elements(cell)) for cell in found
-            ]
-        else:
-            numbers = _joined([side.region for side in sides]).tolist()
-            needed = dict.fromkeys(zip(devices, numbers, strict=True))
-            held = held_regions((device, self._regions.region(number)) for device, number in needed)
-            holders = [(device, volume(region)) for device, region in held.items()]
-            found = cells(held) if synchronized and held else ()
-            shared = [(cell.devices, cell_elements(cell)) for cell in found]
+        numbers = _joined([side.region for side in sides])
+        devices = np.array([device for c in read_by for device in c.devices], np.int64)
+        # Of every device the distinct regions that it needs; devices that need the same hold the same.
+        device_P, number_P = np.divmod(np.unique(devices * _REGIONS + numbers), _REGIONS)
+        needed: dict[int, list[int]] = {}
+        for device, number in zip(device_P.tolist(), number_P.tolist(), strict=True):
+            needed.setdefault(device, []).append(number)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for device, regions in needed.items():
+            alike.setdefault(tuple(regions), []).append(device)
+        keys = tuple(sorted(alike))
+        known = self._held.get(keys)
+        if known is None:
+            known = self._held[keys] = self._hold(keys)
+        elements_of = dict(zip(keys, known.elements, strict=True))
+        holders = [(device, elements_of[tuple(regions)]) for device, regions in needed.items()]
+        if not synchronized:
+            return holders, []
+        shared = [
+            (tuple(sorted(device for place in places for device in alike[keys[place]])), elements)
+            for places, elements in known.cells
+        ]
         return holders, [(members, elements) for members, elements in shared if len(members) > 1]
 
-    def _cells_of_tasks(self, side: Side) -> tuple[Cell, ...]:
-        """Return the cells of a weight with one reader whose tasks (here in place of devices) do not share any."""
-        key = (side.number, len(side.region))
-        known = self._task_cells.get(key)
-        if known is None:
-            held = {task: self._regions.region(number) for task, number in enumerate(side.region.tolist())}
-            known = self._task_cells[key] = cells(held)
-        return known
+    def _hold(self, keys: Sequence[tuple[int, ...]]) -> Held:
+        """Return what holders of these sets of regions (numbers) hold, each set by a holder of its own."""
+        held = {
+            place: cover([self._regions.region(number) for number in numbers])
+            for place, numbers in enumerate(keys)
+        }
+        found = cells(held) if held else ()
+        return Held(
+            tuple(volume(region) for region in held.values()),
+            tuple((cell.devices, cell_elements(cell)) for cell in found),
+        )
 
 
 def _joined(pieces: Sequence[IntArray]) -> IntArray:
