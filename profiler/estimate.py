@@ -2,7 +2,9 @@
 
 A call takes as long as the slower of its arithmetic and its memory traffic, at the rates that libraries commonly reach
 of the data sheet's peaks. Two origins, never mixed up: "datasheet" rests on no measurement at all; "estimated" is the
-roofline times the median ratio that the measured calls of the same operator type and phase have on that device kind.
+roofline times the ratio of measured to roofline time that the nearest measured calls of its family have on that
+device kind, or where the family has none, its operator type, or all types. A family is an operator type, a phase and
+all of its operands but their sizes; near is what differs little in work and sizes, on a scale of doublings.
 
 Source of the roofline: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -10,10 +12,13 @@ Source of the roofline: Williams, Waterman and Patterson, Communications of the 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from math import exp, log, log2
 from statistics import median
-from typing import Literal, Self
+from typing import Any, Literal, Self
+
+import numpy as np
 
 from graph.calls import LocalCall
 from graph.errors import CostError
@@ -27,6 +32,17 @@ Origin = Literal["estimated", "datasheet"]
 # Shares of the data-sheet peaks that well-tuned libraries commonly reach. Assumptions: measuring replaces them.
 ARITHMETIC_EFFICIENCY = 0.6
 MEMORY_EFFICIENCY = 0.8
+
+# Measured calls of a family that an estimate rests on at most, and the squared distance (in doublings) from which on a
+# nearer one counts more: below it, differences are noise.
+NEIGHBOURS, BLUR = 3, 0.05
+# Of a larger family so many calls, evenly taken, say how good its estimates are.
+MOST_LEFT_OUT = 300
+
+Family = tuple[object, ...]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+# log2 of work and sizes, and the logarithm of measured over roofline time.
+Point = tuple[tuple[float, ...], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +65,16 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimated time, and on how many measurements its correction rests (0 from a data sheet)."""
+    """An estimated time, and on how many measurements its correction rests (0 from a data sheet).
+
+    `error`: the median of the relative errors that estimates like this one have where the truth was measured and left
+    out; None where nothing says so.
+    """
 
     time_s: float
     origin: Origin
     observations: int
+    error: float | None = None
 
 
 def roofline_s(
@@ -111,33 +132,114 @@ def estimate(call: LocalCall, kind: DeviceKind) -> tuple[float, float]:
 class Estimator:
     """Estimates for one device kind, corrected by its measurements.
 
-    `ratios`: by (operator type, phase), and by ("", phase) over all types, the median of measured over roofline time
-    and the number of measurements behind it.
+    `families`: the measured calls of each. `ratios`: by (operator type, phase), and by ("", phase) over all types, the
+    logarithms of measured over roofline time, ascending.
     """
 
     kind: DeviceKind
-    ratios: dict[tuple[str, Phase], tuple[float, int]]
+    families: dict[Family, tuple[Point, ...]]
+    ratios: dict[tuple[str, Phase], tuple[float, ...]]
+    _arrays: dict[Family, tuple[Array, Array]] = field(default_factory=dict, compare=False, repr=False)
+    _errors: dict[Family, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def fit(cls, kind: DeviceKind, observations: Iterable[Observation]) -> Self:
         """Return the estimator that rests on `observations`, whatever their order; without any, on the data sheet."""
-        gathered: dict[tuple[str, Phase], list[float]] = {}
+        families: dict[Family, list[Point]] = {}
+        ratios: dict[tuple[str, Phase], list[float]] = {}
         for entry in observations:
-            ratio = entry.time_s / roofline_s(work_of(entry.call, entry.phase), kind)
-            gathered.setdefault((entry.call.target, entry.phase), []).append(ratio)
+            if entry.time_s <= 0:
+                continue
+            ratio = log(entry.time_s / roofline_s(work_of(entry.call, entry.phase), kind))
+            point = (_sizes(entry.call, entry.phase), ratio)
+            families.setdefault(_family(entry.call, entry.phase), []).append(point)
+            ratios.setdefault((entry.call.target, entry.phase), []).append(ratio)
             if entry.phase != "update":
-                gathered.setdefault(("", entry.phase), []).append(ratio)
-        return cls(kind, {key: (median(gathered[key]), len(gathered[key])) for key in sorted(gathered)})
+                ratios.setdefault(("", entry.phase), []).append(ratio)
+        return cls(
+            kind,
+            {family: tuple(sorted(points)) for family, points in families.items()},
+            {key: tuple(sorted(values)) for key, values in ratios.items()},
+        )
 
     def estimate(self, call: LocalCall, phase: Phase) -> Estimate:
         """Return the estimate for one phase of a call.
 
-        From the measurements of its operator type; where there is none, from those of all types; else from the data
-        sheet.
+        From the nearest measurements of its family; where there is none, from the median of its operator type, then of
+        all types; else from the data sheet.
 
         Raises:
             CostError: the call has no such phase.
         """
         bound = roofline_s(work_of(call, phase), self.kind)
-        ratio, count = self.ratios.get((call.target, phase)) or self.ratios.get(("", phase)) or (1.0, 0)
-        return Estimate(bound * ratio, "estimated" if count else "datasheet", count)
+        family = _family(call, phase)
+        if family in self.families:
+            points, ratios = self._family_arrays(family)
+            ratio = _nearest(points, ratios, np.array(_sizes(call, phase)))
+            return Estimate(
+                bound * exp(ratio), "estimated", min(NEIGHBOURS, len(ratios)), self.error_of(family)
+            )
+        of_type = self.ratios.get((call.target, phase)) or self.ratios.get(("", phase))
+        if of_type is None:
+            return Estimate(bound, "datasheet", 0)
+        middle = median(of_type)
+        error = median(abs(exp(middle - one) - 1) for one in of_type) if len(of_type) > 1 else None
+        return Estimate(bound * exp(middle), "estimated", len(of_type), error)
+
+    def error_of(self, family: Family) -> float | None:
+        """Return the median relative error of a family's estimates, each measurement left out; None of a single one."""
+        if family not in self._errors:
+            points, ratios = self._family_arrays(family)
+            errors = [
+                abs(
+                    exp(
+                        _nearest(np.delete(points, place, 0), np.delete(ratios, place), points[place])
+                        - ratios[place]
+                    )
+                    - 1
+                )
+                for place in range(0, len(ratios), 1 + len(ratios) // MOST_LEFT_OUT)
+                if len(ratios) > 1
+            ]
+            self._errors[family] = median(errors) if errors else None
+        return self._errors[family]
+
+    def _family_arrays(self, family: Family) -> tuple[Array, Array]:
+        known = self._arrays.get(family)
+        if known is None:
+            points = self.families[family]
+            known = self._arrays[family] = (
+                np.array([sizes for sizes, _ in points]),
+                np.array([ratio for _, ratio in points]),
+            )
+        return known
+
+
+def _nearest(points: Array, ratios: Array, sizes: Array) -> float:
+    """Return the mean of the nearest points' logarithmic ratios, the nearer counting more."""
+    distances = ((points - sizes) ** 2).sum(axis=1)
+    nearest = np.argsort(distances, kind="stable")[:NEIGHBOURS]
+    weights = 1.0 / (distances[nearest] + BLUR)
+    return float((weights * ratios[nearest]).sum() / weights.sum())
+
+
+def _family(call: LocalCall, phase: Phase) -> Family:
+    """Return what two calls must have in common for one to say something of the other's sizes."""
+    operands = tuple((spec.dtype, len(spec.shape)) for spec in (*call.inputs, *call.outputs))
+    gradients = call.gradients if phase == "backward" else ()
+    return (call.target, phase, len(call.inputs), operands, gradients)
+
+
+def _sizes(call: LocalCall, phase: Phase) -> tuple[float, ...]:
+    """Return, in doublings, a call's work, the elements of its operands, and their dims."""
+    work = work_of(call, phase)
+    operands = (*call.inputs, *call.outputs)
+    return tuple(
+        log2(max(1.0, size))
+        for size in (
+            work.flops,
+            work.size_bytes,
+            *(spec.elements for spec in operands),
+            *(size for spec in operands for size in spec.shape),
+        )
+    )

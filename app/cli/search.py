@@ -279,6 +279,11 @@ def _print(report: SearchReport) -> None:
             f"({report.bound.kind}{'' if report.bound.whole else ', some operators counted as nothing'})"
         )
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
+    if report.estimate_error is not None:
+        print_lines(
+            f"{len(report.estimate_errors)} costs that the search met are estimates; where the truth is known, half of "
+            f"such estimates are within {percent(report.estimate_error)}"
+        )
     if report.unsplit:
         print_lines(
             f"{len(report.unsplit)} operators have no rule or sizes that do not factor: see app models show"

@@ -92,6 +92,7 @@ class DatabaseCosts:
         self._failed: set[str] = set()
         self._estimator: Estimator | None = None
         self._used: dict[str, str] = {}
+        self._errors: dict[str, float] = {}
         self._load()
 
     def _load(self, digests: Iterable[str] | None = None) -> None:
@@ -147,6 +148,11 @@ class DatabaseCosts:
         """Return (call digest, cost) of those calls that this source gave a cost for, in order of digest."""
         return [(name, self._used[name]) for name in sorted(set(digests)) if name in self._used]
 
+    @property
+    def estimate_errors(self) -> tuple[float, ...]:
+        """Of each estimated cost that was given out: the median error of estimates like it, ascending."""
+        return tuple(sorted(self._errors.values()))
+
     def _has(self, call: LocalCall) -> bool:
         from profiler.measure import phases
 
@@ -165,6 +171,10 @@ class DatabaseCosts:
             cost = OperatorCost(
                 estimates[0].time_s, estimates[1].time_s if len(estimates) > 1 else 0.0, origin
             )
+            # Of the larger phase, which is most of the call's time.
+            error = max(estimates, key=lambda one: one.time_s).error
+            if origin is Origin.ESTIMATED and error is not None:
+                self._errors[call.digest] = error
         self._used[call.digest] = f"{cost.forward_s!r} {cost.backward_s!r}"
         return cost
 
@@ -197,6 +207,11 @@ class CostsByKind:
     def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""
         return self._sources[kind_name].update_cost(optimizer, kind_name)
+
+    @property
+    def estimate_errors(self) -> tuple[float, ...]:
+        """Of each estimated cost that was given out: the median error of estimates like it, ascending."""
+        return tuple(sorted(error for source in self._sources.values() for error in source.estimate_errors))
 
     def cost_digest(self, digests: Iterable[str]) -> str:
         """Return the digest of the costs that were given out for some calls: it names what a prediction rests on."""

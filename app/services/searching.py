@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -141,6 +142,12 @@ class SearchReport:
     resumed_at: int | None = None
     algorithms: tuple[AlgorithmReport, ...] = field(default=())
     bound: Bound | None = None
+    estimate_errors: tuple[float, ...] = field(default=())
+
+    @property
+    def estimate_error(self) -> float | None:
+        """The median error of the costs that were estimated, by leaving measurements out; None without any."""
+        return statistics.median(self.estimate_errors) if self.estimate_errors else None
 
     @property
     def gap(self) -> float | None:
@@ -177,6 +184,8 @@ class SearchReport:
             "lower_bound_s": self.bound.seconds if self.bound is not None else None,
             "lower_bound_by": self.bound.kind if self.bound is not None else None,
             "gap": self.gap,
+            "estimated_costs": len(self.estimate_errors),
+            "estimate_error": self.estimate_error,
             "best_baseline": self.best_baseline.name,
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }
@@ -408,6 +417,7 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
         resumed_at=sum(one.checkpoint.proposals for one in plan.resumed) if plan.resumed else None,
         algorithms=tuple(_algorithm_report(one) for one in found),
         bound=bound,
+        estimate_errors=setting.source.estimate_errors,
     )
 
 

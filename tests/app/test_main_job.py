@@ -142,6 +142,20 @@ def test_a_search_without_a_profile_measures_what_the_profile_would(command: Com
 
 
 @pytest.mark.usefixtures("known_links")
+def test_a_search_says_how_many_costs_are_estimates_and_how_good_they_are(command: Command) -> None:
+    small = ("--model", "mlp", "--preset", "small", *TWO_CPUS)
+    assert command("profile", *small, "--batch-size", "8").code == 0
+    known = command("search", *small, "--batch-size", "8", "--proposals", "20", "--json").document
+    assert (known["estimated_costs"], known["estimate_error"]) == (0, None)
+    other = ("search", *small, "--batch-size", "24", "--proposals", "20", "--on-miss", "estimate")
+    guessed = command(*other, "--json").document
+    assert guessed["estimated_costs"] > 0
+    assert 0 <= guessed["estimate_error"] < 10
+    assert guessed["predictions"][0]["shares"]["datasheet"] == 0.0
+    assert "half of such estimates are within" in " ".join(command(*other).output.split())
+
+
+@pytest.mark.usefixtures("known_links")
 def test_a_users_own_network_is_searched_from_its_folder(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,13 @@
 """Estimates against rooflines computed by hand."""
 
 import random
+from dataclasses import replace
+from math import exp, log, log2
+from statistics import median
 
 import pytest
 
+from graph.calls import LocalCall
 from graph.errors import CostError
 from graph.topology import DeviceKind
 from profiler.estimate import (
@@ -101,11 +105,69 @@ def _observations() -> list[Observation]:
     ]
 
 
-def test_estimator_uses_the_median_ratio_of_the_operator_type() -> None:
-    unseen = matrix_product(300, 400, 500)
+def random_product(generator: random.Random) -> LocalCall:
+    rows, inner, columns = (generator.randint(1, 2000) for _ in range(3))
+    return matrix_product(rows, inner, columns)
+
+
+def test_three_nearest_sizes_of_a_family_count_the_nearer_the_more() -> None:
+    unseen = matrix_product(256, 256, 300)
     found = Estimator.fit(KIND, _observations()).estimate(unseen, "forward")
-    assert found.time_s == pytest.approx(2.0 * roofline_s(work_of(unseen, "forward"), KIND))
+    assert (found.origin, found.observations) == ("estimated", 3)
+
+    def sizes(*dims: int) -> list[float]:
+        rows, inner, columns = dims
+        flops, moved = 2 * rows * inner * columns, 4 * (rows * inner + inner * columns + rows * columns)
+        elements = (rows * inner, inner * columns, rows * columns)
+        return [log2(one) for one in (flops, moved, *elements, rows, inner, inner, columns, rows, columns)]
+
+    ratio = weight = 0.0
+    for size, measured in ((128, 1.5), (256, 2.0), (512, 2.5)):
+        pairs = zip(sizes(size, size, size), sizes(256, 256, 300), strict=True)
+        share = 1 / (sum((one - other) ** 2 for one, other in pairs) + 0.05)
+        ratio, weight = ratio + share * log(measured), weight + share
+    expected = exp(ratio / weight) * roofline_s(work_of(unseen, "forward"), KIND)
+    assert found.time_s == pytest.approx(expected)
+
+
+def test_a_device_that_is_slower_by_one_factor_is_estimated_exactly() -> None:
+    generator = random.Random(3)
+    calls = [random_product(generator) for _ in range(40)]
+    observations = [Observation(call, "forward", 7 * estimate(call, KIND)[0]) for call in calls]
+    estimator = Estimator.fit(KIND, observations[:20])
+    for entry in observations[20:]:
+        found = estimator.estimate(entry.call, "forward")
+        assert found.time_s == pytest.approx(entry.time_s)
+        assert found.error == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_is_that_of_leaving_each_measurement_out(seed: int) -> None:
+    generator = random.Random(seed)
+    observations = []
+    for _ in range(12):
+        call = random_product(generator)
+        observations.append(Observation(call, "forward", generator.uniform(1, 3) * estimate(call, KIND)[0]))
+    errors = []
+    for entry in observations:
+        others = Estimator.fit(KIND, [one for one in observations if one is not entry])
+        errors.append(abs(others.estimate(entry.call, "forward").time_s / entry.time_s - 1))
+    found = Estimator.fit(KIND, observations).estimate(matrix_product(5, 6, 7), "forward")
+    assert found.error == pytest.approx(median(errors))
+
+
+def test_one_measurement_says_nothing_of_its_error() -> None:
+    found = Estimator.fit(KIND, _observations()[:1]).estimate(matrix_product(5, 6, 7), "forward")
+    assert (found.observations, found.error) == (1, None)
+
+
+def test_another_family_takes_the_median_of_its_operator_type() -> None:
+    half = matrix_product(300, 400, 500)
+    half = replace(half, inputs=tuple(replace(spec, dtype="float16") for spec in half.inputs))
+    found = Estimator.fit(KIND, _observations()).estimate(half, "forward")
+    assert found.time_s == pytest.approx(2.0 * roofline_s(work_of(half, "forward"), KIND))
     assert (found.origin, found.observations) == ("estimated", 5)
+    assert found.error == pytest.approx(1 / 3)
 
 
 def test_other_types_use_the_median_over_all() -> None:

@@ -1,0 +1,138 @@
+"""How good estimates of unmeasured operator costs are: measured costs are left out, a fifth at a time, and estimated.
+
+A call's phases are left out together. The costs are those of the database that SOAPSTONE_DATABASE_URL names, of the
+device kind and environment that it holds most of; without it, a few networks are profiled on this machine first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Measurement, Result, measurement
+
+if TYPE_CHECKING:
+    from graph.topology import DeviceKind
+    from profiler.estimate import Observation
+
+NETWORKS = {"mlp": 64, "alexnet": 16, "inception": 4, "bert-large": 2}
+FOLDS, SEED = 5, 0
+# Matrix products of unseen sizes: the best published operator database's figures.
+MEDIAN_PERCENT, P90_PERCENT = 3.6, 14.7
+PRODUCTS = ("linear", "mm", "matmul", "addmm", "baddbmm", "bmm")
+
+
+def run(*, quick: bool) -> Result:
+    """Leave out and estimate; in quick mode after profiling one small network.
+
+    Raises:
+        SoapstoneError: a network cannot be profiled.
+    """
+    given = os.environ.get("SOAPSTONE_DATABASE_URL")
+    with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+        database = given or f"sqlite:///{folder}/x.sqlite"
+        if not given:
+            _profile(database, quick=quick)
+        kind, observations = measured(database)
+    errors = left_out_errors(kind, observations)
+    return Result(
+        benchmark="estimator",
+        conditions={"device": kind.name, "costs": len(observations), "folds": FOLDS},
+        measurements=_measurements(errors),
+        table=[_row(target, errors[target]) for target in sorted(errors, key=lambda one: -len(errors[one]))],
+    )
+
+
+def _profile(database: str, *, quick: bool) -> None:
+    from app.services.profiling import ProfileRequest, run_profile
+    from app.services.progress import Silent
+
+    for name, batch_size in {"mlp": 8}.items() if quick else NETWORKS.items():
+        request = ProfileRequest(
+            models=(name,), preset="small" if quick else "paper", batch_size=batch_size, gpus=None,
+            processor="cpu", devices=2, optimizer="sgd", batch_norm="synchronized",
+        )  # fmt: skip
+        run_profile(request, database, Silent())
+
+
+def measured(database: str) -> tuple[DeviceKind, list[Observation]]:
+    """Return the costs of the device kind and environment that a database holds most of, by call and phase."""
+    from app.db.store import Store
+    from app.services.costs import model_time_s
+    from graph.calls import call_from_json
+    from graph.topology import DeviceKind
+    from profiler.estimate import Observation
+
+    with Store.open(database) as store:
+        chosen = max(store.cost_summaries(), key=lambda one: one.measured)
+        costs = store.op_costs(chosen.device_kind.id, chosen.environment.id)
+    described = dict(chosen.device_kind.description)
+    described["peak_flops"] = tuple(described["peak_flops"].items())
+    observations = []
+    for _, record in sorted(costs.items()):
+        time_s = model_time_s(record)
+        if time_s is not None:
+            call = call_from_json(json.loads(record.signature.key))
+            observations.append(Observation(call, record.phase, time_s))
+    return DeviceKind(**described), observations
+
+
+def left_out_errors(kind: DeviceKind, observations: Sequence[Observation]) -> dict[str, list[float]]:
+    """Return, by operator type, the relative errors of all costs, each estimated without its fifth of the calls."""
+    from profiler.estimate import Estimator
+
+    calls = sorted({one.call.digest for one in observations})
+    random.Random(SEED).shuffle(calls)
+    fold_of = {digest: number % FOLDS for number, digest in enumerate(calls)}
+    errors: dict[str, list[float]] = defaultdict(list)
+    for fold in range(FOLDS):
+        estimator = Estimator.fit(kind, (one for one in observations if fold_of[one.call.digest] != fold))
+        for one in observations:
+            if fold_of[one.call.digest] == fold:
+                estimated_s = estimator.estimate(one.call, one.phase).time_s
+                errors[one.call.target].append(abs(estimated_s / one.time_s - 1))
+    return dict(errors)
+
+
+def _measurements(errors: dict[str, list[float]]) -> list[Measurement]:
+    every = [error for of_target in errors.values() for error in of_target]
+    rows = [
+        measurement(f"all {len(every)} costs: median error", _percent(every, 0.5), "%"),
+        measurement("    90th percentile", _percent(every, 0.9), "%"),
+    ]
+    products = [error for target in errors if _name(target) in PRODUCTS for error in errors[target]]
+    if products:
+        rows += [
+            measurement(
+                f"{len(products)} of matrix products: median error",
+                _percent(products, 0.5),
+                "%",
+                at_most=MEDIAN_PERCENT,
+            ),
+            measurement("    90th percentile", _percent(products, 0.9), "%", at_most=P90_PERCENT),
+        ]
+    return rows
+
+
+def _name(target: str) -> str:
+    return target.split(".")[1]
+
+
+def _row(target: str, errors: Sequence[float]) -> dict[str, str]:
+    return {
+        "operator type": target,
+        "costs": str(len(errors)),
+        "median error": f"{_percent(errors, 0.5):.1f} %",
+        "90th percentile": f"{_percent(errors, 0.9):.1f} %",
+    }
+
+
+def _percent(errors: Iterable[float], share: float) -> float:
+    import numpy as np
+
+    return 100 * float(np.quantile(list(errors), share))
