@@ -46,12 +46,37 @@ PARTS_PER_MILLION = 1_000_000
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
-def quick(function: Function) -> Function:
-    """Compile a kernel without counts of references to arrays: in a loop they cost ten times what the loop does.
+# Its stubs lack some of the options below.
+_njit: Any = njit
 
-    A kernel that makes an array needs the counts, and the compiler insists on them.
+
+def entry(function: Function) -> Function:
+    """Compile a kernel that Python calls; what is compiled is kept on disk."""
+    compiled: Function = _njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
+    return compiled
+
+
+def quick_entry(function: Function) -> Function:
+    """Compile a kernel that Python calls, without counts of references to arrays.
+
+    In a loop the counts cost ten times what the loop does. A kernel that makes an array needs them, and the compiler
+    insists on them.
     """
-    compiled: Function = njit(cache=True, nogil=True, _nrt=False)(function)  # type: ignore[call-overload]
+    compiled: Function = _njit(cache=True, nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
+    return compiled
+
+
+def inner(function: Function) -> Function:
+    """Compile a kernel that kernels alone call, without counts: a part of them, for which Python has no way in."""
+    compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(
+        function
+    )
+    return compiled
+
+
+def inner_with_arrays(function: Function) -> Function:
+    """Compile a kernel that kernels alone call and that makes arrays."""
+    compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return compiled
 
 
@@ -158,7 +183,7 @@ class Buckets(NamedTuple):
     order: Array
 
 
-@njit(cache=True, nogil=True)
+@entry
 def write_exchange(
     arena: Array,
     at: int,
@@ -305,7 +330,7 @@ def write_exchange(
     return write_collectives(arena, at, collective_at, region, source_device, devices, summable) - at
 
 
-@quick
+@inner
 def find(leader: Array, node: int) -> int:
     """Return what stands for the connected nodes of `node`."""
     while leader[node] != node:
@@ -314,7 +339,7 @@ def find(leader: Array, node: int) -> int:
     return node
 
 
-@njit(cache=True, nogil=True)
+@inner_with_arrays
 def write_collectives(
     arena: Array,
     at: int,
@@ -415,7 +440,7 @@ def write_collectives(
     return task_at + task
 
 
-@njit(cache=True, nogil=True)
+@inner_with_arrays
 def kind_of(
     arena: Array,
     at: int,
@@ -479,7 +504,7 @@ def kind_of(
     return ALL_GATHER if same_tasks and same_region and even else ALL_TO_ALL
 
 
-@quick
+@inner
 def measure_collective(
     arena: Array, at: int, where: int, member_at: int, member_end: int, source_device: Array
 ) -> None:
@@ -515,7 +540,7 @@ def measure_collective(
     arena[where + 3] = largest * members if kind == ALL_TO_ALL else whole
 
 
-@quick
+@inner
 def choose_replica(device_T: Array, first: int, replicas: int, device: int, node_D: Array) -> int:
     """Return the replica that `device` reads: its own, else one in its node, else that of lowest index."""
     for task in range(first, first + replicas):
@@ -527,13 +552,13 @@ def choose_replica(device_T: Array, first: int, replicas: int, device: int, node
     return first
 
 
-@quick
+@inner
 def transfer_ns(latency_s: float, bandwidth_bytes_per_s: float, size_bytes: int) -> int:
     """Return the nanoseconds of a transfer; the same expression as `Topology.transfer_time_s`, rounded."""
     return int((latency_s + size_bytes / bandwidth_bytes_per_s) * 1e9 + 0.5)
 
 
-@quick
+@quick_entry
 def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> None:
     """Find which tasks and assemblies take part in the backward, as `graph.plan` does.
 
@@ -577,13 +602,13 @@ def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scrat
         find_gradient_collectives(units.value_at[value], value, arena, scratch)
 
 
-@quick
+@quick_entry
 def collectives_of(arena: Array, unit: int) -> int:
     """Return where the collectives of a value unit start."""
     return int(unit + arena[unit + 6] + arena[unit + 3] + 1 + arena[unit + 1])
 
 
-@quick
+@inner
 def find_gradient_collectives(unit: int, value: int, arena: Array, scratch: Scratch) -> None:
     """Find after which operator's backward each collective of a value goes back as one, if it does."""
     found = arena[unit + 7]
@@ -602,7 +627,7 @@ def find_gradient_collectives(unit: int, value: int, arena: Array, scratch: Scra
         scratch.collective_after[scratch.collective_base[value] + collective] = after
 
 
-@quick
+@quick_entry
 def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> tuple[int, int, int]:
     """Set the bases of tasks, assemblies and collectives; return their totals."""
     total = 0
@@ -623,7 +648,7 @@ def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch
     return total, assemblies, collectives
 
 
-@quick
+@quick_entry
 def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, state_tensors: int) -> None:
     """Find the elements that each device updates, and its peak memory (rule: `search.simulator.Simulation`)."""
     elements_D = scratch.elements_D
@@ -656,7 +681,7 @@ def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, stat
                 memory_D[arena[where]] += arena[where + 1]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def fill_buckets(
     graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, buckets: Buckets, bucket_bytes: int
 ) -> bool:
@@ -731,7 +756,7 @@ def fill_buckets(
     return True
 
 
-@quick
+@inner
 def put(
     tasks: Tasks,
     n: int,
@@ -753,7 +778,7 @@ def put(
     tasks.size_bytes[n] = size_bytes
 
 
-@quick
+@inner
 def lay_out_collectives(
     units: Units,
     arena: Array,
@@ -791,7 +816,7 @@ def lay_out_collectives(
     return True
 
 
-@quick
+@inner
 def lay_out_transfers(
     units: Units,
     arena: Array,
@@ -827,7 +852,7 @@ def lay_out_transfers(
     return True
 
 
-@quick
+@quick_entry
 def lay_out_forward(
     graph: GraphArrays,
     units: Units,
@@ -890,7 +915,7 @@ def lay_out_forward(
     return True
 
 
-@quick
+@quick_entry
 def lay_out_renewals(
     graph: GraphArrays,
     units: Units,
@@ -912,7 +937,7 @@ def lay_out_renewals(
     return True
 
 
-@quick
+@inner
 def add_readers(
     graph: GraphArrays,
     arena: Array,
@@ -938,7 +963,7 @@ def add_readers(
     return e
 
 
-@quick
+@inner
 def lay_out_operator_backward(
     graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, tasks: Tasks, operator: int
 ) -> bool:
@@ -999,7 +1024,7 @@ def lay_out_operator_backward(
     return True
 
 
-@quick
+@inner
 def lay_out_gradient_collectives(
     graph: GraphArrays,
     units: Units,
@@ -1050,7 +1075,7 @@ def lay_out_gradient_collectives(
     return True
 
 
-@quick
+@inner
 def lay_out_gradient_transfers(
     graph: GraphArrays,
     units: Units,
@@ -1097,7 +1122,7 @@ def lay_out_gradient_transfers(
     return True
 
 
-@quick
+@inner
 def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
     """Return the nanoseconds of a device set's collective, as `search.links.CollectivePrice.duration_ns` does."""
     first = holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0]
@@ -1106,7 +1131,7 @@ def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
     return int(seconds * 1e9 + 0.5)
 
 
-@quick
+@inner
 def lay_out_bucket(
     graph: GraphArrays,
     units: Units,
@@ -1150,7 +1175,7 @@ def lay_out_bucket(
     return True
 
 
-@njit(cache=True, nogil=True)
+@entry
 def lay_out_backward(
     graph: GraphArrays,
     units: Units,
@@ -1178,7 +1203,7 @@ def lay_out_backward(
     return True
 
 
-@njit(cache=True, nogil=True)
+@entry
 def lay_out_updates(
     tasks: Tasks, scratch: Scratch, holds: Holds, update_ns_D: Array, update_origin_D: Array
 ) -> bool:
@@ -1188,7 +1213,7 @@ def lay_out_updates(
     return write_updates(tasks, scratch, holds, update_ns_D, update_origin_D, waits_D, place_D)
 
 
-@quick
+@inner
 def write_updates(
     tasks: Tasks,
     scratch: Scratch,
@@ -1243,7 +1268,7 @@ class Timeline(NamedTuple):
     cause: Array
 
 
-@quick
+@inner
 def serve(
     task: int,
     ready_ns: int,
@@ -1291,7 +1316,7 @@ def serve(
     return end_ns
 
 
-@njit(cache=True, nogil=True)
+@entry
 def run_program_order(
     task_count: int,
     tasks: Tasks,
@@ -1309,7 +1334,7 @@ def run_program_order(
     )
 
 
-@quick
+@inner
 def serve_in_program_order(
     task_count: int,
     tasks: Tasks,
@@ -1356,7 +1381,7 @@ def serve_in_program_order(
     return makespan_ns
 
 
-@quick
+@inner
 def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) -> int:
     """Add (ready time, task) to a binary heap; return its new size."""
     place = size
@@ -1372,7 +1397,7 @@ def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) 
     return size + 1
 
 
-@quick
+@inner
 def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
     """Remove the first of a binary heap (the caller has read it); return its new size."""
     size -= 1
@@ -1411,7 +1436,7 @@ class Events(NamedTuple):
     left_ns_R: Array  # what the tasks still to be served run on each resource
 
 
-@njit(cache=True, nogil=True)
+@entry
 def run_fifo_order(
     task_count: int,
     tasks: Tasks,
@@ -1443,7 +1468,7 @@ def run_fifo_order(
     )
 
 
-@quick
+@inner
 def find_successors(task_count: int, tasks: Tasks, holds: Holds, events: Events) -> int:
     """Turn the dependencies round, and find what every resource has to do; return the longest of that."""
     pred_ptr, pred_E, ptr = tasks.pred_ptr, tasks.pred, events.ptr
@@ -1469,7 +1494,7 @@ def find_successors(task_count: int, tasks: Tasks, holds: Holds, events: Events)
     return longest_ns
 
 
-@quick
+@inner
 def serve_by_readiness(
     task_count: int,
     tasks: Tasks,
@@ -1535,7 +1560,7 @@ def serve_by_readiness(
     return makespan_ns
 
 
-@njit(cache=True, nogil=True)
+@entry
 def exchange_ns(
     arena: Array,
     at: int,
@@ -1568,7 +1593,7 @@ def exchange_ns(
     return longest_ns
 
 
-@njit(cache=True, nogil=True)
+@entry
 def exchange_by_part(
     arena: Array, at: int, source_replicas: int, reader_replicas: int, sure: int, there: Array, back: Array
 ) -> None:
@@ -1619,7 +1644,7 @@ class Prefix(NamedTuple):
     back_EPP: Array
 
 
-@njit(cache=True, nogil=True)
+@entry
 def prefix_bound(prefix: Prefix, operators: Array, after_OD: Array) -> int:
     """Return the longest path through the chosen operators (ascending), as `search.paths` defines it.
 
@@ -1737,7 +1762,7 @@ class Walk(NamedTuple):
     gradient_at: Array  # V: in the pool, when an assembly's gradient is there
 
 
-@quick
+@inner
 def find_changed_activity(
     graph: GraphArrays,
     units: Units,
@@ -1789,7 +1814,7 @@ def find_changed_activity(
     return pool_end
 
 
-@quick
+@inner
 def find_last_readers(
     graph: GraphArrays,
     units: Units,
@@ -1831,14 +1856,14 @@ def find_last_readers(
         pool[last_at + arena[unit] + collective] = after
 
 
-@quick
+@inner
 def add_load(holds: Holds, hold: int, run_ns: int, load_ns_R: Array) -> None:
     """Add a task's time to all that it holds."""
     for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
         load_ns_R[holds.resource[place]] += run_ns
 
 
-@quick
+@inner
 def weigh_operator(arena: Array, at: int, pool: Array, active_at: int, sign: int, versions: Versions) -> None:
     """Add (sign 1) or take away (-1) the time and the activations of an operator's tasks."""
     for task in range(arena[at]):
@@ -1850,7 +1875,7 @@ def weigh_operator(arena: Array, at: int, pool: Array, active_at: int, sign: int
         versions.load_ns_R[device] += sign * run_ns
 
 
-@quick
+@inner
 def weigh_value(
     arena: Array, unit: int, pool: Array, last_at: int, sign: int, holds: Holds, versions: Versions
 ) -> None:
@@ -1881,7 +1906,7 @@ def weigh_value(
             add_load(holds, arena[where + 8], sign * arena[where + 9], load_ns_R)
 
 
-@quick
+@inner
 def is_trained(graph: GraphArrays, static: int, operator_active: Array) -> int:
     """Return whether a static tensor is a weight that some operator's backward gives a gradient."""
     if static < graph.weight_count:
@@ -1891,7 +1916,7 @@ def is_trained(graph: GraphArrays, static: int, operator_active: Array) -> int:
     return 0
 
 
-@quick
+@inner
 def weigh_static(
     graph: GraphArrays,
     arena: Array,
@@ -1912,7 +1937,7 @@ def weigh_static(
             versions.elements_D[device] += elements
 
 
-@quick
+@inner
 def weigh_changes(
     graph: GraphArrays,
     old_units: Units,
@@ -1948,7 +1973,7 @@ def weigh_changes(
             weigh_static(graph, arena, static, now, trained, 1, state_tensors, new)
 
 
-@quick
+@inner
 def copy_versions(source: Versions, target: Versions) -> None:
     """Make `target` equal to `source`."""
     for operator in range(len(source.active_at)):
@@ -1965,7 +1990,7 @@ def copy_versions(source: Versions, target: Versions) -> None:
         target.load_ns_R[resource] = source.load_ns_R[resource]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def prepare(
     graph: GraphArrays,
     old_units: Units,
@@ -2016,7 +2041,7 @@ def prepare(
     return pool_end, first
 
 
-@quick
+@inner
 def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
     """Serve a transfer or a collective; return its end, or -1 where the makespan is sure to exceed the bound."""
     first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
@@ -2039,7 +2064,7 @@ def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int,
     return end_ns if end_ns <= bound_ns - longest_ns else -1
 
 
-@quick
+@inner
 def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
     """Serve a task of a device; return its end, or -1 where the makespan is sure to exceed the bound."""
     begin_ns = max(ready_ns, machine.free_ns_R[device])
@@ -2055,7 +2080,7 @@ def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, bound_ns:
     return end_ns if end_ns <= bound_ns - left_ns else -1
 
 
-@quick
+@inner
 def assigned_to(arena: Array, unit: int, reading: int) -> int:
     """Return where a value unit says which assembly each task of a reading takes."""
     piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
@@ -2063,7 +2088,7 @@ def assigned_to(arena: Array, unit: int, reading: int) -> int:
     return int(reading_at + arena[unit + 5] + arena[reading_at + reading])
 
 
-@quick
+@inner
 def walk_collectives(
     arena: Array,
     holds: Holds,
@@ -2093,7 +2118,7 @@ def walk_collectives(
     return latest_ns
 
 
-@quick
+@inner
 def walk_transfers(
     arena: Array,
     holds: Holds,
@@ -2123,7 +2148,7 @@ def walk_transfers(
     return latest_ns
 
 
-@quick
+@inner
 def walk_forward(
     graph: GraphArrays,
     units: Units,
@@ -2200,7 +2225,7 @@ def walk_forward(
     return latest_ns, pool_end
 
 
-@quick
+@inner
 def find_ready(
     graph: GraphArrays,
     units: Units,
@@ -2228,7 +2253,7 @@ def find_ready(
     return waits
 
 
-@quick
+@inner
 def save_checkpoint(checkpoints: Checkpoints, number: int, machine: Machine, latest_ns: int) -> None:
     """Write a checkpoint of the strategy that is proposed."""
     resources, devices = len(machine.free_ns_R), len(machine.debt_ns_D)
@@ -2242,7 +2267,7 @@ def save_checkpoint(checkpoints: Checkpoints, number: int, machine: Machine, lat
     checkpoints.row[number, side, 2 * resources + devices] = latest_ns
 
 
-@quick
+@inner
 def walk_gradients(
     graph: GraphArrays,
     units: Units,
@@ -2313,7 +2338,7 @@ def walk_gradients(
     return latest_ns
 
 
-@quick
+@inner
 def walk_operator_backward(
     graph: GraphArrays,
     units: Units,
@@ -2352,13 +2377,13 @@ def walk_operator_backward(
     return latest_ns
 
 
-@quick
+@inner
 def bucket_ns(holds: Holds, buckets: Buckets, bucket: int) -> int:
     """Return how long a bucket's all-reduce takes."""
     return collective_ns(holds, buckets.hold[bucket], buckets.size_bytes[bucket])
 
 
-@quick
+@inner
 def walk_bucket(
     graph: GraphArrays,
     units: Units,
@@ -2396,7 +2421,7 @@ def walk_bucket(
     return end_ns
 
 
-@quick
+@inner
 def walk_backward(
     graph: GraphArrays,
     units: Units,
@@ -2452,7 +2477,7 @@ def walk_backward(
     return latest_ns
 
 
-@quick
+@inner
 def walk_end(
     graph: GraphArrays,
     units: Units,
@@ -2494,7 +2519,7 @@ def walk_end(
     return latest_ns
 
 
-@njit(cache=True, nogil=True)
+@entry
 def walk_program_order(
     graph: GraphArrays,
     units: Units,
@@ -2573,7 +2598,7 @@ def walk_program_order(
     return latest_ns, pool_end
 
 
-@quick
+@inner
 def move_words(at: Array, place: int, count: int, pool: Array, target: Array, end: int) -> int:
     """Copy what is at `at[place]` to the end of another pool; return its new end."""
     for word in range(count):
@@ -2582,7 +2607,7 @@ def move_words(at: Array, place: int, count: int, pool: Array, target: Array, en
     return end + count
 
 
-@quick
+@quick_entry
 def compact(
     graph: GraphArrays,
     units: Units,
@@ -2621,7 +2646,7 @@ class Routes(NamedTuple):
     destination_D: Array
 
 
-@quick
+@inner
 def price_step(routes: Routes, hops: int) -> tuple[float, float]:
     """Return seconds and seconds per byte of one step in which all hops send at the same time.
 
@@ -2646,7 +2671,7 @@ def price_step(routes: Routes, hops: int) -> tuple[float, float]:
     return latency_s, s_per_byte
 
 
-@quick
+@inner
 def use_links(routes: Routes, hops: int) -> None:
     """Mark the links of a step's hops as used."""
     devices = len(routes.source_D)
@@ -2656,7 +2681,7 @@ def use_links(routes: Routes, hops: int) -> None:
             routes.is_used[routes.route_link[at]] = True
 
 
-@quick
+@inner
 def shift(routes: Routes, members: Array, distance: int) -> int:
     """Write the hops of a step in which every device sends to the one so far after it; return how many."""
     size = len(members)
@@ -2666,7 +2691,7 @@ def shift(routes: Routes, members: Array, distance: int) -> int:
     return size
 
 
-@quick
+@inner
 def price_pairwise(routes: Routes, members: Array) -> tuple[float, float]:
     """Return the price of p - 1 steps, in the k-th of which every device sends to the k-th after it."""
     size = len(members)
@@ -2680,7 +2705,7 @@ def price_pairwise(routes: Routes, members: Array) -> tuple[float, float]:
     return latency_s, s_per_byte
 
 
-@quick
+@inner
 def price_halving(routes: Routes, members: Array) -> tuple[float, float]:
     """Return the price of recursive halving and doubling among 2^k devices."""
     size = len(members)
@@ -2697,7 +2722,7 @@ def price_halving(routes: Routes, members: Array) -> tuple[float, float]:
     return latency_s, s_per_byte
 
 
-@quick
+@inner
 def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[float, float, float, float]:
     """Return the prices of a binomial tree from (or, of a reduce, to) the member at place `root`.
 
@@ -2724,7 +2749,7 @@ def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[fl
     return latency_s, s_per_byte, latency_s, part_s_per_byte
 
 
-@quick
+@quick_entry
 def price_collective(
     routes: Routes, kind: int, members: Array, root: int
 ) -> tuple[float, float, float, float]:
