@@ -12,7 +12,6 @@ from torch.nn import functional
 from graph import rules
 from tests.reference.randoms import floats
 from tests.reference.rules import Case, check_case, one_operator
-from tests.runtime.strategies import seeds
 
 SEEDS = range(12)
 EQUATIONS = (
@@ -92,7 +91,7 @@ def test_products_of_vectors(target: str, seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", seeds(20, 40))
+@pytest.mark.parametrize("seed", range(40))
 def test_transposed_convolution_along_all_axes(seed: int) -> None:
     """Spatial blocks, groups, output channels, and sums over input channels."""
     generator = random.Random(seed)
