@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -58,29 +57,6 @@ def _candidates(points: Sequence[tuple[int, float]]) -> Iterator[tuple[float, fl
             latency = time_1 - size_1 * inverse
             if inverse >= flattest and latency >= 0:
                 yield latency, inverse
-
-
-def interpolate_s(sizes_bytes: Sequence[int], times_s: Sequence[float], size_bytes: int) -> float:
-    """Return the time of a message of `size_bytes`, linear between the measured sizes.
-
-    More exact than the fitted line where protocols change with the size. Below the smallest measured size its time
-    holds (latency); beyond the largest the last slope, never a falling one, goes on; one size alone scales in
-    proportion.
-
-    Raises:
-        CostError: as in `fit_link`.
-    """
-    points = sorted(dict(_points(sizes_bytes, times_s)).items())
-    if size_bytes <= points[0][0]:
-        return points[0][1]
-    if len(points) == 1:
-        return points[0][1] * size_bytes / points[0][0]
-    place = min(bisect_left([size for size, _ in points], size_bytes), len(points) - 1)
-    (size_1, time_1), (size_2, time_2) = points[place - 1], points[place]
-    slope = (time_2 - time_1) / (size_2 - size_1)
-    if size_bytes > size_2:
-        return time_2 + max(0.0, slope) * (size_bytes - size_2)
-    return time_1 + slope * (size_bytes - size_1)
 
 
 def _points(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> list[tuple[int, float]]:

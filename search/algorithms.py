@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graph.errors import StrategyError, UsageError
@@ -211,33 +212,25 @@ def _exhaustive(problem: Problem, context: Context) -> Found:
 def _greedy(problem: Problem, context: Context) -> Found:
     from search.greedy import greedy
 
-    began, options = time.monotonic(), context.options
-    tried = greedy(
-        problem,
-        context.starts,
-        most=options.proposals,
-        order=options.order,
-        observer=context.observers.get("greedy"),
-    )
-    return _tried("greedy", tried, began)
+    return _tried("greedy", greedy, problem, context)
 
 
 def _random(problem: Problem, context: Context) -> Found:
     from search.greedy import random_search
 
+    return _tried("random", partial(random_search, seed=context.options.seed), problem, context)
+
+
+def _tried(name: str, algorithm: Callable[..., Tried], problem: Problem, context: Context) -> Found:
+    """Run an algorithm that tries strategies one after the other."""
     began, options = time.monotonic(), context.options
-    tried = random_search(
+    tried = algorithm(
         problem,
         context.starts,
         most=options.proposals,
-        seed=options.seed,
         order=options.order,
-        observer=context.observers.get("random"),
+        observer=context.observers.get(name),
     )
-    return _tried("random", tried, began)
-
-
-def _tried(name: str, tried: Tried, began: float) -> Found:
     return Found(
         name,
         tried.strategy,

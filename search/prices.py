@@ -5,7 +5,7 @@ Source: specs "Communication systems", section 3 (alpha-beta model): an all-redu
 all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N / b) along a binomial tree, or
 (ceil(log2(p)) + p - 1) alpha + 2 N (p - 1) / (p b) by scatter and all-gather; a pairwise all-to-all
 (p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
-All prices are linear in N.
+All of these are linear in N; of a measured all-reduce the higher of two lines counts.
 """
 
 from __future__ import annotations

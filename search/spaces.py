@@ -8,7 +8,7 @@ what was left out is said in its name. All other operators follow their heads (`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import perm, prod
@@ -73,22 +73,13 @@ def count_whole(operator: Operator, device_count: int) -> int:
 
 def whole_space(graph: OperatorGraph, device_count: int) -> Space:
     """Return the whole space; its size is that of `count_whole`, multiplied."""
-    groups = find_groups(graph)
-    return Space(
-        graph,
-        device_count,
-        groups,
-        tuple(
-            tuple(
-                Configuration(degrees, devices)
-                for degrees in all_degrees(graph.operators[group.head], device_count)
-                for devices in itertools.permutations(range(device_count), tasks(degrees))
-            )
-            for group in groups
-        ),
-        "all degrees on all lists of devices",
-        whole=True,
-    )
+
+    def choices(head: Operator) -> Iterator[Configuration]:
+        for degrees in all_degrees(head, device_count):
+            for devices in itertools.permutations(range(device_count), tasks(degrees)):
+                yield Configuration(degrees, devices)
+
+    return _space(graph, device_count, choices, "all degrees on all lists of devices", whole=True)
 
 
 def contiguous_space(graph: OperatorGraph, device_count: int) -> Space:
@@ -96,20 +87,27 @@ def contiguous_space(graph: OperatorGraph, device_count: int) -> Space:
 
     A list starts at any multiple of its length, so that lists of one length are the same or disjoint.
     """
+
+    def choices(head: Operator) -> Iterator[Configuration]:
+        for degrees in all_degrees(head, device_count):
+            count = tasks(degrees)
+            if device_count % count == 0:
+                for start in range(0, device_count, count):
+                    yield Configuration(degrees, strided_devices(start, 1, count, device_count))
+
+    name = "all degrees on a divisor of the devices, on aligned lists of neighbours"
+    return _space(graph, device_count, choices, name, whole=False)
+
+
+def _space(
+    graph: OperatorGraph,
+    device_count: int,
+    choices: Callable[[Operator], Iterable[Configuration]],
+    name: str,
+    *,
+    whole: bool,
+) -> Space:
+    """Return the space in which every group's head has these choices."""
     groups = find_groups(graph)
-    return Space(
-        graph,
-        device_count,
-        groups,
-        tuple(
-            tuple(
-                Configuration(degrees, strided_devices(start, 1, tasks(degrees), device_count))
-                for degrees in all_degrees(graph.operators[group.head], device_count)
-                if device_count % tasks(degrees) == 0
-                for start in range(0, device_count, tasks(degrees))
-            )
-            for group in groups
-        ),
-        "all degrees on a divisor of the devices, on aligned lists of neighbours",
-        whole=False,
-    )
+    of_groups = tuple(tuple(choices(graph.operators[group.head])) for group in groups)
+    return Space(graph, device_count, groups, of_groups, name, whole=whole)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from graph.errors import CostError, RuntimeFailure, UsageError
 from graph.topology import local_topology
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
-from profiler.fits import LinkFit, fit_link, interpolate_s
+from profiler.fits import LinkFit, fit_link
 from profiler.kinds import datasheet_kind
 from profiler.links import (
     KIB,
@@ -58,34 +58,12 @@ def test_fit_is_no_worse_than_any_line_of_a_grid(points: list[tuple[int, float]]
             assert fit.residual <= error + 1e-9
 
 
-@given(st.integers(0, 2**26))
-def test_interpolation_runs_through_the_points_and_between_them(size: int) -> None:
-    times = [1e-5 * (place + 1) ** 2 for place in range(len(SIZES))]
-    found = interpolate_s(SIZES, times, size)
-    if size <= SIZES[0]:
-        assert found == times[0]
-    elif size >= SIZES[-1]:
-        slope = (times[-1] - times[-2]) / (SIZES[-1] - SIZES[-2])
-        assert found == pytest.approx(times[-1] + slope * (size - SIZES[-1]))
-    else:
-        above = next(place for place, known in enumerate(SIZES) if known >= size)
-        assert times[above - 1] <= found <= times[above] * (1 + 1e-12)
-    assert interpolate_s(SIZES, times, SIZES[3]) == pytest.approx(times[3])
-
-
-def test_one_point_grows_in_proportion() -> None:
-    assert interpolate_s([1000], [2.0], 3000) == 6.0
-    assert interpolate_s([1000], [2.0], 10) == 2.0
-
-
 @pytest.mark.parametrize(
     ("sizes", "times"), [((), ()), ((1, 2), (1.0,)), ((1,), (0.0,)), ((0,), (1.0,)), ((1,), (float("nan"),))]
 )
 def test_unusable_points_are_refused(sizes: tuple[int, ...], times: tuple[float, ...]) -> None:
     with pytest.raises(CostError, match="link fit: "):
         fit_link(sizes, times)
-    with pytest.raises(CostError, match="link fit: "):
-        interpolate_s(sizes, times, 1)
 
 
 def test_measurement_keeps_samples_and_fits_medians() -> None:
