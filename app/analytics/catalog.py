@@ -73,6 +73,9 @@ CATALOG: dict[str, ViewText] = {
             "samples_s": _SAMPLES,
             "peak_bytes": "peak memory while it ran",
             "failure": "why it could not be measured; the times are then NULL",
+            "launch_s": "what the host takes to issue the call, where the device computes apart from it",
+            "clock_hz": "median clock of the device meanwhile, where the driver tells",
+            "throttle": "what slowed the clock meanwhile, where the driver tells",
             "measured_at": _MEASURED_AT,
             "flops": "operations of one forward",
             "bytes": "bytes that one forward reads and writes",
@@ -96,6 +99,7 @@ CATALOG: dict[str, ViewText] = {
             "latency_s": "fitted to all sizes of the pattern: time = latency + bytes / bandwidth",
             "bandwidth_bytes_per_s": "fitted likewise",
             "contention_factor": "seconds of computing that one second of communication beside it costs",
+            "residual": "mean absolute relative error of that line over the sizes",
         },
     ),
     "graphs": ViewText(

@@ -49,7 +49,7 @@ TRACE_VIEWS = {
 _OP_COSTS = """
 SELECT kind.name AS device_kind, environment.fingerprint AS environment, signature.target, cost.phase,
        cost.minimum_s, cost.p10_s, cost.median_s, cost.sample_count, cost.samples_s, cost.peak_bytes,
-       cost.failure, cost.measured_at, signature.flops, signature.bytes, signature.key,
+       cost.failure, cost.launch_s, cost.clock_hz, cost.throttle, cost.measured_at, signature.flops, signature.bytes, signature.key,
        signature.digest AS signature
 FROM store.op_costs AS cost
 JOIN store.op_signatures AS signature ON signature.id = cost.signature_id
@@ -60,7 +60,7 @@ JOIN store.environments AS environment ON environment.id = cost.environment_id
 _LINK_COSTS = """
 SELECT kind.name AS device_kind, environment.fingerprint AS environment, cost.pattern, cost.group_size,
        cost.size_bytes, cost.minimum_s, cost.median_s, cost.sample_count, cost.samples_s, cost.measured_at,
-       fit.latency_s, fit.bandwidth_bytes_per_s, fit.contention_factor
+       fit.latency_s, fit.bandwidth_bytes_per_s, fit.contention_factor, fit.residual
 FROM store.link_costs AS cost
 JOIN store.device_kinds AS kind ON kind.id = cost.device_kind_id
 JOIN store.environments AS environment ON environment.id = cost.environment_id

@@ -108,6 +108,9 @@ op_costs = sa.Table(
     _required("samples_s", sa.Text),
     sa.Column("peak_bytes", sa.BigInteger),
     sa.Column("failure", sa.Text),
+    sa.Column("launch_s", sa.Double),
+    sa.Column("clock_hz", sa.Double),
+    sa.Column("throttle", sa.Text),
     _required("measured_at", UtcDateTime),
     sa.UniqueConstraint("signature_id", "device_kind_id", "environment_id", "phase", name="uq_op_costs_key"),
     sa.CheckConstraint("phase IN ('forward', 'backward', 'update')", name="phase"),
@@ -149,6 +152,7 @@ link_fits = sa.Table(
     sa.Column("latency_s", sa.Double),
     sa.Column("bandwidth_bytes_per_s", sa.Double),
     sa.Column("contention_factor", sa.Double),
+    sa.Column("residual", sa.Double),
     _required("measured_at", UtcDateTime),
     sa.UniqueConstraint("device_kind_id", "environment_id", "pattern", "group_size", name="uq_link_fits_key"),
 )

@@ -95,6 +95,9 @@ class OpCostRecord:
     """The measured cost of one phase of one signature, or the reason why it could not be measured.
 
     Either `failure` is None and the three times are numbers, or `failure` says why and they are None.
+    `launch_s`: what the host takes to issue the call, where the device computes apart from it. `clock_hz`: the median
+    clock of the device while it was measured. `throttle`: what slowed its clock meanwhile, "" for nothing. Each is None
+    where nothing tells.
     """
 
     signature: OpSignatureRecord
@@ -106,6 +109,9 @@ class OpCostRecord:
     peak_bytes: int | None = None
     failure: str | None = None
     measured_at: datetime = field(default_factory=utc_now)
+    launch_s: float | None = None
+    clock_hz: float | None = None
+    throttle: str | None = None
     device_kind_id: int = 0
     environment_id: int = 0
     id: int = 0
@@ -145,8 +151,9 @@ class LinkFitRecord:
     """What was fitted to the link costs of one pattern and group size.
 
     Time of a message = `latency_s` + bytes / `bandwidth_bytes_per_s`. `contention_factor` is how many
-    seconds of computing one second of communication beside it costs (0: none), as in `graph.topology`. A value that
-    was not determined is None.
+    seconds of computing one second of communication beside it costs (0: none), as in `graph.topology`. `residual` is
+    the mean absolute relative error of the line over the sizes that it was fitted to. A value that was not determined
+    is None.
     """
 
     pattern: str
@@ -155,6 +162,7 @@ class LinkFitRecord:
     bandwidth_bytes_per_s: float | None = None
     contention_factor: float | None = None
     measured_at: datetime = field(default_factory=utc_now)
+    residual: float | None = None
     device_kind_id: int = 0
     environment_id: int = 0
     id: int = 0

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT, DIGEST = b"soapstone.pack", b"soapstone.digest"
-VERSION = b"1"
+VERSION = b"2"
+# Columns that packs of version 1 do not have.
+SINCE_2 = ("launch_s", "clock_hz", "throttle", "residual")
+LARGEST_CLOCK_HZ = 1e12
 # Clocks differ; a measurement that is not even made would otherwise never be replaced by a later one.
 LARGEST_CLOCK_ERROR = timedelta(days=1)
 LONGEST_S = 1e6
@@ -168,7 +171,8 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
         raise UsageError(
             f"pack {file}: cannot be read ({reason}), must be as app db export wrote it; export it again"
         ) from None
-    if metadata.get(FORMAT) != VERSION or not table.schema.equals(_schema()):
+    version = metadata.get(FORMAT)
+    if version not in (b"1", VERSION) or not table.schema.equals(_schema(version)):
         shown = metadata.get(FORMAT, b"none").decode(errors="replace")
         raise UsageError(
             f"pack {file}: is of format {shown}, must be {VERSION.decode()} with its columns; export it anew"
@@ -177,7 +181,7 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
         raise UsageError(
             f"pack {file}: was changed after it was written, must be as it was; copy or export it again"
         )
-    return _grouped(file, rows)
+    return _grouped(file, [dict.fromkeys(SINCE_2) | row for row in rows])
 
 
 def _digest(rows: list[dict[str, Any]]) -> bytes:
@@ -186,7 +190,7 @@ def _digest(rows: list[dict[str, Any]]) -> bytes:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest().encode()
 
 
-def _schema() -> pa.Schema:
+def _schema(version: bytes = VERSION) -> pa.Schema:
     import pyarrow as pa
 
     text, whole, real = pa.string(), pa.int64(), pa.float64()
@@ -199,8 +203,11 @@ def _schema() -> pa.Schema:
         "minimum_s": real, "p10_s": real, "median_s": real, "samples_s": pa.list_(real),
         "latency_s": real, "bandwidth_bytes_per_s": real, "contention_factor": real,
         "measured_at": pa.timestamp("us", "UTC"),
+        "launch_s": real, "clock_hz": real, "throttle": text, "residual": real,
     }  # fmt: skip
-    return pa.schema(list(fields.items()))
+    return pa.schema(
+        [(name, kind) for name, kind in fields.items() if version == VERSION or name not in SINCE_2]
+    )
 
 
 def _rows(group: PackGroup) -> Iterator[dict[str, Any]]:
@@ -227,12 +234,13 @@ WHERE = (
 # Columns that are fields of the record of the same name.
 OP_COST = (
     "phase", "minimum_s", "p10_s", "median_s", "samples_s", "peak_bytes", "failure", "measured_at",
+    "launch_s", "clock_hz", "throttle",
 )  # fmt: skip
 LINK_COST = (
     "pattern", "group_size", "size_bytes", "minimum_s", "median_s", "samples_s", "measured_at",
 )  # fmt: skip
 LINK_FIT = (
-    "pattern", "group_size", "latency_s", "bandwidth_bytes_per_s", "contention_factor", "measured_at",
+    "pattern", "group_size", "latency_s", "bandwidth_bytes_per_s", "contention_factor", "residual", "measured_at",
 )  # fmt: skip
 
 
@@ -358,8 +366,21 @@ def _op_cost(row: Row) -> OpCostRecord:
     median_s = _seconds(row, "median_s", least=p10_s)
     peak_bytes = row["peak_bytes"]
     _must(peak_bytes is None or peak_bytes >= 0, f"peak_bytes is {peak_bytes}")
+    launch_s, clock_hz = row["launch_s"], row["clock_hz"]
+    _must(clock_hz is None or 0 < clock_hz < LARGEST_CLOCK_HZ, f"clock_hz is {clock_hz}")
     return OpCostRecord(
-        signature, row["phase"], minimum_s, p10_s, median_s, _samples(row), peak_bytes, None, measured_at
+        signature,
+        row["phase"],
+        minimum_s,
+        p10_s,
+        median_s,
+        _samples(row),
+        peak_bytes,
+        None,
+        measured_at,
+        None if launch_s is None else _seconds(row, "launch_s"),
+        clock_hz,
+        row["throttle"],
     )
 
 
@@ -385,7 +406,7 @@ def _link_cost(row: Row) -> LinkCostRecord:
 
 def _link_fit(row: Row) -> LinkFitRecord:
     found: dict[str, float | None] = {}
-    for name in ("latency_s", "contention_factor"):
+    for name in ("latency_s", "contention_factor", "residual"):
         found[name] = None if row[name] is None else _seconds(row, name)
     bandwidth = row["bandwidth_bytes_per_s"]
     _must(bandwidth is None or (isfinite(bandwidth) and bandwidth > 0), f"bandwidth is {bandwidth}")
@@ -395,6 +416,7 @@ def _link_fit(row: Row) -> LinkFitRecord:
         bandwidth,
         found["contention_factor"],
         _moment(row, "measured_at"),
+        found["residual"],
     )
 
 

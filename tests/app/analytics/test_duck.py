@@ -92,7 +92,7 @@ def test_costs_come_with_their_names(store: Store) -> None:
     )
     store.put_op_costs(kind, environment, [samples.op_cost(3, time_s=0.1)])
     store.put_link_costs(kind, environment, [LinkCostRecord("p2p", 2, 1024, 1e-4, 2e-4, (1e-4,))])
-    store.put_link_fits(kind, environment, [LinkFitRecord("p2p", 2, 9e-5, 3e9, 1.5)])
+    store.put_link_fits(kind, environment, [LinkFitRecord("p2p", 2, 9e-5, 3e9, 1.5, residual=0.04)])
     names = ("cpu", samples.environment().fingerprint)
     rows = query(
         store,
@@ -103,7 +103,7 @@ def test_costs_come_with_their_names(store: Store) -> None:
     assert rows == [(*names, "aten.mm", "forward", 0.1, 54, [0.1, 0.1 * 1.5, 0.2], at)]
     assert isinstance(rows[0][-1], datetime)
     assert query(store, "SELECT * EXCLUDE (measured_at, samples_s) FROM link_costs") == [
-        (*names, "p2p", 2, 1024, 1e-4, 2e-4, 1, 9e-5, 3e9, 1.5)
+        (*names, "p2p", 2, 1024, 1e-4, 2e-4, 1, 9e-5, 3e9, 1.5, 0.04)
     ]
 
 

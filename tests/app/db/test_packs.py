@@ -41,8 +41,9 @@ def cost(size: int, phase: Phase, generator: random.Random, at: int) -> OpCostRe
         )
     peak = generator.choice([None, size])
     return OpCostRecord(
-        signature, phase, times[0], times[1], times[2], tuple(times), peak, None, samples.moment(at)
-    )
+        signature, phase, times[0], times[1], times[2], tuple(times), peak, None, samples.moment(at),
+        *generator.choice([(None, None, None), (times[0], 1.5e9, "power limit")]),
+    )  # fmt: skip
 
 
 def fill(store: Store, seed: int) -> None:
@@ -66,7 +67,7 @@ def fill(store: Store, seed: int) -> None:
                 for power in range(1, 4)
             ]
             store.put_link_costs(kind, environment, links)
-            fit = LinkFitRecord("p2p", 2, 1e-6, generator.uniform(1e8, 1e9), None, samples.moment(seed))
+            fit = LinkFitRecord("p2p", 2, 1e-6, generator.uniform(1e8, 1e9), None, samples.moment(seed), 0.1)
             contention = LinkFitRecord("contention", 2, None, None, 0.5, samples.moment(seed))
             store.put_link_fits(kind, environment, [fit, contention])
 
@@ -210,6 +211,9 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "a message of no bytes": ("link_cost", {"size_bytes": 0}),
     "a group of one": ("link_cost", {"group_size": 1}),
     "a line without end": ("link_fit", {"bandwidth_bytes_per_s": float("inf")}),
+    "a residual below 0": ("link_fit", {"residual": -0.1}),
+    "a clock that stands still": ("op_cost", {"clock_hz": 0.0}),
+    "an endless launch": ("op_cost", {"launch_s": float("inf")}),
 }  # fmt: skip
 
 
@@ -228,6 +232,19 @@ def test_a_row_that_cannot_be_a_measurement_refuses_the_pack(pack: Path, tmp_pat
     parquet.write_table(table.replace_schema_metadata(metadata), forged)
     with pytest.raises(UsageError, match=r"forged.parquet: row \d+: .*; export it again"):
         read_pack(forged)
+
+
+def test_a_pack_of_the_first_version_is_read_without_what_it_lacks(pack: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old.parquet"
+    table = parquet.read_table(pack).drop_columns(list(packs.SINCE_2))
+    metadata = {packs.FORMAT: b"1", packs.DIGEST: packs._digest(table.to_pylist())}
+    parquet.write_table(table.replace_schema_metadata(metadata), old)
+    before, now = read_pack(old), read_pack(pack)
+    assert [one.median_s for group in before for one in group.op_costs] == [
+        one.median_s for group in now for one in group.op_costs
+    ]
+    assert {one.residual for group in before for one in group.link_fits} == {None}
+    assert {one.clock_hz for group in before for one in group.op_costs} == {None}
 
 
 def test_other_files_are_no_packs(tmp_path: Path) -> None:
