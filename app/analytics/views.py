@@ -49,8 +49,8 @@ TRACE_VIEWS = {
 _OP_COSTS = """
 SELECT kind.name AS device_kind, environment.fingerprint AS environment, signature.target, cost.phase,
        cost.minimum_s, cost.p10_s, cost.median_s, cost.sample_count, cost.samples_s, cost.peak_bytes,
-       cost.failure, cost.launch_s, cost.clock_hz, cost.throttle, cost.measured_at, signature.flops, signature.bytes, signature.key,
-       signature.digest AS signature
+       cost.failure, cost.launch_s, cost.clock_hz, cost.throttle, cost.measured_at,
+       signature.flops, signature.bytes, signature.key, signature.digest AS signature
 FROM store.op_costs AS cost
 JOIN store.op_signatures AS signature ON signature.id = cost.signature_id
 JOIN store.device_kinds AS kind ON kind.id = cost.device_kind_id
