@@ -11,7 +11,7 @@ down_revision = "0003"
 branch_labels = None
 depends_on = None
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, str, sa.types.TypeEngine[float] | sa.types.TypeEngine[str]], ...] = (
     ("op_costs", "launch_s", sa.Double()),
     ("op_costs", "clock_hz", sa.Double()),
     ("op_costs", "throttle", sa.Text()),
