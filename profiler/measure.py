@@ -3,22 +3,29 @@
 Forward is timed with the autograd graph recorded, as in training; backward by `torch.autograd.grad` with respect to
 the inputs that need gradients, from random gradients of the outputs. Calls too short for the clock are executed several
 times between two marks. A failure is an outcome with its reason, never a number.
+
+Samples are taken until the confidence interval of their median is narrow: half its width is 1.57 interquartile ranges /
+sqrt(n) (McGill, Tukey, Larsen, Variations of Box Plots, 1978), or until a cap is reached.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, inf, sqrt
+from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import psutil
 
 from graph.calls import LocalCall
+from profiler.clocks import ClockWatch
 from profiler.devices import PhysicalDevice
+from profiler.pinning import return_freed_memory
 from profiler.subjects import Pass, Subject, storage_sizes
 from profiler.timers import Timer, synchronize, timer_for
 from profiler.updates import is_update
@@ -32,22 +39,33 @@ LONGEST_BATCH = 64
 # However long a call takes: a minimum needs something to be the minimum of.
 FEWEST_SAMPLES = 3
 LONGEST_REASON = 300
+# An execution is warm when it takes no less than this share of the one before.
+WARM_SHARE = 0.9
+# Half of a steady measurement's samples lie within this share of their median.
+STEADY_SPREAD = 0.1
+NOTCH = 1.57
+# A process that holds more after a call gives freed memory back to the system.
+LARGE_BYTES = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
     """When enough has been measured.
 
-    After `warm_ups` executions at least `repetitions` samples are taken, and more until they add up to `budget_s` a
-    phase or are `maximum_repetitions`. Past `maximum_s` seconds three samples are enough. Calls shorter than
-    `batch_below_s` are timed in batches that last about as long. `seed` draws the inputs.
+    After `warm_ups` executions, or as many up to `maximum_warm_ups` as it takes until the time no longer falls, at
+    least `repetitions` samples are taken, and more until they took `budget_s` a phase and the confidence interval of
+    each phase's median is within `interval` of it to both sides. `maximum_repetitions` samples end it; past `maximum_s`
+    seconds three are enough. Calls shorter than `batch_below_s` are timed in batches that last about as long. `seed`
+    draws the inputs.
     """
 
     warm_ups: int = 2
+    maximum_warm_ups: int = 6
     repetitions: int = 5
-    budget_s: float = 0.05
-    maximum_repetitions: int = 30
-    maximum_s: float = 1.5
+    budget_s: float = 0.02
+    interval: float = 0.02
+    maximum_repetitions: int = 60
+    maximum_s: float = 1.0
     batch_below_s: float = 50e-6
     seed: int = 0
 
@@ -56,9 +74,11 @@ class MeasureOptions:
 class Measurement:
     """The time of one phase of the call with this digest, in seconds of one execution.
 
-    `samples_s` are the raw samples in the order taken; each is a mean over a batch where the call is short.
-    `peak_bytes`: on CUDA, what the allocator held at most beyond other calls' tensors. On a CPU, the tensors alive in
-    the phase: inputs, outputs, saved for backward, gradients; without the temporaries of a kernel.
+    `samples_s` are the raw samples in the order taken; each is a mean over a batch where the call is short, and
+    `executions` says of how many executions in all. `peak_bytes`: on CUDA, what the allocator held at most beyond
+    other calls' tensors. On a CPU, the tensors alive in the phase: inputs, outputs, saved for backward, gradients;
+    without the temporaries of a kernel. `launch_s`: what the host took to issue an execution (median), where the
+    device computes apart from it; else None. `clock_hz` and `throttle`: see `profiler.clocks`.
     """
 
     digest: str
@@ -68,6 +88,15 @@ class Measurement:
     median_s: float
     samples_s: tuple[float, ...]
     peak_bytes: int
+    executions: int = 0
+    launch_s: float | None = None
+    clock_hz: float | None = None
+    throttle: str | None = None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether nothing seems to have disturbed it: half of the samples are close to the median."""
+        return spread(self.samples_s) <= STEADY_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +123,26 @@ def failed(call: LocalCall, reason: str) -> tuple[FailedMeasurement, ...]:
     return tuple(FailedMeasurement(call.digest, phase, reason) for phase in phases(call))
 
 
+def spread(samples_s: Sequence[float]) -> float:
+    """Return the interquartile range of some samples as a share of their median."""
+    low, middle, high = np.percentile(np.asarray(samples_s), (25, 50, 75))
+    return float((high - low) / middle) if middle > 0 else inf
+
+
+def interval(samples_s: Sequence[float]) -> float:
+    """Return half the width of the confidence interval of the samples' median, as a share of it."""
+    return NOTCH * spread(samples_s) / sqrt(len(samples_s))
+
+
 def summarize(digest: str, phase: Phase, samples_s: Sequence[float], peak_bytes: int) -> Measurement:
     """Return the measurement that rests on `samples_s` (at least one)."""
-    tenth, median = np.percentile(np.asarray(samples_s), (10, 50))
+    tenth, middle = np.percentile(np.asarray(samples_s), (10, 50))
     return Measurement(
         digest=digest,
         phase=phase,
         minimum_s=min(samples_s),
         p10_s=max(float(tenth), min(samples_s)),  # interpolation may round below the minimum
-        median_s=float(median),
+        median_s=float(middle),
         samples_s=tuple(samples_s),
         peak_bytes=peak_bytes,
     )
@@ -132,12 +172,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def _release(device: PhysicalDevice) -> None:
-    """Give a GPU's cached memory back, so that one large call does not make the next one fail."""
+    """Give cached memory back where it is much, so that one large call does not make the next one fail."""
     if device.processor == "cuda":
         import torch
 
         with suppress(RuntimeError):  # a broken context: `is_usable` tells
             torch.cuda.empty_cache()
+    elif psutil.Process().memory_info().rss > LARGE_BYTES:
+        return_freed_memory()
 
 
 def is_usable(device: PhysicalDevice) -> bool:
@@ -161,6 +203,14 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Seconds of one execution of a phase: of the device, and of the host to issue it."""
+
+    device_s: float
+    host_s: float
+
+
 class _Session:
     """The measuring of one call."""
 
@@ -171,18 +221,27 @@ class _Session:
         self.backward_failure: str | None = None
 
     def run(self) -> tuple[Outcome, ...]:
-        names = phases(self.call)
         peaks = self._first_pass()
-        self.subject.rotate()
         with _collector_paused():
             batch = self._warm_up()
-            samples = self._sample(batch)
+            with ClockWatch(self.device) as clock:
+                samples = self._sample(batch)
+        launches = self.device.processor != "cpu"
         outcomes: list[Outcome] = []
-        for phase, taken, peak in zip(names, samples, peaks, strict=True):
+        for phase, taken, peak in zip(phases(self.call), samples, peaks, strict=True):
             if phase == "backward" and self.backward_failure is not None:
                 outcomes.append(FailedMeasurement(self.call.digest, phase, self.backward_failure))
-            else:
-                outcomes.append(summarize(self.call.digest, phase, taken, peak))
+                continue
+            measured = summarize(self.call.digest, phase, [one.device_s for one in taken], peak)
+            outcomes.append(
+                replace(
+                    measured,
+                    executions=batch * len(taken),
+                    launch_s=median(one.host_s for one in taken) if launches else None,
+                    clock_hz=clock.clock_hz,
+                    throttle=clock.throttle,
+                )
+            )
         return tuple(outcomes)
 
     @property
@@ -190,62 +249,82 @@ class _Session:
         return self.call.has_backward and self.backward_failure is None
 
     def _first_pass(self) -> list[int]:
-        """Execute each phase once, which compiles and allocates; return the peak bytes of each."""
+        """Execute each phase once, which compiles and allocates; return the peak bytes of each.
+
+        Then make the input sets, and touch the memory that results take until these come round: memory that the
+        system has never given out costs more to touch for the first time than most operators take.
+        """
         account = _CudaAccount(self.device) if self.device.processor == "cuda" else _CpuAccount()
         with account.forward():
             done = self.subject.forward()
-        peaks = [account.peak_bytes(done, [])]
+        peaks, gradients = [account.peak_bytes(done, [])], []
         if self.call.has_backward:
             try:
                 self.subject.draw_gradients(done)
                 account.start()
-                gradients = self.subject.backward(done)
+                gradients = [one for one in self.subject.backward(done) if one is not None]
                 peaks.append(account.peak_bytes(done, gradients))
             except Exception as error:  # as in measure_call; the forward can still be measured
                 self.backward_failure = describe_error(error)
                 peaks.append(0)
+        known = storage_sizes([*done.inputs, *done.gradients])
+        made = storage_sizes([*done.outputs, *gradients])
+        self.subject.rotate([size for block, size in made.items() if block not in known])
         return peaks
 
     def _warm_up(self) -> int:
         """Execute until warm, the first pass counted; return how many executions make a batch."""
-        shortest = 0.0
-        for _ in range(max(1, self.options.warm_ups - 1)):
-            shortest = min(self._timed_batch(1))
+        fewest, most = max(1, self.options.warm_ups - 1), self.options.maximum_warm_ups - 1
+        taken: list[float] = []
+        while len(taken) < fewest or (taken[-1] < WARM_SHARE * taken[-2] and len(taken) < most):
+            taken.append(sum(one.device_s for one in self._timed_batch(1)))
+            fewest = max(fewest, 2)
+        shortest = min(taken) / (2 if self._differentiates else 1)
         if shortest >= self.options.batch_below_s:
             return 1
         return min(LONGEST_BATCH, ceil(self.options.batch_below_s / max(shortest, 1e-9)))
 
-    def _timed_batch(self, batch: int) -> list[float]:
+    def _timed_batch(self, batch: int) -> list[_Timed]:
         """Return the seconds of one execution, for forward and (where there is one) backward."""
-        synchronize(self.device.torch_name)
-        start = self.timer.mark()
-        passes = [self.subject.forward() for _ in range(batch)]
-        taken = [self.timer.elapsed_s(start, self.timer.mark()) / batch]
+        passes: list[Pass] = []
         made: list[list[torch.Tensor | None]] = []
+        taken = [self._timed(batch, lambda: passes.extend(self.subject.forward() for _ in range(batch)))]
         if self._differentiates:
-            synchronize(self.device.torch_name)
-            start = self.timer.mark()
-            made = [self.subject.backward(done) for done in passes]
-            taken.append(self.timer.elapsed_s(start, self.timer.mark()) / batch)
+            taken.append(
+                self._timed(batch, lambda: made.extend(self.subject.backward(done) for done in passes))
+            )
         for done, gradients in zip(passes, made or [[]] * batch, strict=True):
             self.subject.hold([*done.outputs, *gradients])
         return taken
 
-    def _sample(self, batch: int) -> list[list[float]]:
+    def _timed(self, batch: int, work: Callable[[], object]) -> _Timed:
+        synchronize(self.device.torch_name)
+        began = time.perf_counter()
+        start = self.timer.mark()
+        work()
+        end = self.timer.mark()
+        issued = time.perf_counter()
+        return _Timed(self.timer.elapsed_s(start, end) / batch, (issued - began) / batch)
+
+    def _sample(self, batch: int) -> list[list[_Timed]]:
         """Return the samples of each phase of the call, as many as the options ask for."""
         options, names = self.options, phases(self.call)
-        samples: list[list[float]] = [[] for _ in names]
-        began = time.perf_counter()
+        samples: list[list[_Timed]] = [[] for _ in names]
+        began, look_at = time.perf_counter(), options.repetitions
         while True:
             for kept, taken in zip(samples, self._timed_batch(batch), strict=False):
                 kept.append(taken)
             count, spent = len(samples[0]), time.perf_counter() - began
             if count >= options.maximum_repetitions:
                 return samples
-            if count >= options.repetitions and spent >= options.budget_s * len(names):
-                return samples
             if count >= FEWEST_SAMPLES and spent >= options.maximum_s:
                 return samples
+            if count >= look_at and spent >= options.budget_s * len(names):
+                if all(
+                    interval([one.device_s for one in kept]) <= options.interval for kept in samples if kept
+                ):
+                    return samples
+                look_at = count + max(2, count // 4)  # looking is not free
 
 
 class _CpuAccount:

@@ -97,12 +97,23 @@ class Subject:
         done.gradients = drawn
         self._sets = [InputSet(entry.inputs, drawn) for entry in self._sets]
 
-    def rotate(self) -> None:
-        """Copy the input set until the copies exceed the device's largest cache."""
+    def rotate(self, made_bytes: Sequence[int] = ()) -> None:
+        """Copy the input set until the copies exceed the device's largest cache.
+
+        `made_bytes`: of each block of memory that an execution makes and that is held; as many are touched.
+        """
+        import torch
+
         first = self._sets[0]
         wanted = 1 + ceil(cache_bytes(self.device) / max(1, first.size_bytes))
         self._sets = [first, *(first.copy() for _ in range(min(wanted, MOST_SETS) - 1))]
         self._held = deque(maxlen=len(self._sets) - 1)
+        for _ in self._sets[1:]:
+            # Not `zeros`, which leaves fresh memory untouched, since it is zero already.
+            self.hold(
+                torch.empty(size, dtype=torch.uint8, device=self.device.torch_name).zero_()
+                for size in made_bytes
+            )
 
     def hold(self, results: Iterable[torch.Tensor | None]) -> None:
         """Keep the memory of an execution's results from the allocator until the input sets come round."""

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from graph.errors import SoapstoneError
-from profiler.pinning import limit_threads, pin_to_core, threads_that_yield
+from profiler.pinning import keep_freed_memory, limit_threads, pin_to_core, threads_that_yield
 from runtime.communication import PeerFailure, forget_groups
 from runtime.jobs import Job, JobResult, run_job
 
@@ -37,6 +37,7 @@ def occupy(place: int | None, processor: str) -> str:
         return f"cuda:{place}"
     pin_to_core(place)
     limit_threads()
+    keep_freed_memory()
     return "cpu"
 
 

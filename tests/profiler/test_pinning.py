@@ -1,8 +1,12 @@
-"""Threads of a communication library give way to the one that computes."""
+"""Threads of a communication library give way to the one that computes; freed memory is kept."""
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -52,3 +56,37 @@ def test_a_policy_that_the_user_chose_stays() -> None:
             return os.sched_getscheduler(0)
 
     assert in_a_thread(within) == os.SCHED_IDLE
+
+
+FAULTS = """
+import resource, torch
+from profiler.pinning import keep_freed_memory, return_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(48 * 2**20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def held():
+    import psutil
+    return psutil.Process().memory_info().rss
+
+print(min(faults() for _ in range(4)))
+assert keep_freed_memory()
+for _ in range(16):  # until the first tensors' margins are settled
+    faults()
+print(max(faults() for _ in range(4)))
+before = held()
+return_freed_memory()
+print(before - held())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_freed_memory_is_kept_for_the_next_tensor_until_it_is_returned() -> None:
+    told = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
+    given_back, kept, returned = (int(line) for line in told.split())
+    pages = 48 * 2**20 // resource.getpagesize()
+    assert kept < given_back // 50  # with huge pages, fewer faults than pages
+    assert kept < pages // 100
+    assert returned >= 48 * 2**20

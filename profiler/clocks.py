@@ -1,0 +1,156 @@
+"""At which clock a device ran while it was measured, and what slowed it, as far as the driver tells.
+
+A GPU's driver tells through NVML (package nvidia-ml-py, extra `gpu`), a CPU's through Linux' sysfs. Both are often
+silent, in a virtual machine for example; then the answers are None, never a guess.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from profiler.devices import PhysicalDevice
+
+CPUS = Path("/sys/devices/system/cpu")
+# Reasons of NVML (nvml.h, nvmlClocksEventReason...) that a measurement should not have had: the rest is normal (idle,
+# clocks set by the user, ...).
+REASONS = {
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "thermal limit",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+class ClockWatch:
+    """Reads a device's clock when it is entered and left; a context manager.
+
+    `clock_hz`: the median of what was read, None where nothing tells. `throttle`: what slowed the clock meanwhile, as
+    text, "" for nothing; None where nothing tells.
+    """
+
+    def __init__(self, device: PhysicalDevice) -> None:
+        self._reader = _reader(device)
+        self._clocks: list[float] = []
+        self._reasons: set[str] | None = None
+        self._throttled_before: int | None = None
+
+    def __enter__(self) -> Self:
+        self._throttled_before = self._reader.throttle_count()
+        self._read()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._read()
+        now = self._reader.throttle_count()
+        if now is not None and self._throttled_before is not None:
+            self._reasons = (self._reasons or set()) | (
+                {"thermal limit"} if now > self._throttled_before else set()
+            )
+
+    def _read(self) -> None:
+        clock_hz, reasons = self._reader.clock_hz(), self._reader.reasons()
+        if clock_hz is not None:
+            self._clocks.append(clock_hz)
+        if reasons is not None:
+            self._reasons = (self._reasons or set()) | reasons
+
+    @property
+    def clock_hz(self) -> float | None:
+        """The clock in Hz."""
+        return median(self._clocks) if self._clocks else None
+
+    @property
+    def throttle(self) -> str | None:
+        """What slowed the clock."""
+        return None if self._reasons is None else ", ".join(sorted(self._reasons))
+
+
+class _CoreReader:
+    """What Linux tells of one core."""
+
+    def __init__(self, core: int | None) -> None:
+        self._folder = None if core is None else CPUS / f"cpu{core}"
+
+    def _number(self, name: str) -> int | None:
+        if self._folder is None:
+            return None
+        try:
+            return int((self._folder / name).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def clock_hz(self) -> float | None:
+        kilohertz = self._number("cpufreq/scaling_cur_freq")
+        return None if kilohertz is None else kilohertz * 1e3
+
+    def throttle_count(self) -> int | None:
+        return self._number("thermal_throttle/core_throttle_count")
+
+    def reasons(self) -> set[str] | None:
+        return None
+
+
+class _GpuReader:
+    """What NVML tells of one GPU."""
+
+    def __init__(self, index: int) -> None:
+        self._library, self._handle = _nvml(), None
+        if self._library is not None:
+            with suppress(self._library.NVMLError):
+                self._handle = self._library.nvmlDeviceGetHandleByUUID(_uuid(index))
+
+    def clock_hz(self) -> float | None:
+        if self._library is None or self._handle is None:
+            return None
+        try:
+            return (
+                float(self._library.nvmlDeviceGetClockInfo(self._handle, self._library.NVML_CLOCK_SM)) * 1e6
+            )
+        except self._library.NVMLError:
+            return None
+
+    def throttle_count(self) -> int | None:
+        return None
+
+    def reasons(self) -> set[str] | None:
+        if self._library is None or self._handle is None:
+            return None
+        try:
+            told = int(self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+        except self._library.NVMLError:
+            return None
+        return {name for bit, name in REASONS.items() if told & bit}
+
+
+def _reader(device: PhysicalDevice) -> _CoreReader | _GpuReader:
+    return _CoreReader(device.core) if device.processor == "cpu" else _GpuReader(device.index)
+
+
+@lru_cache(maxsize=1)
+def _nvml() -> Any:
+    """Return NVML, ready to be asked; None without the package or the driver."""
+    try:
+        pynvml: Any = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _uuid(index: int) -> str:
+    """Return the UUID of a GPU that CUDA counts as `index`, which CUDA_VISIBLE_DEVICES may have renumbered."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
