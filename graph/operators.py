@@ -221,9 +221,38 @@ class OperatorGraph:
         }
 
     @cached_property
+    def summed_slots(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator: the input slots whose gradient is added to one that a later reader has given.
+
+        Backwards go in the opposite order of forwards, so the last reader of a tensor gives its first gradient.
+        """
+        slots: list[list[int]] = [[] for _ in self.operators]
+        for name, pairs in self.readers.items():
+            if self.value_by_name[name].requires_gradient:
+                giving = [pair for pair in pairs if self.has_backward(self.operators[pair[0]])]
+                for index, slot in giving[:-1]:
+                    slots[index].append(slot)
+        return tuple(tuple(sorted(of)) for of in slots)
+
+    @cached_property
     def weights(self) -> tuple[Value, ...]:
         """The trainable parameters, in graph order."""
         return tuple(value for value in self.values if value.kind is ValueKind.WEIGHT)
+
+    @cached_property
+    def weight_dtype(self) -> str:
+        """The dtype of all weights; float32 where there are none.
+
+        Raises:
+            GraphError: they are of several, which no update is priced for.
+        """
+        found = sorted({value.spec.dtype for value in self.weights})
+        if len(found) > 1:
+            raise GraphError(
+                f"graph {self.name}: its weights are {' and '.join(found)}, must be of one dtype; convert the module "
+                "(--precision bfloat16 or float16 does, or .float() in its factory)"
+            )
+        return found[0] if found else "float32"
 
     @cached_property
     def digest(self) -> str:

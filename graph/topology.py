@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -87,6 +87,13 @@ class DeviceKind:
         raise TopologyError(
             f"device kind {self.name}: no peak for precision {precision}, it has {known_names}"
         )
+
+    def multiplying_in(self, precision: str) -> DeviceKind:
+        """Return the kind as it computes in a precision: with tf32, float32 tensors take the peak of tf32."""
+        peaks = dict(self.peak_flops)
+        if precision != "tf32" or "tf32" not in peaks:
+            return self
+        return replace(self, peak_flops=tuple({**peaks, "float32": peaks["tf32"]}.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +354,7 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 def local_topology(
     device_count: int,
-    kind: DeviceKind,
+    kind: DeviceKind | Sequence[DeviceKind],
     bandwidth_bytes_per_s: float,
     latency_s: float,
     contention: float = 0.0,
@@ -356,13 +363,20 @@ def local_topology(
     link_kind: LinkKind = "memory",
     measured: Mapping[Pair, tuple[float, float]] | None = None,
 ) -> Topology:
-    """Return one node of `device_count` like devices with a link of its own for every ordered pair.
+    """Return one node of `device_count` devices with a link of its own for every ordered pair.
 
-    `measured` gives (bandwidth in bytes per second, latency in seconds) for pairs that differ from the rest.
+    `kind` is that of all devices, or of each. `measured` gives (bandwidth in bytes per second, latency in seconds) for
+    pairs that differ from the rest.
 
     Raises:
-        TopologyError: there is no device, or a measured value is out of range.
+        TopologyError: there is no device, kinds are not as many as devices, or a measured value is out of range.
     """
+    kinds = [kind] * device_count if isinstance(kind, DeviceKind) else list(kind)
+    if len(kinds) != device_count:
+        raise TopologyError(
+            f"topology {name}: {len(kinds)} kinds are given for {device_count} devices, must be one for each"
+        )
+    named = {one.name: one for one in kinds}
     pairs = [(i, j) for i in range(device_count) for j in range(device_count) if i != j]
     links = []
     for source, destination in pairs:
@@ -370,11 +384,11 @@ def local_topology(
         links.append(Link(f"{link_kind}/{source}->{destination}", link_kind, bandwidth, latency))
     return Topology(
         name=name,
-        kinds=(kind,),
-        devices=tuple(Device(index, kind.name, 0, index) for index in range(device_count)),
+        kinds=tuple(named.values()),
+        devices=tuple(Device(index, one.name, 0, index) for index, one in enumerate(kinds)),
         links=tuple(links),
         routes={pair: (index,) for index, pair in enumerate(pairs)},
-        contention=((kind.name, contention),) if contention else (),
+        contention=tuple((one, contention) for one in named) if contention else (),
     )
 
 

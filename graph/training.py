@@ -10,7 +10,9 @@ from graph.canonical import digest
 from graph.errors import TrainingError
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
-PRECISIONS = ("float32",)
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+# The dtype of a network's floating-point tensors. tf32 is how matrix units of a GPU multiply float32 tensors.
+TENSOR_DTYPES = {"float32": "float32", "tf32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 BATCH_NORMS = ("synchronized", "local")
 
 # Tensors of optimizer state a weight, beside the weight and its gradient.
@@ -22,7 +24,7 @@ class Training:
     """Batch size (samples a step over all devices), precision, optimizer, batch-norm mode.
 
     Raises:
-        TrainingError: a field is not one of the known values.
+        TrainingError: a field is not one of the known values, or precision and optimizer do not go together.
     """
 
     batch_size: int
@@ -42,6 +44,17 @@ class Training:
                 raise TrainingError(
                     f"{name}: is {value}, must be one of {', '.join(known)}; choose one of them"
                 )
+        if self.precision == "float16" and self.optimizer == "adam":
+            # Moments have the weights' dtype: of gradients below 1.7e-4 the square is 0 in float16, and so is epsilon.
+            raise TrainingError(
+                "optimizer: is adam with precision float16, whose range does not hold squares of gradients, must be "
+                "sgd or momentum; choose one of them, or precision bfloat16"
+            )
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of floating-point tensors: weights, gradients, optimizer state, activations."""
+        return TENSOR_DTYPES[self.precision]
 
     def to_json(self) -> dict[str, Any]:
         """Return the training as a JSON document."""

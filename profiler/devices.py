@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from graph.errors import UsageError
 from graph.topology import DeviceKind, Processor
 from profiler.kinds import cpu_kind, cuda_kind
-from profiler.pinning import can_pin, limit_threads, pin_to_core, usable_cores
+from profiler.pinning import can_pin, keep_freed_memory, limit_threads, pin_to_core, usable_cores
+from profiler.processors import processor_facts
 
 PROCESSOR_NAMES = {"cpu": "CPU devices (cores)", "cuda": "GPUs"}
 # Far beyond any machine: a mistyped "0-70000000" is refused before a list of it is made.
@@ -23,12 +24,16 @@ LARGEST_INDEX = 65535
 
 @dataclass(frozen=True, slots=True)
 class PhysicalDevice:
-    """A device of this machine. `index` counts within its processor type; `core` is what a CPU device is pinned to."""
+    """A device of this machine. `index` counts within its processor type; `core` is what a CPU device is pinned to.
+
+    `tf32`: whether its process multiplies float32 tensors in TF32 (a GPU).
+    """
 
     processor: Processor
     index: int
     kind: DeviceKind
     core: int | None = None
+    tf32: bool = False
 
     @property
     def torch_name(self) -> str:
@@ -44,10 +49,15 @@ class PhysicalDevice:
         """Make this process compute on this device: pin it to the core on one thread, or make the GPU current."""
         pin_to_core(self.core)
         limit_threads()
-        if self.processor == "cuda":
+        if self.processor == "cpu":
+            keep_freed_memory()
+        else:
             import torch
 
+            from profiler.operators.dtypes import multiply_in_tf32
+
             torch.cuda.set_device(self.index)
+            multiply_in_tf32(allowed=self.tf32)
 
 
 def parse_device_list(text: str, option: str = "--gpus") -> tuple[int, ...]:
@@ -92,8 +102,14 @@ def format_device_list(indexes: Sequence[int]) -> str:
 def available_devices(processor: Processor) -> tuple[PhysicalDevice, ...]:
     """Return the devices of this machine, by index: one per core that this process may use, or one per GPU."""
     if processor == "cpu":
-        kind = cpu_kind()
-        return tuple(PhysicalDevice("cpu", index, kind, core) for index, core in enumerate(usable_cores()))
+        cores = usable_cores()
+        # The first core of a name stands for all: some processors let single cores run a little faster.
+        kinds: dict[str, DeviceKind] = {}
+        of_cores = [cpu_kind(processor_facts(core)) for core in cores]
+        return tuple(
+            PhysicalDevice("cpu", index, kinds.setdefault(kind.name, kind), core)
+            for index, (kind, core) in enumerate(zip(of_cores, cores, strict=True))
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -145,8 +161,8 @@ def cpu_devices(count: int) -> tuple[PhysicalDevice, ...]:
     """
     if count < 1:
         raise UsageError(f"CPU devices: {count} asked for, must be at least 1")
-    kind, cores = cpu_kind(), usable_cores()
-    return tuple(PhysicalDevice("cpu", index, kind, cores[index % len(cores)]) for index in range(count))
+    present = available_devices("cpu")
+    return tuple(replace(present[index % len(present)], index=index) for index in range(count))
 
 
 def device_warnings(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:

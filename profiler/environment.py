@@ -12,6 +12,7 @@ from typing import Any
 
 from graph.canonical import digest
 from graph.topology import Processor
+from profiler.pinning import can_keep_memory
 from profiler.processors import processor_facts
 
 THREADS_A_DEVICE = 1
@@ -30,9 +31,9 @@ class Environment:
         return digest(dict(self.facts))
 
 
-@lru_cache(maxsize=2)
-def environment(processor: Processor) -> Environment:
-    """Return the environment of this machine's CPU or CUDA devices."""
+@lru_cache(maxsize=4)
+def environment(processor: Processor, *, tf32: bool = False) -> Environment:
+    """Return the environment of this machine's CPU or CUDA devices; of GPUs, as their processes multiply float32."""
     import torch
 
     facts = processor_facts()
@@ -49,8 +50,10 @@ def environment(processor: Processor) -> Environment:
         "torch": str(torch.__version__),
         "threads_a_device": THREADS_A_DEVICE,
     }
+    if processor == "cpu":
+        described["freed_memory"] = "kept" if can_keep_memory() else "as the system likes"
     if processor == "cuda":
-        described |= _cuda_facts()
+        described |= _cuda_facts() | {"matmul_tf32": tf32, "cudnn_tf32": tf32}
     return Environment(described)
 
 
@@ -62,8 +65,6 @@ def _cuda_facts() -> dict[str, Any]:
     return {
         "cuda": torch.version.cuda,
         "cudnn": version,
-        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "driver": _driver_facts(),
     }
 

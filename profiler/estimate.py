@@ -2,9 +2,9 @@
 
 A call takes as long as the slower of its arithmetic and its memory traffic, at the rates that libraries commonly reach
 of the data sheet's peaks. Two origins, never mixed up: "datasheet" rests on no measurement at all; "estimated" is the
-roofline times the ratio of measured to roofline time that the nearest measured calls of its family have on that
-device kind, or where the family has none, its operator type, or all types. A family is an operator type, a phase and
-all of its operands but their sizes; near is what differs little in work and sizes, on a scale of doublings.
+roofline times a ratio of measured to roofline time, interpolated between the measured calls of its family on that
+device kind, or where the family has none, that of its operator type, or of all types. A family is an operator type, a
+phase and all of its operands but their sizes; near is what differs little in work and sizes, on a scale of doublings.
 
 Source of the roofline: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log, log2
 from statistics import median
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from graph.calls import LocalCall
 from graph.errors import CostError
 from graph.operators import FLOATING
 from graph.topology import DeviceKind
+from profiler.interpolation import Interpolation
 from profiler.measure import Phase, phases
 from profiler.updates import is_update, update_bytes, update_flops
 
@@ -33,14 +34,7 @@ Origin = Literal["estimated", "datasheet"]
 ARITHMETIC_EFFICIENCY = 0.6
 MEMORY_EFFICIENCY = 0.8
 
-# Measured calls of a family that an estimate rests on at most, and the squared distance (in doublings) from which on a
-# nearer one counts more: below it, differences are noise.
-NEIGHBOURS, BLUR = 3, 0.05
-# Of a larger family so many calls, evenly taken, say how good its estimates are.
-MOST_LEFT_OUT = 300
-
 Family = tuple[object, ...]
-Array = np.ndarray[Any, np.dtype[np.float64]]
 # log2 of work and sizes, and the logarithm of measured over roofline time.
 Point = tuple[tuple[float, ...], float]
 
@@ -139,7 +133,7 @@ class Estimator:
     kind: DeviceKind
     families: dict[Family, tuple[Point, ...]]
     ratios: dict[tuple[str, Phase], tuple[float, ...]]
-    _arrays: dict[Family, tuple[Array, Array]] = field(default_factory=dict, compare=False, repr=False)
+    _interpolations: dict[Family, Interpolation] = field(default_factory=dict, compare=False, repr=False)
     _errors: dict[Family, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -165,7 +159,7 @@ class Estimator:
     def estimate(self, call: LocalCall, phase: Phase) -> Estimate:
         """Return the estimate for one phase of a call.
 
-        From the nearest measurements of its family; where there is none, from the median of its operator type, then of
+        From the measurements of its family; where there is none, from the median of its operator type, then of
         all types; else from the data sheet.
 
         Raises:
@@ -174,10 +168,9 @@ class Estimator:
         bound = roofline_s(work_of(call, phase), self.kind)
         family = _family(call, phase)
         if family in self.families:
-            points, ratios = self._family_arrays(family)
-            ratio = _nearest(points, ratios, np.array(_sizes(call, phase)))
+            ratio = self._between(family).at(_sizes(call, phase))
             return Estimate(
-                bound * exp(ratio), "estimated", min(NEIGHBOURS, len(ratios)), self.error_of(family)
+                bound * exp(ratio), "estimated", len(self.families[family]), self.error_of(family)
             )
         of_type = self.ratios.get((call.target, phase)) or self.ratios.get(("", phase))
         if of_type is None:
@@ -189,38 +182,18 @@ class Estimator:
     def error_of(self, family: Family) -> float | None:
         """Return the median relative error of a family's estimates, each measurement left out; None of a single one."""
         if family not in self._errors:
-            points, ratios = self._family_arrays(family)
-            errors = [
-                abs(
-                    exp(
-                        _nearest(np.delete(points, place, 0), np.delete(ratios, place), points[place])
-                        - ratios[place]
-                    )
-                    - 1
-                )
-                for place in range(0, len(ratios), 1 + len(ratios) // MOST_LEFT_OUT)
-                if len(ratios) > 1
-            ]
-            self._errors[family] = median(errors) if errors else None
+            between = self._between(family)
+            errors = np.abs(np.exp(between.left_out - between.values_N) - 1)
+            self._errors[family] = float(np.median(errors)) if len(errors) > 1 else None
         return self._errors[family]
 
-    def _family_arrays(self, family: Family) -> tuple[Array, Array]:
-        known = self._arrays.get(family)
+    def _between(self, family: Family) -> Interpolation:
+        known = self._interpolations.get(family)
         if known is None:
             points = self.families[family]
-            known = self._arrays[family] = (
-                np.array([sizes for sizes, _ in points]),
-                np.array([ratio for _, ratio in points]),
-            )
+            known = Interpolation.fit([sizes for sizes, _ in points], [ratio for _, ratio in points])
+            self._interpolations[family] = known
         return known
-
-
-def _nearest(points: Array, ratios: Array, sizes: Array) -> float:
-    """Return the mean of the nearest points' logarithmic ratios, the nearer counting more."""
-    distances = ((points - sizes) ** 2).sum(axis=1)
-    nearest = np.argsort(distances, kind="stable")[:NEIGHBOURS]
-    weights = 1.0 / (distances[nearest] + BLUR)
-    return float((weights * ratios[nearest]).sum() / weights.sum())
 
 
 def _family(call: LocalCall, phase: Phase) -> Family:

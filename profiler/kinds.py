@@ -64,7 +64,8 @@ def datasheet_kind(name: str) -> DeviceKind:
 def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:
     """Return the kind of a CPU device: one core of the processor, with its share of the machine's memory.
 
-    Peak float32: lanes x multiply-add units x 2 x frequency. Memory is rounded down to MiB.
+    Peak float32: lanes x multiply-add units x 2 x frequency. Memory is rounded down to MiB. Cores of a processor that
+    has several sorts of them are of different kinds.
     """
     known = processor_facts() if facts is None else facts
     sheet = _datasheets()["cpu"]
@@ -72,10 +73,11 @@ def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:
         (entry for entry in sheet["instruction_sets"] if entry["flag"] in known.flags), sheet["otherwise"]
     )
     frequency = known.frequency_hz or float(sheet["frequency_hz"])
+    share = float(sheet["efficiency_core_share"]) if known.sort == "E-core" else 1.0
     return DeviceKind(
-        name=f"{known.name} (1 core)",
+        name=f"{known.name} (1 {known.sort})",
         processor="cpu",
-        peak_flops=(("float32", vector["lanes"] * vector["units"] * 2 * frequency),),
+        peak_flops=(("float32", share * vector["lanes"] * vector["units"] * 2 * frequency),),
         memory_bytes=known.memory_bytes // known.cores // MIB * MIB,
         memory_bandwidth_bytes_per_s=float(sheet["memory_bandwidth_bytes_per_s"]),
         launch_latency_s=float(sheet["launch_latency_s"]),

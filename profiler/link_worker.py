@@ -1,16 +1,20 @@
-"""What each process of a link probe does. All ranks go through the same steps in the same order."""
+"""What each process of a link probe does. All ranks go through the same steps in the same order.
+
+One pair or group communicates at a time, while all others wait.
+"""
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from profiler.devices import PhysicalDevice
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern, Place, prepare
 from profiler.measure import describe_error
 from profiler.pinning import threads_that_yield
 from profiler.timers import synchronize, timer_for
@@ -20,9 +24,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 WARM_UPS = 2
-# An exchanged piece is the right half of a tensor of so many rows; tensors take turns.
-ROWS = 8
-SOURCES = 3
+# Timed at least so often, whatever it takes.
+FEWEST = 5
 # Written before each message, so that neither data nor code is left in the caches, as after a convolution.
 EVICTED_BYTES = 16 * MIB
 BETWEEN = ((2, 64, 35, 35), (96, 64, 3, 3))
@@ -36,33 +39,45 @@ OVERLAP_SHARE = 0.4
 MOST_OVERLAPPED = 64
 OVERLAP_ROUNDS = 5
 
-Pair = tuple[int, int]
+# Ranks, ascending; of messages two.
+Members = tuple[int, ...]
 # What every rank does last, in the process group, on its device: returns seconds, on rank 0 at least.
 Exercise = Callable[[PhysicalDevice], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """One rank's part in a probe. `rendezvous` is a path that all ranks share and that does not exist yet."""
+    """One rank's part in a probe.
+
+    rendezvous: a path that all ranks share and that does not exist yet.
+    pairs: between which messages are measured.
+    groups: between which collectives are.
+    sizes: bytes of each pattern.
+    measurement_s: seconds after which a collective of one size is timed no more often; that counts for all of it.
+    """
 
     rank: int
     world_size: int
     rendezvous: str
-    pairs: tuple[Pair, ...]
-    p2p_sizes: tuple[int, ...]
-    all_reduce_sizes: tuple[int, ...]
+    pairs: tuple[Members, ...]
+    groups: tuple[Members, ...]
+    sizes: Mapping[Pattern, tuple[int, ...]]
+    measurement_s: float
     limit_s: float
     exercise: Exercise | None = None
 
 
 @dataclass(slots=True)
 class ProbeReport:
-    """Seconds that one rank saw: exchanges by pair and size, collectives by size, and of each
-    round of overlapping (the device's seconds for computation alone, the seconds of communication alone, the device's
-    seconds for both at once until both are done). `exercise_s`: what the plan's exercise returned."""
+    """Seconds that one rank saw.
 
-    p2p_s: dict[tuple[Pair, int], list[float]] = field(default_factory=dict)
-    all_reduce_s: dict[int, list[float]] = field(default_factory=dict)
+    times_s: by pattern, members (the rank is one) and size, of each repetition.
+    overlaps: of each round of overlapping, the device's seconds for computation alone, the seconds of communication
+        alone, and the device's seconds for both at once until both are done.
+    exercise_s: what the plan's exercise returned.
+    """
+
+    times_s: dict[tuple[Pattern, Members, int], list[float]] = field(default_factory=dict)
     overlaps: list[tuple[float, float, float]] = field(default_factory=list)
     exercise_s: float | None = None
 
@@ -74,16 +89,18 @@ class ProbeFailure:
     reason: str
 
 
-def repetitions(size_bytes: int) -> int:
-    """Return how often a message of this size is timed: fixed, since all ranks must agree without asking."""
-    return 30 if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
+def repetitions(pattern: Pattern, size_bytes: int) -> int:
+    """Return how often a pattern is timed at most: messages and all-reduces, which every run has, more often."""
+    if pattern in ("p2p", "all_reduce"):
+        return 30 if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
+    return 10 if size_bytes <= MIB else 6
 
 
 def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
     """Do this rank's part and send a `ProbeReport` or a `ProbeFailure`."""
     try:
-        with _group(device, plan):
-            report = _Rank(device, plan).run()
+        with process_group(device, plan):
+            report = Rank(device, plan).run()
         connection.send(report)
     except Exception as error:  # sent to the parent, which raises it with the rank's name
         connection.send(ProbeFailure(describe_error(error)))
@@ -91,11 +108,12 @@ def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> No
 
 def probe_joined(device: PhysicalDevice, plan: ProbePlan) -> ProbeReport:
     """Do this rank's part in the process group that this process has joined; all of its ranks must."""
-    return _Rank(device, plan).run()
+    return Rank(device, plan).run()
 
 
 @contextmanager
-def _group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
+def process_group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
+    """Be this rank of a new process group of all ranks: over NCCL between GPUs, else over gloo."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +132,7 @@ def _group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Rank:
+class Rank:
     """One rank of the probe, inside its process group."""
 
     def __init__(self, device: PhysicalDevice, plan: ProbePlan) -> None:
@@ -123,15 +141,25 @@ class _Rank:
         self.report = ProbeReport()
 
     def run(self) -> ProbeReport:
+        """Measure all that the plan has; every rank must call it."""
         for pair in self.plan.pairs:
-            for size in self.plan.p2p_sizes:
-                self._measure_messages(pair, size)
-        for size in self.plan.all_reduce_sizes:
-            self._measure_all_reduce(size)
+            self._barrier()
+            if self.plan.rank in pair:
+                self._measure_pair(pair)
+        self.measure_collectives()
+        self._barrier()
         self._measure_overlap()
         if self.plan.exercise is not None:
             self.report.exercise_s = self.plan.exercise(self.device)
         return self.report
+
+    def measure_collectives(self) -> None:
+        """Measure the collectives of all groups, one group after the other; every rank must call it."""
+        for members in self.plan.groups:
+            with self._subgroup(members) as group:
+                self._barrier()
+                if self.plan.rank in members:
+                    self._measure_group(members, group)
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         import torch
@@ -156,68 +184,79 @@ class _Rank:
         work()
         return time.process_time() - start
 
-    def _barrier(self) -> None:
+    @contextmanager
+    def _subgroup(self, members: Members) -> Iterator[Any]:
+        """Make the process group of `members`: every rank must, at the same time, members or not."""
+        import torch.distributed as dist
+
+        if members == tuple(range(self.plan.world_size)):
+            yield None
+            return
+        with threads_that_yield():
+            group = dist.new_group(list(members), timeout=datetime.timedelta(seconds=self.plan.limit_s))
+        yield group
+        if self.plan.rank in members:
+            dist.destroy_process_group(group)
+
+    def _barrier(self, group: Any = None) -> None:
         import torch.distributed as dist
 
         # Not dist.barrier, which warns without a device id; the effect is the same.
-        dist.all_reduce(self._buffer(4))
+        dist.all_reduce(self._buffer(4), group=group)
         synchronize(self.device.torch_name)
 
-    def _measure_messages(self, pair: Pair, size: int) -> None:
-        """Time an exchange as a training step has it: both ways at once, after a convolution, with data and code out
-        of the caches, cut out of a larger tensor and put in place beside the rank's own part, into memory that was
-        never written before.
+    def _measure_pair(self, pair: Members) -> None:
+        place = Place(self.plan.rank, pair, None, self.device.torch_name)
+        for size in self.plan.sizes["p2p"]:
+            self._measure("p2p", place, size, repetitions("p2p", size))
 
-        A bare ping-pong of one warm buffer is ten times as fast on a CPU, and predicts nothing.
-        """
+    def _measure_group(self, members: Members, group: Any) -> None:
+        place = Place(self.plan.rank, members, group, self.device.torch_name)
+        for pattern in COLLECTIVE_PATTERNS:
+            for size in self.plan.sizes[pattern]:
+                self._measure(pattern, place, size, repetitions(pattern, size))
+
+    def _measure(self, pattern: Pattern, place: Place, size: int, most: int) -> None:
+        """Time a pattern between the ranks of `place`, with data and code out of the caches."""
+        work, disturb = prepare(pattern, place, size), self._disturbance(pattern)
+        times: list[float] = []
+
+        def repeat() -> float:
+            start = time.perf_counter()
+            self._meet(pattern, place)
+            disturb()
+            times.append(self._timed(lambda: work(len(times))))
+            return time.perf_counter() - start
+
+        least_s = min(repeat() for _ in range(WARM_UPS))
+        if pattern != "p2p":
+            most = max(FEWEST, self._agree(self.plan.measurement_s / least_s, most, place.group))
+        for _ in range(most):
+            repeat()
+        self.report.times_s[pattern, place.members, size] = times[WARM_UPS:]
+
+    def _meet(self, pattern: Pattern, place: Place) -> None:
+        """Wait for the other ranks of `place`; a pair has no process group, so that its two exchange messages."""
+        if pattern != "p2p":
+            self._barrier(place.group)
+            return
+        prepare(pattern, place, 1)(0)
+        synchronize(self.device.torch_name)
+
+    def _disturbance(self, pattern: Pattern) -> Callable[[], object]:
+        """Return what comes before each repetition: memory written to and, but for all-reduces, a convolution."""
         import torch
-        import torch.distributed as dist
 
-        other = pair[1] if self.plan.rank == pair[0] else pair[0]
-        taking_part = self.plan.rank in pair
-        columns = max(1, size // 4 // ROWS)
-        sources = [self._buffer(2 * ROWS * columns * 4).view(ROWS, 2 * columns) for _ in range(SOURCES)]
         eviction = self._buffer(EVICTED_BYTES)
+        if pattern == "all_reduce":
+            return lambda: eviction.add_(1.0)
         images, filters = (torch.zeros(sizes, device=self.device.torch_name) for sizes in BETWEEN)
 
-        def exchange(source: torch.Tensor) -> None:
-            outgoing = source[:, columns:].contiguous()
-            incoming = torch.empty_like(outgoing)
-            messages = [dist.P2POp(dist.isend, outgoing, other), dist.P2POp(dist.irecv, incoming, other)]
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
-            torch.cat([source[:, :columns], incoming], 1)
-
-        times = []
-        for repetition in range(WARM_UPS + repetitions(size)):
-            self._barrier()
+        def disturb() -> None:
             torch.conv2d(images, filters)
             eviction.add_(1.0)
-            if taking_part:
-                source = sources[repetition % SOURCES]
-                times.append(self._timed(lambda source=source: exchange(source)))  # type: ignore[misc]
-        if taking_part:
-            self.report.p2p_s[pair, size] = times[WARM_UPS:]
 
-    def _measure_all_reduce(self, size: int) -> None:
-        """Time an all-reduce as a training step has it: what backward made is copied into the buffer first."""
-        import torch
-        import torch.distributed as dist
-
-        buffer = self._buffer(size)
-        sources = [torch.ones_like(buffer) for _ in range(SOURCES)]
-        eviction, times = self._buffer(EVICTED_BYTES), []
-
-        def reduce(source: torch.Tensor) -> None:
-            buffer.copy_(source)
-            dist.all_reduce(buffer)
-
-        for repetition in range(WARM_UPS + repetitions(size)):
-            source = sources[repetition % SOURCES]
-            self._barrier()
-            eviction.add_(1.0)
-            times.append(self._timed(lambda source=source: reduce(source)))  # type: ignore[misc]
-        self.report.all_reduce_s[size] = times[WARM_UPS:]
+        return disturb
 
     def _measure_overlap(self) -> None:
         """Time computation and messages around a ring, each alone and then together."""
@@ -265,13 +304,13 @@ class _Rank:
             together = self._occupied(both)
             self.report.overlaps.append((alone, communication, together))
 
-    def _agree(self, wish: float, most: int) -> int:
-        """Return the least of all ranks' wishes, between 1 and `most`."""
+    def _agree(self, wish: float, most: int, group: Any = None) -> int:
+        """Return the least of the wishes of all ranks of a group, between 1 and `most`."""
         import torch
         import torch.distributed as dist
 
         value = torch.tensor([min(float(most), max(1.0, wish))], device=self.device.torch_name)
-        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
         return int(value.item())
 
     def _computation(self) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""Measure the links between devices of this machine: messages, all-reduces, and how they slow computation.
+"""Measure the links between devices of this machine: messages, collectives, and how they slow computation.
 
 One process a device, over torch.distributed: gloo between CPU devices, NCCL between GPUs, on the loopback interface.
 """
@@ -12,29 +12,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Literal
 
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.fits import LinkFit, fit_link
-from profiler.link_worker import Exercise, ProbeFailure, ProbePlan, ProbeReport, probe
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
+from profiler.link_worker import Exercise, Members, ProbeFailure, ProbePlan, ProbeReport, probe
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
-Pattern = Literal["p2p", "all_reduce"]
 KIB, MIB = 2**10, 2**20
 # From here on messages leave the caches, and memory that is fetched for them is new: time grows faster with the size.
 LARGE_BYTES = 4 * MIB
 # While contention is measured, messages go around a ring: each rank is an end of two, one sent and one received.
 MESSAGES_AT_ONCE = 2
+# All collectives together are given about so long; the fewest repetitions of each may take longer.
+COLLECTIVES_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Message sizes in bytes (a rank's buffer), and the seconds after which the whole probe is given up."""
+    """Sizes in bytes, and the seconds after which the whole probe is given up.
+
+    The sizes of a message; of an all-reduce; and of the other collectives, which are exchanges of operators' values
+    (see `profiler.link_patterns` for what counts).
+    """
 
     p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(8))  # 1 KiB to 16 MiB
     all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
+    exchange_sizes: tuple[int, ...] = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
     limit_s: float = 120.0
+
+    def plan(
+        self,
+        rank: int,
+        world_size: int,
+        pairs: tuple[Members, ...],
+        groups: tuple[Members, ...],
+        rendezvous: str = "",
+        exercise: Exercise | None = None,
+    ) -> ProbePlan:
+        """Return one rank's part in measuring messages within `pairs` and collectives within `groups`."""
+        sizes: dict[Pattern, tuple[int, ...]] = dict.fromkeys(COLLECTIVE_PATTERNS, self.exchange_sizes)
+        sizes |= {"p2p": self.p2p_sizes, "all_reduce": self.all_reduce_sizes}
+        measured = len(groups) * sum(len(sizes[pattern]) for pattern in COLLECTIVE_PATTERNS)
+        return ProbePlan(
+            rank,
+            world_size,
+            rendezvous,
+            pairs,
+            groups,
+            sizes,
+            COLLECTIVES_S / max(1, measured),
+            self.limit_s,
+            exercise,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +105,18 @@ class LinkMeasurement:
 class LinkProbe:
     """All link measurements of a group of devices.
 
-    `contention`: extra compute seconds, at each end, per second of a message, as `Topology.contention` has it.
+    `contentions`: by rank, the extra compute seconds at each end per second of a message, as in `Topology.contention`.
     `exercise_s`: what the exercise returned on rank 0, where one was given.
     """
 
     links: tuple[LinkMeasurement, ...]
-    contention: float
+    contentions: tuple[float, ...]
     exercise_s: float | None = None
+
+    @property
+    def contention(self) -> float:
+        """The median of all ranks' contention."""
+        return statistics.median(self.contentions)
 
     def find(self, pattern: Pattern) -> LinkMeasurement:
         """Return the measurement of `pattern` over the most devices; among equals, the slowest.
@@ -127,12 +163,32 @@ def pairs_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[tuple[int, int]
     return tuple((i, j) for i in range(len(devices)) for j in range(i + 1, len(devices)))
 
 
+def groups_to_measure(devices: Sequence[PhysicalDevice]) -> tuple[Members, ...]:
+    """Return the places of the groups whose collectives are measured: of every power of two, and all of `devices`.
+
+    Of GPUs, for each size, those that lie beside each other (halves, quarters, ...) and those that lie as far apart as
+    they can; of CPU devices, which meet in the same memory, the first ones.
+    """
+    count = len(devices)
+    everyone = tuple(range(count))
+    groups: list[Members] = []
+    size = 2
+    while size < count:
+        if devices[0].processor == "cpu":
+            groups.append(everyone[:size])
+        else:
+            groups += [everyone[start : start + size] for start in range(0, count - size + 1, size)]
+            groups.append(everyone[:: count // size][:size])
+        size *= 2
+    return (*dict.fromkeys(groups), everyone)
+
+
 def probe_links(
     devices: Sequence[PhysicalDevice],
     options: LinkOptions | None = None,
     exercise: Exercise | None = None,
 ) -> LinkProbe:
-    """Measure messages, all-reduces over all of `devices`, and contention; then let all ranks do the `exercise`.
+    """Measure messages, collectives, and contention between `devices`; then let all ranks do the `exercise`.
 
     Raises:
         UsageError: there are fewer than two devices, or CPU and CUDA devices are mixed.
@@ -144,33 +200,22 @@ def probe_links(
             f"links: {len(devices)} devices [{', '.join(device.label for device in devices)}], must be two or "
             "more of one processor type; name more with --gpus or use fewer types"
         )
-    pairs = pairs_to_measure(devices)
     # A file of our own: no port to be taken, so that probes at the same time do not meet.
     with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder:
-        reports = _run(devices, chosen, pairs, Path(folder) / "rendezvous", exercise)
-    return summarize(reports, pairs, chosen)
+        return summarize(_run(devices, chosen, Path(folder) / "rendezvous", exercise))
 
 
 def _run(
     devices: Sequence[PhysicalDevice],
     options: LinkOptions,
-    pairs: tuple[tuple[int, int], ...],
     rendezvous: Path,
     exercise: Exercise | None,
 ) -> list[ProbeReport]:
+    pairs, groups = pairs_to_measure(devices), groups_to_measure(devices)
     processes: list[DeviceProcess] = []
     try:
         for rank, device in enumerate(devices):
-            plan = ProbePlan(
-                rank=rank,
-                world_size=len(devices),
-                rendezvous=str(rendezvous),
-                pairs=pairs,
-                p2p_sizes=options.p2p_sizes,
-                all_reduce_sizes=options.all_reduce_sizes,
-                limit_s=options.limit_s,
-                exercise=exercise,
-            )
+            plan = options.plan(rank, len(devices), pairs, groups, str(rendezvous), exercise)
             processes.append(DeviceProcess(probe, device, plan))
         return _gather(processes, time.monotonic() + options.limit_s)
     finally:
@@ -215,23 +260,16 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
 
 
-def summarize(
-    reports: Sequence[ProbeReport], pairs: tuple[tuple[int, int], ...], options: LinkOptions
-) -> LinkProbe:
+def summarize(reports: Sequence[ProbeReport]) -> LinkProbe:
     """Return the measurements that all ranks' reports, by rank, hold."""
-    links = []
-    for pair in pairs:
-        taken = {
-            size: _latest_start([reports[rank].p2p_s[pair, size] for rank in pair])
-            for size in options.p2p_sizes
-        }
-        links.append(measurement("p2p", pair, taken))
-    taken = {
-        size: _slowest([report.all_reduce_s[size] for report in reports]) for size in options.all_reduce_sizes
-    }
-    links.append(measurement("all_reduce", tuple(range(len(reports))), taken))
-    factors = [contention_factor(report.overlaps) for report in reports]
-    return LinkProbe(tuple(links), statistics.median(factors), reports[0].exercise_s)
+    taken: dict[tuple[Pattern, Members], dict[int, list[float]]] = {}
+    for pattern, members, size in dict.fromkeys(key for report in reports for key in report.times_s):
+        times = [reports[rank].times_s[pattern, members, size] for rank in members]
+        of_all = _latest_start(times) if pattern == "p2p" else _slowest(times)
+        taken.setdefault((pattern, members), {})[size] = of_all
+    links = tuple(measurement(pattern, members, by_size) for (pattern, members), by_size in taken.items())
+    contentions = tuple(contention_factor(report.overlaps) for report in reports)
+    return LinkProbe(links, contentions, reports[0].exercise_s)
 
 
 def measurement(

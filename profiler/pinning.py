@@ -77,6 +77,11 @@ def limit_threads() -> None:
     torch.set_num_threads(1)
 
 
+def can_keep_memory() -> bool:
+    """True where the C library is told by `keep_freed_memory` what to do with freed memory (glibc)."""
+    return os.name == "posix" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+
+
 def keep_freed_memory() -> bool:
     """Make this process keep the memory that it frees, for its next tensors, where the C library is glibc.
 
@@ -86,9 +91,9 @@ def keep_freed_memory() -> bool:
 
     Returns False, and changes nothing, with another C library.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    if not can_keep_memory():
         return False
+    library = ctypes.CDLL(None)
     kept = [
         library.mallopt(_M_MMAP_MAX, 0),
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER),
@@ -99,9 +104,8 @@ def keep_freed_memory() -> bool:
 
 def return_freed_memory() -> None:
     """Give the system what the process has freed and, after `keep_freed_memory`, still holds."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.malloc_trim(0)
+    if can_keep_memory():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def loopback_interface() -> str:

@@ -10,12 +10,15 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 CPU_INFORMATION = Path("/proc/cpuinfo")
 SYSTEM_CORE = Path("/sys/devices/system/cpu/cpu0")
+# Of processors with performance and efficiency cores, the kernel lists the cores of each sort here.
+HYBRID_CORES = {"P-core": Path("/sys/devices/cpu_core/cpus"), "E-core": Path("/sys/devices/cpu_atom/cpus")}
 MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -24,7 +27,11 @@ MEMORY_LIMITS = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFacts:
-    """A CPU. `frequency_hz` is the highest configured or the nominal one, or None where nobody tells."""
+    """A CPU, as one of its cores sees it.
+
+    `frequency_hz` is the core's highest configured or nominal one, or None where nobody tells. `sort` is "P-core" or
+    "E-core" where there are both, else "core".
+    """
 
     name: str
     cores: int
@@ -32,20 +39,40 @@ class ProcessorFacts:
     frequency_hz: float | None
     cache_bytes: int
     memory_bytes: int
+    sort: str = "core"
 
 
-@lru_cache(maxsize=1)
-def processor_facts() -> ProcessorFacts:
-    """Return the facts of this machine's processor."""
-    fields = _first_block(CPU_INFORMATION)
+@lru_cache(maxsize=4096)
+def processor_facts(core: int | None = None) -> ProcessorFacts:
+    """Return the facts of this machine's processor as a core sees them; of the first core where None."""
+    fields = core_fields(CPU_INFORMATION, core)
     return ProcessorFacts(
         name=processor_name(fields),
         cores=os.cpu_count() or 1,
         flags=frozenset((fields.get("flags") or fields.get("Features") or "").split()),
-        frequency_hz=frequency_hz(fields),
+        frequency_hz=frequency_hz(fields, SYSTEM_CORE.with_name(f"cpu{core or 0}")),
         cache_bytes=_cache_bytes(),
         memory_bytes=_memory_bytes(),
+        sort=core_sort(core),
     )
+
+
+def core_sort(core: int | None, listed: Mapping[str, Path] = HYBRID_CORES) -> str:
+    """Return what a core is, where the processor has several sorts of cores, else "core"."""
+    for sort, path in listed.items():
+        if core in _cores(_read(path)):
+            return sort
+    return "core"
+
+
+def _cores(text: str) -> set[int]:
+    """Return the cores that a list of the kernel's names, such as "0-7,16"."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def processor_name(fields: dict[str, str]) -> str:
@@ -95,14 +122,19 @@ def _rounded(frequency: float) -> float:
     return round(frequency / 50e6) * 50e6
 
 
-def _first_block(path: Path) -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for line in _read(path).splitlines():
-        if not line.strip():
-            break
-        key, _, value = line.partition(":")
-        fields[key.strip()] = value.strip()
-    return fields
+def core_fields(path: Path, core: int | None = None) -> dict[str, str]:
+    """Return the fields of a core in a file such as /proc/cpuinfo; of the first core where None, or not listed."""
+    blocks = _blocks(path)
+    return dict(next((block for block in blocks if block.get("processor") == str(core)), blocks[0]))
+
+
+@lru_cache(maxsize=16)
+def _blocks(path: Path) -> list[dict[str, str]]:
+    blocks = []
+    for text in _read(path).split("\n\n"):
+        pairs = [line.partition(":") for line in text.splitlines() if line.strip()]
+        blocks.append({key.strip(): value.strip() for key, _, value in pairs})
+    return blocks
 
 
 def _read(path: Path) -> str:
@@ -112,6 +144,7 @@ def _read(path: Path) -> str:
         return ""
 
 
+@lru_cache(maxsize=1)
 def _cache_bytes() -> int:
     """Return the size of the largest cache that a core can fill; 32 MiB where nobody tells."""
     sizes = [_size(_read(entry)) for entry in sorted((SYSTEM_CORE / "cache").glob("index*/size"))]
@@ -123,6 +156,7 @@ def _size(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else 0
 
 
+@lru_cache(maxsize=1)
 def _memory_bytes() -> int:
     """Return the machine's memory, or what a container is limited to, whichever is less."""
     import psutil

@@ -1,7 +1,8 @@
 """Optimizer updates: one implementation that the profiler measures and the runtime runs.
 
 An update touches each element of a weight once, with a fixed amount of work, so its time is taken as linear in the
-number of elements and one size is measured for each optimizer.
+number of elements and one size is measured for each optimizer and dtype of the weights; their gradients and the
+optimizer's state have the same dtype.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def _require_known(optimizer: str) -> None:
         )
 
 
-def update_call(optimizer: str, elements: int = UPDATE_ELEMENTS) -> LocalCall:
-    """Return the call that stands for one update of `elements` float32 weights.
+def update_call(optimizer: str, elements: int = UPDATE_ELEMENTS, dtype: str = "float32") -> LocalCall:
+    """Return the call that stands for one update of `elements` weights of a dtype.
 
     Its inputs are weight, gradient and state; it changes them in place and has no outputs.
 
@@ -56,7 +57,7 @@ def update_call(optimizer: str, elements: int = UPDATE_ELEMENTS) -> LocalCall:
         TrainingError: there is no such optimizer.
     """
     _require_known(optimizer)
-    spec = TensorSpec((elements,), "float32")
+    spec = TensorSpec((elements,), dtype)
     inputs = (spec,) * (2 + OPTIMIZER_STATE[optimizer])
     return LocalCall(UPDATE_PREFIX + optimizer, (), inputs, (), (False,) * len(inputs))
 

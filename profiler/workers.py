@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,7 @@ from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.measure import MeasureOptions, Outcome, failed, is_usable, measure_call
 from profiler.processes import KILL_WAIT_S, DeviceProcess
+from profiler.processors import processor_facts
 
 CALL_LIMIT_S = 60.0
 START_LIMIT_S = 120.0
@@ -45,22 +48,43 @@ class _Answer:
     usable: bool
 
 
-def _serve(connection: Connection, device: PhysicalDevice, options: MeasureOptions) -> None:
+def _serve(connection: Connection, device: PhysicalDevice, _nothing: None) -> None:
     """Measure what is asked for until the parent is gone."""
     import profiler.operators  # noqa: F401  # loaded before the first call's time limit runs
 
+    _be_first_out_of_memory()
     connection.send(READY)
     while True:
-        call = connection.recv()
-        outcomes = measure_call(call, device, options)
+        call, options = connection.recv()
+        reason = _larger_than_memory(call, device)
+        outcomes = measure_call(call, device, options) if reason is None else failed(call, reason)
         connection.send(_Answer(outcomes, is_usable(device)))
+
+
+def _be_first_out_of_memory() -> None:
+    """Let Linux end this process, which costs one call, before any other where the machine runs out of memory."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def _larger_than_memory(call: LocalCall, device: PhysicalDevice) -> str | None:
+    """Return why a call is not even tried, or None.
+
+    Some systems promise any amount of memory, and end a process, perhaps another one, when it is written to.
+    """
+    needed = sum(spec.size_bytes for spec in (*call.inputs, *call.outputs))
+    there = processor_facts().memory_bytes if device.processor == "cpu" else device.kind.memory_bytes
+    if needed <= there:
+        return None
+    owner = "the machine" if device.processor == "cpu" else "the device"
+    return f"inputs and outputs take {needed / 2**30:,.0f} GiB, {owner} has {there / 2**30:,.0f} GiB"
 
 
 class _Worker:
     """A device, the process that occupies it (if any), and the call that it is measuring (if any)."""
 
-    def __init__(self, device: PhysicalDevice, options: MeasureOptions) -> None:
-        self.device, self.options = device, options
+    def __init__(self, device: PhysicalDevice) -> None:
+        self.device = device
         self.process: DeviceProcess | None = None
         self.ready = False
         self.call: LocalCall | None = None
@@ -68,15 +92,15 @@ class _Worker:
         self.failed_starts, self.start_failure = 0, ""
 
     def start(self) -> None:
-        self.process = DeviceProcess(_serve, self.device, self.options)
+        self.process = DeviceProcess(_serve, self.device, None)
         self.ready, self.since = False, time.monotonic()
 
-    def give(self, call: LocalCall) -> bool:
+    def give(self, call: LocalCall, options: MeasureOptions) -> bool:
         """Send a call to measure; False where the process is no longer there."""
         if self.process is None or self.process.death() is not None:
             return False
         try:
-            self.process.connection.send(call)
+            self.process.connection.send((call, options))
         except (BrokenPipeError, ConnectionResetError):
             return False
         self.call, self.since = call, time.monotonic()
@@ -86,6 +110,19 @@ class _Worker:
         if self.process is not None:
             self.process.kill()
         self.process, self.ready, self.call = None, False, None
+
+
+def _usable(workers: Sequence[_Worker]) -> list[_Worker]:
+    return [worker for worker in workers if worker.failed_starts < MOST_FAILED_STARTS]
+
+
+def _require_usable(workers: Sequence[_Worker]) -> None:
+    if not _usable(workers):
+        worker = workers[0]
+        raise RuntimeFailure(
+            f"worker on {worker.device.label}: did not start {MOST_FAILED_STARTS} times ({worker.start_failure}), "
+            "must start to measure anything; see its messages above"
+        )
 
 
 class WorkerPool:
@@ -110,13 +147,13 @@ class WorkerPool:
             raise UsageError(
                 f"workers: devices are [{', '.join(labels)}], must be at least one and all different; name each once"
             )
-        chosen = MeasureOptions() if options is None else options
-        self._workers = [_Worker(device, chosen) for device in devices]
+        self._options = MeasureOptions() if options is None else options
+        self._workers = [_Worker(device) for device in devices]
         self._call_limit_s, self._start_limit_s = call_limit_s, start_limit_s
 
     def __enter__(self) -> Self:
         # All at once: each takes seconds to import torch.
-        self._start_missing()
+        self._start_missing(self._workers)
         return self
 
     def __exit__(
@@ -144,41 +181,46 @@ class WorkerPool:
         """The calls that are being measured at this moment, by the label of the device."""
         return {worker.device.label: worker.call for worker in self._workers if worker.call is not None}
 
-    def measure(self, calls: Iterable[LocalCall]) -> Iterator[CallResult]:
-        """Measure `calls`, each on whichever device is free, and yield results as they come.
+    def wait_until_ready(self) -> None:
+        """Wait until every worker has started, or is given up: starting disturbs what others measure."""
+        while any(not worker.ready for worker in _usable(self._workers)):
+            self._start_missing(self._workers)
+            list(self._collect(self._workers))
 
-        Store each result before asking for the next: what was yielded is then safe, whatever happens. Closing the
-        iterator early ends the workers that are busy.
+    def measure(
+        self,
+        calls: Iterable[LocalCall],
+        *,
+        on: Collection[PhysicalDevice] | None = None,
+        options: MeasureOptions | None = None,
+        is_wanted: Callable[[LocalCall], bool] = lambda _: True,
+    ) -> Iterator[CallResult]:
+        """Measure `calls`, each on whichever device (of `on`) is free, and yield results as they come.
+
+        `options` replaces those of the pool. A call that `is_wanted` refuses, when its turn comes, is left out. Store
+        each result before asking for the next: what was yielded is then safe, whatever happens. Closing the iterator
+        early ends the workers that are busy.
 
         Raises:
             RuntimeFailure: no worker can be started; the message holds the reason.
         """
         waiting = deque(calls)
+        workers = [worker for worker in self._workers if on is None or worker.device in on]
+        chosen = self._options if options is None else options
         try:
-            while waiting or any(worker.call is not None for worker in self._workers):
-                self._require_usable()
-                self._start_missing(len(waiting))
-                self._hand_out(waiting)
-                yield from self._collect()
+            while waiting or any(worker.call is not None for worker in workers):
+                _require_usable(workers)
+                self._start_missing(workers, len(waiting))
+                self._hand_out(workers, waiting, chosen, is_wanted)
+                yield from self._collect(workers)
         finally:
-            for worker in self._workers:
+            for worker in workers:
                 if worker.call is not None:
                     worker.stop()
 
-    def _usable(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.failed_starts < MOST_FAILED_STARTS]
-
-    def _require_usable(self) -> None:
-        if not self._usable():
-            worker = self._workers[0]
-            raise RuntimeFailure(
-                f"worker on {worker.device.label}: did not start {MOST_FAILED_STARTS} times ({worker.start_failure}), "
-                "must start to measure anything; see its messages above"
-            )
-
-    def _start_missing(self, wanted: int | None = None) -> None:
+    def _start_missing(self, workers: Sequence[_Worker], wanted: int | None = None) -> None:
         """Start workers that have no process, but no more than there are calls left for."""
-        usable = self._usable()
+        usable = _usable(workers)
         missing = [worker for worker in usable if worker.process is None]
         if wanted is not None:
             free = sum(worker.process is not None and worker.call is None for worker in usable)
@@ -186,19 +228,31 @@ class WorkerPool:
         for worker in missing:
             worker.start()
 
-    def _hand_out(self, waiting: deque[LocalCall]) -> None:
-        for worker in self._workers:
-            if worker.ready and worker.call is None and waiting:
-                if worker.give(waiting[0]):
-                    waiting.popleft()
-                else:
-                    worker.stop()  # it died while idle, which costs no call
+    def _hand_out(
+        self,
+        workers: Sequence[_Worker],
+        waiting: deque[LocalCall],
+        options: MeasureOptions,
+        is_wanted: Callable[[LocalCall], bool],
+    ) -> None:
+        for worker in workers:
+            if not worker.ready or worker.call is not None:
+                continue
+            while waiting and not is_wanted(waiting[0]):
+                waiting.popleft()
+                # Whoever did this call is likely at the next ones: go on where nobody is.
+                waiting.rotate(-(len(waiting) // 2))
+            if not waiting:
+                return
+            if worker.give(waiting[0], options):
+                waiting.popleft()
+            else:
+                worker.stop()  # it died while idle, which costs no call
 
-    def _collect(self) -> Iterator[CallResult]:
+    def _collect(self, workers: Sequence[_Worker]) -> Iterator[CallResult]:
         """Wait for something to happen and yield the results that came of it."""
-        active = [worker for worker in self._workers if worker.process is not None]
         sources: dict[Connection, _Worker] = {}
-        for worker in active:
+        for worker in workers:
             if worker.process is not None and (worker.call is not None or not worker.ready):
                 sources[worker.process.connection] = worker
         if not sources:

@@ -1,9 +1,10 @@
-"""Verification of a strategy: its program against the graph on one device, both in float64.
+"""Verification of a strategy: its program against the graph on one device, both in float64, from the run's own weights.
 
 In float32 a deep network with batch normalization amplifies the rounding of one sum into tenths of a gradient
 (Inception-v3, batch 4: flipping the last bit of its inputs moves elements by 18 % of the largest). In float64 a right
 program agrees to nine digits, and a wrong one does not. What is executed is otherwise the same: segments, messages,
-buckets, local calls.
+buckets, local calls. Of tf32, bfloat16 and float16 the step is also made as the run makes it: its gradients may be as
+far from those in float64 as the graph's on one device in that format, a few times over.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graph.operators import FLOATING, Operator, OperatorGraph, TensorSpec
+from graph.operators import FLOATING, ITEM_BYTES, Operator, OperatorGraph, TensorSpec
 from graph.plan import BUCKET_BYTES, Plan, build_plan
 from profiler.operators import ExecutionContext
 from profiler.updates import apply_update, initial_state
 from runtime.collecting import collect_buffers, collect_weights
 from runtime.executor import Executor, InitialTensors
 from runtime.fingerprints import fingerprints
-from runtime.verify import Verification, deviations, interpret, loss_deviation
+from runtime.verify import (
+    ALLOWED_TIMES,
+    ROUNDING,
+    Verification,
+    deviations,
+    deviations_in,
+    interpret,
+    loss_deviation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,28 +82,22 @@ def verify_strategy(
 
     All ranks of `world` must call it. It takes about twice the memory of a float32 step.
     """
+    # Twice the bytes (four times those of 16 bits), so that the buckets hold the same gradients as those of the run.
+    wider = ITEM_BYTES[DOUBLE] // ITEM_BYTES[job.training.dtype]
     graph = in_double(job.graph)
-    # Twice the bytes, so that the buckets hold the same gradients as those of the run.
-    plan = build_plan(graph, job.strategy, job.node_of, 2 * BUCKET_BYTES)
+    plan = build_plan(graph, job.strategy, job.node_of, wider * BUCKET_BYTES)
     doubled = tensors_in_double(tensors, torch.device("cpu"))
-    executor = Executor(
-        plan,
-        world,
-        doubled,
-        job.training,
-        seed=job.seed,
-        learning_rate=job.learning_rate,
-        device=device,
-    )
     differing = differing_tensors(world, tensors)
-    executor.step(0)
+    executor = _executed(job, plan, world, doubled, device)
     loss = executor.loss()
     gradients = collect_gradients(plan, world, executor, doubled, device)
     weights = collect_weights(plan, world, executor.weights(), doubled.parameters, device)
     buffers = collect_buffers(world, executor.buffers(), doubled.buffers)
+    del executor
+    precision = job.training.precision
+    of_run = _run_gradients(job, world, tensors, device) if precision in ROUNDING else {}
     if world.rank != 0:
         return None
-    del executor
     context = ExecutionContext(seed=job.seed, step=0, device=device)
     whole = tensors_in_double(tensors, device)
     reference = interpret(graph, whole, context, job.strategy)
@@ -102,7 +105,7 @@ def verify_strategy(
     state = initial_state(job.training.optimizer, list(updated.values()))
     slopes = list(reference.gradients.values())
     apply_update(job.training.optimizer, list(updated.values()), slopes, state, job.learning_rate)
-    return Verification(
+    found = Verification(
         reference.loss,
         (
             loss_deviation(loss, reference.loss),
@@ -112,6 +115,49 @@ def verify_strategy(
         ),
         differing,
     )
+    if precision not in ROUNDING:
+        return found
+    # The same rounded weights and inputs in the run's own precision, on one device.
+    alone = interpret(job.graph, _on_device(tensors, device), context, job.strategy)
+    rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)
+    return replace(
+        found,
+        deviations=(
+            *found.deviations,
+            *deviations_in(precision, of_run, alone.gradients, reference.gradients),
+        ),
+        allowed_of_run=ALLOWED_TIMES * rounding,
+    )
+
+
+def _executed(job: Job, plan: Plan, world: World, tensors: InitialTensors, device: torch.device) -> Executor:
+    """Return an executor of a plan after one step from `tensors`."""
+    executor = Executor(
+        plan,
+        world,
+        tensors,
+        job.training,
+        seed=job.seed,
+        learning_rate=job.learning_rate,
+        device=device,
+    )
+    executor.step(0)
+    return executor
+
+
+def _run_gradients(
+    job: Job, world: World, tensors: InitialTensors, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return, on rank 0, the gradients of one step as the run itself makes it; all ranks must call it."""
+    plan = build_plan(job.graph, job.strategy, job.node_of)
+    return collect_gradients(plan, world, _executed(job, plan, world, tensors, device), tensors, device)
+
+
+def _on_device(tensors: InitialTensors, device: torch.device) -> InitialTensors:
+    def move(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in named.items()}
+
+    return InitialTensors(move(tensors.parameters), move(tensors.buffers), move(tensors.inputs))
 
 
 def differing_tensors(world: World, tensors: InitialTensors) -> tuple[str, ...]:

@@ -106,6 +106,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     import torch.distributed as dist
 
     from graph.plan import build_plan
+    from profiler.operators.dtypes import multiply_in_tf32
     from runtime.ranks import prepare_groups
     from runtime.running import JobRun
 
@@ -119,4 +120,5 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     prepare_groups(plan, size, timeout_s)
     if dist.is_initialized() and dist.get_rank() >= size:
         return None
+    multiply_in_tf32(allowed=job.training.precision == "tf32")
     return JobRun(job, plan, device).result()

@@ -134,4 +134,9 @@ class JobRun:
 
 
 def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    """Return tensors as arrays; numpy has no bfloat16, whose values float32 holds exactly."""
+    cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for name, tensor in cpu.items()
+    }

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 # What these call in torch is waiting for others.
 WAITING_MODULES = frozenset(
-    {"profiler.link_worker", "runtime.communication", "runtime.processes", "runtime.ranks", "runtime.team"}
+    {
+        "profiler.link_patterns",
+        "profiler.link_worker",
+        "runtime.communication",
+        "runtime.processes",
+        "runtime.ranks",
+        "runtime.team",
+    }
 )
 LONGEST_TICK_S = 0.5
 

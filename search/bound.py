@@ -47,6 +47,7 @@ import numpy as np
 
 from graph.axes import Degrees, OperandMap, operand_region
 from graph.calls import LocalCall
+from graph.collectives import CollectiveKind
 from graph.intervals import intersect_regions, volume
 from graph.operators import Operator, OperatorGraph, ValueKind
 from search.costs import nanoseconds
@@ -180,7 +181,8 @@ class _BestTimes:
                 for slot, name in enumerate(operator.inputs)
                 if graph.value_by_name[name].kind is ValueKind.WEIGHT
             ]
-            key = repr((operator.target, operator.arguments, specs, operator.space, weights))
+            summed = graph.summed_slots[index]
+            key = repr((operator.target, operator.arguments, specs, operator.space, weights, summed))
             like.setdefault(key, []).append(index)
         wanted = [(some, sizes_degrees(graph.operators[some[0]], count)) for some in like.values()]
         # Those with few degrees first: most operators for the same number of costs.
@@ -200,7 +202,7 @@ class _BestTimes:
         operator = self.graph.operators[index]
         calls = [self.first_call(self.graph, operator, degrees) for degrees in all_of]
         backward = 1 if self.graph.has_backward(operator) else 0
-        forward_ns, backward_ns = self._cheapest(calls)
+        forward_ns, backward_ns = self._cheapest(index, calls)
         after_ns = np.array([self._after_ns(index, degrees) for degrees in all_of], np.int64)
         backward_ns = backward_ns * backward
         both_ns = forward_ns + backward_ns
@@ -209,7 +211,8 @@ class _BestTimes:
         every = [degrees for degrees in all_degrees(operator, count) if degrees[-1] == 1]
         if sum(prod(degrees) for degrees in every) <= MOST_TASKS:
             rows = [
-                self._cheapest(self.problem.local_calls(self.graph, operator, degrees)) for degrees in every
+                self._cheapest(index, self.problem.local_calls(self.graph, operator, degrees))
+                for degrees in every
             ]
             part_forward = min(int(forward.min()) for forward, _ in rows)
             part_backward = backward * min(int(back.min()) for _, back in rows)
@@ -224,12 +227,15 @@ class _BestTimes:
             work=work,
         )
 
-    def _cheapest(self, calls: Sequence[LocalCall]) -> tuple[Array, Array]:
-        """Return forward and backward of each call on the kind where it takes least."""
-        rows = []
+    def _cheapest(self, index: int, calls: Sequence[LocalCall]) -> tuple[Array, Array]:
+        """Return forward and backward of each call of an operator on the kind where it takes least."""
+        rows, costs = [], self.problem.costs
+        summed = self.graph.summed_slots[index]
         for kind in self.kinds:
-            costs = self.problem.costs.costs(calls, kind)
-            rows.append([(cost.forward_ns, cost.backward_ns) for cost in costs])
+            of_kind = zip(costs.costs(calls, kind), calls, strict=True)
+            rows.append(
+                [(one.forward_ns, costs.backward_ns(one, call, summed, kind)) for one, call in of_kind]
+            )
         found = np.array(rows, np.int64).min(axis=0)
         return found[:, 0], found[:, 1]
 
@@ -256,7 +262,8 @@ class _BestTimes:
         if not elements:
             return 0
         optimizer, costs = self.problem.training.optimizer, self.problem.costs
-        return longest_ns + min(costs.update_ns(elements, optimizer, kind)[0] for kind in self.kinds)
+        dtype = graph.weight_dtype
+        return longest_ns + min(costs.update_ns(elements, optimizer, dtype, kind)[0] for kind in self.kinds)
 
     def _all_reduce_ns(self, least_members: int, size_bytes: int) -> int:
         """Return the least time of an all-reduce over at least so many devices: of a bucket that holds these bytes."""
@@ -265,10 +272,11 @@ class _BestTimes:
         latency_s = min(link.latency_s for link in topology.links)
         found = []
         for members in range(least_members, self.problem.device_count + 1):
-            if members in links.all_reduce:
-                alpha, beta = links.all_reduce[members]
+            # Groups of one size may cost differently; those that nobody measured are priced by formulas.
+            for lines in links.measured_over(CollectiveKind.ALL_REDUCE, members):
+                alpha, beta = lines.line
                 found.append(alpha + beta * size_bytes)
-            else:
+            if (CollectiveKind.ALL_REDUCE, members) not in links.by_size:
                 moved = 2 * (members - 1) / members * size_bytes
                 found.append(2 * ceil(log2(members)) * latency_s + moved / fastest)
         # One nanosecond for rounding.

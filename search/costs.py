@@ -49,8 +49,8 @@ class CostSource(Protocol):
         """Return the cost of each call on a device kind, in order; None where there is none."""
         ...
 
-    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds in which `optimizer` updates one of many weights, and what that rests on."""
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which `optimizer` updates one of many weights of a dtype, and what that rests on."""
         ...
 
 
@@ -69,7 +69,7 @@ class CostTable:
     def __init__(self, source: CostSource) -> None:
         self._source = source
         self._calls: dict[tuple[str, str], CallCost] = {}
-        self._updates: dict[tuple[str, str], tuple[float, int]] = {}
+        self._updates: dict[tuple[str, str, str], tuple[float, int]] = {}
 
     def with_source(self, source: CostSource) -> CostTable:
         """Return a table that knows what this one knows now, and asks another source for the rest."""
@@ -99,17 +99,28 @@ class CostTable:
                 self._calls[call.digest, kind_name] = _checked(call, cost, kind_name)
         return [self._calls[call.digest, kind_name] for call in calls]
 
-    def update_ns(self, elements: int, optimizer: str, kind_name: str) -> tuple[int, int]:
+    def backward_ns(self, cost: CallCost, call: LocalCall, summed: Sequence[int], kind_name: str) -> int:
+        """Return what a call's backward takes, and adding its gradients of the slots `summed` to other readers' ones.
+
+        A sum of gradients reads two tensors and writes one, as an update by plain SGD does, whose time it takes.
+        """
+        return cost.backward_ns + sum(
+            self.update_ns(call.inputs[slot].elements, "sgd", call.inputs[slot].dtype, kind_name)[0]
+            for slot in summed
+            if call.gradients[slot]
+        )
+
+    def update_ns(self, elements: int, optimizer: str, dtype: str, kind_name: str) -> tuple[int, int]:
         """Return the nanoseconds in which `optimizer` updates `elements` weights, and the code of the origin."""
-        seconds, origin = self.update_s(optimizer, kind_name)
+        seconds, origin = self.update_s(optimizer, dtype, kind_name)
         return nanoseconds(elements * seconds), origin
 
-    def update_s(self, optimizer: str, kind_name: str) -> tuple[float, int]:
+    def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
         """Return the seconds in which `optimizer` updates one of many weights, and the code of the origin."""
-        key = (optimizer, kind_name)
+        key = (optimizer, dtype, kind_name)
         known = self._updates.get(key)
         if known is None:
-            seconds, origin = self._source.update_cost(optimizer, kind_name)
+            seconds, origin = self._source.update_cost(optimizer, dtype, kind_name)
             known = self._updates[key] = (seconds, ORIGIN_CODE[origin])
         return known
 

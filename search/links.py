@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graph.collectives import CollectiveKind
@@ -11,24 +11,52 @@ from search.costs import Origin, nanoseconds
 # A collective's code in the kernels is its place here.
 COLLECTIVE_KINDS = tuple(CollectiveKind)
 ROOTED = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
-RINGS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+# An all-reduce is the two of them one after the other.
+HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+
+# Latency in seconds, seconds per byte.
+Line = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What was measured of a collective: `line`, and `large` of large messages, which counts where it is more."""
+
+    line: Line
+    large: Line | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
     """What is known about communication beside the topology's links.
 
-    all_reduce: measured cost by group size, (latency in seconds, seconds per byte); it takes precedence over
-        the formulas.
+    by_size: collectives measured, by kind and number of devices; they take precedence over the formulas.
+    by_members: collectives measured between just these devices, ascending; they take precedence over `by_size`.
     transfers: what the topology's links rest on (MEASURED where they were probed).
-    all_reduces: what `all_reduce` rests on, and what follows from it.
-    large_all_reduce: by group size, as measured with large messages; it counts where it is more than `all_reduce`.
     """
 
-    all_reduce: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    by_size: Mapping[tuple[CollectiveKind, int], Lines] = field(default_factory=dict)
+    by_members: Mapping[tuple[CollectiveKind, tuple[int, ...]], Lines] = field(default_factory=dict)
     transfers: Origin = Origin.DATASHEET
-    all_reduces: Origin = Origin.MEASURED
-    large_all_reduce: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def measured(self, kind: CollectiveKind, members: Sequence[int]) -> Lines | None:
+        """Return what was measured of a kind of collective between `members`, or between as many; else None."""
+        exact = self.by_members.get((kind, tuple(sorted(members))))
+        return exact if exact is not None else self.by_size.get((kind, len(members)))
+
+    def measured_over(self, kind: CollectiveKind, size: int) -> list[Lines]:
+        """Return all that was measured of a kind of collective between `size` devices, whichever they are."""
+        found = [
+            lines for (of, members), lines in self.by_members.items() if (of, len(members)) == (kind, size)
+        ]
+        if (kind, size) in self.by_size:
+            found.append(self.by_size[kind, size])
+        return found
+
+    @property
+    def formulas(self) -> Origin:
+        """What a collective's formula over the topology's links rests on: never MEASURED, even where these are."""
+        return Origin.ESTIMATED if self.transfers is Origin.MEASURED else self.transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +64,7 @@ class CollectivePrice:
     """A collective of N bytes takes latency_s[k] + N * s_per_byte[k] seconds: the less of two algorithms k.
 
     links: the links that it holds, ascending.
-    is_measured: the two are lines fitted to small and to large messages instead, and the more counts.
+    is_measured: the two are lines fitted to measured times instead, see `Lines`, and the more counts.
     """
 
     latency_s: tuple[float, float]

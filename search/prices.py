@@ -5,7 +5,7 @@ Source: specs "Communication systems", section 3 (alpha-beta model): an all-redu
 all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N / b) along a binomial tree, or
 (ceil(log2(p)) + p - 1) alpha + 2 N (p - 1) / (p b) by scatter and all-gather; a pairwise all-to-all
 (p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
-All of these are linear in N; of a measured all-reduce the higher of two lines counts.
+All of these are linear in N; of a measured collective the higher of two lines counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
+from search.costs import Origin
 from search.kernels import Routes, price_collective
-from search.links import COLLECTIVE_KINDS, RINGS, ROOTED, CollectivePrice, LinkCosts
+from search.links import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, LinkCosts
 
 
 class Prices:
@@ -44,9 +45,9 @@ class Prices:
             broadcast, reduce   a binomial tree; scatter and all-gather (van de Geijn), or their mirror
             all-to-all          pairwise exchange, p - 1 steps
 
-        A measured all-reduce stands for itself, and for an all-gather or reduce-scatter at half its cost. Of the
-        others it says nothing, so they rest on the links. A collective holds the links of its ring, an all-to-all
-        those of all pairs.
+        What was measured takes precedence. A measured all-reduce also stands, as an estimate, at half its cost for an
+        all-gather or reduce-scatter that was not; of the others it says nothing. A collective holds the links of its
+        ring, an all-to-all those of all pairs.
         """
         if kind in ROOTED and root is None:
             raise ValueError(f"price of a {kind.value}: no root given, must be one of {tuple(members)}")
@@ -55,19 +56,23 @@ class Prices:
             self._routes, COLLECTIVE_KINDS.index(kind), np.array(members, np.int64), place
         )
         links = tuple(np.flatnonzero(self._routes.is_used).tolist())
-        measured = self._costs.all_reduce.get(len(members)) if kind in RINGS else None
+        share, origin = 1.0, Origin.MEASURED
+        measured = self._costs.measured(kind, members)
+        if measured is None and kind in HALVES:
+            share, origin = 0.5, Origin.ESTIMATED
+            measured = self._costs.measured(CollectiveKind.ALL_REDUCE, members)
         if measured is not None:
-            share = 1.0 if kind is CollectiveKind.ALL_REDUCE else 0.5
-            large = self._costs.large_all_reduce.get(len(members), measured)
+            line = measured.line
+            large = line if measured.large is None else measured.large
             return CollectivePrice(
-                (share * measured[0], share * large[0]),
-                (share * measured[1], share * large[1]),
+                (share * line[0], share * large[0]),
+                (share * line[1], share * large[1]),
                 links,
-                self._costs.all_reduces,
+                origin,
                 is_measured=True,
             )
         return CollectivePrice(
-            (first_s, second_s), (first_s_per_byte, second_s_per_byte), links, self._costs.transfers
+            (first_s, second_s), (first_s_per_byte, second_s_per_byte), links, self._costs.formulas
         )
 
 

@@ -304,7 +304,8 @@ class Tables:
     def update_ns(self, elements: int, device: int) -> int:
         """Return the nanoseconds in which a device updates that many elements."""
         problem = self.problem
-        return problem.costs.update_ns(elements, problem.training.optimizer, self._kinds[device])[0]
+        optimizer, dtype = problem.training.optimizer, problem.graph.weight_dtype
+        return problem.costs.update_ns(elements, optimizer, dtype, self._kinds[device])[0]
 
 
 def _by_operator(space: Space) -> list[list[Configuration]]:

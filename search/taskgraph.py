@@ -213,8 +213,10 @@ class TaskGraphBuilder:
     def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
         """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
         if self._update_s_D is None or self._update_origin_D is None:
-            optimizer = self.training.optimizer
-            found = [self.costs.update_s(optimizer, device.kind_name) for device in self.topology.devices]
+            optimizer, dtype = self.training.optimizer, self.graph.weight_dtype
+            found = [
+                self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices
+            ]
             self._update_s_D = np.array([seconds for seconds, _ in found], np.float64)
             self._update_origin_D = np.array([origin for _, origin in found], np.int64)
         # The same expression as `search.costs.nanoseconds`.

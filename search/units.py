@@ -29,7 +29,7 @@ from search.arrays import (
     route_arrays,
     static_values,
 )
-from search.costs import CallCost, CostTable
+from search.costs import CostTable
 from search.groups import is_view
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
@@ -153,10 +153,11 @@ class UnitStore:
                         graph.gradient_inputs(operator),
                         graph.has_backward(operator),
                         operator.space,
+                        graph.summed_slots[index],
                     )
                 )
             )
-            for operator in graph.operators
+            for index, operator in enumerate(graph.operators)
         ]
 
         def port(index: int, axes_map: int, *, is_input: bool) -> Port:
@@ -240,7 +241,16 @@ class UnitStore:
             keys, distinct = _distinct(calls)
             by_call = dict(zip(distinct, self.costs.costs(list(distinct.values()), kind), strict=True))
             view = is_view(operator)
-            rows = {key: _cost_row(by_call[key], call, view=view) for key, call in distinct.items()}
+            summed = self.graph.summed_slots[index]
+            rows = {
+                key: (
+                    by_call[key].forward_ns,
+                    self.costs.backward_ns(by_call[key], call, summed, kind),
+                    0 if view else sum(spec.size_bytes for spec in call.outputs),
+                    by_call[key].origin,
+                )
+                for key, call in distinct.items()
+            }
             known = np.array([rows[key] for key in keys], np.int64)
             self._call_costs[key] = known
         return known
@@ -412,8 +422,3 @@ def _distinct(calls: Sequence[LocalCall]) -> tuple[list[int], dict[int, LocalCal
             first.setdefault(key, call)
         keys.append(key)
     return keys, first
-
-
-def _cost_row(cost: CallCost, call: LocalCall, *, view: bool) -> tuple[int, int, int, int]:
-    output_bytes = 0 if view else sum(spec.size_bytes for spec in call.outputs)
-    return cost.forward_ns, cost.backward_ns, output_bytes, cost.origin

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli import options
+from graph.errors import UsageError
+
+if TYPE_CHECKING:
+    from app.services.environments import HeldCosts
+    from app.services.packs import PackCounts, PackGroup
 
 application = typer.Typer(help="The database: where it is, its schema, what it holds.", no_args_is_help=True)
 
@@ -36,7 +42,10 @@ def upgrade_database(database: options.Database = None, as_json: options.AsJson 
 
 @application.command("status")
 def database_status(database: options.Database = None, as_json: options.AsJson = False) -> None:
-    """Show the schema's revision, the rows of each table, and the op costs by device kind and environment.
+    """Show the schema's revision, the rows of each table, and what is held by device kind and environment.
+
+    Costs of this machine's devices are taken from its current environment alone; of others it is said in what they
+    differ from it.
 
     Example: app db status
     """
@@ -44,15 +53,16 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
     from app.db.engine import display_name, resolve_url
     from app.db.schema import status
     from app.db.store import Store
+    from app.services.environments import held_costs
 
     current, head = status(database)
     name = display_name(resolve_url(database))
     counts: dict[str, int] = {}
-    summaries = []
+    held = []
     if current is not None:
         # Says what to do about a schema that is older or newer.
         with Store.open(database) as store:
-            counts, summaries = store.table_counts(), store.cost_summaries()
+            counts, held = store.table_counts(), held_costs(store)
     if as_json:
         print_json(
             {
@@ -60,17 +70,7 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
                 "revision": current,
                 "newest_revision": head,
                 "tables": counts,
-                "op_costs": [
-                    {
-                        "device_kind": one.device_kind.name,
-                        "environment": one.environment.fingerprint,
-                        "measured": one.measured,
-                        "failed": one.failed,
-                        "oldest": one.oldest.isoformat(),
-                        "newest": one.newest.isoformat(),
-                    }
-                    for one in summaries
-                ],
+                "op_costs": [one.to_json() for one in held],
             }
         )
         return
@@ -79,21 +79,38 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
         print_lines("make it by: app db upgrade")
         return
     print_table(["table", "rows"], [[table, count] for table, count in counts.items()])
-    if summaries:
-        print_table(
-            ["device kind", "environment", "torch", "measured", "failed", "oldest", "newest"],
+    if held:
+        _print_held(held)
+
+
+def _print_held(held: Sequence[HeldCosts]) -> None:
+    from app.cli.output import print_lines, print_table
+    from app.services.environments import age_days, shortened
+
+    print_table(
+        ["device kind", "environment", "torch", "measured", "failed", "link fits", "oldest", "newest"],
+        [
             [
-                [
-                    one.device_kind.name,
-                    one.environment.fingerprint[:12],
-                    one.environment.facts.get("torch", "-"),
-                    one.measured,
-                    one.failed,
-                    f"{one.oldest:%Y-%m-%d %H:%M}",
-                    f"{one.newest:%Y-%m-%d %H:%M}",
-                ]
-                for one in summaries
-            ],
+                one.summary.device_kind.name,
+                one.summary.environment.fingerprint[:12] + (" (current)" if one.is_current else ""),
+                one.summary.environment.facts.get("torch", "-"),
+                one.summary.measured,
+                one.summary.failed,
+                one.summary.link_fits,
+                f"{age_days(one.summary.oldest):.1f} days",
+                f"{age_days(one.summary.newest):.1f} days",
+            ]
+            for one in held
+        ],
+    )
+    if not any(one.is_current for one in held):
+        print_lines("nothing is held for this machine's current environment")
+    for one in {one.summary.environment.fingerprint: one for one in held if not one.is_current}.values():
+        differing = (
+            "this machine has no such device" if one.differences is None else shortened(one.differences)
+        )
+        print_lines(
+            f"environment {one.summary.environment.fingerprint[:12]} is not this machine's: {differing}"
         )
 
 
@@ -129,25 +146,50 @@ def export_pack(
 
 @application.command("import")
 def import_pack(
-    file: Annotated[Path, typer.Argument(help="A file that app db export wrote.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="A file that app db export wrote.", show_default=False)
+    ] = None,
+    shipped: Annotated[
+        bool, typer.Option("--shipped", help="The packs that come with Soapstone, in place of a file.")
+    ] = False,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Take in the costs of an exported file: the later of two measurements stays, and twice is as good as once.
 
+    With --shipped those that come with Soapstone, for searches on machines whose devices are not at hand.
+
     Example: app db import costs.parquet
     """
-    from app.cli.output import print_json, print_lines
+    from app.cli.output import print_json
     from app.db.store import Store
-    from app.services.packs import PackCounts, merge_pack, read_pack
+    from app.services.packs import PackCounts, merge_pack, read_pack, shipped_packs
 
-    groups = read_pack(file)
-    given = PackCounts.of(groups)
+    if (file is None) is not shipped:
+        raise UsageError(
+            f"app db import: got {'both a file and' if shipped else 'neither a file nor'} --shipped, must have one of "
+            "them; name a file, or give --shipped"
+        )
+    # All are read before anything is stored.
+    packs = {one: read_pack(one) for one in ([file] if file is not None else shipped_packs())}
     with Store.open(database) as store:
-        new = merge_pack(store, groups)
+        new = {one: merge_pack(store, groups) for one, groups in packs.items()}
+    documents = [
+        {"file": str(one), "given": asdict(PackCounts.of(groups)), "new": asdict(new[one])}
+        for one, groups in packs.items()
+    ]
     if as_json:
-        print_json({"file": str(file), "given": asdict(given), "new": asdict(new)})
+        print_json(documents[0] if file is not None else {"packs": documents})
         return
+    for one, groups in packs.items():
+        _print_imported(one, groups, new[one])
+
+
+def _print_imported(file: Path, groups: tuple[PackGroup, ...], new: PackCounts) -> None:
+    from app.cli.output import print_lines
+    from app.services.packs import PackCounts
+
+    given = PackCounts.of(groups)
     print_lines(
         f"{file}: {given.op_costs} operator costs ({new.op_costs} new), {given.link_costs} link costs "
         f"({new.link_costs} new), {given.link_fits} fits ({new.link_fits} new)"

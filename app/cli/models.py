@@ -48,6 +48,7 @@ def show_model(
     model: Annotated[str, typer.Argument(help="A network of the zoo, or package.module:factory.")],
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    precision: options.Precision = "float32",
     batch_norm: options.BatchNorm = "synchronized",
     as_json: options.AsJson = False,
 ) -> None:
@@ -59,7 +60,7 @@ def show_model(
     from app.services.describing import describe_model
     from app.services.models import requested_model
 
-    report = describe_model(requested_model(model, preset, batch_size), batch_norm)
+    report = describe_model(requested_model(model, preset, batch_size, precision), batch_norm)
     if as_json:
         print_json(report.to_json())
         return

@@ -26,7 +26,13 @@ BatchSize = Annotated[
         "--batch-size", help="Samples a step, over all devices. Default: the preset's.", show_default=False
     ),
 ]
-Precision = Annotated[str, typer.Option("--precision", help="Number format: float32.")]
+Precision = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="Number format of the whole step: float32, tf32 (GPUs only), bfloat16 or float16 (no loss scaling).",
+    ),
+]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adam.")]
 BatchNorm = Annotated[
     str,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli import options
+
+if TYPE_CHECKING:
+    from app.services.profiling import KindReport
+
+# So many distinct failures are printed; the rest is in the database.
+MOST_FAILURES = 10
 
 
 def profile(
@@ -24,40 +31,96 @@ def profile(
     devices: options.Devices = None,
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Measure nothing but whether devices of one kind agree; a slow one is named."
+        ),
+    ] = False,
+    retry_failed: Annotated[
+        bool,
+        typer.Option("--retry-failed", help="Try calls again whose measurement failed in an earlier run."),
+    ] = False,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure operators and links on this machine's devices into the database; what it holds is not measured again.
 
+    Devices of one kind are compared first; one that is slower than the others is named, and measures nothing.
+
     Example: app profile --gpus 0-7 --model inception
     """
-    from app.cli.output import TerminalProgress, print_json, print_lines
+    from app.cli.output import TerminalProgress, print_json
     from app.services.models import known_models
-    from app.services.profiling import ProfileRequest, run_profile
+    from app.services.profiling import ProfileRequest, run_check, run_profile
+    from graph.errors import UsageError
 
+    if check and (model or everything or retry_failed):
+        raise UsageError(
+            "--check: was given with --model, --all or --retry-failed, must stand alone; leave one of them out"
+        )
     request = ProfileRequest(
         models=known_models() if everything else tuple(model or ()),
         preset=preset,
         batch_size=batch_size,
+        precision=precision,
         gpus=gpus,
         processor=options.processor(device),
         devices=devices,
         optimizer=optimizer,
         batch_norm=batch_norm,
+        retry_failed=retry_failed,
     )
     with TerminalProgress(quiet=as_json) as progress:
-        report = run_profile(request, database, progress)
+        report = run_check(request, progress) if check else run_profile(request, database, progress)
     if as_json:
         print_json(report.to_json())
         return
-    what = f"{report.needed} operator costs on {report.devices} x {report.device_kind}"
-    if report.measured == 0 and report.failed == 0:
+    for one in report.kinds:
+        if not check:
+            _print_counts(one)
+        _print_agreement(one)
+
+
+def _print_counts(report: KindReport) -> None:
+    from app.cli.output import print_lines
+
+    what = f"{report.needed} operator costs on {len(report.devices)} x {report.device_kind}"
+    if report.measured == 0 and not report.failures:
         print_lines(f"{what}: all known already, nothing measured")
     else:
         print_lines(
-            f"{what}: {report.measured} measured, {report.known} known already, {report.failed} failed"
+            f"{what}: {report.measured} measured, {report.known} known already, {len(report.failures)} failed"
         )
-    for name in report.failed_operators:
-        print_lines(f"failed: {name} (see the column failure of op_costs)")
+    counted = Counter(report.failures).most_common()
+    for (name, reason), count in counted[:MOST_FAILURES]:
+        print_lines(f"failed: {name}{f' ({count} times)' if count > 1 else ''}: {reason}")
+    if len(counted) > MOST_FAILURES:
+        print_lines(
+            f"failed: {len(counted) - MOST_FAILURES} more; see the column failure of op_costs by app query"
+        )
+
+
+def _print_agreement(report: KindReport) -> None:
+    from app.cli.output import percent, print_lines
+    from profiler.agreement import SLOW_SHARE
+
+    for one in report.agreement:
+        if not one.is_sound:
+            print_lines(f"not as the others: {one.describe()}")
+    sound = [one for one in report.agreement if one.is_sound]
+    if not sound:
+        return
+    furthest = {bound: max(abs(one.excess(bound)) for one in sound) for bound in sound[0].excesses}
+    shown = " and ".join(f"{percent(share)} in calls bound by {bound}" for bound, share in furthest.items())
+    devices = f"{len(sound)} x {report.device_kind}"
+    if max(furthest.values()) > SLOW_SHARE:
+        print_lines(
+            f"{devices}: none is slow in every round, but times vary by up to {shown}; check again when nothing else "
+            "runs"
+        )
+    else:
+        print_lines(f"{devices} agree: within {shown}")

@@ -90,11 +90,10 @@ def run(
     if on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = RunRequest(
-        model=requested_model(model, preset, batch_size),
+        model=requested_model(model, preset, batch_size, precision),
         strategy=strategy,
         devices=devices,
         processor=options.processor(device),
-        precision=precision,
         optimizer=optimizer,
         batch_norm=batch_norm,
         iterations=iterations,

@@ -9,6 +9,7 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
+    from app.services.models import ModelRequest
     from app.services.searching import SearchReport
 
 
@@ -130,12 +131,11 @@ def search(
     if on_miss is not None and on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = SearchRequest(
-        model=requested_model(model, preset, batch_size),
+        model=requested_model(model, preset, batch_size, precision),
         topology=topology,
         devices=devices,
         nodes=nodes,
         processor=options.processor(device),
-        precision=precision,
         optimizer=optimizer,
         batch_norm=batch_norm,
         proposals=proposals,
@@ -158,7 +158,7 @@ def search(
         report = run_search(request, database, progress)
     _show(report, as_json=as_json)
     if topology == "local" and not as_json:
-        _print_next(report, model, preset, batch_size, device, devices)
+        _print_next(report, request.model, device, devices)
 
 
 def _refuse_beside_resume(context: typer.Context) -> None:
@@ -191,24 +191,22 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
         _print(report)
 
 
-def _print_next(
-    report: SearchReport,
-    model: str,
-    preset: str,
-    batch_size: int | None,
-    device: str | None,
-    devices: int | None,
-) -> None:
+def _print_next(report: SearchReport, model: ModelRequest, device: str | None, devices: int | None) -> None:
     """Print the command that runs what was found."""
     from app.cli.output import print_lines
 
     given = [
-        ("--preset", preset if preset != "paper" else None),
-        ("--batch-size", batch_size),
+        ("--preset", model.preset if model.preset != "paper" else None),
+        ("--batch-size", model.batch_size),
+        ("--precision", model.precision if model.precision != "float32" else None),
         ("--device", device),
         ("--devices", devices),
     ]
-    words = ["app run --model", model, *(f"{name} {value}" for name, value in given if value is not None)]
+    words = [
+        "app run --model",
+        model.name,
+        *(f"{name} {value}" for name, value in given if value is not None),
+    ]
     print_lines("run it: " + " ".join([*words, f"--strategy {report.best.digest[:12]}"]))
 
 

@@ -244,6 +244,7 @@ def import_strategy(
     ] = None,
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    precision: options.Precision = "float32",
     batch_norm: options.BatchNorm = "synchronized",
     devices: Annotated[
         int | None,
@@ -265,7 +266,7 @@ def import_strategy(
     from app.services import strategies
     from app.services.models import requested_model
 
-    request = None if model is None else requested_model(model, preset, batch_size)
+    request = None if model is None else requested_model(model, preset, batch_size, precision)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         done = strategies.import_strategy(database, file, request, batch_norm, devices, progress)
     if as_json:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app.cli import options
 
 if TYPE_CHECKING:
+    from app.services.links import LocalLinks
     from graph.topology import Topology
 
 application = typer.Typer(
@@ -65,15 +66,17 @@ def show_topology(
 
     if topology != LOCAL and device is not None:
         raise UsageError(f"--device: is for topology local, must be left out for {topology}; leave it out")
+    links = None
     if topology == LOCAL:
         with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
-            found = find_target(
+            target = find_target(
                 store, topology, progress, devices=devices, nodes=nodes, processor=options.processor(device)
-            ).topology
+            )
+            found, links = target.topology, target.links
     else:
         found = load_topology(topology, nodes)
         found = found if devices is None else found.subset(devices)
-    _show(found, as_json=as_json)
+    _show(found, links, as_json=as_json)
 
 
 @application.command("probe")
@@ -89,7 +92,8 @@ def probe_topology(
     """
     from app.cli.output import TerminalProgress
     from app.db.store import Store
-    from app.services.machine import default_processor, describe, local_devices, local_links, topology_of
+    from app.services.links import local_links, topology_of
+    from app.services.machine import default_processor, describe, local_devices
     from graph.errors import UsageError
 
     found_devices = local_devices(options.processor(device) or default_processor(), devices)
@@ -99,17 +103,20 @@ def probe_topology(
         )
     with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
         machine = describe(store, found_devices)
-        found = topology_of(machine, local_links(store, machine, progress, again=True))
-    _show(found, as_json=as_json)
+        links = local_links(store, machine, progress, again=True)
+        found = topology_of(machine, links)
+    _show(found, links, as_json=as_json)
 
 
-def _show(topology: Topology, *, as_json: bool) -> None:
+def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> None:
     import json
 
     from app.cli.output import print_json, print_lines, print_table
+    from app.services.links import is_of_one_group
 
     if as_json:
-        print_json(json.loads(topology.to_json()))
+        document = json.loads(topology.to_json())
+        print_json(document if links is None else {**document, "measured": _fits(links)})
         return
     print_lines(f"{topology.name}: {len(topology.devices)} devices in {topology.node_count} nodes")
     print_table(
@@ -138,3 +145,38 @@ def _show(topology: Topology, *, as_json: bool) -> None:
             for link in topology.links
         ],
     )
+    if links is not None:
+        fits = [fit for fit in _fits(links) if fit["latency_s"] is not None]
+        own = sum(is_of_one_group(fit["pattern"]) for fit in fits)
+        print_table(
+            ["measured", "devices", "latency", "bandwidth", "residual"],
+            [
+                [
+                    fit["pattern"],
+                    fit["group_size"],
+                    f"{fit['latency_s'] * 1e6:.3g} us",
+                    "" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s",
+                    "" if residual is None else f"{residual:.1%}",
+                ]
+                for fit in fits
+                for bandwidth, residual in [(fit["bandwidth_bytes_per_s"], fit["residual"])]
+                if not is_of_one_group(fit["pattern"])
+            ],
+        )
+        if own:
+            print_lines(f"and {own} lines of single pairs and groups of devices: --json shows them")
+
+
+def _fits(links: LocalLinks) -> list[dict[str, Any]]:
+    """Return the lines fitted to what was measured, and the other figures of a probe."""
+    return [
+        {
+            "pattern": fit.pattern,
+            "group_size": fit.group_size,
+            "latency_s": fit.latency_s,
+            "bandwidth_bytes_per_s": fit.bandwidth_bytes_per_s,
+            "residual": fit.residual,
+            "contention_factor": fit.contention_factor,
+        }
+        for fit in links.fits
+    ]

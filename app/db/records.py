@@ -349,7 +349,7 @@ class SearchedSetting:
 
 @dataclass(frozen=True, slots=True)
 class CostSummary:
-    """The operator costs of one device kind in one environment: how many there are, and how old they are."""
+    """The operator costs and link fits of one device kind in one environment: how many there are, and how old."""
 
     device_kind: DeviceKindRecord
     environment: EnvironmentRecord
@@ -357,3 +357,4 @@ class CostSummary:
     failed: int
     oldest: datetime
     newest: datetime
+    link_fits: int = 0

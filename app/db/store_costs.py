@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -103,12 +105,15 @@ class CostStore(StorePart):
             return upsert_newer(connection, models.op_costs, rows, _OP_COST_KEY, "measured_at")
 
     def op_costs(
-        self, device_kind_id: int, environment_id: int | None, digests: Iterable[str] | None = None
+        self,
+        device_kind_id: int,
+        environments: int | Collection[int] | None,
+        digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], OpCostRecord]:
         """Return the stored costs of signatures, by (signature digest, phase); what is not there is left out.
 
-        Failed measurements are returned too. `environment_id` None: of any environment, the newest. `digests` None:
-        all signatures.
+        Failed measurements are returned too. Of several `environments` the newest cost is returned; None: of all of
+        them. `digests` None: all signatures.
         """
         costs, signatures = models.op_costs, models.op_signatures
         query = (
@@ -117,8 +122,8 @@ class CostStore(StorePart):
             .where(costs.c.device_kind_id == device_kind_id)
             .order_by(costs.c.measured_at, costs.c.id)
         )
-        if environment_id is not None:
-            query = query.where(costs.c.environment_id == environment_id)
+        if environments is not None:
+            query = query.where(costs.c.environment_id.in_(_ids(environments)))
         found: dict[tuple[str, Phase], OpCostRecord] = {}
         with self.read() as connection:
             queries = [query]
@@ -137,7 +142,10 @@ class CostStore(StorePart):
         return found
 
     def op_cost_medians(
-        self, device_kind_id: int, environment_id: int | None, digests: Iterable[str] | None = None
+        self,
+        device_kind_id: int,
+        environments: int | Collection[int] | None,
+        digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], float | None]:
         """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed.
 
@@ -150,8 +158,8 @@ class CostStore(StorePart):
             .where(costs.c.device_kind_id == device_kind_id)
             .order_by(costs.c.measured_at, costs.c.id)
         )
-        if environment_id is not None:
-            query = query.where(costs.c.environment_id == environment_id)
+        if environments is not None:
+            query = query.where(costs.c.environment_id.in_(_ids(environments)))
         queries = [query]
         if digests is not None:
             queries = [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
@@ -209,40 +217,65 @@ class CostStore(StorePart):
         with self.read() as connection:
             return read_all(connection, LinkFitRecord, query)
 
-    def cost_summaries(self) -> list[CostSummary]:
-        """Return, per device kind and environment, how many operator costs there are and how old, newest first."""
-        costs, kinds, environments = models.op_costs, models.device_kinds, models.environments
-        newest = sa.func.max(costs.c.measured_at)
+    def newest_cost_environments(self, device_kind_id: int, environments: Collection[int]) -> dict[int, int]:
+        """Return of how many measured costs, of each the newest in some environments, each environment is the one."""
+        costs = models.op_costs
         query = (
-            sa.select(
-                costs.c.device_kind_id,
-                costs.c.environment_id,
-                sa.func.count(costs.c.minimum_s).label("measured"),
-                sa.func.count(costs.c.failure).label("failed"),
-                sa.func.min(costs.c.measured_at).label("oldest"),
-                newest.label("newest"),
-            )
-            .group_by(costs.c.device_kind_id, costs.c.environment_id)
-            .order_by(newest.desc(), costs.c.device_kind_id, costs.c.environment_id)
+            sa.select(costs.c.signature_id, costs.c.phase, costs.c.environment_id)
+            .where(costs.c.device_kind_id == device_kind_id)
+            .where(costs.c.environment_id.in_(environments), costs.c.failure.is_(None))
+            .order_by(costs.c.measured_at, costs.c.id)
         )
         with self.read() as connection:
-            groups = connection.execute(query).all()
-            kind_of = {kind.id: kind for kind in read_all(connection, DeviceKindRecord, sa.select(kinds))}
-            environment_of = {
-                environment.id: environment
-                for environment in read_all(connection, EnvironmentRecord, sa.select(environments))
-            }
-        return [
+            newest = {(row[0], row[1]): row[2] for row in connection.execute(query)}
+        return dict(Counter(newest.values()))
+
+    def cost_summaries(self) -> list[CostSummary]:
+        """Return, per device kind and environment, what is held and how old it is, newest first."""
+        costs, fits = models.op_costs, models.link_fits
+        zero = sa.literal(0)
+        held = sa.union_all(
+            _held(costs, sa.func.count(costs.c.minimum_s), sa.func.count(costs.c.failure), zero),
+            _held(fits, zero, zero, sa.func.count(fits.c.id)),
+        )
+        with self.read() as connection:
+            rows = connection.execute(held).all()
+            kinds = read_all(connection, DeviceKindRecord, sa.select(models.device_kinds))
+            environments = read_all(connection, EnvironmentRecord, sa.select(models.environments))
+        kind_of = {kind.id: kind for kind in kinds}
+        environment_of = {environment.id: environment for environment in environments}
+        groups: dict[tuple[int, int], list[sa.Row[Any]]] = {}
+        for row in rows:
+            groups.setdefault((row.device_kind_id, row.environment_id), []).append(row)
+        found = [
             CostSummary(
-                device_kind=kind_of[group.device_kind_id],
-                environment=environment_of[group.environment_id],
-                measured=group.measured,
-                failed=group.failed,
-                oldest=group.oldest,
-                newest=group.newest,
+                device_kind=kind_of[kind_id],
+                environment=environment_of[environment_id],
+                measured=sum(row.measured for row in group),
+                failed=sum(row.failed for row in group),
+                oldest=min(row.oldest for row in group),
+                newest=max(row.newest for row in group),
+                link_fits=sum(row.link_fits for row in group),
             )
-            for group in groups
+            for (kind_id, environment_id), group in sorted(groups.items())
         ]
+        return sorted(found, key=lambda one: one.newest, reverse=True)
+
+
+def _held(table: sa.Table, measured: Any, failed: Any, link_fits: Any) -> sa.Select[Any]:
+    return sa.select(
+        table.c.device_kind_id,
+        table.c.environment_id,
+        measured.label("measured"),
+        failed.label("failed"),
+        link_fits.label("link_fits"),
+        sa.func.min(table.c.measured_at).label("oldest"),
+        sa.func.max(table.c.measured_at).label("newest"),
+    ).group_by(table.c.device_kind_id, table.c.environment_id)
+
+
+def _ids(environments: int | Collection[int]) -> Collection[int]:
+    return (environments,) if isinstance(environments, int) else environments
 
 
 def _put_signatures(connection: sa.Connection, signatures: Sequence[OpSignatureRecord]) -> dict[str, int]:

@@ -6,6 +6,7 @@ that the user names, or is measured between the ranks themselves.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,8 @@ from typing import TYPE_CHECKING
 
 from app.db.store import Store
 from app.services.exchange_overhead import OverheadJobs, overhead_jobs
-from app.services.machine import (
-    LocalLinks,
-    Processor,
-    default_processor,
-    describe,
-    local_devices,
-)
+from app.services.links import LocalLinks, fit_records, links_of
+from app.services.machine import Processor, default_processor, describe, local_devices
 from app.services.predicting import LOCAL, Target, find_target
 from app.services.progress import Progress
 from graph.errors import UsageError
@@ -45,9 +41,10 @@ class Member:
 
 @dataclass(frozen=True)
 class ProbeOrder:
-    """Rank 0 asks all ranks to measure the messages between the ranks of `pairs`, and what an exchange costs."""
+    """Rank 0 asks all ranks to measure messages within `pairs`, collectives within `groups`, and an exchange's cost."""
 
     pairs: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
     jobs: OverheadJobs
 
 
@@ -104,7 +101,14 @@ def cluster_target(
         )
     nodes = nodes_of([member.host for member in ranks])
     if topology == LOCAL and len(set(nodes)) == 1:
-        return find_target(store, LOCAL, progress, devices=team.size, processor=devices[0].processor)
+        return find_target(
+            store,
+            LOCAL,
+            progress,
+            devices=team.size,
+            processor=devices[0].processor,
+            precision="tf32" if devices[0].tf32 else "float32",
+        )
     machine = describe(store, devices)
     if topology != LOCAL:
         named = load_topology(topology)
@@ -116,7 +120,7 @@ def cluster_target(
         return Target(named, machine, None)
     progress.begin(f"measuring links between {len(set(nodes))} hosts (--topology FILE saves that)", None)
     try:
-        order = ProbeOrder(probed_pairs(nodes), overhead_jobs(_options().limit_s))
+        order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(_options().limit_s))
 
         def ordered() -> LinkProbe:
             team.give(order)
@@ -125,63 +129,55 @@ def cluster_target(
         probe = team.execute(ordered)
     finally:
         progress.end()
-    return Target(measured_topology(ranks, nodes, probe), machine, _links(probe, team.size))
+    return Target(measured_topology(ranks, nodes, probe), machine, measured_links(ranks, probe))
 
 
 def probed_pairs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the pairs of ranks whose messages stand for all: two of each host, and each other host with the first."""
-    by_node: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    inside = [(ranks[0], ranks[1]) for ranks in by_node.values() if len(ranks) > 1]
-    first, *others = by_node.values()
+    first, *others = _by_node(nodes)
+    inside = [(ranks[0], ranks[1]) for ranks in (first, *others) if len(ranks) > 1]
     return (*inside, *((first[0], ranks[0]) for ranks in others))
+
+
+def probed_groups(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks whose collectives are measured: each host's, the first of each host, and all."""
+    hosts = _by_node(nodes)
+    groups = [*hosts, tuple(ranks[0] for ranks in hosts), tuple(range(len(nodes)))]
+    return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def _by_node(nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(rank for rank, of in enumerate(nodes) if of == node) for node in dict.fromkeys(nodes)]
 
 
 def _options() -> LinkOptions:
     from profiler.links import KIB, MIB, LinkOptions
 
     sizes = (KIB, 64 * KIB, MIB, 4 * MIB)
-    return LinkOptions(p2p_sizes=sizes, all_reduce_sizes=sizes)
+    return LinkOptions(p2p_sizes=sizes, all_reduce_sizes=sizes, exchange_sizes=(KIB, 64 * KIB, 4 * MIB))
 
 
 def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
-    """Measure messages, all-reduces and contention between all ranks, in their process group; all must call it."""
+    """Measure messages, collectives and contention between all ranks, in their process group; all must call it."""
     import torch.distributed as dist
 
-    from profiler.link_worker import ProbePlan, probe_joined
+    from profiler.link_worker import probe_joined
     from profiler.links import summarize
 
-    options = _options()
     device.occupy()
-    plan = ProbePlan(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        rendezvous="",
-        pairs=order.pairs,
-        p2p_sizes=options.p2p_sizes,
-        all_reduce_sizes=options.all_reduce_sizes,
-        limit_s=options.limit_s,
-        exercise=order.jobs,
+    plan = _options().plan(
+        dist.get_rank(), dist.get_world_size(), order.pairs, order.groups, exercise=order.jobs
     )
-    return summarize(gather_everywhere(probe_joined(device, plan)), order.pairs, options)
+    return summarize(gather_everywhere(probe_joined(device, plan)))
 
 
-def _links(probe: LinkProbe, count: int) -> LocalLinks:
-    point, reduction = probe.find("p2p"), probe.find("all_reduce")
-    return LocalLinks(
-        count=count,
-        latency_s=point.latency_s + probe.overhead_s,
-        bytes_per_s=point.bandwidth_bytes_per_s,
-        all_reduce_latency_s=reduction.latency_s,
-        all_reduce_bytes_per_s=reduction.bandwidth_bytes_per_s,
-        contention=probe.contention,
-        large_all_reduce=(
-            None
-            if reduction.large is None
-            else (reduction.large.latency_s, reduction.large.bandwidth_bytes_per_s)
-        ),
-    )
+def measured_links(ranks: Sequence[Member], probe: LinkProbe) -> LocalLinks:
+    """Return what predictions take of a probe of all ranks."""
+    places, kinds = range(len(ranks)), [member.kind.name for member in ranks]
+    links = links_of(fit_records(probe, places, kinds, alike=False), places)
+    if links is None:
+        raise UsageError("links: the probe measured no all-reduce over all ranks, must; start two or more")
+    return links
 
 
 def measured_topology(ranks: Sequence[Member], nodes: Sequence[int], probe: LinkProbe) -> Topology:
@@ -229,8 +225,16 @@ def measured_topology(ranks: Sequence[Member], nodes: Sequence[int], probe: Link
         devices=tuple(devices),
         links=tuple(links),
         routes=routes,
-        contention=tuple((name, probe.contention) for name in kinds) if probe.contention else (),
+        contention=tuple((name, factor) for name, factor in _contention(ranks, probe) if factor),
     )
+
+
+def _contention(ranks: Sequence[Member], probe: LinkProbe) -> list[tuple[str, float]]:
+    """Return each device kind's contention: the median over the ranks that have it."""
+    by_kind: dict[str, list[float]] = {}
+    for member, factor in zip(ranks, probe.contentions, strict=True):
+        by_kind.setdefault(member.kind.name, []).append(factor)
+    return [(name, statistics.median(factors)) for name, factors in by_kind.items()]
 
 
 def follow(team: Team, processor: Processor | None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from app.db.records import OpCostRecord, OpSignatureRecord, Phase
 from app.db.store import Store
+from app.services.precisions import environments_of
 from graph.calls import LocalCall, call_from_json
 from graph.canonical import digest
 from graph.errors import CostError
@@ -66,7 +67,7 @@ def model_time_s(record: OpCostRecord) -> float | None:
 
 
 class DatabaseCosts:
-    """Costs of one device kind, in one environment, for `search.costs.CostTable`.
+    """Costs of one device kind, in one environment (None: in any of the precision), for `search.costs.CostTable`.
 
     Everything the database holds for the kind is read once, so that a search meets no SQL. What is not there is
     measured (`measure`), estimated from what is there or from the data sheet, or refused, as `on_miss` says. A
@@ -81,11 +82,15 @@ class DatabaseCosts:
         environment_id: int | None,
         on_miss: OnMiss,
         measure: Measure | None = None,
+        precision: str = "float32",
     ) -> None:
         self._store = store
         self._kind = kind
+        self._estimated_kind = kind.multiplying_in(precision)
+        self._environments = (
+            environments_of(store, precision) if environment_id is None else (environment_id,)
+        )
         self._kind_id = kind_id
-        self._environment_id = environment_id
         self._on_miss = on_miss
         self._measure = measure
         self._measured: dict[tuple[str, Phase], float] = {}
@@ -99,7 +104,7 @@ class DatabaseCosts:
         if self._kind_id is None:
             return
         # What predictions use, see `model_time_s`.
-        stored = self._store.op_cost_medians(self._kind_id, self._environment_id, digests)
+        stored = self._store.op_cost_medians(self._kind_id, self._environments, digests)
         for (name, phase), time_s in stored.items():
             if time_s is None:
                 self._failed.add(name)
@@ -115,11 +120,11 @@ class DatabaseCosts:
         self._obtain(calls, kind_name)
         return [self._cost(call) for call in calls]
 
-    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        """Return the seconds in which an optimizer updates one of many weights."""
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which an optimizer updates one of many weights of a dtype."""
         from profiler.updates import update_call, update_s_per_element
 
-        call = update_call(optimizer)
+        call = update_call(optimizer, dtype=dtype)
         self._obtain([call], kind_name)
         time_s = self._measured.get((call.digest, "update"))
         if time_s is None:
@@ -185,12 +190,12 @@ class DatabaseCosts:
         if self._estimator is None:
             observations = []
             if self._kind_id is not None:
-                stored = self._store.op_costs(self._kind_id, self._environment_id, None)
+                stored = self._store.op_costs(self._kind_id, self._environments, None)
                 for (_, phase), record in sorted(stored.items()):
                     time_s = model_time_s(record)
                     if time_s is not None:
                         observations.append(Observation(_call_of(record), phase, time_s))
-            self._estimator = Estimator.fit(self._kind, observations)
+            self._estimator = Estimator.fit(self._estimated_kind, observations)
         return self._estimator
 
 
@@ -204,9 +209,9 @@ class CostsByKind:
         """Return a cost for each call on devices of one kind."""
         return self._sources[kind_name].resolve(calls, kind_name)
 
-    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""
-        return self._sources[kind_name].update_cost(optimizer, kind_name)
+        return self._sources[kind_name].update_cost(optimizer, dtype, kind_name)
 
     @property
     def estimate_errors(self) -> tuple[float, ...]:

@@ -67,7 +67,7 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
     # What a user's module prints must not end up in our results.
     with contextlib.redirect_stdout(sys.stderr):
         with torch.device("meta"):
-            built = build_model(request.name, request.preset, request.batch_size, request.folder)
+            built = build_model(**request.factory_keywords)
         module, args, kwargs = built
         graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
     strategy = strategy_from_json(document, graph, record.device_count)
@@ -76,5 +76,9 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
     if request.is_zoo:
         factory = "graph.zoo:build"
         keywords = {"name": request.name, "preset": request.preset, **keywords}
+    if request.precision != "float32":
+        # What converts the module; a user's own is found on the path, as by its name alone.
+        factory = "app.services.models:build_model"
+        keywords = {**request.factory_keywords, "folder": ""}
     origin = Origin(graph.name, strategy.digest, graph.digest, factory, keywords)
     return source_text(make_plan(graph, strategy, module, args, kwargs), origin)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from graph.errors import ImportFailure, UsageError
 from graph.operators import OperatorGraph
+from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ class ModelRequest:
     """A network: a zoo name, or "package.module:factory" of the user's own.
 
     `batch_size` None means the preset's (or what the user's factory takes by default); `folder` is where a user's
-    module is looked for, last, after everything installed.
+    module is looked for, last, after everything installed. `precision` is one of `graph.training.PRECISIONS`.
     """
 
     name: str
     preset: str = "paper"
     batch_size: int | None = None
     folder: str = ""
+    precision: str = "float32"
 
     @property
     def is_zoo(self) -> bool:
@@ -42,25 +44,64 @@ class ModelRequest:
         return ":" not in self.name
 
     def to_json(self) -> dict[str, Any]:
-        """Return what to store beside a graph: enough to import the model again."""
-        return {"name": self.name, "preset": self.preset, "batch_size": self.batch_size}
+        """Return what to store beside a graph: enough to import the model again.
+
+        Of the precision, the dtype that the graph has of it: with tf32 the graph is that of float32.
+        """
+        document: dict[str, Any] = {"name": self.name, "preset": self.preset, "batch_size": self.batch_size}
+        dtype = TENSOR_DTYPES[self.precision]
+        return document if dtype == "float32" else {**document, "precision": dtype}
+
+    @property
+    def factory_keywords(self) -> dict[str, Any]:
+        """Return the arguments with which `build_model` builds this model."""
+        return {
+            "name": self.name,
+            "preset": self.preset,
+            "batch_size": self.batch_size,
+            "folder": self.folder,
+            "precision": self.precision,
+        }
 
 
-def requested_model(name: str, preset: str, batch_size: int | None) -> ModelRequest:
-    """Return the model that a command's options mean, looked for in the current folder as well."""
-    return ModelRequest(name, preset, batch_size, str(Path.cwd()))
+def requested_model(
+    name: str, preset: str, batch_size: int | None, precision: str = "float32"
+) -> ModelRequest:
+    """Return the model that a command's options mean, looked for in the current folder as well.
+
+    Raises:
+        UsageError: there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"--precision: is {precision}, must be one of {', '.join(PRECISIONS)}; choose one of them"
+        )
+    return ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
 
 
-def build_model(name: str, preset: str, batch_size: int | None, folder: str) -> Built:
+def build_model(
+    name: str, preset: str, batch_size: int | None, folder: str, precision: str = "float32"
+) -> Built:
     """Return (module, args, kwargs) on the current default device; the runtime's workers call it by its name.
+
+    Bfloat16 and float16 convert the module and its inputs. Float32 and tf32 take both as the factory makes them, whose
+    weights must be float32 then: a module in another format is not silently another one.
 
     Raises:
         UsageError: there is no such network, preset or factory.
-        ImportFailure: the user's factory failed.
+        ImportFailure: the user's factory failed, or its weights are not float32 where they must be.
     """
+    from graph.importing.formats import converted, require_dtype
+
     if ":" not in name:
-        return build(name, preset, batch_size)
-    return _call_factory(name, _load_factory(name, folder), batch_size)
+        built = build(name, preset, batch_size)
+    else:
+        built = _call_factory(name, _load_factory(name, folder), batch_size)
+    dtype = TENSOR_DTYPES[precision]
+    if dtype == "float32":
+        require_dtype(built[0], dtype, name)
+        return built
+    return converted(*built, dtype)
 
 
 class _FolderFinder:
@@ -184,9 +225,7 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
     # What a user's module prints must not end up in our results.
     with contextlib.redirect_stdout(sys.stderr):
         with torch.device("meta"):
-            module, args, kwargs = build_model(
-                request.name, request.preset, request.batch_size, request.folder
-            )
+            module, args, kwargs = build_model(**request.factory_keywords)
         graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
     return ImportedModel(request, graph, _batch_size(request, args, kwargs))
 

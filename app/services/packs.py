@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from importlib import resources
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,12 @@ def merge_pack(store: Store, groups: tuple[PackGroup, ...]) -> PackCounts:
         after.link_costs - before.link_costs,
         after.link_fits - before.link_fits,
     )
+
+
+def shipped_packs() -> tuple[Path, ...]:
+    """Return the packs that come with Soapstone, by name: each measured on one kind of device."""
+    folder = resources.files("profiler").joinpath("packs")
+    return tuple(sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".parquet")))
 
 
 def read_pack(file: Path) -> tuple[PackGroup, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.db.records import (
     GraphRecord,
@@ -20,17 +20,11 @@ from app.db.records import (
 )
 from app.db.store import Store
 from app.services.costs import CostsByKind, DatabaseCosts, OnMiss
-from app.services.machine import (
-    LocalLinks,
-    Machine,
-    Processor,
-    default_processor,
-    describe,
-    local_devices,
-    local_links,
-    topology_of,
-)
+from app.services.environments import say_unused, say_used, used_environments
+from app.services.links import LocalLinks, local_links, topology_of
+from app.services.machine import DeviceGroup, Machine, Processor, default_processor, describe, local_devices
 from app.services.models import ImportedModel
+from app.services.precisions import check_topology, in_precision
 from app.services.profiling import Measurer
 from app.services.progress import Progress
 from graph.calls import LocalCall
@@ -44,6 +38,7 @@ from search.costs import CostTable, Origin
 from search.links import LinkCosts
 
 if TYPE_CHECKING:
+    from profiler.devices import PhysicalDevice
     from search.simulator import Simulation
 
 LOCAL = "local"
@@ -57,22 +52,14 @@ class Target:
     machine: Machine | None
     links: LocalLinks | None
 
+    def group(self, kind_name: str) -> DeviceGroup | None:
+        """Return this machine's devices of a kind, or None where the topology has none of them."""
+        return None if self.machine is None else self.machine.group(kind_name)
+
     @property
     def link_costs(self) -> LinkCosts:
-        """Measured all-reduce costs where there are some, and what the topology's links rest on."""
-        if self.links is None:
-            return LinkCosts(transfers=Origin.DATASHEET, all_reduces=Origin.DATASHEET)
-        measured = (self.links.all_reduce_latency_s, 1.0 / self.links.all_reduce_bytes_per_s)
-        large = {}
-        if self.links.large_all_reduce is not None:
-            latency_s, bytes_per_s = self.links.large_all_reduce
-            large = {self.links.count: (latency_s, 1.0 / bytes_per_s)}
-        return LinkCosts(
-            all_reduce={self.links.count: measured},
-            transfers=Origin.MEASURED,
-            all_reduces=Origin.MEASURED,
-            large_all_reduce=large,
-        )
+        """Measured collectives where there are some, and what the topology's links rest on."""
+        return LinkCosts(transfers=Origin.DATASHEET) if self.links is None else self.links.costs
 
 
 def named_topology(name: str, *, devices: int | None, nodes: int | None) -> Topology:
@@ -93,20 +80,29 @@ def find_target(
     devices: int | None = None,
     nodes: int | None = None,
     processor: Processor | None = None,
+    precision: str = "float32",
 ) -> Target:
     """Return the topology called `name`: `local`, a packaged one, or a YAML file.
 
     Raises:
         TopologyError: there is no such topology, or it has fewer devices.
-        UsageError: fewer devices are on this machine.
+        UsageError: fewer devices are on this machine, or they do not compute in the precision.
     """
     if name != LOCAL:
         if processor is not None:
             raise UsageError(f"--device: is for topology local, must be left out for {name}; leave it out")
-        return Target(named_topology(name, devices=devices, nodes=nodes), None, None)
+        topology = named_topology(name, devices=devices, nodes=nodes)
+        check_topology(topology, precision)
+        return Target(topology, None, None)
     if nodes is not None:
         raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
-    machine = describe(store, local_devices(processor or default_processor(), devices))
+    found = local_devices(processor or default_processor(), devices)
+    return local_target(store, in_precision(found, precision), progress)
+
+
+def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:
+    """Return the topology `local` of some devices of this machine; links that nobody measured are measured."""
+    machine = describe(store, devices)
     links = local_links(store, machine, progress)
     return Target(topology_of(machine, links), machine, links)
 
@@ -133,7 +129,9 @@ class Setting:
 def without_measuring(store: Store, setting: Setting) -> CostTable:
     """Return a table of the costs that the setting's has, and of estimates for the rest: it measures nothing."""
     sources = {
-        kind.name: _kind_source(store, setting.target, kind.name, "estimate", None)
+        kind.name: _kind_source(
+            store, setting.target, kind.name, setting.training.precision, "estimate", None
+        )
         for kind in setting.topology.kinds
     }
     return setting.table.with_source(CostsByKind(sources))
@@ -157,9 +155,13 @@ def prepare(
         for kind in target.topology.kinds:
             measurer = None
             # A cluster may have devices of other kinds than this machine.
-            if target.machine is not None and target.machine.kind.name == kind.name:
-                measurer = stack.enter_context(Measurer(store, target.machine, progress))
-            sources[kind.name] = _kind_source(store, target, kind.name, on_miss, measurer)
+            group = target.group(kind.name)
+            if group is None:
+                say_used(store, kind.name, training.precision, progress)
+            else:
+                say_unused(store, group, training.precision, progress)
+                measurer = stack.enter_context(Measurer(store, group, progress))
+            sources[kind.name] = _kind_source(store, target, kind.name, training.precision, on_miss, measurer)
         yield _setting(store, model, target, training, CostsByKind(sources))
 
 
@@ -188,23 +190,46 @@ def _setting(
 
 
 def _kind_source(
-    store: Store, target: Target, kind_name: str, on_miss: OnMiss, measurer: Measurer | None
+    store: Store,
+    target: Target,
+    kind_name: str,
+    precision: str,
+    on_miss: OnMiss,
+    measurer: Measurer | None,
 ) -> DatabaseCosts:
     kind = target.topology.kind(kind_name)
-    machine = target.machine
-    if machine is not None and measurer is None and machine.kind.name == kind_name:
-        return DatabaseCosts(store, kind, machine.kind_id, machine.environment_id, on_miss)
-    if machine is None or measurer is None:
+    group = target.group(kind_name)
+    if group is None:
         # Another machine's devices: nothing can be measured here; any environment's costs of that kind count.
         stored = store.device_kind(kind_name)
-        if on_miss == "measure" and machine is not None:
+        if on_miss == "measure" and target.machine is not None:
             on_miss = "estimate"
         if on_miss == "measure":
             raise UsageError(
                 f"--on-miss measure: {kind_name} is not on this machine, must be; choose estimate or fail"
             )
-        return DatabaseCosts(store, kind, stored.id if stored else None, None, on_miss)
-    return DatabaseCosts(store, kind, machine.kind_id, machine.environment_id, on_miss, measurer.measure)
+        return DatabaseCosts(store, kind, stored.id if stored else None, None, on_miss, precision=precision)
+    measure = None if measurer is None else measurer.measure
+    return DatabaseCosts(store, kind, group.kind_id, group.environment_id, on_miss, measure, precision)
+
+
+def cost_environments(store: Store, setting: Setting) -> tuple[dict[str, Any], ...]:
+    """Return, for each device kind, the environments that its stored costs are of, with how many; as JSON documents."""
+    found: list[dict[str, Any]] = []
+    for kind in setting.topology.kinds:
+        group = setting.target.group(kind.name)
+        here = None if group is None else group.environment_id
+        found += [
+            {
+                "device_kind": kind.name,
+                "environment": one.fingerprint,
+                "torch": one.facts.get("torch"),
+                "costs": count,
+                "current": group is not None,
+            }
+            for one, count in used_environments(store, kind.name, here, setting.training.precision)
+        ]
+    return tuple(found)
 
 
 def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from app.db.store import Store
 from app.services.costs import cost_records
-from app.services.machine import Machine, Processor, default_processor, describe, local_devices, local_links
-from app.services.models import ImportedModel, ModelRequest, import_graph
+from app.services.environments import say_unused
+from app.services.links import local_links
+from app.services.machine import (
+    DeviceGroup,
+    Machine,
+    Processor,
+    default_processor,
+    describe,
+    links_kind_name,
+    local_devices,
+)
+from app.services.models import ImportedModel, import_graph, requested_model
+from app.services.precisions import in_precision
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.errors import UsageError
@@ -19,20 +29,82 @@ from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
 
 if TYPE_CHECKING:
+    from profiler.agreement import Agreement
     from profiler.workers import WorkerPool
+
+
+# A search that lacks so many costs compares the devices before it measures them, as every profile run does.
+WORTH_COMPARING = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What measuring some calls gave: how many have costs now, and of those that failed the operator and the reason.
+
+    `agreement`: how devices of one kind compare, where they were compared.
+    """
+
+    succeeded: int = 0
+    failures: tuple[tuple[str, str], ...] = ()
+    agreement: tuple[Agreement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KindReport:
+    """What a profile run did on the devices of one kind: numbers of calls, and how the devices compare."""
+
+    device_kind: str
+    devices: tuple[str, ...]
+    needed: int
+    measured: int
+    known: int
+    failures: tuple[tuple[str, str], ...]
+    agreement: tuple[Agreement, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as a JSON document."""
+        return {
+            "device_kind": self.device_kind,
+            "devices": list(self.devices),
+            "needed": self.needed,
+            "measured": self.measured,
+            "known": self.known,
+            "failures": [{"operator": name, "reason": reason} for name, reason in self.failures],
+            "agreement": [agreement_json(one) for one in self.agreement],
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """What a profile run did."""
+    """What a profile run did; the numbers are sums over its kinds of devices."""
 
     device_kind: str
-    devices: int
-    needed: int
-    measured: int
-    known: int
-    failed: int
-    failed_operators: tuple[str, ...]
+    kinds: tuple[KindReport, ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return sum(len(one.devices) for one in self.kinds)
+
+    @property
+    def needed(self) -> int:
+        """Number of costs that are needed."""
+        return sum(one.needed for one in self.kinds)
+
+    @property
+    def measured(self) -> int:
+        """How many of them this run measured."""
+        return sum(one.measured for one in self.kinds)
+
+    @property
+    def known(self) -> int:
+        """How many were stored before, or by another run meanwhile."""
+        return sum(one.known for one in self.kinds)
+
+    @property
+    def failures(self) -> tuple[tuple[str, str], ...]:
+        """Operator and reason of each call that could not be measured."""
+        return tuple(failure for one in self.kinds for failure in one.failures)
 
     def to_json(self) -> dict[str, object]:
         """Return the report as a JSON document."""
@@ -42,9 +114,21 @@ class ProfileReport:
             "needed": self.needed,
             "measured": self.measured,
             "known": self.known,
-            "failed": self.failed,
-            "failed_operators": list(self.failed_operators),
+            "failed": len(self.failures),
+            "failed_operators": sorted({name for name, _ in self.failures}),
+            "kinds": [one.to_json() for one in self.kinds],
         }
+
+
+def agreement_json(one: Agreement) -> dict[str, object]:
+    """Return how a device compares with its kind as a JSON document."""
+    return {
+        "device": one.device.label,
+        "excess": {bound: one.excess(bound) for bound in one.excesses},
+        "rounds": {bound: list(shares) for bound, shares in one.excesses.items()},
+        "slow": bool(one.slow_in),
+        "failure": one.failure,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +138,13 @@ class ProfileRequest:
     models: tuple[str, ...]
     preset: str
     batch_size: int | None
+    precision: str
     gpus: str | None
     processor: Processor | None
     devices: int | None
     optimizer: str
     batch_norm: str
+    retry_failed: bool = False
 
 
 def run_profile(request: ProfileRequest, database: str | None, progress: Progress) -> ProfileReport:
@@ -69,20 +155,74 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
     """
     if not request.models:
         raise UsageError("--model: is missing, must name a network; give --model NAME or --all")
-    devices = _devices(request)
+    devices = in_precision(_devices(request), request.precision)
     for warning in device_warnings(devices):
         progress.warn(warning)
     # Models and training are checked before the database is touched: a mistake writes nothing.
-    Training(1, optimizer=request.optimizer, batch_norm=request.batch_norm)
+    Training(1, request.precision, request.optimizer, request.batch_norm)
     models = []
     for name in request.models:
         progress.begin(f"importing {name}", None)
-        wanted = ModelRequest(name, request.preset, request.batch_size, str(Path.cwd()))
+        wanted = requested_model(name, request.preset, request.batch_size, request.precision)
         models.append(import_graph(wanted, batch_norm=request.batch_norm))
         progress.end()
     with Store.open(database) as store:
         machine = describe(store, devices)
-        return profile(store, machine, models, [request.optimizer], progress)
+        return profile(
+            store,
+            machine,
+            models,
+            [request.optimizer],
+            progress,
+            precision=request.precision,
+            retry_failed=request.retry_failed,
+        )
+
+
+def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
+    """Compare the devices of each kind, without measuring anything else: no model is needed, no database.
+
+    Raises:
+        UsageError: there are not two devices of any kind.
+    """
+    from profiler.workers import WorkerPool
+
+    devices = in_precision(_devices(request), request.precision)
+    for warning in device_warnings(devices):
+        progress.warn(warning)
+    kinds: dict[str, list[PhysicalDevice]] = {}
+    for device in devices:
+        kinds.setdefault(device.kind.name, []).append(device)
+    if max(map(len, kinds.values())) < 2:
+        there = ", ".join(f"{device.label} ({device.kind.name})" for device in devices)
+        raise UsageError(
+            f"--check: devices are {there}, must be two of a kind to be compared; name more of them"
+        )
+    reports = []
+    for name, alike in kinds.items():
+        agreement: tuple[Agreement, ...] = ()
+        if len(alike) > 1:
+            with WorkerPool(alike) as pool:
+                agreement = _compare(pool, alike, progress)
+        reports.append(KindReport(name, tuple(one.label for one in alike), 0, 0, 0, (), agreement))
+    return ProfileReport(links_kind_name([device.kind.name for device in devices]), tuple(reports))
+
+
+def _compare(
+    pool: WorkerPool, devices: Sequence[PhysicalDevice], progress: Progress
+) -> tuple[Agreement, ...]:
+    """Compare devices of one kind, and warn of those that are not as the others."""
+    from profiler.agreement import compare
+
+    progress.begin(f"comparing {len(devices)} x {devices[0].kind.name}", None)
+    try:
+        agreement = compare(pool, devices)
+    finally:
+        progress.end()
+    for one in agreement:
+        if not one.is_sound:
+            progress.warn(f"{one.describe()}; see what else runs there, its cooling and its power limit")
+    return agreement
 
 
 def _devices(request: ProfileRequest) -> tuple[PhysicalDevice, ...]:
@@ -101,26 +241,37 @@ def profile(
     models: Sequence[ImportedModel],
     optimizers: Sequence[str],
     progress: Progress,
+    *,
+    precision: str = "float32",
+    retry_failed: bool = False,
 ) -> ProfileReport:
     """Measure every operator cost and link that searches over the machine's devices need.
 
-    A cost that the database holds for this kind and environment is not measured again. Each measurement is stored as
-    soon as it is done, so that an interrupted run continues where it was.
+    A cost that the database holds for this kind and environment is not measured again, nor, but with `retry_failed`,
+    one that could not be measured. Each measurement is stored as soon as it is done, so that an interrupted run
+    continues where it was, and runs at the same time share the work.
     """
-    local_links(store, machine, progress)
+    for group in machine.groups:
+        say_unused(store, group, precision, progress)
+    local_links(store, machine, progress, complete=True)
     calls = calls_of(models, optimizers, machine.count)
-    missing = missing_calls(store, machine, calls)
-    with Measurer(store, machine, progress) as measurer:
-        failed = measurer.measure(missing)
-    return ProfileReport(
-        device_kind=machine.kind.name,
-        devices=machine.count,
-        needed=len(calls),
-        measured=len(missing) - len(failed),
-        known=len(calls) - len(missing),
-        failed=len(failed),
-        failed_operators=tuple(sorted({call.target for call in failed})),
-    )
+    reports = []
+    for group in machine.groups:
+        missing = missing_calls(store, group, calls, retry_failed=retry_failed)
+        with Measurer(store, group, progress, compare_from=1, retry_failed=retry_failed) as measurer:
+            measured = measurer.measure(missing)
+        reports.append(
+            KindReport(
+                device_kind=group.kind.name,
+                devices=tuple(device.label for device in group.devices),
+                needed=len(calls),
+                measured=measured.succeeded,
+                known=len(calls) - measured.succeeded - len(measured.failures),
+                failures=measured.failures,
+                agreement=measured.agreement,
+            )
+        )
+    return ProfileReport(links_kind_name([device.kind.name for device in machine.devices]), tuple(reports))
 
 
 def calls_of(
@@ -131,31 +282,51 @@ def calls_of(
     from search.needed import needed_calls
 
     calls = {call.digest: call for model in models for call in needed_calls(model.graph, device_count)}
-    for optimizer in optimizers:
-        call = update_call(optimizer)
-        calls[call.digest] = call
+    for dtype in dict.fromkeys(model.graph.weight_dtype for model in models):
+        for optimizer in optimizers:
+            call = update_call(optimizer, dtype=dtype)
+            calls[call.digest] = call
     return list(calls.values())
 
 
-def missing_calls(store: Store, machine: Machine, calls: Sequence[LocalCall]) -> list[LocalCall]:
-    """Return the calls whose cost (or failure) is not stored for this kind and environment."""
+def missing_calls(
+    store: Store, group: DeviceGroup, calls: Sequence[LocalCall], *, retry_failed: bool = False
+) -> list[LocalCall]:
+    """Return the calls whose cost is not stored for this kind and environment; a failure counts as one, or not."""
     from profiler.measure import phases
 
-    stored = store.op_costs(machine.kind_id, machine.environment_id, [call.digest for call in calls])
-    return [call for call in calls if any((call.digest, phase) not in stored for phase in phases(call))]
+    stored = store.op_cost_medians(group.kind_id, group.environment_id, [call.digest for call in calls])
+    known = {key for key, time_s in stored.items() if time_s is not None or not retry_failed}
+    return [call for call in calls if any((call.digest, phase) not in known for phase in phases(call))]
 
 
 class Measurer:
-    """Measures calls on a machine's devices and stores each result as it comes; a context manager.
+    """Measures calls on a machine's devices of one kind and stores each result as it comes; a context manager.
 
     Its workers start with the first call and stay, since each takes seconds to start: a search meets calls one by one.
+    Where at least `compare_from` calls are to be measured, the devices are compared first, and one that is not as the
+    others is left out: it would give the kind its own times. `call_limit_s` bounds the measuring of one call.
     """
 
-    def __init__(self, store: Store, machine: Machine, progress: Progress) -> None:
+    def __init__(
+        self,
+        store: Store,
+        group: DeviceGroup,
+        progress: Progress,
+        *,
+        compare_from: int = WORTH_COMPARING,
+        retry_failed: bool = False,
+        call_limit_s: float | None = None,
+    ) -> None:
         self._store = store
-        self._machine = machine
+        self._group = group
         self._progress = progress
+        self._compare_from = compare_from
+        self._retry_failed = retry_failed
+        self._call_limit_s = call_limit_s
         self._pool: WorkerPool | None = None
+        self._agreement: tuple[Agreement, ...] = ()
+        self._met_another = False
 
     def __enter__(self) -> Self:
         return self
@@ -166,24 +337,64 @@ class Measurer:
         if self._pool is not None:
             self._pool.close()
 
-    def measure(self, calls: Sequence[LocalCall]) -> list[LocalCall]:
-        """Measure and store calls; return those that failed."""
-        from profiler.measure import FailedMeasurement
-        from profiler.workers import WorkerPool
+    def measure(self, calls: Sequence[LocalCall]) -> Measured:
+        """Measure and store calls, but those that another run stores meanwhile; return what came of it.
 
-        failed: list[LocalCall] = []
+        Raises:
+            RuntimeFailure: no worker can be started.
+            DatabaseError: a result cannot be stored.
+        """
+        from profiler.measure import FailedMeasurement
+
         if not calls:
-            return failed
-        machine = self._machine
-        if self._pool is None:
-            self._pool = WorkerPool(machine.devices).__enter__()
-        self._progress.begin(f"measuring on {machine.count} x {machine.kind.name}", len(calls))
+            return Measured()
+        group, pool = self._group, self._workers()
+        self._compare(pool, len(calls))
+        unsound = {one.device for one in self._agreement if not one.is_sound}
+        sound = [device for device in group.devices if device not in unsound] or list(group.devices)
+        succeeded, failures = 0, []
+        self._progress.begin(f"measuring on {len(sound)} x {group.kind.name}", len(calls))
         try:
-            for result in self._pool.measure(calls):
-                self._store.put_op_costs(machine.kind_id, machine.environment_id, cost_records(result))
-                if any(isinstance(outcome, FailedMeasurement) for outcome in result.outcomes):
-                    failed.append(result.call)
+            for result in pool.measure(calls, on=sound, is_wanted=self._is_wanted):
+                self._store.put_op_costs(group.kind_id, group.environment_id, cost_records(result))
+                reasons = [one.reason for one in result.outcomes if isinstance(one, FailedMeasurement)]
+                if reasons:
+                    failures.append((result.call.target, reasons[0]))
+                else:
+                    succeeded += 1
                 self._progress.advance()
         finally:
             self._progress.end()
-        return failed
+        return Measured(succeeded, tuple(failures), self._agreement)
+
+    def _workers(self) -> WorkerPool:
+        from profiler.workers import CALL_LIMIT_S, WorkerPool
+
+        if self._pool is None:
+            limit_s = CALL_LIMIT_S if self._call_limit_s is None else self._call_limit_s
+            self._pool = WorkerPool(self._group.devices, call_limit_s=limit_s).__enter__()
+        return self._pool
+
+    def _compare(self, pool: WorkerPool, calls: int) -> None:
+        """Compare the devices, once, where there are several and enough is to be measured."""
+        if not self._agreement and len(self._group.devices) > 1 and calls >= self._compare_from:
+            self._agreement = _compare(pool, self._group.devices, self._progress)
+            for one in self._agreement:
+                if not one.is_sound:
+                    self._progress.warn(
+                        f"{one.device.label}: is left out of measuring; predictions take all devices of its kind for "
+                        "alike"
+                    )
+
+    def _is_wanted(self, call: LocalCall) -> bool:
+        """False where another run has stored the call's cost meanwhile."""
+        if missing_calls(self._store, self._group, [call], retry_failed=self._retry_failed):
+            return True
+        if not self._met_another:
+            self._met_another = True
+            self._progress.warn(
+                f"another run measures costs of {self._group.kind.name} at the same time: they share the work, but on "
+                "the same devices they disturb each other's times"
+            )
+        self._progress.advance()
+        return False

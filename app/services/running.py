@@ -15,6 +15,7 @@ from app.db.store import Store
 from app.services.costs import OnMiss
 from app.services.machine import Machine, Processor, default_processor
 from app.services.models import ImportedModel, ModelRequest, import_graph
+from app.services.precisions import in_precision
 from app.services.predicting import LOCAL, Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.progress import Progress
 from app.services.tracing_store import write_recording
@@ -44,7 +45,6 @@ class RunRequest:
     strategy: str
     devices: int | None
     processor: Processor | None
-    precision: str
     optimizer: str
     batch_norm: str
     iterations: int
@@ -161,8 +161,15 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
             )
         model, training = _import(request, progress)
         with Store.open(database) as store:
-            target = find_target(store, LOCAL, progress, devices=request.devices, processor=request.processor)
-            return _run(store, request, model, training, target, progress, start=_launch)
+            target = find_target(
+                store,
+                LOCAL,
+                progress,
+                devices=request.devices,
+                processor=request.processor,
+                precision=request.model.precision,
+            )
+            return run_on(store, request, model, training, target, progress)
 
 
 def _check(request: RunRequest) -> None:
@@ -215,7 +222,7 @@ def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Tra
     progress.begin(f"importing {request.model.name}", None)
     model = import_graph(request.model, batch_norm=request.batch_norm)
     progress.end()
-    return model, Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
+    return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 
 
 def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
@@ -255,7 +262,7 @@ def _follow(team: Team, request: RunRequest) -> None:
 def _lead(team: Team, request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
     from app.services import cluster
 
-    devices = cluster.own_devices(request.processor)
+    devices = in_precision(cluster.own_devices(request.processor), request.model.precision)
     device = cluster.own_device(devices)
     ranks = team.execute(lambda: cluster.members(device))
     model, training = _import(request, progress)
@@ -267,12 +274,12 @@ def _lead(team: Team, request: RunRequest, database: str | None, progress: Progr
         target = cluster.cluster_target(
             store, team, ranks, devices, request.topology, request.devices, progress
         )
-        return _run(
+        return run_on(
             store, request, model, training, target, progress, start=start, cause=team.cause_of_signal
         )
 
 
-def _run(
+def run_on(
     store: Store,
     request: RunRequest,
     model: ImportedModel,
@@ -280,10 +287,10 @@ def _run(
     target: Target,
     progress: Progress,
     *,
-    start: Start,
+    start: Start | None = None,
     cause: Cause = lambda: None,
 ) -> RunReport | None:
-    """Predict the strategy, execute it by `start`, and store both."""
+    """Predict the strategy, execute it by `start` (default: a process a device of this machine), and store both."""
     machine = target.machine
     if machine is None:
         raise UsageError("app run: the topology has no device of this machine, must have; choose another")
@@ -303,7 +310,7 @@ def _run(
     with _stored_failure(store, execution_id, cause):
         progress.begin(f"running {model.graph.name} on {len(setting.topology.devices)} devices", None)
         try:
-            result = start(_job(request, setting, strategy), machine, request.timeout_s)
+            result = (start or _launch)(_job(request, setting, strategy), machine, request.timeout_s)
         finally:
             progress.end()
         if result is None:
@@ -336,21 +343,12 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
     from runtime.jobs import Job
     from runtime.models import ModelReference
 
-    wanted = request.model
     return Job(
         graph=setting.model.graph,
         strategy=strategy,
         node_of=tuple(device.node for device in setting.topology.devices),
         training=setting.training,
-        model=ModelReference(
-            "app.services.models:build_model",
-            {
-                "name": wanted.name,
-                "preset": wanted.preset,
-                "batch_size": wanted.batch_size,
-                "folder": wanted.folder,
-            },
-        ),
+        model=ModelReference("app.services.models:build_model", request.model.factory_keywords),
         seed=request.seed,
         iterations=request.iterations,
         warmup=request.warmup,
@@ -364,7 +362,7 @@ def _launch(job: Job, machine: Machine, timeout_s: float) -> JobResult | None:
     from runtime.launch import launch
 
     places = [device.core if device.core is not None else device.index for device in machine.devices]
-    return launch(job, places, machine.kind.processor, timeout_s=timeout_s)
+    return launch(job, places, machine.processor, timeout_s=timeout_s)
 
 
 def _finish(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from app.services.models import ImportedModel, ModelRequest, import_graph
 from app.services.predicting import (
     LOCAL,
     Setting,
+    cost_environments,
     find_target,
     named_topology,
     predict,
@@ -63,7 +64,6 @@ class SearchRequest:
     devices: int | None
     nodes: int | None
     processor: Processor | None
-    precision: str
     optimizer: str
     batch_norm: str
     proposals: int
@@ -143,6 +143,7 @@ class SearchReport:
     algorithms: tuple[AlgorithmReport, ...] = field(default=())
     bound: Bound | None = None
     estimate_errors: tuple[float, ...] = field(default=())
+    cost_environments: tuple[Mapping[str, Any], ...] = field(default=())
 
     @property
     def estimate_error(self) -> float | None:
@@ -186,6 +187,7 @@ class SearchReport:
             "gap": self.gap,
             "estimated_costs": len(self.estimate_errors),
             "estimate_error": self.estimate_error,
+            "cost_environments": [dict(one) for one in self.cost_environments],
             "best_baseline": self.best_baseline.name,
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }
@@ -265,7 +267,7 @@ def _setting(
     store: Store, request: SearchRequest, model: ImportedModel, progress: Progress
 ) -> Iterator[Setting]:
     """Find topology and costs; what this machine can measure and nobody did is measured."""
-    training = Training(model.batch_size, request.precision, request.optimizer, request.batch_norm)
+    training = Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
     target = find_target(
         store,
         request.topology,
@@ -273,6 +275,7 @@ def _setting(
         devices=request.devices,
         nodes=request.nodes,
         processor=request.processor,
+        precision=request.model.precision,
     )
     # What this machine can measure it measures; of other machines there are only estimates.
     on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
@@ -321,7 +324,9 @@ def _request(stored: SearchRecord) -> SearchRequest:
             "was asked for; start a new search"
         )
     model = ModelRequest(**asked["model"], folder=str(Path.cwd()))
-    return SearchRequest(**{**asked, "model": model, "starts": tuple(asked["starts"])})
+    given = {**asked, "model": model, "starts": tuple(asked["starts"])}
+    given.pop("precision", None)  # beside the model, in searches of older Soapstones: all of float32
+    return SearchRequest(**given)
 
 
 def _check_same(stored: SearchRecord, setting: Setting) -> None:
@@ -418,6 +423,7 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
         algorithms=tuple(_algorithm_report(one) for one in found),
         bound=bound,
         estimate_errors=setting.source.estimate_errors,
+        cost_environments=cost_environments(store, setting),
     )
 
 

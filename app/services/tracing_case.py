@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrder
 from app.db.store import Store
 from app.services.costs import CostsByKind, DatabaseCosts
-from app.services.machine import fitted_links
+from app.services.environments import say_used
+from app.services.links import fitted_links
+from app.services.machine import links_kind_name
 from app.services.models import ModelRequest, import_graph
-from app.services.predicting import Target
+from app.services.predicting import LOCAL, Target
 from app.services.progress import Progress
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
@@ -131,7 +133,10 @@ def simulated_case(
     topology = Topology.from_json(topology_record.document)
     training = training_from_json(json.loads(training_record.document))
     strategy = strategy_from_json(json.loads(record.document), graph, record.device_count)
-    target, source = _costs(store, topology, environment_id)
+    target, source = _costs(store, topology, environment_id, training.precision)
+    if environment_id is None:
+        for kind in topology.kinds:
+            say_used(store, kind.name, training.precision, progress)
     progress.begin("simulating", None)
     try:
         simulation = simulate(
@@ -142,14 +147,20 @@ def simulated_case(
     return Case(record, graph, topology, training, strategy, simulation, topology_id, training_id)
 
 
-def _costs(store: Store, topology: Topology, environment_id: int | None) -> tuple[Target, CostsByKind]:
+def _costs(
+    store: Store, topology: Topology, environment_id: int | None, precision: str
+) -> tuple[Target, CostsByKind]:
     sources = {}
-    links = None
     for kind in topology.kinds:
         stored = store.device_kind(kind.name)
         kind_id = stored.id if stored is not None else None
-        sources[kind.name] = DatabaseCosts(store, kind, kind_id, environment_id, "estimate")
-        # Links are measured for the topology `local` alone, which has one kind.
-        if topology.name == "local" and kind_id is not None and environment_id is not None:
-            links = fitted_links(store, kind_id, environment_id, len(topology.devices))
+        sources[kind.name] = DatabaseCosts(
+            store, kind, kind_id, environment_id, "estimate", precision=precision
+        )
+    links = None
+    # Links are measured for the topology `local` alone.
+    if topology.name == LOCAL and environment_id is not None:
+        stored = store.device_kind(links_kind_name([device.kind_name for device in topology.devices]))
+        if stored is not None:
+            links = fitted_links(store, stored.id, environment_id, len(topology.devices))
     return Target(topology, None, links), CostsByKind(sources)

@@ -1,6 +1,8 @@
 """Batch normalization in parts, on torch's native kernels.
 
-Moments are float64 [2, C]: sums and sums of squares over the elements of each channel.
+Moments are float64 [2, C]: sums and sums of squares over the elements of each channel. Of activations in a format of
+16 bits the kernels are given parameters and statistics in float32, as they take them: rounded to 8 bits, a mean would
+shift every element, and the difference of two moments would be no variance.
 Derivation of the gradients: Ioffe and Szegedy, Batch Normalization (arXiv:1502.03167), section 3, with the statistics
 as inputs of their own.
 """
@@ -10,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from profiler.operators.dtypes import HALVES
 
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
@@ -33,6 +37,11 @@ class _OneLayout(torch.autograd.Function):
         return _one_layout(gradients[0])
 
 
+def _wide(vector: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter or statistic in the dtype that the kernels take beside `values`."""
+    return vector.float() if vector is not None and values.dtype in HALVES else vector
+
+
 def _channel_view(vector: torch.Tensor, rank: int) -> torch.Tensor:
     return vector.view(1, -1, *([1] * (rank - 2)))
 
@@ -44,7 +53,8 @@ class _Moments(torch.autograd.Function):
         count = values.numel() // max(values.shape[1], 1)
         if count == 0:
             return values.new_zeros((2, values.shape[1]), dtype=torch.float64)
-        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
+        unused = values.new_zeros(values.shape[1], dtype=torch.float32) if values.dtype in HALVES else None
+        mean, variance = torch.batch_norm_update_stats(values, unused, unused, 0.0)
         mean, variance = mean.double(), variance.double()
         return torch.stack((mean * count, (variance + mean * mean) * count))
 
@@ -88,7 +98,9 @@ class _Apply(torch.autograd.Function):
     ) -> torch.Tensor:
         values = _one_layout(values)
         mean, variance = _statistics(moments, count)
-        kind = weight.dtype if weight is not None else values.dtype
+        ctx.kinds = [None if vector is None else vector.dtype for vector in (weight, bias)]
+        weight, bias = _wide(weight, values), _wide(bias, values)
+        kind = torch.float32 if values.dtype in HALVES else values.dtype if weight is None else weight.dtype
         mean32, variance32 = mean.to(kind), variance.to(kind)
         ctx.save_for_backward(values, weight, mean32, variance32, mean, variance)
         ctx.count, ctx.eps, ctx.has_bias = count, eps, bias is not None
@@ -121,8 +133,8 @@ class _Apply(torch.autograd.Function):
         return (
             by_input,
             by_moments,
-            by_weight if ctx.needs_input_grad[2] else None,
-            by_bias if ctx.needs_input_grad[3] else None,
+            by_weight.to(ctx.kinds[0]) if ctx.needs_input_grad[2] else None,
+            by_bias.to(ctx.kinds[1]) if ctx.needs_input_grad[3] else None,
             None,
             None,
         )
@@ -148,6 +160,10 @@ def batch_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an activation normalized by its own statistics, and its moments, which carry no gradient."""
+    if weight is None and input.dtype in HALVES:
+        # Without parameters the kernel would round the statistics.
+        weight = input.new_ones(input.shape[1])
+    weight, bias = _wide(weight, input), _wide(bias, input)
     output, mean, precision = torch.native_batch_norm(
         _one_layout(input), weight, bias, None, None, training=True, momentum=0.0, eps=eps
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from profiler.operators.dtypes import sum_dtype
+
 
 def _elements(
     values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, start: int
@@ -31,7 +33,7 @@ def nll_sums(
 ) -> torch.Tensor:
     """Return the sum of weighted losses and the sum of the weights of the targets that are not ignored."""
     del classes
-    kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+    kind = sum_dtype(self.dtype)
     losses, shares = _elements(self, target, weight, ignore_index, start)
     return torch.stack((losses.sum(dtype=kind), shares.detach().sum(dtype=kind)))
 

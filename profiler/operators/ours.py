@@ -26,7 +26,7 @@ from profiler.operators.batch_norm import (
     running_statistics,
 )
 from profiler.operators.draws import dropout, keep_mask, whole_region
-from profiler.operators.dtypes import torch_dtype
+from profiler.operators.dtypes import HALVES, sum_dtype, torch_dtype
 from profiler.operators.likelihoods import nll_loss, nll_sums
 from profiler.operators.places import embedding_bag, gather, ragged_embedding_bag, scatter
 from profiler.operators.transposed import conv_transpose
@@ -189,11 +189,16 @@ def _rnn_cell(
 def _mean(
     self: torch.Tensor, *, dim: Sequence[int], keepdim: bool, dtype: str | None, count: int
 ) -> torch.Tensor:
-    kind = None if dtype is None else torch_dtype(dtype)
+    kind = self.dtype if dtype is None else torch_dtype(dtype)
+    if kind in HALVES:
+        return (torch.sum(self, list(dim), keepdim, dtype=torch.float32) / count).to(kind)
     return torch.sum(self, list(dim), keepdim, dtype=kind) / count
 
 
 def _mean_loss(function: Callable[..., torch.Tensor], count: int, **arguments: Any) -> torch.Tensor:
+    if arguments["self"].dtype in HALVES:
+        losses = function(**{**arguments, "reduction": 0})
+        return (losses.sum(dtype=torch.float32) / count).to(losses.dtype)
     return function(**arguments) / count
 
 
@@ -205,10 +210,13 @@ def _cross_entropy_sums(
     label_smoothing: float,
 ) -> torch.Tensor:
     """Return the sum of weighted losses and the sum of the weights of the targets that are not ignored."""
-    total = functional.cross_entropy(
-        self, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    kind = sum_dtype(self.dtype)
+    # The sum of many losses in a format of 16 bits is rounded, or infinite.
+    reduction = "none" if self.dtype in HALVES else "sum"
+    losses = functional.cross_entropy(
+        self, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
-    kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+    total = losses.sum(dtype=kind) if self.dtype in HALVES else losses.to(kind)
     with torch.no_grad():
         if target.is_floating_point():  # probabilities: torch divides by the batch size
             count = total.new_tensor(self.numel() // max(self.shape[min(1, self.dim() - 1)], 1), dtype=kind)
@@ -218,7 +226,7 @@ def _cross_entropy_sums(
                 count = kept.sum().to(kind)
             else:
                 count = (weight[torch.where(kept, target, 0)] * kept).sum(dtype=kind)
-    return torch.stack((total.to(kind), count))
+    return torch.stack((total, count))
 
 
 def _ratio(self: torch.Tensor, dtype: str) -> torch.Tensor:

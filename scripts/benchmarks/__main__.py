@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scripts.benchmarks.result import Result, show
 
-NOT_BENCHMARKS = ("__main__", "pairs", "recording", "result", "tensor_parallel_pair")
+NOT_BENCHMARKS = ("__main__", "pairs", "recording", "result", "tensor_parallel_pair", "zoo")
 
 
 def benchmark_names() -> list[str]:

@@ -55,7 +55,7 @@ def _profile(database: str, *, quick: bool) -> None:
     for name, batch_size in {"mlp": 8}.items() if quick else NETWORKS.items():
         request = ProfileRequest(
             models=(name,), preset="small" if quick else "paper", batch_size=batch_size, gpus=None,
-            processor="cpu", devices=2, optimizer="sgd", batch_norm="synchronized",
+            processor="cpu", devices=2, optimizer="sgd", batch_norm="synchronized", precision="float32",
         )  # fmt: skip
         run_profile(request, database, Silent())
 

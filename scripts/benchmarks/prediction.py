@@ -45,7 +45,7 @@ def run(*, quick: bool) -> Result:
         SoapstoneError: a run failed.
     """
     networks = {"mlp": 8} if quick else NETWORKS
-    with _database(), tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+    with database(), tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
         for name, batch_size in networks.items():
             _execute_all(name, "small" if quick else "paper", batch_size, Path(folder))
         rows = _measurements()
@@ -54,7 +54,7 @@ def run(*, quick: bool) -> Result:
 
 
 @contextmanager
-def _database() -> Iterator[None]:
+def database() -> Iterator[None]:
     """Use the database that the environment names, else a new one for this benchmark alone."""
     if os.environ.get("SOAPSTONE_DATABASE_URL"):
         yield
@@ -75,7 +75,7 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
     model = requested_model(name, preset, batch_size)
     found = run_search(
         SearchRequest(
-            model=model, topology="local", devices=DEVICES, nodes=None, processor="cpu", precision="float32",
+            model=model, topology="local", devices=DEVICES, nodes=None, processor="cpu",
             optimizer="sgd", batch_norm="synchronized", proposals=300, chains=4, seed=0, beta=300.0, order="program",
             time_limit_s=None, on_miss="measure",
         ),
@@ -107,7 +107,7 @@ def _run(model: ModelRequest, reference: str) -> str:
 
     report = run_strategy(
         RunRequest(
-            model=model, strategy=reference, devices=DEVICES, processor="cpu", precision="float32", optimizer="sgd",
+            model=model, strategy=reference, devices=DEVICES, processor="cpu", optimizer="sgd",
             batch_norm="synchronized", iterations=10, warmup=2, seed=0, verify=False, on_miss="measure", timeout_s=600,
         ),
         None,

@@ -92,13 +92,13 @@ class Datasheet:
         kind = self._kinds[kind_name]
         return [OperatorCost(*estimate(call, kind), Origin.DATASHEET) for call in calls]
 
-    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the estimate of an update."""
         from profiler.estimate import estimate
         from profiler.updates import update_call, update_s_per_element
         from search.costs import Origin
 
-        estimated_s, _ = estimate(update_call(optimizer), self._kinds[kind_name])
+        estimated_s, _ = estimate(update_call(optimizer, dtype=dtype), self._kinds[kind_name])
         return update_s_per_element(estimated_s), Origin.DATASHEET
 
 

@@ -79,7 +79,8 @@ def unchanged_imports() -> Iterator[None]:
 def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database that knows the links between two CPU devices, and nothing else; to be copied."""
     from app.db.store import Store
-    from app.services.machine import describe, local_devices, local_links
+    from app.services.links import local_links
+    from app.services.machine import describe, local_devices
     from app.services.progress import Silent
 
     path = tmp_path_factory.mktemp("probed") / "links.sqlite"

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from app.services.cluster import Member, measured_topology, probed_pairs
+from app.services.cluster import Member, measured_links, measured_topology, probed_groups, probed_pairs
 from graph.topology import DeviceKind
 from profiler.links import LinkMeasurement, LinkProbe
 from runtime.ranks import nodes_of
+from search.costs import Origin
+from search.prices import Prices
 
 KIND = DeviceKind("core", "cpu", (("float32", 1e9),), 2**30, 1e9, 0.0)
 
 
-def measurement(pair: tuple[int, int], bandwidth: float, latency: float) -> LinkMeasurement:
+def message(pair: tuple[int, int], bandwidth: float, latency: float) -> LinkMeasurement:
     return LinkMeasurement("p2p", pair, (), latency, bandwidth, 0.0)
+
+
+def all_reduce(members: tuple[int, ...], latency: float) -> LinkMeasurement:
+    return LinkMeasurement("all_reduce", members, (), latency, 1e9, 0.0)
 
 
 def test_hosts_are_numbered_as_they_come() -> None:
@@ -25,9 +33,48 @@ def test_two_ranks_of_each_host_and_each_host_with_the_first_are_measured() -> N
     assert probed_pairs((0, 1)) == ((0, 1),)
 
 
+def test_collectives_of_each_host_across_hosts_and_of_all_are_measured() -> None:
+    assert probed_groups((0, 0, 0, 1, 2, 2)) == ((0, 1, 2), (4, 5), (0, 3, 4), (0, 1, 2, 3, 4, 5))
+    assert probed_groups((0, 1)) == ((0, 1),)
+
+
+def test_a_group_within_a_host_says_nothing_of_others_of_its_size() -> None:
+    ranks = [Member(host, KIND) for host in ("a", "a", "b", "b")]
+    probe = LinkProbe(
+        (
+            message((0, 1), 8e9, 1e-6),
+            message((2, 3), 8e9, 1e-6),
+            message((0, 2), 1e9, 3e-5),
+            all_reduce((0, 1), 1e-3),
+            all_reduce((2, 3), 2e-3),
+            all_reduce((0, 1, 2, 3), 7e-3),
+        ),
+        (0.25,) * 4,
+    )
+    links = measured_links(ranks, probe)
+    prices = Prices(measured_topology(ranks, (0, 0, 1, 1), probe), links.costs)
+    assert [prices.of(group).duration_ns(0) for group in ((0, 1), (2, 3), (0, 1, 2, 3))] == [
+        1_000_000,
+        2_000_000,
+        7_000_000,
+    ]
+    across = prices.of((1, 3))
+    assert across.origin is Origin.ESTIMATED
+    assert across.duration_ns(0) == 2 * 30_000
+
+
+def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:
+    other = replace(KIND, name="other core")
+    ranks = [Member("a", KIND), Member("a", KIND), Member("b", other)]
+    probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.2, 0.4, 0.9))
+    topology = measured_topology(ranks, (0, 0, 1), probe)
+    assert topology.contention_of("core") == pytest.approx(0.3)
+    assert topology.contention_of("other core") == 0.9
+
+
 def test_messages_of_a_host_share_its_network_link() -> None:
     ranks = [Member(host, KIND) for host in ("a", "a", "b")]
-    probe = LinkProbe((measurement((0, 1), 8e9, 1e-6), measurement((0, 2), 1e9, 3e-5)), 0.25)
+    probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.25, 0.25, 0.25))
     topology = measured_topology(ranks, nodes_of([member.host for member in ranks]), probe)
     assert [(device.node, device.local_index) for device in topology.devices] == [(0, 0), (0, 1), (1, 0)]
     assert topology.transfer_time_s(0, 2, 10**9) == pytest.approx(1 + 3e-5)

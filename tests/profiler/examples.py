@@ -1,7 +1,14 @@
-"""Local calls that the profiler's tests measure."""
+"""Local calls that the profiler's tests measure, and devices with something wrong."""
+
+import os
+import resource
+import threading
+
+import psutil
 
 from graph.calls import LocalCall
 from graph.operators import Slot, TensorSpec
+from profiler.devices import PhysicalDevice
 
 
 def matrix_product(
@@ -49,3 +56,40 @@ def incomplete_gamma(elements: int) -> LocalCall:
         outputs=(spec,),
         gradients=(True, False),
     )
+
+
+class OccupiedDevice(PhysicalDevice):
+    """A device on whose core somebody more important computes: it is slow at everything."""
+
+    __slots__ = ()
+
+    def occupy(self) -> None:
+        """Become the device's process, and give it company."""
+        PhysicalDevice.occupy(self)
+        threading.Thread(target=_compute_on, daemon=True).start()
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone
+
+
+class CrampedDevice(PhysicalDevice):
+    """A device whose process gets little more memory than it has."""
+
+    __slots__ = ()
+
+    def occupy(self) -> None:
+        """Become the device's process, and limit its memory."""
+        PhysicalDevice.occupy(self)
+        most = psutil.Process().memory_info().vms + 2**26
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _compute_on() -> None:
+    import torch
+
+    matrix = torch.rand(256, 256)
+    while True:
+        torch.mm(matrix, matrix)  # without Python's lock
+
+
+def as_device(kind: type[PhysicalDevice], device: PhysicalDevice) -> PhysicalDevice:
+    """Return a device as one of another class."""
+    return kind(device.processor, device.index, device.kind, device.core)

@@ -22,7 +22,7 @@ from profiler.devices import (
 from profiler.environment import Environment, environment
 from profiler.kinds import cpu_kind, cuda_kind_of, datasheet_kind, datasheet_kinds
 from profiler.pinning import child_variables, pin_to_core, started_with, usable_cores
-from profiler.processors import ProcessorFacts, frequency_hz, processor_name
+from profiler.processors import ProcessorFacts, core_fields, core_sort, frequency_hz, processor_name
 
 GIB = 2**30
 
@@ -131,6 +131,39 @@ def test_cpu_kind_is_one_core_with_its_share() -> None:
 )
 def test_cpu_peak_follows_the_instruction_set(flags: set[str], flops_a_cycle: int) -> None:
     assert cpu_kind(_facts(flags=frozenset(flags))).peak_flops_per_s("float32") == flops_a_cycle * 2e9
+
+
+def test_efficiency_cores_are_a_kind_of_their_own() -> None:
+    performance, efficiency = cpu_kind(_facts(sort="P-core")), cpu_kind(_facts(sort="E-core"))
+    assert [kind.name for kind in (performance, efficiency)] == [
+        "Some Processor 1 (1 P-core)",
+        "Some Processor 1 (1 E-core)",
+    ]
+    assert efficiency.peak_flops_per_s("float32") == performance.peak_flops_per_s("float32") / 2
+
+
+def test_sorts_of_cores_are_told_by_the_kernels_lists(tmp_path: Path) -> None:
+    listed = {"P-core": tmp_path / "core", "E-core": tmp_path / "atom"}
+    assert core_sort(0, listed) == "core"
+    listed["P-core"].write_text("0-3\n")
+    listed["E-core"].write_text("4,6-7\n")
+    sorts = [core_sort(core, listed) for core in range(9)]
+    assert sorts == ["P-core"] * 4 + ["E-core", "core", "E-core", "E-core", "core"]
+    assert core_sort(None, listed) == "core"
+
+
+def test_each_core_has_its_own_fields(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(
+        "processor\t: 0\nCPU part\t: 0xd05\n\nprocessor\t: 4\nCPU part\t: 0xd0b\n\nHardware\t: x\n"
+    )
+    assert [core_fields(file, core)["CPU part"] for core in (0, 4, None, 9)] == [
+        "0xd05",
+        "0xd0b",
+        "0xd05",
+        "0xd05",
+    ]
+    assert core_fields(tmp_path / "none", 0) == {}
 
 
 def test_nameless_generations_are_told_apart() -> None:

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from math import exp, log, log2
+from math import log2
 from statistics import median
 
 import pytest
@@ -110,24 +110,30 @@ def random_product(generator: random.Random) -> LocalCall:
     return matrix_product(rows, inner, columns)
 
 
-def test_three_nearest_sizes_of_a_family_count_the_nearer_the_more() -> None:
-    unseen = matrix_product(256, 256, 300)
-    found = Estimator.fit(KIND, _observations()).estimate(unseen, "forward")
-    assert (found.origin, found.observations) == ("estimated", 3)
+def test_measured_calls_are_estimated_close_to_what_they_took() -> None:
+    estimator = Estimator.fit(KIND, _observations())
+    for entry in _observations():
+        found = estimator.estimate(entry.call, "forward")
+        assert (found.origin, found.observations) == ("estimated", 5)
+        assert found.time_s == pytest.approx(entry.time_s, rel=0.1)
 
-    def sizes(*dims: int) -> list[float]:
-        rows, inner, columns = dims
-        flops, moved = 2 * rows * inner * columns, 4 * (rows * inner + inner * columns + rows * columns)
-        elements = (rows * inner, inner * columns, rows * columns)
-        return [log2(one) for one in (flops, moved, *elements, rows, inner, inner, columns, rows, columns)]
 
-    ratio = weight = 0.0
-    for size, measured in ((128, 1.5), (256, 2.0), (512, 2.5)):
-        pairs = zip(sizes(size, size, size), sizes(256, 256, 300), strict=True)
-        share = 1 / (sum((one - other) ** 2 for one, other in pairs) + 0.05)
-        ratio, weight = ratio + share * log(measured), weight + share
-    expected = exp(ratio / weight) * roofline_s(work_of(unseen, "forward"), KIND)
-    assert found.time_s == pytest.approx(expected)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_ratio_that_changes_smoothly_with_the_sizes_is_found_between_them(seed: int) -> None:
+    """As of a library that is the slower the smaller the matrices: what one ratio for all misses by far."""
+    generator = random.Random(seed)
+
+    def observed(call: LocalCall) -> Observation:
+        ratio = 1 + 20 / log2(4 + work_of(call, "forward").flops)
+        return Observation(call, "forward", ratio * estimate(call, KIND)[0])
+
+    estimator = Estimator.fit(KIND, [observed(random_product(generator)) for _ in range(100)])
+    errors = []
+    for _ in range(50):
+        truth = observed(random_product(generator))
+        errors.append(abs(estimator.estimate(truth.call, "forward").time_s / truth.time_s - 1))
+    assert median(errors) < 0.002
+    assert max(errors) < 0.05
 
 
 def test_a_device_that_is_slower_by_one_factor_is_estimated_exactly() -> None:
@@ -139,21 +145,6 @@ def test_a_device_that_is_slower_by_one_factor_is_estimated_exactly() -> None:
         found = estimator.estimate(entry.call, "forward")
         assert found.time_s == pytest.approx(entry.time_s)
         assert found.error == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_error_is_that_of_leaving_each_measurement_out(seed: int) -> None:
-    generator = random.Random(seed)
-    observations = []
-    for _ in range(12):
-        call = random_product(generator)
-        observations.append(Observation(call, "forward", generator.uniform(1, 3) * estimate(call, KIND)[0]))
-    errors = []
-    for entry in observations:
-        others = Estimator.fit(KIND, [one for one in observations if one is not entry])
-        errors.append(abs(others.estimate(entry.call, "forward").time_s / entry.time_s - 1))
-    found = Estimator.fit(KIND, observations).estimate(matrix_product(5, 6, 7), "forward")
-    assert found.error == pytest.approx(median(errors))
 
 
 def test_one_measurement_says_nothing_of_its_error() -> None:

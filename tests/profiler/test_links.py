@@ -1,6 +1,10 @@
-"""The fit of links on synthetic samples, and a real probe between two processes."""
+"""The fit of links on synthetic samples, and real probes between processes."""
 
 import threading
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -11,6 +15,16 @@ from graph.topology import local_topology
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.fits import LinkFit, fit_link
 from profiler.kinds import datasheet_kind
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Place, prepare
+from profiler.link_worker import (
+    FEWEST,
+    Members,
+    ProbePlan,
+    ProbeReport,
+    Rank,
+    process_group,
+)
+from profiler.link_worker import probe as probe_as_rank
 from profiler.links import (
     KIB,
     LARGE_BYTES,
@@ -19,13 +33,18 @@ from profiler.links import (
     LinkOptions,
     LinkProbe,
     contention_factor,
+    groups_to_measure,
     measurement,
     pairs_to_measure,
     probe_links,
+    summarize,
 )
+from profiler.processes import DeviceProcess
 
 SIZES = [2**power for power in range(10, 25, 2)]
-QUICK = LinkOptions(p2p_sizes=(1024, 65536), all_reduce_sizes=(1024, 65536), limit_s=60.0)
+QUICK = LinkOptions(
+    p2p_sizes=(1024, 65536), all_reduce_sizes=(1024, 65536), exchange_sizes=(1024,), limit_s=60.0
+)
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e6, 1e12))
@@ -83,7 +102,8 @@ def test_slowest_pair_stands_for_messages_and_each_pair_for_itself() -> None:
     def link(members: tuple[int, int], bandwidth: float) -> LinkMeasurement:
         return LinkMeasurement("p2p", members, (), 1e-6, bandwidth, 0.0)
 
-    probe = LinkProbe((link((0, 1), 5e9), link((0, 2), 1e9), link((1, 2), 5e9)), 0.5)
+    probe = LinkProbe((link((0, 1), 5e9), link((0, 2), 1e9), link((1, 2), 5e9)), (0.5, 0.7, 0.1))
+    assert probe.contention == 0.5
     assert probe.find("p2p").members == (0, 2)
     topology = local_topology(3, datasheet_kind("K80"), 1e9, 1e-6, probe.contention, measured=probe.pairs)
     assert topology.transfer_time_s(1, 0, 10**9) == pytest.approx(0.2, rel=1e-4)
@@ -107,6 +127,18 @@ def test_all_pairs_of_gpus_and_one_of_cores_are_measured() -> None:
     assert pairs_to_measure(cpu_devices(3)) == ((0, 1),)
 
 
+def test_groups_are_powers_of_two_and_all_and_of_gpus_beside_each_other_and_far_apart() -> None:
+    gpus = [PhysicalDevice("cuda", index, datasheet_kind("K80")) for index in range(8)]
+    assert groups_to_measure(cpu_devices(2)) == ((0, 1),)
+    assert groups_to_measure(cpu_devices(6)) == ((0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5))
+    assert groups_to_measure(gpus[:2]) == ((0, 1),)
+    assert groups_to_measure(gpus) == (
+        *((0, 1), (2, 3), (4, 5), (6, 7), (0, 4)),
+        *((0, 1, 2, 3), (4, 5, 6, 7), (0, 2, 4, 6)),
+        tuple(range(8)),
+    )
+
+
 def test_one_device_has_no_links() -> None:
     with pytest.raises(UsageError, match=r"links: 1 devices \[cpu:0\], must be two or more"):
         probe_links(cpu_devices(1))
@@ -125,37 +157,113 @@ def test_two_probes_at_once_measure_every_size() -> None:
         thread.join()
     assert len(probes) == 2
     for probe in probes:
-        assert [link.pattern for link in probe.links] == ["p2p", "all_reduce"]
+        assert [link.pattern for link in probe.links] == ["p2p", *COLLECTIVE_PATTERNS]
         for link in probe.links:
             assert link.members == (0, 1)
-            assert [sample.size_bytes for sample in link.samples] == [1024, 65536]
-            assert all(len(sample.samples_s) == 30 for sample in link.samples)
+            sizes = [1024, 65536] if link.pattern in ("p2p", "all_reduce") else [1024]
+            assert [sample.size_bytes for sample in link.samples] == sizes
+            assert all(FEWEST <= len(sample.samples_s) <= 30 for sample in link.samples)
             assert all(0 < sample.minimum_s <= sample.median_s for sample in link.samples)
             assert link.bandwidth_bytes_per_s > 0
         assert probe.contention >= 0
+        assert (probe.exercise_s, probe.overhead_s) == (None, 0.0)
 
 
-def seconds_by_place(device: PhysicalDevice) -> float | None:
-    """An exercise: a real all-reduce of all ranks' places."""
+@pytest.fixture(scope="module")
+def of_three() -> LinkProbe:
+    """A probe of three devices; `moved_by_patterns` is what its ranks do at last."""
+    return probe_links(cpu_devices(3), QUICK, moved_by_patterns)
+
+
+def test_what_all_ranks_do_together_at_last_is_in_the_probe(of_three: LinkProbe) -> None:
+    assert of_three.overhead_s == pytest.approx(RIGHT - of_three.find("p2p").latency_s)
+
+
+def test_three_devices_are_measured_together_and_two_of_them(of_three: LinkProbe) -> None:
+    assert len(of_three.contentions) == 3
+    measured = {(link.pattern, link.members) for link in of_three.links}
+    groups = {(pattern, members) for pattern in COLLECTIVE_PATTERNS for members in ((0, 1), (0, 1, 2))}
+    assert measured == groups | {("p2p", (0, 1))}
+    assert of_three.find("all_reduce").group_size == 3
+    assert of_three.find("p2p").group_size == 2
+
+
+def test_what_patterns_do_is_what_they_are_called(of_three: LinkProbe) -> None:
+    """In three real ranks N bytes arrive where they must, and sums are sums."""
+    assert of_three.exercise_s == RIGHT
+
+
+def test_each_rank_times_the_groups_that_it_is_in_and_without_time_the_fewest_repetitions() -> None:
+    """Groups that overlap and groups that do not, in processes of their own."""
+    options = LinkOptions(p2p_sizes=(1024,), all_reduce_sizes=(1024,), exchange_sizes=(1024,), limit_s=60.0)
+    groups = ((0, 1), (2, 3), (0, 2), (0, 1, 2, 3))
+    reports = run_plans(options, ((0, 3), (1, 2)), groups)
+    for rank, report in enumerate(reports):
+        for pattern in COLLECTIVE_PATTERNS:
+            assert [members for known, members, _ in report.times_s if known == pattern] == [
+                members for members in groups if rank in members
+            ]
+    links = summarize(reports).links
+    assert [link.members for link in links if link.pattern == "p2p"] == [(0, 3), (1, 2)]
+    assert {link.members for link in links if link.pattern == "reduce"} == set(groups)
+    assert {len(sample.samples_s) for link in links for sample in link.samples} == {FEWEST, 30}
+
+
+def run_plans(
+    options: LinkOptions, pairs: tuple[Members, ...], groups: tuple[Members, ...]
+) -> list[ProbeReport]:
+    """Return what each rank reports of a plan of its own choice of pairs and groups, over gloo."""
+    ranks = sorted({rank for group in groups for rank in group})
+    devices = cpu_devices(len(ranks))
+    with TemporaryDirectory() as folder:
+        plans = [
+            replace(options.plan(rank, len(ranks), pairs, groups, f"{folder}/meet"), measurement_s=0.0)
+            for rank in ranks
+        ]
+        processes = [
+            DeviceProcess(probe_as_rank, device, plan) for device, plan in zip(devices, plans, strict=True)
+        ]
+        try:
+            reports = [process.connection.recv() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert all(isinstance(report, ProbeReport) for report in reports), reports
+    return reports
+
+
+RIGHT = 3.0
+
+
+def moved_by_patterns(device: PhysicalDevice) -> float | None:
+    """An exercise: every pattern on tensors of ones; returns RIGHT if all results on all ranks are."""
     import torch
     import torch.distributed as dist
 
-    total = torch.tensor([float(device.index + 1)])
-    dist.all_reduce(total)
-    return float(total) if dist.get_rank() == 0 else None
+    class Ones(Place):
+        def zeros(self, *sizes: int) -> torch.Tensor:
+            return torch.ones(sizes) * (self.rank + 1)
 
-
-def test_what_all_ranks_do_together_at_last_is_in_the_probe() -> None:
-    probe = probe_links(cpu_devices(3), QUICK, seconds_by_place)
-    assert probe.exercise_s == 6.0
-    assert probe.overhead_s == pytest.approx(6.0 - probe.find("p2p").latency_s)
-
-
-def test_three_devices_reduce_together() -> None:
-    probe = probe_links(cpu_devices(3), QUICK)
-    assert (probe.exercise_s, probe.overhead_s) == (None, 0.0)
-    assert probe.find("all_reduce").group_size == 3
-    assert probe.find("p2p").group_size == 2
+    rank, count, size = dist.get_rank(), dist.get_world_size(), 9600
+    whole, part = size // 4, size // 4 // count
+    ranks = [float(one + 1) for one in range(count)]
+    right = []
+    for pattern in COLLECTIVE_PATTERNS:
+        place = Ones(rank, tuple(range(count)), None, device.torch_name)
+        result = prepare(pattern, place, size)(0)
+        assert isinstance(result, torch.Tensor)
+        expected = {
+            "all_reduce": [sum(ranks)] * whole,
+            "all_gather": [one for one in ranks for _ in range(part)],
+            "reduce_scatter": [sum(ranks)] * part,
+            "all_to_all": [one for one in ranks for _ in range(part)],
+            "broadcast": [1.0] * whole,
+            "reduce": [sum(ranks)] * whole,
+        }[pattern]
+        right.append((pattern == "reduce" and rank > 0) or sorted(result.flatten().tolist()) == expected)
+    agreed = torch.tensor([float(all(right))])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return RIGHT * float(agreed)
 
 
 def test_probe_past_its_limit_is_given_up() -> None:
@@ -168,5 +276,32 @@ def test_gpu_links_are_measured() -> None:
     devices = available_devices("cuda")
     if len(devices) < 2:
         pytest.skip("one GPU has no links")
-    probe = probe_links(devices[:2])
-    assert probe.find("all_reduce").bandwidth_bytes_per_s > 0
+    probe = probe_links(devices)
+    for pattern in COLLECTIVE_PATTERNS:
+        link = probe.find(pattern)
+        assert link.group_size == len(devices)
+        assert link.bandwidth_bytes_per_s > 0
+    assert len(probe.pairs) == len(devices) * (len(devices) - 1)
+
+
+@pytest.mark.cuda
+def test_every_pattern_runs_over_nccl_on_one_gpu(tmp_path: Path) -> None:
+    """A group of one GPU: no link is measured, but every call is made, timed and waited for as between several."""
+    (device, *_) = available_devices("cuda")
+    sizes = (KIB, MIB)
+    options = LinkOptions(p2p_sizes=(), all_reduce_sizes=sizes, exchange_sizes=sizes, limit_s=120.0)
+    process = DeviceProcess(one_gpu, device, options.plan(0, 1, (), ((0,),), str(tmp_path / "meet")))
+    try:
+        report = process.connection.recv()
+    finally:
+        process.kill()
+    assert list(report) == [(pattern, (0,), size) for pattern in COLLECTIVE_PATTERNS for size in sizes]
+    assert all(min(times) > 0 for times in report.values())
+
+
+def one_gpu(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
+    """Send the times of a group of one."""
+    with process_group(device, plan):
+        rank = Rank(device, plan)
+        rank.measure_collectives()
+        connection.send(rank.report.times_s)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.costs import Origin
-from search.links import CollectivePrice, LinkCosts
+from search.links import CollectivePrice, Lines, LinkCosts
 
 
 def collective_price(
@@ -20,12 +21,26 @@ def collective_price(
 ) -> CollectivePrice:
     """Return the price of a collective over `members`, devices in ring order, see `search.links.Prices.of`."""
     size = len(members)
+    measured = _measured(costs, kind, members)
+    # An all-reduce is a reduce-scatter and an all-gather, which cost the same.
+    if measured is None and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
+        whole = _measured(costs, CollectiveKind.ALL_REDUCE, members)
+        if whole is not None:
+            price = _measured_price(topology, members, kind, whole, Origin.ESTIMATED)
+            return replace(
+                price,
+                latency_s=(price.latency_s[0] / 2, price.latency_s[1] / 2),
+                s_per_byte=(price.s_per_byte[0] / 2, price.s_per_byte[1] / 2),
+            )
+    if measured is not None:
+        return _measured_price(topology, members, kind, measured, Origin.MEASURED)
+    # A formula over measured links is an estimate.
+    origin = costs.transfers if costs.transfers is not Origin.MEASURED else Origin.ESTIMATED
     ring_hops = [(members[k], members[(k + 1) % size]) for k in range(size)]
     links = _links_of(topology, ring_hops)
     if kind is CollectiveKind.ALL_TO_ALL:
-        pairs = [(here, there) for here in members for there in members if here != there]
         pairwise = _pairwise_price(topology, members)
-        return _price(pairwise, pairwise, _links_of(topology, pairs), costs.transfers)
+        return _price(pairwise, pairwise, _links_of(topology, _pairs(members)), origin)
     if kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE):
         assert root is not None
         start = list(members).index(root)
@@ -33,27 +48,44 @@ def collective_price(
         tree = _tree_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
         halves = _scatter_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
         ring = _ring_price(topology, ring_hops)
-        return _price(tree, (halves[0] + ring[0], halves[1] + ring[1]), links, costs.transfers)
-    # An all-reduce is a reduce-scatter and an all-gather, which cost the same.
+        return _price(tree, (halves[0] + ring[0], halves[1] + ring[1]), links, origin)
     share = 1.0 if kind is CollectiveKind.ALL_REDUCE else 0.5
-    if size in costs.all_reduce:
-        latency_s, s_per_byte = costs.all_reduce[size]
-        large_s, large_s_per_byte = costs.large_all_reduce.get(size, (latency_s, s_per_byte))
-        return CollectivePrice(
-            (share * latency_s, share * large_s),
-            (share * s_per_byte, share * large_s_per_byte),
-            links,
-            costs.all_reduces,
-            is_measured=True,
-        )
     ring = _ring_price(topology, ring_hops)
     halving = _halving_price(topology, members) if size & (size - 1) == 0 else (inf, inf)
     return _price(
         (2 * share * ring[0], 2 * share * ring[1]),
         (share * halving[0], share * halving[1]),
         links,
-        costs.transfers,
+        origin,
     )
+
+
+def _measured(costs: LinkCosts, kind: CollectiveKind, members: Sequence[int]) -> Lines | None:
+    """Return what was measured of just these members, else of as many."""
+    for (known, devices), lines in costs.by_members.items():
+        if known is kind and set(devices) == set(members):
+            return lines
+    for (known, size), lines in costs.by_size.items():
+        if known is kind and size == len(members):
+            return lines
+    return None
+
+
+def _measured_price(
+    topology: Topology, members: Sequence[int], kind: CollectiveKind, lines: Lines, origin: Origin
+) -> CollectivePrice:
+    """Return a price that is the higher of two lines; a single one counts twice."""
+    size = len(members)
+    hops = [(members[k], members[(k + 1) % size]) for k in range(size)]
+    links = _links_of(topology, _pairs(members) if kind is CollectiveKind.ALL_TO_ALL else hops)
+    (first_s, first_s_per_byte), (second_s, second_s_per_byte) = (lines.line, lines.large or lines.line)
+    return CollectivePrice(
+        (first_s, second_s), (first_s_per_byte, second_s_per_byte), links, origin, is_measured=True
+    )
+
+
+def _pairs(members: Sequence[int]) -> list[tuple[int, int]]:
+    return [(here, there) for here in members for there in members if here != there]
 
 
 def _price(

@@ -72,6 +72,23 @@ class Deriver:
         assert cost is not None
         return cost
 
+    def sums_ns(self, index: int, task: int) -> int:
+        """What a task takes to add its gradients to those that later readers of the same tensors have given."""
+        operator, total = self.graph.operators[index], 0
+        device = self.strategy.configurations[index].devices[task]
+        for slot, name in enumerate(operator.inputs):
+            if not self.calls[index][task].gradients[slot]:
+                continue  # no gradient, or none of this part: of a bias that another part adds
+            readers = self.graph.readers[name]
+            later = [other for other, _ in readers[readers.index((index, slot)) + 1 :]]
+            if any(self.graph.has_backward(self.graph.operators[other]) for other in later):
+                spec = self.calls[index][task].inputs[slot]
+                seconds, _ = self.source.update_cost(
+                    "sgd", spec.dtype, self.topology.devices[device].kind_name
+                )
+                total += nanoseconds(spec.elements * seconds)
+        return total
+
     def link_resources(self, source: int, destination: int) -> tuple[int, ...]:
         return tuple(len(self.topology.devices) + link for link in self.topology.routes[source, destination])
 
@@ -212,7 +229,7 @@ class Deriver:
                             waits |= self.reading_backwards(assembly)
                         else:
                             waits.add(("gradient", name, position, number))
-            run_ns = nanoseconds(self.cost(index, task).backward_s)
+            run_ns = nanoseconds(self.cost(index, task).backward_s) + self.sums_ns(index, task)
             self.tasks.append(Task(("backward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
 
     def gradient_collective(self, name: str, position: int) -> Key | None:
@@ -281,7 +298,7 @@ class Deriver:
                 if device in bucket.devices:
                     waits.add(("synchronize", number))
             kind = self.topology.devices[device].kind_name
-            seconds, _ = self.source.update_cost(self.training.optimizer, kind)
+            seconds, _ = self.source.update_cost(self.training.optimizer, self.graph.weight_dtype, kind)
             run_ns = nanoseconds(elements * seconds)
             self.tasks.append(Task(("update", device), run_ns, (device,), (), 0, frozenset(waits)))
 

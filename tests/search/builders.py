@@ -1,6 +1,6 @@
 """Small operator graphs with hand-written iteration spaces, made-up costs, and random strategies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +19,44 @@ from graph.axes import (
     whole,
 )
 from graph.calls import LocalCall
+from graph.collectives import CollectiveKind
 from graph.intervals import shape
-from graph.operators import Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
+from graph.operators import ITEM_BYTES, Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import DeviceKind, Topology, load_topology, local_topology
 from search.costs import OperatorCost, Origin
+from search.links import Line, Lines, LinkCosts
 
 SAMPLE, ATTRIBUTE, PARAMETER, REDUCTION = (
     AxisKind.SAMPLE,
     AxisKind.ATTRIBUTE,
     AxisKind.PARAMETER,
     AxisKind.REDUCTION,
+)
+
+
+def all_reduces(
+    lines: Mapping[int, Line],
+    large: Mapping[int, Line] | None = None,
+    transfers: Origin = Origin.DATASHEET,
+) -> LinkCosts:
+    """Return what is known where all-reduces of some group sizes were measured."""
+    by_size = {
+        (CollectiveKind.ALL_REDUCE, size): Lines(line, (large or {}).get(size))
+        for size, line in lines.items()
+    }
+    return LinkCosts(by_size, transfers=transfers)
+
+
+# Some kinds of collectives over two and three devices were measured, all others follow from formulas.
+SOME_MEASURED = LinkCosts(
+    {
+        (CollectiveKind.ALL_REDUCE, 2): Lines((1e-5, 2e-9)),
+        (CollectiveKind.ALL_REDUCE, 3): Lines((2e-5, 3e-9), (0.0, 4e-9)),
+        (CollectiveKind.ALL_GATHER, 3): Lines((3e-5, 1e-9)),
+        (CollectiveKind.BROADCAST, 3): Lines((1e-5, 5e-9), (0.0, 7e-9)),
+    },
+    {(CollectiveKind.ALL_REDUCE, (0, 1)): Lines((3e-5, 1e-9))},
 )
 
 
@@ -284,8 +311,8 @@ class MadeUpCosts:
         origin = (Origin.MEASURED, Origin.ESTIMATED, Origin.DATASHEET)[len(call.target) % 3]
         return OperatorCost(forward_s, 2 * forward_s if call.has_backward else 0.0, origin)
 
-    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        return 1e-9 * len(optimizer + kind_name), Origin.ESTIMATED
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        return 1e-9 * len(optimizer + kind_name) * ITEM_BYTES[dtype] / 4, Origin.ESTIMATED
 
 
 def device_kind(name: str = "made-up", memory_bytes: int = 1 << 40) -> DeviceKind:

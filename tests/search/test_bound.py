@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Strategy
 from graph.training import Training
 from search.baselines import data_parallel, expert, random_strategy, single_device
 from search.bound import Bound, best_times_bound, lower_bound, path_bound_ns, sizes_degrees
 from search.costs import CostTable
-from search.links import LinkCosts
+from search.links import Lines, LinkCosts
 from search.simulator import Order, simulate
 from search.spaces import all_degrees
 from search.tables import Problem
@@ -22,6 +23,7 @@ from tests.runtime.strategies import seeds
 from tests.search.builders import (
     GraphBuilder,
     MadeUpCosts,
+    all_reduces,
     branches,
     cluster,
     devices,
@@ -122,7 +124,10 @@ def test_no_strategy_met_is_below_it(place: int, count: int) -> None:
     graph = graphs()[place]
     one = problem(graph, count, 1e-6)
     if count == 8:
-        one = replace(one, topology=cluster(), links=LinkCosts(all_reduce={2: (1e-6, 1e-10), 8: (0.0, 0.0)}))
+        links = all_reduces({2: (1e-6, 1e-10), 8: (0.0, 0.0)})
+        # Two of the devices sum faster than any other two.
+        links = replace(links, by_members={(CollectiveKind.ALL_REDUCE, (0, 1)): Lines((0.0, 1e-11))})
+        one = replace(one, topology=cluster(), links=links)
     bound_ns = best_times_bound(one).time_ns
     rng = np.random.default_rng(count)
     met = [data_parallel(graph, count), expert(graph, count), single_device(graph)]

@@ -16,7 +16,6 @@ from search.baselines import data_parallel
 from search.costs import CostTable
 from search.delta import Delta
 from search.evaluation import NEVER_NS, Full, Outcome
-from search.links import LinkCosts
 from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
 from search.moves import Moves
 from search.proposals import ProposalBatch, Recorder
@@ -24,6 +23,7 @@ from search.simulator import Order
 from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
 from tests.reference import simulate as reference
 from tests.search.builders import (
+    SOME_MEASURED,
     MadeUpCosts,
     branches,
     cluster,
@@ -39,7 +39,7 @@ from tests.search.test_zoo import imported
 
 TRAINING = Training(8, optimizer="adam")
 BUCKET_BYTES = 200
-LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)}, large_all_reduce={3: (0.0, 4e-9)})
+LINKS = SOME_MEASURED
 GRAPHS = {"two_layers": two_layers(), "branches": branches(), "statistics": statistics()}
 TOPOLOGIES = {
     "one node": devices(3, contention=0.5),

@@ -11,10 +11,10 @@ from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, Link, Topology, local_topology
 from search.arrays import HoldStore
 from search.costs import Origin
-from search.links import ROOTED, CollectivePrice, LinkCosts
+from search.links import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, Lines, LinkCosts
 from search.prices import Prices
 from tests.reference import links as reference
-from tests.search.builders import cluster, device_kind
+from tests.search.builders import all_reduces, cluster, device_kind
 
 ALPHA, BANDWIDTH = 2e-6, 1e9
 BYTES = 1_000_000
@@ -73,22 +73,47 @@ def test_slowest_hop_counts() -> None:
 
 
 def test_measured_sizes_take_precedence_over_formulas() -> None:
-    costs = LinkCosts({3: (0.5, 1e-3)}, transfers=Origin.ESTIMATED)
+    costs = all_reduces({3: (0.5, 1e-3)}, transfers=Origin.ESTIMATED)
     measured = collective_price(mesh(4), (0, 1, 3), costs)
     assert measured.duration_ns(1000) == 1_500_000_000
     assert measured.origin is Origin.MEASURED
     assert collective_price(mesh(4), range(4), costs).origin is Origin.ESTIMATED
 
 
+@pytest.mark.parametrize("kind", CollectiveKind)
+def test_each_measured_kind_takes_precedence_over_formulas_and_halves(kind: CollectiveKind) -> None:
+    lines = {(one, 4): Lines((0.5 + place, 1e-3)) for place, one in enumerate(CollectiveKind)}
+    root = 0 if kind in ROOTED else None
+    price = collective_price(mesh(4), range(4), LinkCosts(lines), kind, root)
+    assert price.duration_ns(1000) == (COLLECTIVE_KINDS.index(kind) * 1_000 + 1_500) * 10**6
+    assert price.origin is Origin.MEASURED
+    assert price.links == collective_price(mesh(4), range(4), LinkCosts(), kind, root).links
+
+
+def test_what_just_these_devices_took_takes_precedence_over_what_as_many_did() -> None:
+    reduction = CollectiveKind.ALL_REDUCE
+    costs = LinkCosts({(reduction, 2): Lines((2.0, 0.0))}, {(reduction, (0, 3)): Lines((1.0, 0.0))})
+    assert collective_price(mesh(4), (0, 3), costs).duration_ns(8) == 10**9
+    assert collective_price(mesh(4), (3, 0), costs).duration_ns(8) == 10**9
+    assert collective_price(mesh(4), (0, 1), costs).duration_ns(8) == 2 * 10**9
+
+
+@pytest.mark.parametrize("kind", CollectiveKind)
+def test_a_formula_over_measured_links_is_an_estimate(kind: CollectiveKind) -> None:
+    root = 0 if kind in ROOTED else None
+    for links, formula in [
+        (Origin.MEASURED, Origin.ESTIMATED),
+        (Origin.ESTIMATED, Origin.ESTIMATED),
+        (Origin.DATASHEET, Origin.DATASHEET),
+    ]:
+        price = collective_price(mesh(4), range(4), LinkCosts(transfers=links), kind, root)
+        assert price.origin is formula
+
+
 def test_of_a_measured_line_for_large_messages_and_the_other_the_higher_counts() -> None:
-    price = collective_price(
-        mesh(3), range(3), LinkCosts({3: (1e-3, 1e-9)}, large_all_reduce={3: (0.0, 3e-9)})
-    )
+    price = collective_price(mesh(3), range(3), all_reduces({3: (1e-3, 1e-9)}, {3: (0.0, 3e-9)}))
     assert price.duration_ns(1000) == 1_001_000
     assert price.duration_ns(10**7) == 30_000_000
-
-
-HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -139,11 +164,11 @@ def test_a_tree_to_the_root_goes_the_links_the_other_way() -> None:
 
 
 def test_a_measured_all_reduce_scales_its_halves_and_says_nothing_of_others() -> None:
-    costs = LinkCosts({4: (0.5, 1e-3)}, transfers=Origin.ESTIMATED)
+    costs = all_reduces({4: (0.5, 1e-3)}, transfers=Origin.MEASURED)
     for kind in HALVES:
         price = collective_price(mesh(4), range(4), costs, kind)
         assert price.duration_ns(1000) == 750_000_000
-        assert price.origin is Origin.MEASURED
+        assert price.origin is Origin.ESTIMATED
     for kind, root in [*((kind, 0) for kind in ROOTED), (CollectiveKind.ALL_TO_ALL, None)]:
         price = collective_price(mesh(4), range(4), costs, kind, root)
         assert price.duration_ns(1000) < 1_000_000
@@ -181,12 +206,29 @@ def random_topology(generator: random.Random) -> Topology:
     return Topology(base.name, base.kinds, base.devices, links, routes)
 
 
+def random_costs(generator: random.Random) -> LinkCosts:
+    """Return measured lines, of some kinds and sizes and of some groups of their own."""
+
+    def lines() -> Lines:
+        line, large = ((generator.uniform(0, 1e-4), generator.uniform(0, 5e-9)) for _ in range(2))
+        return Lines(line, generator.choice((None, large)))
+
+    return LinkCosts(
+        {(kind, generator.randint(2, 5)): lines() for kind in CollectiveKind if generator.random() < 0.5},
+        {
+            (kind, (0, generator.randint(1, 3))): lines()
+            for kind in CollectiveKind
+            if generator.random() < 0.5
+        },
+        generator.choice(tuple(Origin)),
+    )
+
+
 @pytest.mark.parametrize("seed", range(60))
-def test_prices_are_those_of_the_formulas_to_the_last_bit(seed: int) -> None:
+def test_prices_are_those_of_the_reference_to_the_last_bit_and_grow_with_the_bytes(seed: int) -> None:
     generator = random.Random(seed)
     topology = random_topology(generator)
-    large = {3: (0.0, 3e-9)} if seed % 2 else {}
-    costs = LinkCosts({3: (1e-4, 2e-9)}, transfers=Origin.ESTIMATED, large_all_reduce=large)
+    costs = random_costs(generator)
     prices = Prices(topology, costs)
     for _ in range(20):
         count = generator.randint(2, len(topology.devices))
@@ -194,4 +236,7 @@ def test_prices_are_those_of_the_formulas_to_the_last_bit(seed: int) -> None:
         kind = generator.choice(tuple(CollectiveKind))
         root = generator.choice(members) if kind in ROOTED else None
         expected = reference.collective_price(topology, members, costs, kind, root)
-        assert prices.of(members, kind, root) == expected
+        price = prices.of(members, kind, root)
+        assert price == expected
+        times = [price.duration_ns(size) for size in (0, 1, 1000, 10**5, 10**7, 10**9)]
+        assert times == sorted(times)

@@ -39,11 +39,13 @@ def plain_additive_ns(one: Problem, strategy: Strategy) -> int:
     for index, operator in enumerate(graph.operators):
         configuration = strategy.configurations[index]
         calls = local_calls(graph, operator, configuration.degrees)
-        costs = [
-            one.costs.costs([call], topology.devices[device].kind_name)[0]
-            for call, device in zip(calls, configuration.devices, strict=True)
-        ]
-        total += max(cost.forward_ns for cost in costs) + max(cost.backward_ns for cost in costs)
+        forward_ns, backward_ns, summed = [], [], graph.summed_slots[index]
+        for call, device in zip(calls, configuration.devices, strict=True):
+            kind = topology.devices[device].kind_name
+            (cost,) = one.costs.costs([call], kind)
+            forward_ns.append(cost.forward_ns)
+            backward_ns.append(one.costs.backward_ns(cost, call, summed, kind))
+        total += max(forward_ns) + max(backward_ns)
     for value in graph.values:
         if value.kind is ValueKind.OPERATOR:
             total += sum(
@@ -120,7 +122,9 @@ def _sync_ns(one: Problem, strategy: Strategy, group: Sequence[int]) -> int:
         for device in members:
             busy[device] += collective_price(topology, members, one.links).duration_ns(size)
     updates = [
-        one.costs.update_ns(held, one.training.optimizer, topology.devices[device].kind_name)[0]
+        one.costs.update_ns(
+            held, one.training.optimizer, one.graph.weight_dtype, topology.devices[device].kind_name
+        )[0]
         for device, held in elements.items()
     ]
     return max(busy) + max(updates, default=0)

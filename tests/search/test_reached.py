@@ -49,8 +49,8 @@ class DataSheet:
         assert kind_name == self.kind.name
         return [OperatorCost(*estimate(call, self.kind), Origin.DATASHEET) for call in calls]
 
-    def update_cost(self, optimizer: str, kind_name: str) -> tuple[float, Origin]:
-        assert (optimizer, kind_name) == ("sgd", self.kind.name)
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        assert (optimizer, dtype, kind_name) == ("sgd", "float32", self.kind.name)
         # The weight and its gradient are read, the weight is written.
         return 12 / self.kind.memory_bandwidth_bytes_per_s, Origin.DATASHEET
 

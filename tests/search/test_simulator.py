@@ -22,6 +22,7 @@ from search.taskgraph import TaskGraph, TaskKind
 from tests.reference import simulate as reference
 from tests.search.builders import (
     MadeUpCosts,
+    all_reduces,
     branches,
     cluster,
     devices,
@@ -239,7 +240,7 @@ def test_memory_beyond_a_device_is_infeasible() -> None:
 def test_measured_all_reduce_takes_precedence() -> None:
     graph, topology = two_layers(), cluster()
     strategy = data_parallel(graph, 8)
-    slow = LinkCosts({8: (1.0, 0.0)})
+    slow = all_reduces({8: (1.0, 0.0)})
 
     def simulated(links: LinkCosts | None) -> Simulation:
         return simulate(

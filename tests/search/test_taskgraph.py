@@ -20,7 +20,9 @@ from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.taskgraph import TaskGraph, TaskGraphBuilder, TaskKind, build_task_graph
 from tests.reference import taskgraph as reference
 from tests.search.builders import (
+    SOME_MEASURED,
     MadeUpCosts,
+    all_reduces,
     branches,
     cluster,
     devices,
@@ -95,7 +97,7 @@ TOPOLOGIES = {
     "two nodes": cluster(),
     "four nodes": load_topology("p100-cluster", nodes=4),
 }
-LINKS = LinkCosts({2: (1e-5, 2e-9), 3: (2e-5, 3e-9)}, large_all_reduce={3: (0.0, 4e-9)})
+LINKS = SOME_MEASURED
 
 
 def strategies_of(graph: OperatorGraph, count: int) -> list[Strategy]:
@@ -274,7 +276,7 @@ def test_what_only_renews_buffers_comes_after_the_backward() -> None:
 
 def test_collectives_rest_on_what_their_costs_rest_on() -> None:
     graph = two_layers()
-    links = LinkCosts({2: (1e-5, 2e-9)}, transfers=Origin.ESTIMATED, all_reduces=Origin.MEASURED)
+    links = all_reduces({2: (1e-5, 2e-9)}, transfers=Origin.ESTIMATED)
     tasks = built(graph, data_parallel(graph, 2), devices(2), links)
     assert set(tasks.origin_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist()) == {0}
     assert set(tasks.origin_T[tasks.kind_T == TaskKind.TRANSFER].tolist()) == {1}

@@ -1,0 +1,203 @@
+"""Patterns of communication as a training step has them: the work of one rank that a link probe times.
+
+The calls are those of the runtime, with what it does about them: an exchange's pieces are cut out of larger tensors
+and packed, what arrives comes into new memory, and is put together. A bare collective of one
+warm buffer is several times as fast on a CPU, and predicts nothing.
+
+Bytes N are those of `search.prices`: what one device holds in the end or, of a reduce-scatter or reduce, in the
+beginning; of an all-to-all what one device sends, its own share with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+CollectivePattern = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"]
+Pattern = Literal["p2p"] | CollectivePattern
+COLLECTIVE_PATTERNS: tuple[CollectivePattern, ...] = get_args(CollectivePattern)
+# An exchanged piece is the right half of a tensor of so many rows; tensors take turns.
+ROWS = 8
+SOURCES = 3
+ITEM_BYTES = 4
+
+# The n-th repetition.
+Work = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank does its work: among the ranks `members`, in their process group (None: that of all ranks)."""
+
+    rank: int
+    members: tuple[int, ...]
+    group: Any
+    device_name: str
+
+    def zeros(self, *sizes: int) -> torch.Tensor:
+        """Return a tensor that was written to."""
+        import torch
+
+        return torch.zeros(sizes, device=self.device_name)
+
+    def empty(self, elements: int) -> torch.Tensor:
+        """Return a flat tensor that was not."""
+        import torch
+
+        return torch.empty(elements, device=self.device_name)
+
+
+def prepare(pattern: Pattern, place: Place, size_bytes: int) -> Work:
+    """Return what one rank does in one repetition of a pattern over N = `size_bytes`, with its tensors made."""
+    return _PREPARE[pattern](place, size_bytes)
+
+
+def _messages(place: Place, size_bytes: int) -> Work:
+    """Both ways at once, cut out of a larger tensor and put in place beside the rank's own part."""
+    import torch
+    import torch.distributed as dist
+
+    first, second = place.members
+    other = second if place.rank == first else first
+    sources, columns = _halves(place, size_bytes // ITEM_BYTES)
+
+    def work(repetition: int) -> torch.Tensor:
+        source = sources[repetition % SOURCES]
+        outgoing = source[:, columns:].contiguous()
+        incoming = torch.empty_like(outgoing)
+        messages = [dist.P2POp(dist.isend, outgoing, other), dist.P2POp(dist.irecv, incoming, other)]
+        for started in dist.batch_isend_irecv(messages):
+            started.wait()
+        return torch.cat([source[:, :columns], incoming], 1)
+
+    return work
+
+
+def _all_reduce(place: Place, size_bytes: int) -> Work:
+    """As gradients of weights: what backward made is copied into the bucket first."""
+    import torch.distributed as dist
+
+    bucket = place.zeros(max(1, size_bytes // ITEM_BYTES))
+    sources = [place.zeros(len(bucket)) for _ in range(SOURCES)]
+
+    def work(repetition: int) -> torch.Tensor:
+        bucket.copy_(sources[repetition % SOURCES])
+        dist.all_reduce(bucket, group=place.group)
+        return bucket
+
+    return work
+
+
+def _all_gather(place: Place, size_bytes: int) -> Work:
+    import torch
+    import torch.distributed as dist
+
+    # torch 2.13 renamed it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    count = len(place.members)
+    sources, columns = _halves(place, size_bytes // ITEM_BYTES // count)
+
+    def work(repetition: int) -> torch.Tensor:
+        part = sources[repetition % SOURCES][:, columns:].contiguous()
+        result = place.empty(count * part.numel())
+        gather(result, part.view(-1), group=place.group)
+        return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
+
+    return work
+
+
+def _reduce_scatter(place: Place, size_bytes: int) -> Work:
+    import torch.distributed as dist
+
+    # torch 2.13 renamed it.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    sources, columns = _wholes(place, size_bytes)
+
+    def work(repetition: int) -> torch.Tensor:
+        packed = _packed(sources[repetition % SOURCES], columns)
+        result = place.empty(ROWS * columns)
+        scatter(result, packed, group=place.group)
+        return result
+
+    return work
+
+
+def _all_to_all(place: Place, size_bytes: int) -> Work:
+    import torch
+    import torch.distributed as dist
+
+    count = len(place.members)
+    sources, columns = _wholes(place, size_bytes)
+    sizes = [ROWS * columns] * count
+
+    def work(repetition: int) -> torch.Tensor:
+        packed = _packed(sources[repetition % SOURCES], columns)
+        result = place.empty(len(packed))
+        dist.all_to_all_single(result, packed, sizes, sizes, group=place.group)
+        return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
+
+    return work
+
+
+def _broadcast(place: Place, size_bytes: int) -> Work:
+    import torch.distributed as dist
+
+    root = place.members[0]
+    sources, columns = _halves(place, size_bytes // ITEM_BYTES)
+
+    def work(repetition: int) -> torch.Tensor:
+        if place.rank == root:
+            value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
+        else:
+            value = place.empty(ROWS * columns)
+        dist.broadcast(value, root, group=place.group)
+        return value
+
+    return work
+
+
+def _reduce(place: Place, size_bytes: int) -> Work:
+    import torch.distributed as dist
+
+    sources, columns = _halves(place, size_bytes // ITEM_BYTES)
+
+    def work(repetition: int) -> torch.Tensor:
+        # The root's result is a new tensor, the others' share is one too: it is spoilt.
+        value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
+        dist.reduce(value, place.members[0], group=place.group)
+        return value
+
+    return work
+
+
+def _halves(place: Place, elements: int) -> tuple[list[torch.Tensor], int]:
+    """Return tensors whose right halves have so many elements, and the columns of a half."""
+    columns = max(1, elements // ROWS)
+    return [place.zeros(ROWS, 2 * columns) for _ in range(SOURCES)], columns
+
+
+def _wholes(place: Place, size_bytes: int) -> tuple[list[torch.Tensor], int]:
+    """Return tensors with a slice of columns for each rank, and the columns of a slice."""
+    columns = max(1, size_bytes // ITEM_BYTES // ROWS // len(place.members))
+    return [place.zeros(ROWS, columns * len(place.members)) for _ in range(SOURCES)], columns
+
+
+def _packed(source: torch.Tensor, columns: int) -> torch.Tensor:
+    import torch
+
+    return torch.cat([piece.reshape(-1) for piece in source.split(columns, 1)])
+
+
+_PREPARE: dict[Pattern, Callable[[Place, int], Work]] = {
+    "p2p": _messages,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+}

@@ -1,0 +1,147 @@
+"""How well measured costs repeat, and what measuring takes: the zoo's keys, measured twice on CPU devices.
+
+Each round has workers of its own and its own order of the keys, and stores what it measures, as `app profile` does.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.zoo import networks
+
+if TYPE_CHECKING:
+    from graph.calls import LocalCall
+
+DEVICES = 2
+ROUNDS = 2
+MEDIAN_PERCENT, P90_PERCENT, TIMES_THE_KERNELS = 3.0, 10.0, 3.0
+# Borders between rows of the table, in seconds.
+BORDERS = (0.0, 20e-6, 100e-6, 1e-3, 10e-3, 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round of measuring gave and took, in seconds.
+
+    costs_s: by (call digest, phase), what the cost model takes. wall_s: from the first call to the last one's row.
+    kernels_s: of all executions that were timed.
+    """
+
+    costs_s: dict[tuple[str, str], float]
+    wall_s: float
+    kernels_s: float
+
+
+def run(*, quick: bool) -> Result:
+    """Measure the keys of all networks, or in quick mode of a small one, in two rounds.
+
+    Raises:
+        SoapstoneError: a network cannot be imported, or no device measures.
+    """
+    calls = _calls(quick=quick)
+    rounds = [_round(calls, seed) for seed in range(ROUNDS)]
+    first, second = (one.costs_s for one in rounds)
+    differences = {
+        key: 2 * abs(first[key] - second[key]) / (first[key] + second[key])
+        for key in sorted(first.keys() & second)
+    }
+    wall_s = sum(one.wall_s for one in rounds)
+    kernels_s = sum(one.kernels_s for one in rounds)
+    return Result(
+        benchmark="profiler",
+        conditions={"keys": len(calls), "costs": len(differences), "devices": DEVICES},
+        measurements=[
+            *_measurements(list(differences.values())),
+            measurement("seconds of a round", wall_s / ROUNDS, "s"),
+            measurement(
+                "device time beside that of the kernels measured",
+                DEVICES * wall_s / kernels_s,
+                "x",
+                at_most=TIMES_THE_KERNELS,
+            ),
+        ],
+        table=[
+            _row(low, high, [share for key, share in differences.items() if low <= first[key] < high])
+            for low, high in pairwise(BORDERS)
+        ],
+    )
+
+
+def _calls(*, quick: bool) -> list[LocalCall]:
+    from app.services.models import import_graph, requested_model
+    from app.services.profiling import calls_of
+
+    chosen, preset = networks(quick=quick)
+    models = [
+        import_graph(requested_model(name, preset, batch_size), batch_norm="synchronized")
+        for name, batch_size in chosen.items()
+    ]
+    return calls_of(models, ["sgd"], DEVICES)
+
+
+def _round(calls: Sequence[LocalCall], seed: int) -> Round:
+    from app.db.records import DeviceKindRecord, EnvironmentRecord
+    from app.db.store import Store
+    from app.services.costs import cost_records, model_time_s
+    from profiler.devices import cpu_devices
+    from profiler.measure import Measurement as Measured
+    from profiler.workers import WorkerPool
+
+    order = list(calls)
+    random.Random(seed).shuffle(order)
+    costs_s: dict[tuple[str, str], float] = {}
+    kernels_s = 0.0
+    with (
+        tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder,
+        Store.open(f"sqlite:///{folder}/x.sqlite") as store,
+    ):
+        kind = store.put_device_kind(DeviceKindRecord("cpu", "cpu", 1))
+        environment = store.put_environment(EnvironmentRecord({}))
+        with WorkerPool(cpu_devices(DEVICES)) as pool:
+            began = time.perf_counter()
+            for result in pool.measure(order):
+                records = cost_records(result)
+                store.put_op_costs(kind, environment, records)
+                for record in records:
+                    time_s = model_time_s(record)
+                    if time_s is not None:
+                        costs_s[record.signature.digest, record.phase] = time_s
+                kernels_s += sum(
+                    fmean(one.samples_s) * one.executions
+                    for one in result.outcomes
+                    if isinstance(one, Measured)
+                )
+            return Round(costs_s, time.perf_counter() - began, kernels_s)
+
+
+def _measurements(differences: Sequence[float]) -> list[Measurement]:
+    return [
+        measurement(
+            "difference of two rounds: median", _percent(differences, 0.5), "%", at_most=MEDIAN_PERCENT
+        ),
+        measurement("    90th percentile", _percent(differences, 0.9), "%", at_most=P90_PERCENT),
+        measurement("    99th percentile", _percent(differences, 0.99), "%"),
+    ]
+
+
+def _row(low: float, high: float, differences: Sequence[float]) -> dict[str, str]:
+    return {
+        "takes": f"{low * 1e3:g} ms and more" if high > 1 else f"{low * 1e3:g} to {high * 1e3:g} ms",
+        "costs": str(len(differences)),
+        "median": f"{_percent(differences, 0.5):.1f} %" if differences else "-",
+        "90th percentile": f"{_percent(differences, 0.9):.1f} %" if differences else "-",
+    }
+
+
+def _percent(values: Sequence[float], share: float) -> float:
+    import numpy as np
+
+    return 100 * float(np.quantile(values, share))

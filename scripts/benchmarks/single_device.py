@@ -1,0 +1,68 @@
+"""Predicted against measured step times of every network of the zoo on one CPU device of this machine.
+
+What an operator costs is the only thing that such a prediction rests on. The costs that the database does not hold are
+measured first, each network's right before its run. SOAPSTONE_DATABASE_URL keeps the database; else it is a temporary
+one.
+"""
+
+from __future__ import annotations
+
+from scripts.benchmarks.prediction import database
+from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.zoo import networks
+
+ITERATIONS = 8
+MEAN_ERROR_PERCENT, WORST_ERROR_PERCENT = 5.0, 10.0
+
+
+def run(*, quick: bool) -> Result:
+    """Profile, predict and execute each network on one device; in quick mode a small one.
+
+    Raises:
+        SoapstoneError: a run failed.
+    """
+    chosen, preset = networks(quick=quick)
+    rows, errors = [], []
+    with database():
+        for name, batch_size in chosen.items():
+            predicted_s, measured_s = _run(name, preset, batch_size)
+            error = predicted_s / measured_s - 1
+            errors.append(abs(error))
+            rows.append(
+                {
+                    "network": name,
+                    "batch": str(batch_size),
+                    "predicted": f"{predicted_s * 1e3:,.1f} ms",
+                    "measured": f"{measured_s * 1e3:,.1f} ms",
+                    "error": f"{100 * error:+.1f} %",
+                }
+            )
+    return Result(
+        benchmark="single_device",
+        conditions={"networks": len(chosen), "steps a run": ITERATIONS},
+        measurements=[
+            measurement("mean error", 100 * sum(errors) / len(errors), "%", at_most=MEAN_ERROR_PERCENT),
+            measurement("worst error", 100 * max(errors), "%", at_most=WORST_ERROR_PERCENT),
+        ],
+        table=rows,
+    )
+
+
+def _run(name: str, preset: str, batch_size: int) -> tuple[float, float]:
+    """Return the predicted and the measured (median) seconds of a step on one device."""
+    from app.services.models import requested_model
+    from app.services.progress import Silent
+    from app.services.running import RunRequest, run_strategy
+
+    report = run_strategy(
+        RunRequest(
+            model=requested_model(name, preset, batch_size), strategy="single-device", devices=1, processor="cpu",
+            optimizer="sgd", batch_norm="synchronized", iterations=ITERATIONS, warmup=2, seed=0, verify=False,
+            on_miss="measure", timeout_s=600,
+        ),
+        None,
+        Silent(),
+    )  # fmt: skip
+    if report is None:
+        raise RuntimeError("single_device: must run alone, not under torchrun")
+    return report.predicted_s, report.median_s

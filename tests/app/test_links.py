@@ -1,0 +1,269 @@
+"""Links in the database: what a probe measured is kept with its error, and is what predictions take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import create_engine, text
+
+from app.db.records import DeviceKindRecord, EnvironmentRecord
+from app.db.store import Store
+from app.services.links import (
+    LARGE,
+    LONGEST_PATTERN,
+    cost_records,
+    fit_records,
+    fitted_links,
+    links_of,
+    local_links,
+    members_text,
+    places_named,
+    stored_links,
+    topology_of,
+)
+from app.services.machine import describe, local_devices
+from app.services.packs import merge_pack, read_pack, write_pack
+from app.services.predicting import Target
+from app.services.progress import Silent
+from graph.collectives import CollectiveKind
+from graph.topology import DeviceKind, local_topology
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
+from profiler.links import LARGE_BYTES, LinkProbe, measurement
+from search.costs import Origin
+from search.prices import Prices
+from tests.app.conftest import Command
+
+PATTERNS: tuple[Pattern, ...] = ("p2p", *COLLECTIVE_PATTERNS)
+PAIR = ("--device", "cpu", "--devices", "2")
+
+
+def test_what_a_probe_measured_is_what_predictions_take(probed: Path) -> None:
+    with Store.open(probed) as store:
+        machine = describe(store, local_devices("cpu", 2))
+        links = stored_links(store, machine)
+        assert links is not None
+        fits = {fit.pattern: fit for fit in store.link_fits(machine.links_kind_id, machine.environment_id)}
+    assert set(fits) == {
+        *("p2p", "contention", "exchange"),
+        *(pattern for name in COLLECTIVE_PATTERNS for pattern in (name, LARGE + name)),
+    }
+    costs = Target(topology_of(machine, links), machine, links).link_costs
+    assert links.unmeasured == ()
+    assert (costs.transfers, costs.by_members) == (Origin.MEASURED, {})
+    for kind in CollectiveKind:
+        pattern = kind.value.replace("-", "_")
+        lines = costs.by_size[kind, 2]
+        # What stands for messages between operators takes what an exchange takes besides.
+        besides_s = 0.0 if kind is CollectiveKind.ALL_REDUCE else fits["exchange"].latency_s
+        assert besides_s is not None
+        for line, fit in ((lines.line, fits[pattern]), (lines.large, fits[LARGE + pattern])):
+            assert fit.latency_s is not None
+            assert fit.bandwidth_bytes_per_s is not None
+            assert line == pytest.approx((fit.latency_s + besides_s, 1 / fit.bandwidth_bytes_per_s))
+
+
+def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> None:
+    with Store.open(probed) as store:
+        machine = describe(store, local_devices("cpu", 2))
+        costs = store.link_costs(machine.links_kind_id, machine.environment_id)
+        fits = store.link_fits(machine.links_kind_id, machine.environment_id)
+    checked = 0
+    for fit in fits:
+        if fit.latency_s is None or fit.bandwidth_bytes_per_s is None:
+            continue
+        is_large = fit.pattern.startswith(LARGE)
+        medians = {
+            cost.size_bytes: statistics.median(cost.samples_s)
+            for cost in costs
+            if cost.pattern == fit.pattern.removeprefix(LARGE)
+            and (cost.size_bytes >= LARGE_BYTES or not is_large)
+        }
+        errors = [
+            abs(fit.latency_s + size / fit.bandwidth_bytes_per_s - time) / time
+            for size, time in medians.items()
+        ]
+        assert len(errors) >= 2
+        assert fit.residual == pytest.approx(statistics.mean(errors))
+        checked += 1
+    assert checked == 1 + 2 * len(COLLECTIVE_PATTERNS)
+
+
+@pytest.mark.usefixtures("known_links")
+def test_residuals_are_shown(command: Command) -> None:
+    shown = command("topology", "show", "local", *PAIR).output
+    document = command("topology", "show", "local", *PAIR, "--json").document
+    fits = {fit["pattern"]: fit for fit in document["measured"]}
+    for pattern in PATTERNS:
+        assert 0 <= fits[pattern]["residual"] < 1
+        assert f"{fits[pattern]['residual']:.1%}" in shown
+    assert fits["contention"]["contention_factor"] >= 0
+    rows = command("query", "SELECT DISTINCT pattern, residual FROM link_costs", "--json").document
+    assert {row["pattern"]: row["residual"] for row in rows} == {
+        pattern: pytest.approx(fits[pattern]["residual"]) for pattern in PATTERNS
+    }
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_database_from_before_still_predicts_without_the_new_patterns(
+    command: Command, database: Path
+) -> None:
+    """It knows messages and the all-reduce over the whole group, and no residual."""
+    forget_patterns(database)
+    with Store.open(database) as store:
+        machine = describe(store, local_devices("cpu", 2))
+        links = stored_links(store, machine)
+    assert links is not None
+    assert links.unmeasured == tuple(kind for kind in CollectiveKind if kind is not CollectiveKind.ALL_REDUCE)
+    prices = Prices(topology_of(machine, links), links.costs)
+    assert prices.of((0, 1)).origin is Origin.MEASURED
+    assert prices.of((0, 1), CollectiveKind.ALL_GATHER).origin is Origin.ESTIMATED
+    assert prices.of((0, 1), CollectiveKind.BROADCAST, 0).origin is Origin.ESTIMATED
+    small = ("--model", "mlp", "--preset", "small", "--proposals", "10", "--on-miss", "estimate")
+    assert command("search", *small, *PAIR).code == 0
+    assert command("topology", "show", "local", *PAIR).code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("known_links")
+def test_what_a_database_from_before_lacks_is_measured_by_the_next_profile(database: Path) -> None:
+    forget_patterns(database)
+    with Store.open(database) as store:
+        machine = describe(store, local_devices("cpu", 2))
+        links = local_links(store, machine, Silent(), complete=True)
+    assert links is not None
+    assert links.unmeasured == ()
+
+
+def forget_patterns(database: Path) -> None:
+    engine = create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        known = "('p2p', 'all_reduce', 'large all_reduce', 'contention', 'exchange')"
+        for table in ("link_costs", "link_fits"):
+            connection.execute(text(f"DELETE FROM {table} WHERE pattern NOT IN {known}"))
+        connection.execute(text("UPDATE link_fits SET residual = NULL"))
+    engine.dispose()
+
+
+# ---- several groups of one size; the times are made up: this machine's groups of a size are all alike
+
+
+def seconds(pattern: str, members: Sequence[int], size: int) -> float:
+    """Made-up times: devices apart take longer."""
+    apart = members[-1] - members[0] - len(members) + 2
+    return apart * (1e-5 * len(members) * (1 + len(pattern)) + size * 1e-9)
+
+
+def made_up_probe(groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...]) -> LinkProbe:
+    sizes = (1024, LARGE_BYTES, 4 * LARGE_BYTES)
+    pairs = [group for group in groups if len(group) == 2]
+    links = [
+        measurement(pattern, group, {size: [seconds(pattern, group, size)] for size in sizes})
+        for pattern in PATTERNS
+        for group in (pairs if pattern == "p2p" else groups)
+    ]
+    return LinkProbe(tuple(links), contentions, 0.5)
+
+
+GROUPS = ((0, 1), (2, 3), (0, 2), (0, 1, 2, 3))
+
+
+def test_each_group_has_its_own_line_and_the_slowest_stands_for_its_size() -> None:
+    probe = made_up_probe(GROUPS, (0.1,) * 4)
+    indices = (4, 5, 6, 7)
+    fits = fit_records(probe, indices, ["k"] * 4)
+    assert {fit.pattern for fit in fits if fit.pattern.startswith("all_reduce")} == {
+        "all_reduce", "all_reduce 4,5", "all_reduce 6,7", "all_reduce 4,6",
+    }  # fmt: skip
+    assert max(len(fit.pattern) for fit in fits) <= LONGEST_PATTERN
+    rows = {(cost.pattern, cost.group_size) for cost in cost_records(probe, indices)}
+    assert rows == {(fit.pattern, fit.group_size) for fit in fits if fit.bandwidth_bytes_per_s} - {
+        (fit.pattern, fit.group_size) for fit in fits if fit.pattern.startswith(LARGE)
+    }
+    links = links_of(fits, indices)
+    assert links is not None
+    device = DeviceKind("k", "cuda", (("float32", 1e12),), 2**30, 1e12, 0.0)
+    price = Prices(local_topology(4, device, 1e9, 1e-6), links.costs)
+    for kind in CollectiveKind:
+        pattern = kind.value.replace("-", "_")
+        besides_s = 0.0 if kind is CollectiveKind.ALL_REDUCE else probe.overhead_s
+        for group in GROUPS:
+            expected_s = seconds(pattern, group, 2**20) + besides_s
+            assert price.of(group, kind, group[0]).duration_ns(2**20) == pytest.approx(
+                expected_s * 1e9, abs=2
+            )
+        unknown = price.of((1, 3), kind, 1).duration_ns(2**20)
+        assert unknown == pytest.approx((seconds(pattern, (0, 2), 2**20) + besides_s) * 1e9, abs=2)
+    assert links.pairs[2, 3] == links.pairs[3, 2]
+    assert links.pairs[0, 1][0] == pytest.approx(1e9)
+    assert links.pairs[0, 2][0] == pytest.approx(0.5e9)
+    assert links.bytes_per_s == pytest.approx(0.5e9)
+
+
+@given(st.sets(st.integers(0, 40), min_size=2, max_size=9), st.data())
+def test_devices_are_found_again_by_the_name_of_their_rows(indices: set[int], data: st.DataObject) -> None:
+    known = sorted(indices)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(known))), min_size=1, unique=True).map(sorted))
+    name = members_text([known[place] for place in chosen])
+    assert places_named(name, known) == tuple(chosen)
+    assert places_named(name, [index + 100 for index in known]) is None
+
+
+@pytest.mark.parametrize(
+    ("indices", "name"),
+    [((0, 3), "0,3"), ((4, 5, 6, 7), "4-7"), ((0, 2, 4, 6), "0-6/2"), ((0, 1, 4), "0,1,4"), ((3,), "3")],
+)
+def test_names_of_groups_are_short(indices: tuple[int, ...], name: str) -> None:
+    assert members_text(indices) == name
+
+
+def test_each_kind_of_device_has_its_own_contention() -> None:
+    """Of like devices the median counts; of a mix that of each kind."""
+    probe = made_up_probe(GROUPS, (0.1, 0.2, 0.9, 0.5))
+    alike = links_of(fit_records(probe, range(4), ["a"] * 4), range(4))
+    mixed = links_of(fit_records(probe, range(4), ["a", "a", "b", "b"]), range(4))
+    assert alike is not None
+    assert mixed is not None
+    assert alike.contention == pytest.approx(0.35)
+    assert alike.contentions == {}
+    assert mixed.contentions == pytest.approx({0: 0.15, 1: 0.15, 2: 0.7, 3: 0.7})
+
+
+def test_what_is_stored_of_one_kind_is_read_for_that_kind_alone(database: Path) -> None:
+    with Store.open(database) as store:
+        environment = store.put_environment(EnvironmentRecord({"torch": "2"}))
+        kinds = [store.put_device_kind(DeviceKindRecord(name, "cuda", 2**30, {})) for name in ("a", "b", "c")]
+        for kind, factor in zip(kinds, (0.25, 0.75), strict=False):
+            probe = made_up_probe(GROUPS, (factor,) * 4)
+            store.put_link_fits(kind, environment, fit_records(probe, range(4), ["k"] * 4))
+        found = [fitted_links(store, kind, environment, 4) for kind in kinds]
+        assert fitted_links(store, kinds[0], environment + 1, 4) is None
+        assert fitted_links(store, kinds[0], environment, 3) is None
+    assert [one and one.contention for one in found] == [0.25, 0.75, None]
+
+
+def test_a_pack_carries_all_patterns_and_groups(database: Path, tmp_path: Path) -> None:
+    probe, indices = made_up_probe(GROUPS, (0.1, 0.2, 0.9, 0.5)), range(4)
+    fits = fit_records(probe, indices, ["a", "a", "b", "b"])
+    file = tmp_path / "links.parquet"
+    with Store.open(database) as store:
+        kind = store.put_device_kind(DeviceKindRecord("mix", "cuda", 2**30, {}))
+        environment = store.put_environment(EnvironmentRecord({"torch": "2"}))
+        store.put_link_costs(kind, environment, cost_records(probe, indices))
+        store.put_link_fits(kind, environment, fits)
+        expected = fitted_links(store, kind, environment, 4)
+        assert write_pack(store, file).link_fits == len(fits)
+    with Store.open(tmp_path / "other.sqlite") as store:
+        assert merge_pack(store, read_pack(file)).link_costs == len(cost_records(probe, indices))
+        found = fitted_links(store, 1, 1, 4)
+    assert expected is not None
+    assert found is not None
+    assert (found.costs, found.pairs, found.contentions) == (
+        expected.costs,
+        expected.pairs,
+        expected.contentions,
+    )
