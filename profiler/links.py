@@ -15,6 +15,7 @@ from pathlib import Path
 
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
+from profiler.exclusive import held
 from profiler.fits import LinkFit, fit_link
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.link_worker import Exercise, Members, ProbeFailure, ProbePlan, ProbeReport, probe
@@ -201,7 +202,7 @@ def probe_links(
             "more of one processor type; name more with --gpus or use fewer types"
         )
     # A file of our own: no port to be taken, so that probes at the same time do not meet.
-    with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder:
+    with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder, held(devices):
         return summarize(_run(devices, chosen, Path(folder) / "rendezvous", exercise))
 
 

@@ -19,6 +19,7 @@ from typing import Self
 from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
+from profiler.exclusive import held
 from profiler.measure import MeasureOptions, Outcome, failed, is_usable, measure_call
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 from profiler.processors import processor_facts
@@ -27,7 +28,9 @@ CALL_LIMIT_S = 60.0
 START_LIMIT_S = 120.0
 # A device whose worker does not come up so often in a row is not tried again.
 MOST_FAILED_STARTS = 3
-READY = "ready"
+# Another run's call, or its probe of the links, may have the device first.
+TURN_LIMIT_S = 300.0
+READY, STARTED = "ready", "started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,10 @@ def _serve(connection: Connection, device: PhysicalDevice, _nothing: None) -> No
     connection.send(READY)
     while True:
         call, options = connection.recv()
-        reason = _larger_than_memory(call, device)
-        outcomes = measure_call(call, device, options) if reason is None else failed(call, reason)
+        with held([device]):
+            connection.send(STARTED)
+            reason = _larger_than_memory(call, device)
+            outcomes = measure_call(call, device, options) if reason is None else failed(call, reason)
         connection.send(_Answer(outcomes, is_usable(device)))
 
 
@@ -86,7 +91,7 @@ class _Worker:
     def __init__(self, device: PhysicalDevice) -> None:
         self.device = device
         self.process: DeviceProcess | None = None
-        self.ready = False
+        self.ready, self.started = False, False
         self.call: LocalCall | None = None
         self.since = 0.0
         self.failed_starts, self.start_failure = 0, ""
@@ -103,7 +108,7 @@ class _Worker:
             self.process.connection.send((call, options))
         except (BrokenPipeError, ConnectionResetError):
             return False
-        self.call, self.since = call, time.monotonic()
+        self.call, self.started, self.since = call, False, time.monotonic()
         return True
 
     def stop(self) -> None:
@@ -270,7 +275,9 @@ class WorkerPool:
                 yield from self._lose(worker, limit)
 
     def _limit_s(self, worker: _Worker) -> float:
-        return self._call_limit_s if worker.ready else self._start_limit_s
+        if not worker.ready:
+            return self._start_limit_s
+        return self._call_limit_s if worker.started else TURN_LIMIT_S
 
     def _receive(self, worker: _Worker) -> Iterator[CallResult]:
         if worker.process is None:
@@ -283,6 +290,9 @@ class WorkerPool:
             return
         if worker.call is None:
             worker.ready, worker.failed_starts = True, 0
+            return
+        if message == STARTED:
+            worker.started, worker.since = True, time.monotonic()
             return
         call, spent = worker.call, time.monotonic() - worker.since
         worker.call = None

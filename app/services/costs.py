@@ -32,9 +32,16 @@ def signature_record(call: LocalCall) -> OpSignatureRecord:
 
     if is_update(call):
         return OpSignatureRecord(
-            call.digest, call.target, call.key, int(update_flops(call)), update_bytes(call)
+            call.digest, call.target, call.key, _whole(update_flops(call)), _whole(update_bytes(call))
         )
-    return OpSignatureRecord(call.digest, call.target, call.key, int(flops(call)), int(bytes_moved(call)))
+    return OpSignatureRecord(
+        call.digest, call.target, call.key, _whole(flops(call)), _whole(bytes_moved(call))
+    )
+
+
+def _whole(number: float) -> int:
+    # Calls that no device can execute have numbers that no column can hold; they fail, and that is stored.
+    return min(int(number), 2**63 - 1)
 
 
 def cost_records(result: CallResult) -> list[OpCostRecord]:

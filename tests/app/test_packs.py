@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app.services.packs import shipped_packs
 from tests.app.conftest import Command
 
 SMALL = ("--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2")
@@ -42,3 +43,33 @@ def test_what_is_no_pack_is_refused_in_one_line_and_makes_no_database(
     assert outcome.errors.startswith(f"error: pack {file}: cannot be read")
     assert outcome.errors.count("\n") == 1
     assert not database.exists()
+
+
+def test_shipped_packs_are_whole_and_let_any_machine_search_for_theirs(
+    command: Command, database: Path, tmp_path: Path
+) -> None:
+    packs = shipped_packs()
+    assert packs
+    first = command("db", "import", "--shipped", "--json").document
+    assert [Path(one["file"]) for one in first["packs"]] == list(packs)
+    assert all(one["new"] == one["given"] and one["given"]["op_costs"] > 1000 for one in first["packs"])
+    again = command("db", "import", "--shipped", "--json").document
+    assert all(set(one["new"].values()) == {0} for one in again["packs"])
+    # Every cost of a search over two devices is there; they need not be on this machine.
+    searched = command(
+        "search", "--model", "mlp", "--batch-size", "64", "--topology", "xeon", "--on-miss", "fail",
+        "--proposals", "20", "--json",
+    ).document  # fmt: skip
+    assert searched["predictions"]
+    for one in searched["predictions"]:
+        # What is from the data sheet is the topology's links.
+        assert one["shares"]["measured"] > 0.3
+        assert one["shares"]["estimated"] == 0.0
+
+
+def test_import_takes_a_file_or_the_shipped_packs(command: Command, tmp_path: Path) -> None:
+    neither = command("db", "import")
+    both = command("db", "import", str(tmp_path / "a.parquet"), "--shipped")
+    for outcome in (neither, both):
+        assert outcome.code == 2
+        assert outcome.errors.startswith("error: app db import: got ")

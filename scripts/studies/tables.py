@@ -1,0 +1,267 @@
+"""From results to the study's tables: pure functions, whose rows are numbers; `scripts.studies.show` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scripts.studies.cells import CLUSTERS, K80, PAPER_NETWORKS, Cell, batch_of
+from scripts.studies.paper import NMT_TRANSFERS, REPORTED
+from scripts.studies.results import FOUND, Result
+
+Value = str | int | float | None
+Row = dict[str, Value]
+
+# A gain that is told apart from none.
+AHEAD = 1.0005
+# A gap that leaves nothing worth looking for.
+SMALL_GAP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of equal columns. formats: how a column's numbers are written, as of `format`."""
+
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    formats: dict[str, str] = field(default_factory=dict)
+
+
+def ratio(slower: float | None, faster: float | None) -> float | None:
+    """Return how many times as fast a step of `faster` seconds is as one of `slower`; None where one is not known."""
+    return None if slower is None or faster is None else slower / faster
+
+
+def is_weak(cell: Cell) -> bool:
+    """Return whether every device has the published batch, as in the study's cells."""
+    return cell.batch_size == cell.devices * batch_of(cell.network, cell.preset)
+
+
+def throughput_table(results: Sequence[Result]) -> Table:
+    """Return one row a cell of the study: samples a second of every strategy, and the speedups of what was found."""
+    rows: list[Row] = []
+    for one in results:
+        found_s = one.time_s(FOUND)
+        rows.append(
+            {
+                "network": one.cell.network,
+                "cluster": one.cell.topology,
+                "devices": one.cell.devices,
+                "data parallel /s": one.throughput("data-parallel"),
+                "expert /s": one.throughput(one.expert),
+                "OptCNN /s": one.throughput("optcnn"),
+                "best baseline": one.best_baseline,
+                "found /s": one.throughput(FOUND),
+                "over data parallel": ratio(one.time_s("data-parallel"), found_s),
+                "over expert": ratio(one.time_s(one.expert), found_s),
+                "over OptCNN": ratio(one.time_s("optcnn"), found_s),
+                "over best baseline": ratio(_best_s(one), found_s),
+                "gap %": _percent(one.document.get("gap")),
+                "search s": one.document.get("search_s"),
+                "proposals": one.document.get("proposals"),
+            }
+        )
+    speedups = dict.fromkeys(
+        ("over data parallel", "over expert", "over OptCNN", "over best baseline"), ".2f"
+    )
+    rates = dict.fromkeys(("data parallel /s", "expert /s", "OptCNN /s", "found /s"), ",.0f")
+    return Table(
+        "throughput",
+        "Samples a second, each device with the published batch",
+        tuple(rows),
+        {**rates, **speedups, "gap %": ".1f", "search s": ".1f", "proposals": ",d"},
+    )
+
+
+def paper_table(results: Sequence[Result]) -> Table:
+    """Return one row a range of the paper: our speedup with the batch read as of each device, and as of all."""
+    weak = {
+        (one.cell.network, one.cell.topology, one.cell.devices): one for one in results if is_weak(one.cell)
+    }
+    strong = {
+        (one.cell.network, one.cell.topology, one.cell.devices): one
+        for one in results
+        if not is_weak(one.cell)
+    }
+    rows: list[Row] = []
+    for reported in REPORTED:
+        place = (reported.network, reported.topology, reported.devices)
+        row: Row = {
+            "network": reported.network,
+            "cluster": reported.topology,
+            "devices": reported.devices,
+            "over": reported.over,
+            "paper": f"{reported.low:g} to {reported.high:g}",
+        }
+        for name, by_place in (("batch each", weak), ("batch in all", strong)):
+            one = by_place.get(place)
+            speedup = None
+            if one is not None:
+                over = one.expert if reported.over == "expert" else reported.over
+                speedup = ratio(one.time_s(over), one.time_s(FOUND))
+            row[name] = speedup
+            row[f"{name}:"] = None if speedup is None else reported.verdict(speedup)
+        if row["batch each"] is not None or row["batch in all"] is not None:
+            rows.append(row)
+    return Table(
+        "paper",
+        "Speedups beside the paper's ranges; the published batch for each device, and for all devices together",
+        tuple(rows),
+        {"batch each": ".2f", "batch in all": ".2f"},
+    )
+
+
+def step_table(results: Sequence[Result]) -> Table:
+    """Return what makes up the steps on the clusters' full sizes: computing of a mean device, and transfers."""
+    ends = {(topology, counts[-1]) for topology, counts in CLUSTERS.items()}
+    rows: list[Row] = []
+    for one in results:
+        cell = one.cell
+        if (cell.topology, cell.devices) not in ends:
+            continue
+        row: Row = {
+            "network": cell.network,
+            "cluster": cell.topology,
+            "devices": cell.devices,
+            "batch": cell.batch_size,
+        }
+        for name, short in (("data-parallel", "data parallel"), (one.expert, "expert"), (FOUND, "found")):
+            stored = one.strategy(name) or {}
+            row |= {
+                f"{short} ms": _ms(stored.get("step_time_s")),
+                f"{short}: computing ms": _ms(_mean(stored.get("compute_s"), cell.devices)),
+                f"{short}: GB": _gigabytes(stored.get("bytes_moved")),
+            }
+        rows.append(row)
+    formats = {name: ",.1f" for row in rows for name in row if name.endswith(("ms", "GB"))}
+    return Table("steps", "What makes up a step on the whole clusters", tuple(rows), formats)
+
+
+def transfer_table(results: Sequence[Result]) -> Table:
+    """Return NMT's transfers and computing on 64 K80 beside the paper's, for both readings of the batch."""
+    rows: list[Row] = []
+    for one in results:
+        cell = one.cell
+        if (cell.network, cell.topology, cell.devices) != ("nmt", K80, 64):
+            continue
+        for name, (paper_bytes, paper_s) in NMT_TRANSFERS.items():
+            stored = one.strategy(one.expert if name == "expert" else name)
+            if stored is None:
+                continue
+            rows.append(
+                {
+                    "strategy": name,
+                    "batch": cell.batch_size,
+                    "step ms": stored["step_time_s"] * 1e3,
+                    "transfers GB": stored["bytes_moved"] / 1e9,
+                    "paper GB": paper_bytes / 1e9,
+                    "computing s": stored.get("compute_s"),
+                    "paper s": paper_s,
+                }
+            )
+    formats = {"step ms": ".1f", "transfers GB": ".1f", "computing s": ".1f"}
+    return Table("transfers", "NMT on 64 K80: what one step transfers and computes", tuple(rows), formats)
+
+
+def zoo_table(results: Sequence[Result]) -> Table:
+    """Return one row a cell of the zoo: found with and without baselines among the starts, best baseline, bound."""
+    rows: list[Row] = []
+    for one in results:
+        baseline_s = _best_s(one)
+        found_s = one.time_s(FOUND)
+        without_s = one.chain_best_s("random", "optcnn")
+        rows.append(
+            {
+                "network": one.cell.network,
+                "cluster": one.cell.topology,
+                "devices": one.cell.devices,
+                "batch": one.cell.batch_size,
+                "best baseline": one.best_baseline,
+                "ms": _ms(baseline_s),
+                "found ms": _ms(found_s),
+                "gain": ratio(baseline_s, found_s),
+                "without baselines ms": _ms(without_s),
+                "its gain": ratio(baseline_s, without_s),
+                "random starts ms": _ms(one.chain_best_s("random")),
+                "bound ms": _ms(one.document.get("lower_bound_s")),
+                "gap %": _percent(one.document.get("gap")),
+                "why": why(one),
+            }
+        )
+    times = dict.fromkeys(("ms", "found ms", "without baselines ms", "random starts ms", "bound ms"), ",.1f")
+    return Table(
+        "zoo",
+        "The zoo against its baselines, the published batch for all devices together",
+        tuple(rows),
+        {**times, "gain": ".3f", "its gain": ".3f", "gap %": ".1f"},
+    )
+
+
+def why(one: Result) -> str:
+    """Return, in a few words, what a zoo's row shows: ahead, or why not."""
+    if one.failure is not None:
+        return "nothing fits the memory"
+    gain = ratio(_best_s(one), one.time_s(FOUND))
+    if gain is None:
+        return "ahead: no baseline fits"
+    ahead = gain >= AHEAD
+    alone = ratio(_best_s(one), one.chain_best_s("random", "optcnn"))
+    if ahead:
+        return (
+            "ahead, also without" if alone is not None and alone >= AHEAD else "ahead, with baselines alone"
+        )
+    gap = one.document.get("gap")
+    if gap is not None and gap <= SMALL_GAP:
+        return f"none can be ahead by over {gap * 100:.1f} %"
+    return f"none found in {one.document['proposals']:,} proposals"
+
+
+def summary(results: Sequence[Result]) -> dict[str, int]:
+    """Return how many cells of the zoo came out how."""
+    counts = {
+        "cells": 0,
+        "ahead": 0,
+        "ahead without baselines": 0,
+        "none can be": 0,
+        "not ahead": 0,
+        "nothing fits": 0,
+    }
+    for one in results:
+        text = why(one)
+        counts["cells"] += 1
+        counts["ahead"] += text.startswith("ahead")
+        counts["ahead without baselines"] += text == "ahead, also without"
+        counts["none can be"] += text.startswith("none can")
+        counts["not ahead"] += text.startswith("none found")
+        counts["nothing fits"] += text.startswith("nothing")
+    return counts
+
+
+def study_tables(results: Sequence[Result]) -> list[Table]:
+    """Return the tables of the paper's networks that have rows."""
+    ours = [one for one in results if one.cell.network in PAPER_NETWORKS]
+    weak = [one for one in ours if is_weak(one.cell)]
+    found = [throughput_table(weak), paper_table(ours), step_table(ours), transfer_table(ours)]
+    return [table for table in found if table.rows]
+
+
+def _best_s(one: Result) -> float | None:
+    name = one.best_baseline
+    return None if name is None else one.time_s(name)
+
+
+def _ms(time_s: float | None) -> float | None:
+    return None if time_s is None else time_s * 1e3
+
+
+def _mean(total: float | None, count: int) -> float | None:
+    return None if total is None else total / count
+
+
+def _gigabytes(size_bytes: int | None) -> float | None:
+    return None if size_bytes is None else size_bytes / 1e9
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else share * 100
