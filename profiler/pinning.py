@@ -14,9 +14,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# Parameters of mallopt (malloc.h): no block is a mapping of its own, the heap is never cut and grows by so much.
+# Parameters of mallopt (malloc.h): no block is a mapping of its own, the heap grows by so much and is never cut.
+# Only -1 means never: the largest number is a limit of 2 GiB, which gradients pass.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_NEVER = 2**31 - 1
+_NEVER = -1
 _GROWN_BYTES = 64 * 2**20
 
 
