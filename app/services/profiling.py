@@ -346,6 +346,7 @@ class Measurer:
             DatabaseError: a result cannot be stored.
         """
         from profiler.measure import FailedMeasurement
+        from profiler.visits import VISITS, measure_in_visits
 
         if not calls:
             return Measured()
@@ -354,16 +355,26 @@ class Measurer:
         unsound = {one.device for one in self._agreement if not one.is_sound}
         sound = [device for device in group.devices if device not in unsound] or list(group.devices)
         succeeded, failures = 0, []
-        self._progress.begin(f"measuring on {len(sound)} x {group.kind.name}", len(calls))
+        where = f"{len(sound)} x {group.kind.name}"
+
+        def begin(visit: int, count: int) -> None:
+            if visit > 1:
+                self._progress.end()
+            again = "" if visit == 1 else f", short calls again ({visit} of {VISITS})"
+            self._progress.begin(f"measuring on {where}{again}", count)
+
         try:
-            for result in pool.measure(calls, on=sound, is_wanted=self._is_wanted):
-                self._store.put_op_costs(group.kind_id, group.environment_id, cost_records(result))
-                reasons = [one.reason for one in result.outcomes if isinstance(one, FailedMeasurement)]
+            for visit in measure_in_visits(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin):
+                self._store.put_op_costs(group.kind_id, group.environment_id, cost_records(visit.result))
+                self._progress.advance()
+                if visit.number > 1:
+                    continue
+                outcomes = visit.result.outcomes
+                reasons = [one.reason for one in outcomes if isinstance(one, FailedMeasurement)]
                 if reasons:
-                    failures.append((result.call.target, reasons[0]))
+                    failures.append((visit.result.call.target, reasons[0]))
                 else:
                     succeeded += 1
-                self._progress.advance()
         finally:
             self._progress.end()
         return Measured(succeeded, tuple(failures), self._agreement)

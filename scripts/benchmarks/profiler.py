@@ -93,12 +93,13 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
     from app.services.costs import cost_records, model_time_s
     from profiler.devices import cpu_devices
     from profiler.measure import Measurement as Measured
+    from profiler.visits import measure_in_visits
     from profiler.workers import WorkerPool
 
     order = list(calls)
     random.Random(seed).shuffle(order)
     costs_s: dict[tuple[str, str], float] = {}
-    kernels_s = 0.0
+    kernels_s: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder,
         Store.open(f"sqlite:///{folder}/x.sqlite") as store,
@@ -107,19 +108,20 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
         environment = store.put_environment(EnvironmentRecord({}))
         with WorkerPool(cpu_devices(DEVICES)) as pool:
             began = time.perf_counter()
-            for result in pool.measure(order):
+            for visit in measure_in_visits(pool, order):
+                result = visit.result
                 records = cost_records(result)
                 store.put_op_costs(kind, environment, records)
                 for record in records:
                     time_s = model_time_s(record)
                     if time_s is not None:
                         costs_s[record.signature.digest, record.phase] = time_s
-                kernels_s += sum(
+                kernels_s[result.call.digest] = sum(
                     fmean(one.samples_s) * one.executions
                     for one in result.outcomes
                     if isinstance(one, Measured)
                 )
-            return Round(costs_s, time.perf_counter() - began, kernels_s)
+            return Round(costs_s, time.perf_counter() - began, sum(kernels_s.values()))
 
 
 def _measurements(differences: Sequence[float]) -> list[Measurement]:
