@@ -58,7 +58,8 @@ class ClockWatch:
 
     def _read(self) -> None:
         clock_hz, reasons = self._reader.clock_hz(), self._reader.reasons()
-        if clock_hz is not None:
+        # A clock of 0 is what some drivers say where they do not know.
+        if clock_hz is not None and clock_hz > 0:
             self._clocks.append(clock_hz)
         if reasons is not None:
             self._reasons = (self._reasons or set()) | reasons

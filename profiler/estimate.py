@@ -26,6 +26,7 @@ from graph.operators import FLOATING
 from graph.topology import DeviceKind
 from profiler.interpolation import Interpolation
 from profiler.measure import Phase, phases
+from profiler.sampling import PRODUCTS, matrices
 from profiler.updates import is_update, update_bytes, update_flops
 
 Origin = Literal["estimated", "datasheet"]
@@ -198,14 +199,23 @@ class Estimator:
 
 def _family(call: LocalCall, phase: Phase) -> Family:
     """Return what two calls must have in common for one to say something of the other's sizes."""
+    if call.target in PRODUCTS:
+        return (call.target, phase, call.inputs[0].dtype)
     operands = tuple((spec.dtype, len(spec.shape)) for spec in (*call.inputs, *call.outputs))
     gradients = call.gradients if phase == "backward" else ()
     return (call.target, phase, len(call.inputs), operands, gradients)
 
 
 def _sizes(call: LocalCall, phase: Phase) -> tuple[float, ...]:
-    """Return, in doublings, a call's work, the elements of its operands, and their dims."""
+    """Return, in doublings, a call's work, the elements of its operands, and their dims.
+
+    Of a matrix product the matrices' sizes, however many leading dims make up the rows; and how many operands and
+    gradients it has, a few doublings' worth of difference at most.
+    """
     work = work_of(call, phase)
+    if call.target in PRODUCTS:
+        counts = (float(len(call.inputs)), float(sum(call.gradients)) if phase == "backward" else 0.0)
+        return (*(log2(max(1.0, size)) for size in (work.flops, work.size_bytes, *matrices(call))), *counts)
     operands = (*call.inputs, *call.outputs)
     return tuple(
         log2(max(1.0, size))

@@ -115,7 +115,7 @@ def _issue(
     if not len(buffer):
         # A rank that only gives: of a broadcast it is the root, whose tensor is not written to.
         buffer = _packed(parts)
-        if kind is CollectiveKind.REDUCE and buffer.data_ptr() == parts[0].data_ptr():
+        if kind is CollectiveKind.REDUCE and _share_memory(buffer, parts[0]):
             buffer = buffer.clone()
     elif parts:
         buffer.copy_(parts[0].reshape(-1))
@@ -133,11 +133,15 @@ def _issue(
 def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all parts in one flat tensor; nothing is copied where they stand one after the other already."""
     first = parts[0]
-    end = first.data_ptr()
+    end = first.storage_offset()
     for part in parts:
-        if not part.is_contiguous() or part.data_ptr() != end:
+        if not part.is_contiguous() or part.storage_offset() != end or not _share_memory(part, first):
             return torch.cat([part.reshape(-1) for part in parts])
-        end += part.numel() * part.element_size()
-    if end > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
-        return torch.cat([part.reshape(-1) for part in parts])
-    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are views of one storage; tensors without data (`runtime.footprint`) have one too."""
+    same: bool = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same

@@ -94,15 +94,15 @@ class World:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sum of `tensor` over `ranks`, in place; return its work."""
-        return self._collect(dist.all_reduce, tensor, group=_group(ranks))
+        return self._collect(dist.all_reduce, ranks, tensor)
 
     def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start to collect the equal flat `part`s of `ranks`, in their order, in `result`; return the work."""
-        return self._collect(_all_gather, _plain(result), _plain(part), group=_group(ranks))
+        return self._collect(_all_gather, ranks, _plain(result), _plain(part))
 
     def reduce_scatter(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sums over `ranks` of equal slices of flat `parts`; each rank gets that of its place."""
-        return self._collect(_reduce_scatter, result, parts, group=_group(ranks))
+        return self._collect(_reduce_scatter, ranks, result, parts)
 
     def all_to_all(
         self,
@@ -117,22 +117,23 @@ class World:
         words = result.element_size() // plain_result.element_size()
         return self._collect(
             dist.all_to_all_single,
+            ranks,
             plain_result,
             plain_parts,
             [size * words for size in result_sizes],
             [size * words for size in part_sizes],
-            group=_group(ranks),
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Any:
         """Start to copy `root`'s flat `tensor` to all of `ranks`; return the work."""
-        return self._collect(dist.broadcast, _plain(tensor), root, group=_group(ranks))
+        return self._collect(dist.broadcast, ranks, _plain(tensor), root)
 
     def reduce(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Any:
         """Start the sum of `tensor` over `ranks` at `root`; elsewhere `tensor` is spoilt. Return the work."""
-        return self._collect(dist.reduce, tensor, root, group=_group(ranks))
+        return self._collect(dist.reduce, ranks, tensor, root)
 
-    def _collect(self, operation: Callable[..., Any], *arguments: Any, group: Any) -> Any:
+    def _collect(self, operation: Callable[..., Any], ranks: tuple[int, ...], *arguments: Any) -> Any:
+        group = _group(ranks)
         with naming_lost_peers(self.rank):
             return operation(*arguments, group=group, async_op=True)
 

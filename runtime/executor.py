@@ -62,6 +62,16 @@ class Executor(StepRunner):
         self._updated = [self._held[name] for name in self._program.updated]
         self._optimizer_state = initial_state(self._optimizer, self._updated)
 
+    @property
+    def weight_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parts of weights that this rank holds."""
+        return tuple(self._held.values())
+
+    @property
+    def optimizer_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The optimizer's state."""
+        return tuple(tensor for slot in self._optimizer_state.slots for tensor in slot)
+
     def step(self, number: int) -> None:
         """Do one training step: forward, backward, synchronization, update. `number` seeds dropout."""
         self.differentiate(number)

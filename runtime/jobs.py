@@ -17,6 +17,8 @@ from runtime.verify import Verification
 if TYPE_CHECKING:
     import numpy as np
 
+    from runtime.peaks import Peak
+
     Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
 
 
@@ -35,6 +37,7 @@ class Job:
     verify: compare loss and every gradient with the graph on one device (`runtime.checking`), before the run.
     collect: return gradients of the first step, and weights and buffers after the last one.
     recorded: steps after the measured ones whose timeline is recorded (`runtime.recording`).
+    peak: measure in one more step, the last, what memory it takes (`runtime.peaks`).
     """
 
     graph: OperatorGraph
@@ -49,6 +52,7 @@ class Job:
     verify: bool = False
     collect: bool = False
     recorded: int = 0
+    peak: bool = False
 
     @property
     def steps(self) -> int:
@@ -68,7 +72,7 @@ class JobResult:
     rank_times_s: the same by rank and iteration.
     losses: of every step, warm-up included.
     verification: where asked for.
-    peak_bytes: by rank; of the device's allocator on CUDA, of the whole process on a CPU.
+    peaks: what memory a step takes, by rank, where asked for.
     gradients, weights, buffers: whole tensors, where asked for.
     recorded: the timelines of the recorded steps.
     """
@@ -77,7 +81,7 @@ class JobResult:
     rank_times_s: tuple[tuple[float, ...], ...]
     losses: tuple[float, ...]
     verification: Verification | None
-    peak_bytes: tuple[int, ...]
+    peaks: tuple[Peak, ...] = ()
     gradients: Arrays | None = None
     weights: Arrays | None = None
     buffers: Arrays | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from profiler.timers import synchronize, timer_for
 from runtime.checking import collect_gradients, verify_strategy
 from runtime.collecting import collect_buffers, collect_weights
 from runtime.communication import World
-from runtime.executor import Executor
+from runtime.executor import Executor, InitialTensors
 from runtime.jobs import Job, JobResult
 from runtime.models import tensors_of
 from runtime.verify import Verification
@@ -21,6 +20,7 @@ from runtime.watch import beat
 
 if TYPE_CHECKING:
     from runtime.jobs import Arrays
+    from runtime.peaks import Peak
     from runtime.spans import Span
 
 
@@ -47,6 +47,9 @@ class JobRun:
             learning_rate=job.learning_rate,
             device=self._device,
         )
+        if not job.collect:
+            # The rank has its parts: on a CPU the whole module would take memory beside them.
+            self._tensors = InitialTensors({}, {}, {})
 
     def result(self) -> JobResult | None:
         """Execute all steps; return the result on rank 0."""
@@ -65,10 +68,10 @@ class JobRun:
         buffers: Arrays | None = None
         if job.collect:
             weights, buffers = self._collect_state()
-        peak_bytes = self._peak_bytes()
         recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
+        peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
         measured = self._world.gather(
-            (tuple(times[-job.iterations :] if job.iterations else ()), peak_bytes, recorded)
+            (tuple(times[-job.iterations :] if job.iterations else ()), peak, recorded)
         )
         if measured is None:
             return None
@@ -78,7 +81,7 @@ class JobRun:
             rank_times_s=rank_times,
             losses=tuple(losses),
             verification=None if self._verified is None else self._verified.with_run(losses[0]),
-            peak_bytes=tuple(peak for _, peak, _ in measured),
+            peaks=tuple(peak for _, peak, _ in measured if peak is not None),
             gradients=gradients,
             weights=weights,
             buffers=buffers,
@@ -124,13 +127,12 @@ class JobRun:
         buffers = collect_buffers(self._world, self._executor.buffers(), self._tensors.buffers)
         return _arrays(weights), _arrays(buffers)
 
-    def _peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        import resource
+    def _peak_of_step(self, number: int) -> Peak:
+        from runtime.peaks import measure_peak
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        beat(f"in step {number}, whose memory is measured")
+        self._executor.forget_step()
+        return measure_peak(lambda: self._executor.step(number), self._device)
 
 
 def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:

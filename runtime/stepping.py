@@ -134,6 +134,13 @@ class StepRunner:
             state.values[slot] = tensor
         state.renewed.clear()
 
+    def forget_step(self) -> None:
+        """Drop what the last step left and the next one makes anew: gradients, and copies of parts of weights."""
+        for slot, _ in self._program.held.values():
+            self._state.gradients.pop(slot)
+        for slot, _, _, _ in self._refreshed:
+            self._state.values[slot] = None
+
     def loss_tensor(self) -> torch.Tensor:
         """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
         part = self._state.loss

@@ -1,7 +1,8 @@
 """Sums of weight gradients over the devices that hold them: one all-reduce a bucket, overlapped with backward.
 
-The gradients of a bucket are copied into one flat tensor. After the sum, a weight held as one cell keeps its slice of
-the flat tensor as its gradient; others are copied back. The loss is a global mean already, so sums are right.
+The gradients of a bucket are copied into one flat tensor. The gradient of a weight held as one cell is its slice of the
+flat tensor from then on, so that what was copied is gone before the next bucket fills; others are copied back after the
+sum. The loss is a global mean already, so sums are right.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class StartReduction:
                 gradients.append(cell.place.take(gradient))
         if views:
             torch._foreach_copy_(views, gradients)
+        for cell in self.reduction.cells:
+            if cell.place.whole:
+                state.gradients.set(cell.slot, cell.view)
         work = state.world.all_reduce(self.reduction.flat, self.reduction.ranks)
         state.reducing[self.reduction.number] = work
 
@@ -79,9 +83,7 @@ class FinishReduction:
         """Wait, then hand out the sums."""
         state.world.wait(state.reducing.pop(self.reduction.number))
         for cell in self.reduction.cells:
-            if cell.place.whole:
-                state.gradients.set(cell.slot, cell.view)
-            else:
+            if not cell.place.whole:
                 cell.place.put(state.gradients.writable(cell.slot, cell.view), cell.view)
 
 

@@ -50,15 +50,25 @@ class Watch:
     def run(self) -> None:
         """Watch until `stop`."""
         while not self._over.wait(min(LONGEST_TICK_S, self._patience_s / 10)):
-            frame = sys._current_frames().get(self._thread)
-            if frame is None or _waits(frame):
-                self._since = time.monotonic()
-            elif time.monotonic() - self._since > self._patience_s:
-                self._report(
-                    f"has been {self._stage} for more than {self._patience_s:g} s ({_place(frame)}), must go on within "
-                    "--timeout; see what it waits for"
-                )
+            reason = self._silence()
+            if reason is not None:
+                self._report(reason)
                 return
+
+    def _silence(self) -> str | None:
+        """Return what to report, if the watched thread is silent for too long.
+
+        No frame may be kept from one look to the next: it would keep the tensors of its function in memory.
+        """
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or _waits(frame):
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > self._patience_s:
+            return (
+                f"has been {self._stage} for more than {self._patience_s:g} s ({_place(frame)}), must go on within "
+                "--timeout; see what it waits for"
+            )
+        return None
 
     def stop(self) -> None:
         """End the watching."""

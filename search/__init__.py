@@ -10,6 +10,7 @@ Neither torch nor SQL is known here; numba is imported when something is simulat
     search.baselines       data_parallel, single_device, expert, random_strategy
     search.taskgraph       build_task_graph, TaskGraph, TaskKind
     search.simulator       simulate, Simulation, Order
+    search.moves           Moves, MoveShares: what a proposal changes
     search.proposals       Observer, ProposalBatch, encode_configuration, decode_configuration
     search.mcmc            search, SearchOptions, SearchResult
 """

@@ -32,7 +32,7 @@ from search.costs import CostTable
 from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation, outcome
 from search.groups import follow
 from search.links import LinkCosts
-from search.moves import Move, Moves
+from search.moves import Move, Moves, MoveShares
 from search.needed import LocalCalls
 from search.placements import Origin
 from search.proposals import (
@@ -79,6 +79,7 @@ class SearchOptions:
     order: of the simulation. time_limit_s: ends the search early; its result then depends on the machine.
     stop_without_gain: the paper's rule, a chain ends when half of its budget has brought no improvement.
     polish_proposals: greedy proposals from the best strategy after the chains, recorded as one more chain.
+    shares: how often a move is of which kind.
 
     Raises:
         UsageError: a number is out of its range.
@@ -92,6 +93,7 @@ class SearchOptions:
     time_limit_s: float | None = None
     stop_without_gain: bool = False
     polish_proposals: int = 0
+    shares: MoveShares = field(default_factory=MoveShares)
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -178,12 +180,13 @@ class Chain:
         evaluation = self.evaluation
         move = moves.propose(evaluation.configurations, self.rng)
         bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
-        changes = any(evaluation.configurations[index] != one for index, one in move.changed.items())
+        current = evaluation.configurations
+        changes = {index: one for index, one in move.changed.items() if current[index] != one}
         proposed: Outcome | None = self.current
         if changes:
             # Where memory is exceeded, a proposal may be accepted whatever time it takes.
             least_ns = bound_ns if self.current.excess_bytes == 0 else NEVER_NS
-            proposed = evaluation.propose(move.changed, least_ns)
+            proposed = evaluation.propose(changes, least_ns)
         accepted = proposed is not None and accepts(self.current, proposed, bound_ns)
         self.proposals += 1
         if accepted and proposed is not None:
@@ -215,6 +218,7 @@ class Chain:
             simulated_ns,
             bound_ns,
             accepted=accepted,
+            others=move.others,
         )
 
     def checkpoint(self) -> ChainCheckpoint:
@@ -289,7 +293,7 @@ def search(
     for strategy in (*starts, *known, *(one for chain in resumed for one in (chain.current, chain.best))):
         strategy.validate(graph, len(topology.devices))
     builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
-    moves = Moves(graph, len(topology.devices))
+    moves = Moves(graph, len(topology.devices), options.shares)
     chains: list[Chain] = []
     recorder = Recorder(observer, lambda: tuple(chain.checkpoint() for chain in chains))
     interrupted = False

@@ -1,83 +1,226 @@
-"""Moves of the walk: which group changes, and to what.
+"""Moves of the walk: which groups change, and to what.
 
-Most moves give one group a random configuration. Others keep the degrees and move the devices, or copy what a
-like group (the same operator on the same shapes) or a neighbour (along an edge of the graph) does now.
+A move draws a group, something to give to it (mostly a random configuration; its own degrees on other devices; what a
+like group or a neighbour does now), and how far it reaches: that group alone, groups like it at once, the uses of the
+same weight at once, or from neighbour to neighbour as far as the split carries over. Where it reaches further, others
+may also take what the group does already. `MoveShares` says how often each is drawn.
 
-Source: FlexFlow (arXiv:1807.05358) section 6.2 for the first; copying is ours.
+Source: FlexFlow (arXiv:1807.05358) section 6.2 for one operator at random; all else is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 import numpy as np
 
 from graph.axes import tasks
-from graph.operators import OperatorGraph, ValueKind
+from graph.errors import UsageError
+from graph.operators import OperatorGraph
 from graph.strategy import Configuration
 from search.configurations import configured, random_draw
-from search.groups import NO_AXIS, Group, find_groups, follow, inverted, shared_axes, through
+from search.groups import NO_AXIS, find_groups, follow
+from search.kin import like_groups, neighbours, sharing_groups
 from search.placements import Copied, Drawn, Origin, random_placement
-
-# Shares of the kinds of moves; the rest, the larger part, draws a configuration afresh.
-MOVE_DEVICES, COPY_LIKE, COPY_NEIGHBOUR = 0.1, 0.15, 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A group along an edge: for each axis of ours (replica left out) the axis of its head, or NO_AXIS."""
+class MoveShares:
+    """How often a move is of a kind; each between 0 and 1.
 
-    group: int
-    axes: tuple[int, ...]
+    devices, copy_like, copy_neighbour: what the group is given; the rest, the larger part, is drawn afresh.
+    alike, sharing, spread: how far it reaches, over groups like it, uses of its weights, or neighbours; the rest
+    changes the group alone.
+    keep: of moves that reach further, those that give the others what the group does already.
+
+    Raises:
+        UsageError: a share, or a sum of shares that exclude each other, is not between 0 and 1.
+    """
+
+    devices: float = 0.1
+    copy_like: float = 0.15
+    copy_neighbour: float = 0.15
+    alike: float = 0.25
+    sharing: float = 0.15
+    spread: float = 0.25
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        shares = {field.name: getattr(self, field.name) for field in fields(self)}
+        shares["devices, copy_like and copy_neighbour"] = self.devices + self.copy_like + self.copy_neighbour
+        shares["alike, sharing and spread"] = self.alike + self.sharing + self.spread
+        for name, share in shares.items():
+            if not 0 <= share <= 1 + 1e-9:
+                raise UsageError(
+                    f"moves: share of {name} is {share:g}, must be between 0 and 1; choose others"
+                )
+
+
+ONE_GROUP = MoveShares(devices=0.1, copy_like=0.15, copy_neighbour=0.15, alike=0.0, sharing=0.0, spread=0.0)
+"""The moves of searches that were begun before there were any that reach further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a move gives to some groups, alike: their heads, the configuration of these, and whence."""
+
+    heads: tuple[int, ...]
+    configuration: Configuration
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A group's head, the configurations that the move gives to all operators of the group, and whence."""
+    """A group's head, its configuration, those that the move gives to all operators that change, and whence.
+
+    others: what further groups are given. A copy is of what its source does after the parts that come before.
+    """
 
     head: int
     configuration: Configuration
     changed: Mapping[int, Configuration]
     origin: Origin
+    others: tuple[Part, ...] = ()
 
 
 class Moves:
     """Draws moves for one graph and a number of devices."""
 
-    def __init__(self, graph: OperatorGraph, device_count: int) -> None:
+    def __init__(self, graph: OperatorGraph, device_count: int, shares: MoveShares | None = None) -> None:
         self.graph = graph
         self.device_count = device_count
+        self.shares = shares if shares is not None else MoveShares()
         self.groups = find_groups(graph)
-        self._like = _like_groups(graph, self.groups)
-        self._neighbours = _neighbours(graph, self.groups)
+        self._group_of = {group.head: group for group in self.groups}
+        self._operators_of = {group.head: group.operators for group in self.groups}
+        shapes: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._shape_of = {
+            group.head: shapes.setdefault(tuple(member.axes for member in group.members), len(shapes))
+            for group in self.groups
+        }
+        self._like = like_groups(graph, self.groups)
+        self._sharing = sharing_groups(graph, self.groups)
+        self._read_by_head = neighbours(graph, self.groups, of_heads=True)
+        self._neighbours = neighbours(graph, self.groups)
 
     def propose(self, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
         """Return a random move from the current configurations of all operators."""
         place = int(rng.integers(len(self.groups)))
-        group = self.groups[place]
+        shares = self.shares
+        # Without moves that reach further nothing is drawn for them: older searches go on as they would have.
+        reach = rng.random() if shares.alike + shares.sharing + shares.spread else 1.0
+        if reach < shares.alike:
+            others = self._some(self._like[place], place, rng)
+            return self._to_all(place, others, configurations, rng)
+        if reach < shares.alike + shares.sharing:
+            return self._to_all(place, self._sharing[place], configurations, rng)
+        if reach < shares.alike + shares.sharing + shares.spread:
+            return self._spread(place, configurations, rng)
+        return self._move(self._chosen(place, configurations, rng))
+
+    def _chosen(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Part:
+        """Return something to give to a group."""
+        head, shares = self.groups[place].head, self.shares
         kind = rng.random()
-        current = configurations[group.head]
+        current = configurations[head]
         chosen: Configuration | None = None
         origin: Origin | None = None
-        if kind < MOVE_DEVICES:
+        if kind < shares.devices:
             drawn = Drawn(current.degrees, random_placement(self.device_count, rng))
             # Two tasks of a given start may share a device, and more than all devices have no distinct ones.
             if tasks(current.degrees) <= self.device_count:
                 chosen, origin = configured(drawn, self.device_count), drawn
-        elif kind < MOVE_DEVICES + COPY_LIKE and self._like[place]:
-            other = self._like[place][int(rng.integers(len(self._like[place])))]
-            head = self.groups[other].head
-            chosen, origin = configurations[head], Copied(head, None)
-        elif kind < MOVE_DEVICES + COPY_LIKE + COPY_NEIGHBOUR and self._neighbours[place]:
-            neighbour = self._neighbours[place][int(rng.integers(len(self._neighbours[place])))]
-            head = self.groups[neighbour.group].head
-            chosen, origin = copied(neighbour.axes, configurations[head]), Copied(head, neighbour.axes)
+        elif kind < shares.devices + shares.copy_like and len(self._like[place]) > 1:
+            like = self._like[place]
+            drawn_place = int(rng.integers(len(like) - 1))
+            source = self.groups[like[drawn_place + (drawn_place >= like.index(place))]].head
+            chosen, origin = configurations[source], Copied(source, None)
+        elif kind < shares.devices + shares.copy_like + shares.copy_neighbour and self._read_by_head[place]:
+            near = self._read_by_head[place]
+            neighbour = near[int(rng.integers(len(near)))]
+            source = self.groups[neighbour.group].head
+            chosen, origin = copied(neighbour.axes, configurations[source]), Copied(source, neighbour.axes)
         if chosen is None or origin is None or chosen == current:
-            origin = random_draw(self.graph.operators[group.head], self.device_count, rng)
+            origin = random_draw(self.graph.operators[head], self.device_count, rng)
             chosen = configured(origin, self.device_count)
-        return Move(group.head, chosen, follow(group, chosen), origin)
+        return Part((head,), chosen, origin)
+
+    def _given(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Part:
+        """Return what a group that others are to follow is given: what it has, or something else."""
+        if rng.random() < self.shares.keep:
+            head = self.groups[place].head
+            return Part((head,), configurations[head], Copied(head, None))
+        return self._chosen(place, configurations, rng)
+
+    def _some(self, places: Sequence[int], place: int, rng: np.random.Generator) -> Sequence[int]:
+        """Return all of these places, or as many neighbours in their order, one's own among them."""
+        if len(places) <= 2 or rng.random() < 0.5:
+            return places
+        count = _some_number(len(places), rng)
+        mine = places.index(place)
+        first = int(rng.integers(max(0, mine - count + 1), min(mine, len(places) - count) + 1))
+        return places[first : first + count]
+
+    def _to_all(
+        self,
+        place: int,
+        others: Sequence[int],
+        configurations: Sequence[Configuration],
+        rng: np.random.Generator,
+    ) -> Move:
+        """Give like groups one configuration."""
+        if len(others) == 1:
+            return self._move(self._chosen(place, configurations, rng))
+        given = self._given(place, configurations, rng)
+        heads = tuple(self.groups[other].head for other in others if other != place)
+        return self._move(given, Part(heads, given.configuration, Copied(given.heads[0], None)))
+
+    def _spread(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
+        """Give a group something, and its neighbours and theirs the same, where all of the split carries over."""
+        given = self._given(place, configurations, rng)
+        wanted = _some_number(len(self.groups), rng)
+        parts = {place: given}
+        count = tasks(given.configuration.degrees)
+        border = [(place, neighbour) for neighbour in self._neighbours[place]]
+        while border and len(parts) < wanted:
+            drawn = int(rng.integers(len(border)))
+            border[drawn], border[-1] = border[-1], border[drawn]
+            source, neighbour = border.pop()
+            if neighbour.group in parts:
+                continue
+            part = self._along(parts[source], source, neighbour.group, count)
+            if part is not None:
+                parts[neighbour.group] = part
+                border += [(neighbour.group, other) for other in self._neighbours[neighbour.group]]
+        return self._move(*parts.values())
+
+    def _along(self, part: Part, source: int, target: int, count: int) -> Part | None:
+        """Return a copy of a part for a neighbour of its group, or None where none has so many tasks."""
+        for back in self._neighbours[target]:
+            if back.group == source:
+                copy = copied(back.axes, part.configuration)
+                if tasks(copy.degrees) == count:
+                    return Part((self.groups[target].head,), copy, Copied(part.heads[0], back.axes))
+        return None
+
+    def _move(self, first: Part, *others: Part) -> Move:
+        changed: dict[int, Configuration] = {}
+        # Members that follow their heads alike are given the same: of forty steps one is worked out.
+        given: dict[tuple[int, Configuration], tuple[Configuration, ...]] = {}
+        for part in (first, *others):
+            for head in part.heads:
+                group, key = self._group_of[head], (self._shape_of[head], part.configuration)
+                if key not in given:
+                    given[key] = tuple(follow(group, part.configuration).values())
+                changed.update(zip(self._operators_of[head], given[key], strict=True))
+        return Move(first.heads[0], first.configuration, changed, first.origin, others)
+
+
+def _some_number(most: int, rng: np.random.Generator) -> int:
+    """Return a number from 2 to `most`, small ones more often: its logarithm is uniform."""
+    return min(most, int(2 ** (1 + rng.random() * np.log2(most))) if most > 2 else most)
 
 
 def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:
@@ -90,38 +233,3 @@ def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:
             sources = [task + part * strides[axis] for task in sources for part in range(degrees[axis])]
     mine = tuple(degrees[axis] if axis != NO_AXIS else 1 for axis in axes)
     return Configuration((*mine, 1), tuple(configuration.devices[task] for task in sources))
-
-
-def _like_groups(graph: OperatorGraph, groups: Sequence[Group]) -> list[list[int]]:
-    """Return, for each group, the others whose heads are the same operator on the same shapes."""
-    alike: dict[str, list[int]] = {}
-    keys = []
-    for place, group in enumerate(groups):
-        head = graph.operators[group.head]
-        key = repr((head.target, head.arguments, graph.input_specs(head), head.space))
-        keys.append(key)
-        alike.setdefault(key, []).append(place)
-    return [[other for other in alike[key] if other != place] for place, key in enumerate(keys)]
-
-
-def _neighbours(graph: OperatorGraph, groups: Sequence[Group]) -> list[list[Neighbour]]:
-    """Return, for each group, those whose values its head reads or whose heads read its values."""
-    place_of = {index: place for place, group in enumerate(groups) for index in group.operators}
-    followed = {
-        group.head: tuple(range(len(graph.operators[group.head].space.axes) - 1)) for group in groups
-    } | {member.operator: member.axes for group in groups for member in group.members}
-    found: list[dict[Neighbour, None]] = [{} for _ in groups]
-    for place, group in enumerate(groups):
-        head = graph.operators[group.head]
-        for slot, name in enumerate(head.inputs):
-            if graph.value_by_name[name].kind is not ValueKind.OPERATOR:
-                continue
-            producer, _ = graph.producer[name]
-            other = place_of[producer]
-            axes = through(shared_axes(graph, name, head, slot), followed[producer])
-            if other == place or all(axis == NO_AXIS for axis in axes):
-                continue
-            found[place][Neighbour(other, axes)] = None
-            back = inverted(axes, len(graph.operators[groups[other].head].space.axes) - 1)
-            found[other][Neighbour(place, back)] = None
-    return [list(neighbours) for neighbours in found]

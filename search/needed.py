@@ -31,9 +31,16 @@ def needed_calls(
 
     In the order in which they are first met: operator by operator, baselines first.
     """
+    from graph.rules import operator_class
+
     calls_of = local_calls if local_calls is not None else rule_calls()
     found: dict[str, LocalCall] = {}
+    met: set[tuple[int, Degrees]] = set()
     for operator, degrees in _degrees(graph, device_count):
+        # Equal layers have equal calls: of a transformer's 24 one is listed.
+        if (operator_class(graph, operator), degrees) in met:
+            continue
+        met.add((operator_class(graph, operator), degrees))
         for call in calls_of(graph, operator, degrees):
             found.setdefault(call.digest, call)
     return list(found.values())

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from graph.strategy import Configuration, Strategy
+from search.moves import Part
 from search.placements import Origin
 
 BATCH = 1024
@@ -30,6 +31,7 @@ class ProposalBatch:
     origin: what it was drawn or copied from. simulated_ns: -1 where a device's memory is exceeded, -2 where the
     simulation was stopped at the bound. bound_ns: the makespan up to which it was accepted (of two strategies
     that exceed memory differently, that which exceeds less is).
+    others: what proposals that changed more than one group gave to the further ones, by place in the batch.
     checkpoint: the chains after the last of these proposals, None in the last batch of an interrupted search.
     """
 
@@ -42,6 +44,7 @@ class ProposalBatch:
     bound_ns: np.ndarray[Any, np.dtype[np.int64]]
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
     checkpoint: tuple[ChainCheckpoint, ...] | None = None
+    others: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.configurations)
@@ -139,6 +142,7 @@ class Recorder:
     proposals: int = 0
     accepted: int = 0
     _rows: list[tuple[int, int, int, Configuration, Origin, int, int, bool]] = field(default_factory=list)
+    _others: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     _flushed_at: float = field(default_factory=time.monotonic)
 
     def add(
@@ -152,12 +156,16 @@ class Recorder:
         bound_ns: int,
         *,
         accepted: bool,
+        others: tuple[Part, ...] = (),
     ) -> None:
         """Record one proposal; to be called when all of it is done, since a checkpoint may be made here."""
         self.proposals += 1
         self.accepted += accepted
         if self.observer is None:
             return
+        # Before the row: what an interrupt leaves here without its row is read by nobody.
+        if others:
+            self._others[len(self._rows)] = others
         self._rows.append((chain, step, operator, configuration, origin, simulated_ns, bound_ns, accepted))
         if len(self._rows) >= BATCH or time.monotonic() - self._flushed_at >= BATCH_S:
             self._hand_over(self.checkpoint() if self.checkpoint is not None else None)
@@ -172,6 +180,7 @@ class Recorder:
         # An interrupt may come anywhere: half a batch would leave a hole in the record.
         with undisturbed():
             rows, self._rows = self._rows, []
+            others, self._others = self._others, {}
             self._flushed_at = time.monotonic()
             chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted = zip(
                 *rows, strict=True
@@ -187,6 +196,7 @@ class Recorder:
                     np.array(bound_ns, np.int64),
                     np.array(accepted, np.bool_),
                     checkpoint,
+                    others,
                 )
             )
 

@@ -14,7 +14,8 @@ Source: FlexFlow (arXiv:1807.05358), Algorithm 1; contention is ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ from search.needed import LocalCalls
 from search.taskgraph import COMPUTE_KINDS, TaskGraph, build_task_graph
 
 Order = Literal["program", "fifo"]
+# What peak memory rests on: the sum that the search keeps, or a walk through the devices' programs.
+Account = Literal["sum", "walk"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -43,8 +46,9 @@ class Simulation:
 
     Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is
     alive: weights (with gradient and optimizer state where they are trained), buffers and inputs that its tasks
-    read; the outputs of all its tasks that have a backward (views take none); and the assemblies that carry a
-    gradient and are not just one local task's output.
+    read; what its tasks keep for their backward (`search.kept`); and the assemblies that carry a gradient and are not
+    just one local task's output. It is a sum, quick to bring up to date in the search's loop; what a program takes in
+    truth, `app.services.footprints` finds.
     """
 
     tasks: TaskGraph
@@ -53,6 +57,7 @@ class Simulation:
     start_ns: IntArray
     end_ns: IntArray
     cause: IntArray
+    account: Account = "sum"
 
     @property
     def step_time_s(self) -> float:
@@ -126,6 +131,20 @@ class Simulation:
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """Peak bytes of each device."""
         return tuple(self.tasks.peak_memory_D.tolist())
+
+    def with_peaks(self, peak_bytes: Sequence[int]) -> Simulation:
+        """Return the same simulation with peak memory that is better known, one entry a device."""
+        known = np.array(peak_bytes, np.int64)
+        return replace(self, tasks=replace(self.tasks, peak_memory_D=known), account="walk")
+
+    @cached_property
+    def fullness(self) -> float:
+        """The largest part of its memory that a device needs."""
+        topology = self.tasks.topology
+        return max(
+            needed / topology.kind_of(device).memory_bytes
+            for device, needed in enumerate(self.peak_memory_bytes)
+        )
 
     @cached_property
     def infeasible_devices(self) -> tuple[int, ...]:

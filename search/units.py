@@ -30,7 +30,7 @@ from search.arrays import (
     static_values,
 )
 from search.costs import CostTable
-from search.groups import is_view
+from search.kept import kept_bytes, kept_outputs
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
 from search.regions import IntArray, Regions
@@ -138,6 +138,7 @@ class UnitStore:
         """Number the classes of operators, values and static tensors: equal numbers, equal units."""
         graph = self.graph
         numbers: dict[object, int] = {}
+        self._kept = kept_outputs(graph)
 
         def number(key: object) -> int:
             return numbers.setdefault(key, len(numbers))
@@ -154,6 +155,7 @@ class UnitStore:
                         graph.has_backward(operator),
                         operator.space,
                         graph.summed_slots[index],
+                        self._kept[index],
                     )
                 )
             )
@@ -230,7 +232,7 @@ class UnitStore:
         return self._place(key, np.concatenate([header, words.reshape(-1)]))
 
     def _costs(self, index: int, degrees: Degrees, kind: str) -> IntArray:
-        """Return forward ns, backward ns, output bytes and origin of every task (rows)."""
+        """Return forward ns, backward ns, bytes kept for the backward and origin of every task (rows)."""
         if degrees[-1] > 1:
             return np.repeat(self._costs(index, (*degrees[:-1], 1), kind), degrees[-1], axis=0)
         key = (self.operator_class[index], degrees, kind)
@@ -240,13 +242,13 @@ class UnitStore:
             calls = self._local_calls(self.graph, operator, degrees)
             keys, distinct = _distinct(calls)
             by_call = dict(zip(distinct, self.costs.costs(list(distinct.values()), kind), strict=True))
-            view = is_view(operator)
+            kept = self._kept[index]
             summed = self.graph.summed_slots[index]
             rows = {
                 key: (
                     by_call[key].forward_ns,
                     self.costs.backward_ns(by_call[key], call, summed, kind),
-                    0 if view else sum(spec.size_bytes for spec in call.outputs),
+                    kept_bytes(kept, call),
                     by_call[key].origin,
                 )
                 for key, call in distinct.items()

@@ -25,6 +25,9 @@ class Accuracy:
     model: str
     topology: str
     batch_size: int
+    precision: str
+    optimizer: str
+    batch_norm: str
     strategies: int
     mean_error: float
     median_error: float
@@ -46,13 +49,14 @@ WITH both_known AS (
     SELECT * FROM {pairs} WHERE predicted_s IS NOT NULL AND measured_median_s IS NOT NULL
 ),
 errors AS (
-    SELECT model, topology, batch_size, graph_id, topology_id, training_id, count(*) AS strategies,
+    SELECT model, topology, batch_size, precision, optimizer, batch_norm, graph_id, topology_id, training_id,
+           count(*) AS strategies,
            avg(abs(relative_error)) AS mean_error, median(abs(relative_error)) AS median_error,
            quantile_cont(abs(relative_error), 0.95) AS p95_error, max(abs(relative_error)) AS worst_error,
            avg(relative_error) AS bias, median(measured_noise_s / measured_median_s) AS noise,
            arg_min(measured_median_s, (predicted_s, strategy_id)) / min(measured_median_s) - 1 AS loss_of_choice
     FROM both_known
-    GROUP BY model, topology, batch_size, graph_id, topology_id, training_id
+    GROUP BY model, topology, batch_size, precision, optimizer, batch_norm, graph_id, topology_id, training_id
 ),
 ordered AS (
     SELECT one.graph_id, one.topology_id, one.training_id,
@@ -68,8 +72,8 @@ counted AS (
     FROM ordered
     GROUP BY graph_id, topology_id, training_id
 )
-SELECT model, topology, batch_size, strategies, mean_error, median_error, p95_error, worst_error, bias, noise,
-       coalesce(pairs, 0) AS pairs, coalesce(agreeing_pairs, 0) AS agreeing_pairs,
+SELECT model, topology, batch_size, precision, optimizer, batch_norm, strategies, mean_error, median_error,
+       p95_error, worst_error, bias, noise, coalesce(pairs, 0) AS pairs, coalesce(agreeing_pairs, 0) AS agreeing_pairs,
        coalesce(opposite_pairs, 0) AS opposite_pairs,
        (agreeing_pairs - opposite_pairs)::DOUBLE / pairs AS kendall_tau, loss_of_choice,
        graph_id, topology_id, training_id

@@ -21,6 +21,9 @@ _STRATEGY = "digest of the strategy"
 _SOURCE = "where it came from: data-parallel, single-device, expert, search or import"
 _TOPOLOGY = "name of the topology"
 _BATCH = "samples a step, over all devices"
+_PRECISION = "number format"
+_OPTIMIZER = "sgd, momentum or adam"
+_BATCH_NORM = "synchronized (statistics of the whole batch) or local (of each part)"
 _ENVIRONMENT = "fingerprint of hardware and software, see environments"
 _KIND = "name of the device kind"
 _SAMPLES = "all raw samples, as a JSON list"
@@ -141,8 +144,9 @@ CATALOG: dict[str, ViewText] = {
             "id": "number of the row",
             "digest": "digest of the training",
             "batch_size": _BATCH,
-            "precision": "number format",
-            "optimizer": "sgd, momentum or adam",
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "document": "all of it, as JSON",
         },
     ),
@@ -153,6 +157,9 @@ CATALOG: dict[str, ViewText] = {
             "model": _MODEL,
             "topology": _TOPOLOGY,
             "batch_size": _BATCH,
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "algorithm": "mcmc, ...",
             "seed": "seed of its random numbers",
             "options": "its options, as JSON",
@@ -195,6 +202,9 @@ CATALOG: dict[str, ViewText] = {
             "source": _SOURCE,
             "topology": _TOPOLOGY,
             "batch_size": _BATCH,
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "task_order": _ORDER,
             "step_time_s": "predicted time of one step",
             "throughput_samples_per_s": "batch_size / step_time_s",
@@ -203,7 +213,7 @@ CATALOG: dict[str, ViewText] = {
             "datasheet_share": _DATASHEET_SHARE,
             "compute_s": "computation, summed over the devices",
             "communication_bytes": "bytes moved in one step",
-            "peak_bytes": "peak memory of each device, as a JSON list",
+            "peak_bytes": "predicted peak memory of each device, as a JSON list",
             "feasible": _FEASIBLE,
             "cost_digest": "digest of the costs that the prediction rests on",
             "created_at": _CREATED_AT,
@@ -222,6 +232,9 @@ CATALOG: dict[str, ViewText] = {
             "source": _SOURCE,
             "topology": _TOPOLOGY,
             "batch_size": _BATCH,
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "status": "running, finished, interrupted or failed",
             "iterations": "steps that were timed",
             "minimum_s": "fastest step",
@@ -231,6 +244,8 @@ CATALOG: dict[str, ViewText] = {
             "step_times_s": "all steps, as a JSON list",
             "failure": "why it failed",
             "largest_deviation": "largest relative difference to one device; NULL if it was not verified",
+            "peak_bytes": "what the tensors of a step take on each device at most, as a JSON list; NULL: not measured",
+            "process_bytes": "what each device's process has held at most, as a JSON list; NULL: not measured",
             "environment": _ENVIRONMENT,
             "created_at": "when it began",
             "finished_at": "when it ended",
@@ -251,7 +266,7 @@ CATALOG: dict[str, ViewText] = {
         },
     ),
     "proposals": ViewText(
-        "one proposal of a search: another configuration of one operator",
+        "one proposal of a search: other configurations of one or more operators, and of those that follow them",
         {
             "search": _SEARCH,
             "chain": "number of the chain",
@@ -261,6 +276,8 @@ CATALOG: dict[str, ViewText] = {
             "simulated_ns": "simulated step time; NULL where the simulation was cut",
             "bound_ns": "bound at which it was cut, because that sufficed to reject; NULL beside NULL: out of memory",
             "accepted": "whether the chain went there",
+            "other_operators": "positions of further operators that it changes; NULL: none, or an older search",
+            "other_configurations": "codes of what was proposed for these, in the same order",
         },
     ),
     "proposal_devices": ViewText(
@@ -306,6 +323,9 @@ CATALOG: dict[str, ViewText] = {
             "source": _SOURCE,
             "topology": _TOPOLOGY,
             "batch_size": _BATCH,
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "predicted_s": "predicted time of one step (in program order, where there is one)",
             "measured_median_s": "median step of the newest finished run",
             "measured_minimum_s": "its fastest step",
@@ -336,6 +356,9 @@ CATALOG: dict[str, ViewText] = {
             "model": _MODEL,
             "topology": _TOPOLOGY,
             "batch_size": _BATCH,
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "strategies": "strategies with a prediction and a finished run",
             "mean_error": "mean of |predicted - measured median| / measured median",
             "median_error": "median of the same",
@@ -359,6 +382,9 @@ CATALOG: dict[str, ViewText] = {
             "model": _MODEL,
             "topology": _TOPOLOGY,
             "batch_size": _BATCH,
+            "precision": _PRECISION,
+            "optimizer": _OPTIMIZER,
+            "batch_norm": _BATCH_NORM,
             "best_predicted_strategy": "digest of the feasible strategy of the lowest prediction",
             "best_predicted_s": "its predicted step",
             "predicted_speedup": "the largest predicted speed-up over data parallelism",

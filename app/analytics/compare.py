@@ -27,6 +27,9 @@ class ComparisonRow:
     model: str
     topology: str
     batch_size: int
+    precision: str
+    optimizer: str
+    batch_norm: str
     strategy: str
     source: str
     device_count: int
@@ -80,14 +83,14 @@ WHERE ($model::VARCHAR IS NULL OR model = $model)
 _ROWS = f"""
 SELECT {", ".join(_NAMES)}
 FROM ({_CHOSEN})
-ORDER BY model, topology, batch_size, training_id, graph_id,
+ORDER BY model, topology, batch_size, precision, optimizer, batch_norm, training_id, graph_id,
          measured_median_s NULLS LAST, predicted_s NULLS LAST, strategy
 """
 _ACCURACY = f"""
 WITH chosen AS MATERIALIZED ({_CHOSEN})
 SELECT {", ".join(_ACCURACY_NAMES)}
 FROM ({accuracy_query("chosen")})
-ORDER BY model, topology, batch_size, training_id, graph_id
+ORDER BY model, topology, batch_size, precision, optimizer, batch_norm, training_id, graph_id
 """
 
 
@@ -96,7 +99,7 @@ def compare(
 ) -> Comparison:
     """Return predicted and measured step times of all strategies, or of one model, topology name or search.
 
-    Rows come by model, topology and batch size, the fastest measured first, then the fastest predicted.
+    Rows come by model, topology and training, the fastest measured first, then the fastest predicted.
 
     Raises:
         UsageError: there is no such search.

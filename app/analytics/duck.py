@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
 from app.db.engine import Database
 from app.db.records import TraceRecord
+from app.db.rows import ADDED_COLUMNS
 from app.db.store import Store
 from graph.errors import DatabaseError
 
@@ -153,12 +155,36 @@ def _create_trace_view(
 ) -> None:
     columns = TRACE_COLUMNS[kind]
     if files:
-        listed = ", ".join(_quoted(str(file)) for file in files)
-        query = f"SELECT {', '.join(columns)} FROM read_parquet([{listed}])"
+        older = _older(connection, kind, files)
+        newer = [file for file in files if str(file) not in older]
+        parts = []
+        if newer:
+            parts.append(f"SELECT {', '.join(columns)} FROM read_parquet({_listed(newer)})")
+        if older:
+            added = {column: f"NULL::{columns[column]} AS {column}" for column in ADDED_COLUMNS[kind]}
+            there = ", ".join(added.get(column, column) for column in columns)
+            parts.append(f"SELECT {there} FROM read_parquet({_listed(sorted(older))})")
+        query = " UNION ALL ".join(parts)
     else:
         nothing = ", ".join(f"NULL::{type_} AS {column}" for column, type_ in columns.items())
         query = f"SELECT {nothing} WHERE false"
     connection.execute(f"CREATE VIEW {name} AS {query}")
+
+
+def _older(connection: duckdb.DuckDBPyConnection, kind: str, files: list[Path]) -> set[str]:
+    """Return those of the files that lack columns that came later."""
+    if kind not in ADDED_COLUMNS:
+        return set()
+    column = ADDED_COLUMNS[kind][0]
+    found = connection.execute(
+        f"SELECT file_name FROM parquet_schema({_listed(files)}) GROUP BY file_name "
+        f"HAVING NOT bool_or(name = '{column}')"
+    ).fetchall()
+    return {name for (name,) in found}
+
+
+def _listed(files: Iterable[Path | str]) -> str:
+    return f"[{', '.join(_quoted(str(file)) for file in files)}]"
 
 
 def _has_columns(file: Path, kind: str) -> bool:
@@ -166,7 +192,8 @@ def _has_columns(file: Path, kind: str) -> bool:
     from pyarrow import parquet
 
     try:
-        return set(TRACE_COLUMNS[kind]) <= set(parquet.read_schema(file).names)
+        required = set(TRACE_COLUMNS[kind]) - set(ADDED_COLUMNS.get(kind, ()))
+        return required <= set(parquet.read_schema(file).names)
     except (pa.ArrowException, OSError):
         return False
 

@@ -15,6 +15,8 @@ TRACE_COLUMNS: dict[str, dict[str, str]] = {
         "simulated_ns": "BIGINT",
         "bound_ns": "BIGINT",
         "accepted": "BOOLEAN",
+        "other_operators": "INTEGER[]",
+        "other_configurations": "BIGINT[]",
     },
     "configurations": {
         "search": "INTEGER",
@@ -93,10 +95,13 @@ SELECT topology.id, topology.name AS topology, topology.digest, topology.device_
 FROM store.topologies AS topology
 """
 
-_TRAININGS = """
-SELECT training.id, training.digest, training.batch_size,
-       json_extract_string(training.document, '$.precision') AS precision,
-       json_extract_string(training.document, '$.optimizer') AS optimizer, training.document
+# What is said of a training wherever one is.
+_OF_TRAINING = """training.batch_size, json_extract_string(training.document, '$.precision') AS precision,
+       json_extract_string(training.document, '$.optimizer') AS optimizer,
+       json_extract_string(training.document, '$.batch_norm') AS batch_norm"""
+
+_TRAININGS = f"""
+SELECT training.id, training.digest, {_OF_TRAINING}, training.document
 FROM store.trainings AS training
 """
 
@@ -111,10 +116,11 @@ SELECT environment.id, environment.fingerprint AS environment,
 FROM store.environments AS environment
 """
 
-_SEARCHES = """
-SELECT search.id, graph.name AS model, topology.name AS topology, training.batch_size, search.algorithm,
-       search.seed, search.options, search.status, search.proposals, search.accepted, search.initial_time_s,
-       search.best_time_s, search.initial_time_s / search.best_time_s AS gain, search.lower_bound_s,
+_SEARCHES = f"""
+SELECT search.id, graph.name AS model, topology.name AS topology, {_OF_TRAINING},
+       search.algorithm, search.seed, search.options, search.status, search.proposals, search.accepted,
+       search.initial_time_s, search.best_time_s, search.initial_time_s / search.best_time_s AS gain,
+       search.lower_bound_s,
        search.best_time_s / search.lower_bound_s - 1 AS gap, best.digest AS best_strategy,
        search.started_at, search.finished_at, search.graph_id, search.topology_id, search.training_id,
        search.best_strategy_id
@@ -133,8 +139,8 @@ JOIN store.graphs AS graph ON graph.id = strategy.graph_id
 """
 
 # What simulations and executions share: the names behind their numbers.
-_RUN_NAMES = """graph.name AS model, strategy.digest AS strategy, strategy.source, topology.name AS topology,
-       training.batch_size"""
+_RUN_NAMES = f"""graph.name AS model, strategy.digest AS strategy, strategy.source, topology.name AS topology,
+       {_OF_TRAINING}"""
 _RUN_JOINS = """
 JOIN store.strategies AS strategy ON strategy.id = run.strategy_id
 JOIN store.graphs AS graph ON graph.id = strategy.graph_id
@@ -154,6 +160,7 @@ FROM store.simulations AS run {_RUN_JOINS}
 _EXECUTIONS = f"""
 SELECT run.id, {_RUN_NAMES}, run.status, run.iterations, run.minimum_s, run.median_s, run.mean_s,
        run.throughput_samples_per_s, run.step_times_s, run.failure, run.largest_deviation,
+       run.peak_bytes, run.process_bytes,
        environment.fingerprint AS environment, run.created_at, run.finished_at, run.strategy_id,
        run.topology_id, run.training_id
 FROM store.executions AS run {_RUN_JOINS}
@@ -219,7 +226,7 @@ WINDOW alike AS (PARTITION BY strategy.graph_id, run.topology_id, run.training_i
 
 # One row a graph, topology and training: the fastest strategy by prediction, and the one by measurement.
 _BEST_PER_MODEL = """
-SELECT model, topology, batch_size,
+SELECT model, topology, batch_size, precision, optimizer, batch_norm,
        arg_min(strategy, predicted_s) FILTER (feasible) AS best_predicted_strategy,
        min(predicted_s) FILTER (feasible) AS best_predicted_s,
        max(predicted_speedup) FILTER (feasible) AS predicted_speedup,
@@ -228,7 +235,7 @@ SELECT model, topology, batch_size,
        max(measured_speedup) AS measured_speedup,
        count(*) AS strategies, graph_id, topology_id, training_id
 FROM predicted_vs_measured
-GROUP BY model, topology, batch_size, graph_id, topology_id, training_id
+GROUP BY model, topology, batch_size, precision, optimizer, batch_norm, graph_id, topology_id, training_id
 """
 
 VIEWS = {

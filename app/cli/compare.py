@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,44 +91,41 @@ def _print_attribution(execution: int, database: str | None, shown: int, *, as_j
 def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     from app.cli.output import milliseconds, percent, print_lines, print_table
 
-    print_table(
-        [
-            "model",
-            "topology",
-            "batch",
-            "strategy",
-            "source",
-            "predicted",
-            "measured",
-            "noise",
-            "error",
-            "samples/s",
-            "speedup",
-            "runs",
-        ],
-        [
+    # A table for what can be compared with each other: one of all would be wider than terminals.
+    for title, alike in groupby(rows, _title):
+        print_table(
+            ["strategy", "source", "predicted", "measured", "noise", "error", "samples/s", "speedup", "runs"],
             [
-                row.model,
-                row.topology,
-                row.batch_size,
-                row.strategy[:12],
-                row.source,
-                milliseconds(row.predicted_s),
-                milliseconds(row.measured_median_s),
-                milliseconds(row.measured_noise_s),
-                percent(row.relative_error),
-                _both(row.predicted_throughput_samples_per_s, row.measured_throughput_samples_per_s),
-                _both(row.predicted_speedup, row.measured_speedup),
-                row.executions,
-            ]
-            for row in rows
-        ],
-    )
+                [
+                    row.strategy[:12],
+                    row.source,
+                    milliseconds(row.predicted_s),
+                    milliseconds(row.measured_median_s),
+                    milliseconds(row.measured_noise_s),
+                    percent(row.relative_error),
+                    _both(row.predicted_throughput_samples_per_s, row.measured_throughput_samples_per_s),
+                    _both(row.predicted_speedup, row.measured_speedup),
+                    row.executions,
+                ]
+                for row in alike
+            ],
+            title=title,
+        )
     print_lines(
         "measured: median step of the newest run; noise: what repeating moves it by;",
         "error: (predicted - measured) / measured; samples/s and speedup: predicted / measured;",
-        "speedup is over data parallelism on the same model, topology and batch size.",
+        "speedup is over data parallelism on the same model, topology and training.",
     )
+
+
+def _title(row: ComparisonRow) -> str:
+    return f"{row.model} on {row.topology}, batch size {_training(row)}"
+
+
+def _training(row: ComparisonRow | Accuracy) -> str:
+    """Return what a step is beside its network: "64, float32, sgd"; the usual batch norm goes without saying."""
+    usual = row.batch_norm == "synchronized"
+    return f"{row.batch_size}, {row.precision}, {row.optimizer}{'' if usual else f', {row.batch_norm} batch norm'}"
 
 
 def _both(predicted: float | None, measured: float | None) -> str:
@@ -141,13 +139,13 @@ def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
     from app.cli.output import percent, print_lines, print_table, ratio
 
     print_table(
-        ["model", "topology", "batch", "strategies", "mean", "median", "95 %", "worst", "bias", "noise", "tau",
-         "pairs", "choice"],
+        ["model", "topology", "batch, training", "strategies", "mean", "median", "95 %", "worst", "bias", "noise",
+         "tau", "pairs", "choice"],
         [
             [
                 one.model,
                 one.topology,
-                one.batch_size,
+                _training(one),
                 one.strategies,
                 percent(one.mean_error),
                 percent(one.median_error),

@@ -29,11 +29,29 @@ def profile(
     ] = None,
     device: options.Device = None,
     devices: options.Devices = None,
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--topology",
+            help="For searches over its devices: local (those measured on, and their links), a packaged topology or a "
+            "YAML file with devices of the kind measured on.",
+        ),
+    ] = "local",
+    nodes: options.Nodes = None,
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
     precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
+    products: Annotated[
+        int,
+        typer.Option(
+            "--products",
+            min=0,
+            help="Measure also so many matrix products of sizes between the networks'. Others are then "
+            "estimated better.",
+        ),
+    ] = 0,
     check: Annotated[
         bool,
         typer.Option(
@@ -52,15 +70,19 @@ def profile(
     Devices of one kind are compared first; one that is slower than the others is named, and measures nothing.
 
     Example: app profile --gpus 0-7 --model inception
+
+    Example: app profile --gpus 0-7 --model inception --topology hgx-h100
     """
     from app.cli.output import TerminalProgress, print_json
     from app.services.models import known_models
+    from app.services.predicting import LOCAL
     from app.services.profiling import ProfileRequest, run_check, run_profile
     from graph.errors import UsageError
 
-    if check and (model or everything or retry_failed):
+    if check and (model or everything or retry_failed or products or topology != LOCAL or nodes is not None):
         raise UsageError(
-            "--check: was given with --model, --all or --retry-failed, must stand alone; leave one of them out"
+            "--check: was given with --model, --all, --topology, --nodes, --products or --retry-failed, must stand "
+            "alone; leave one of them out"
         )
     request = ProfileRequest(
         models=known_models() if everything else tuple(model or ()),
@@ -73,6 +95,9 @@ def profile(
         optimizer=optimizer,
         batch_norm=batch_norm,
         retry_failed=retry_failed,
+        topology=None if topology == LOCAL else topology,
+        nodes=nodes,
+        products=products,
     )
     with TerminalProgress(quiet=as_json) as progress:
         report = run_check(request, progress) if check else run_profile(request, database, progress)

@@ -119,7 +119,7 @@ def run(
 
 
 def _print(report: RunReport) -> None:
-    from app.cli.output import milliseconds, percent, print_lines, print_table
+    from app.cli.output import mebibytes, milliseconds, percent, print_lines, print_table
 
     print_lines(
         f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on {report.devices} "
@@ -141,6 +141,14 @@ def _print(report: RunReport) -> None:
         f"prediction error {percent(report.relative_error)}; loss {report.first_loss:.4f} in the first step, "
         f"{report.last_loss:.4f} in the last"
     )
+    if report.fullest is not None:
+        fullest = report.memory[report.fullest]
+        roughly = "" if report.memory_account == "walk" else " (roughly)"
+        print_lines(
+            f"peak memory of device {report.fullest}, the fullest: predicted {mebibytes(fullest.predicted)}{roughly}, "
+            f"measured {mebibytes(fullest.measured)} (error {percent(fullest.relative_error)}); "
+            f"its process held {mebibytes(fullest.process)}"
+        )
     if report.deviations is not None:
         print_table(
             ["largest deviations from one device", "of", "absolute", "relative", "allowed"],

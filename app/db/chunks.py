@@ -152,8 +152,9 @@ _ENCODINGS: dict[TraceKind, tuple[dict[str, str] | None, list[str]]] = {
             "configuration": "DELTA_BINARY_PACKED",
             "simulated_ns": "DELTA_BINARY_PACKED",
             "bound_ns": "DELTA_BINARY_PACKED",
+            "other_configurations.list.element": "DELTA_BINARY_PACKED",
         },
-        ["search", "chain", "operator"],
+        ["search", "chain", "operator", "other_operators.list.element"],
     ),
 }
 
@@ -195,7 +196,9 @@ def merge(
     }
     # Not by `read_table`, which imports pandas.
     tables = [parquet.ParquetFile(path).read().replace_schema_metadata() for path in paths]
-    table = pa.concat_tables(_by_chain(tables) if kind == "proposals" else tables)
+    # A search that an older Soapstone began has chunks without the columns that came later: NULL.
+    parts_in_order = _by_chain(tables) if kind == "proposals" else tables
+    table = pa.concat_tables(parts_in_order, promote_options="default")
     if texts:
         table = table.replace_schema_metadata(texts)
     path = folder / chunk_name(STEMS[kind], parts[0].first, parts[-1].last)

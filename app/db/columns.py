@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,21 @@ def lists(rows: Sequence[Sequence[int] | None], valid: Mask | None = None) -> pa
         len(rows),
         [_bits(valid), _offsets(lengths)],
         children=[numbers(items, pa.int32())],
+    )
+
+
+def sparse_lists(count: int, rows: Mapping[int, Sequence[int]], kind: pa.DataType) -> pa.Array[Any]:
+    """Return lists of numbers as an Arrow column of `count` rows, NULL but for those at the given, ascending places."""
+    import pyarrow as pa
+
+    places = np.fromiter(rows, np.int64, len(rows))
+    valid = np.zeros(count, np.bool_)
+    valid[places] = True
+    lengths = np.zeros(count, np.int32)
+    lengths[places] = np.fromiter(map(len, rows.values()), np.int32, len(rows))
+    items = np.fromiter(chain.from_iterable(rows.values()), np.int64, int(lengths.sum()))
+    return pa.Array.from_buffers(
+        pa.list_(kind), count, [_bits(valid), _offsets(lengths)], children=[numbers(items, kind)]
     )
 
 

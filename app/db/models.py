@@ -275,6 +275,8 @@ executions = sa.Table(
     sa.Column("finished_at", UtcDateTime),
     sa.Column("owner", sa.Text),
     sa.Column("alive_at", UtcDateTime),
+    sa.Column("peak_bytes", sa.Text),
+    sa.Column("process_bytes", sa.Text),
     sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
     sa.Index(None, "strategy_id", "topology_id", "training_id"),
 )

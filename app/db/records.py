@@ -289,7 +289,9 @@ class ExecutionRecord:
     """A real run of a strategy. `Store.start_execution` needs the fields without a default.
 
     `largest_deviation` is the largest difference found by verification against one device; None if it was not
-    asked for. `owner` and `alive_at` as in `SearchRecord`.
+    asked for. `peak_bytes` and `process_bytes`, one entry a device: what a step's tensors take at most, and what the
+    process that ran the device has held at most; None where it was not measured. `owner` and `alive_at` as in
+    `SearchRecord`.
     """
 
     strategy_id: int
@@ -305,6 +307,8 @@ class ExecutionRecord:
     throughput_samples_per_s: float | None = None
     failure: str | None = None
     largest_deviation: float | None = None
+    peak_bytes: tuple[int, ...] | None = None
+    process_bytes: tuple[int, ...] | None = None
     created_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
     owner: str | None = field(default=None, compare=False)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from app.db.columns import Mask, booleans, lists, numbers, texts
+from app.db.columns import Mask, booleans, lists, numbers, sparse_lists, texts
 from app.db.records import SearchOutcome
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+ADDED_COLUMNS: dict[str, tuple[str, ...]] = {"proposals": ("other_operators", "other_configurations")}
+"""Columns that chunks of older searches do not have, by kind."""
 
 Family = Literal["strided", "permuted", "copied", "listed"]
 
@@ -29,6 +32,8 @@ class ProposalBatch:
 
     `checkpoint` gives a text that says what the search was after these proposals, and `outcome` how far it came.
     Of the batches that are written together only the last checkpoint is asked for its text.
+
+    `others` holds, by place, the further heads that one proposal changes, and the codes of their configurations.
     """
 
     chain: npt.NDArray[np.integer[Any]]
@@ -40,6 +45,7 @@ class ProposalBatch:
     accepted: npt.NDArray[np.bool_]
     checkpoint: Callable[[], str] | None = None
     outcome: SearchOutcome | None = None
+    others: Mapping[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -103,6 +109,8 @@ def proposal_schema() -> pa.Schema:
         pa.field("simulated_ns", pa.int64()),
         pa.field("bound_ns", pa.int64()),
         pa.field("accepted", pa.bool_(), nullable=False),
+        pa.field("other_operators", pa.list_(pa.int32())),
+        pa.field("other_configurations", pa.list_(pa.int64())),
     ]
     return pa.schema(fields)
 
@@ -143,6 +151,7 @@ def start_schema() -> pa.Schema:
 
 def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
     """Return proposals, sorted by chain and step."""
+    import pyarrow as pa
 
     def column(name: str) -> npt.NDArray[Any]:
         return np.concatenate([getattr(batch, name) for batch in batches])
@@ -150,6 +159,7 @@ def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table
     chain, step = column("chain"), column("step")
     order = np.lexsort((step, chain))
     times = {name: column(name)[order] for name in ("simulated_ns", "bound_ns")}
+    others = _others(batches, order)
     return _table(
         proposal_schema(),
         search_id,
@@ -160,9 +170,29 @@ def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table
             "configuration": column("configuration")[order],
             **times,
             "accepted": booleans(column("accepted")[order]),
+            "other_operators": sparse_lists(
+                len(order), {place: heads for place, (heads, _) in others.items()}, pa.int32()
+            ),
+            "other_configurations": sparse_lists(
+                len(order), {place: codes for place, (_, codes) in others.items()}, pa.int64()
+            ),
         },
         {name: values >= 0 for name, values in times.items()},
     )
+
+
+def _others(
+    batches: Sequence[ProposalBatch], order: npt.NDArray[np.intp]
+) -> dict[int, tuple[Sequence[int], Sequence[int]]]:
+    """Return the batches' `others` by their places among the sorted rows, in order."""
+    moved_to = np.empty(len(order), np.int64)
+    moved_to[order] = np.arange(len(order))
+    found: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+    first = 0
+    for batch in batches:
+        found |= {int(moved_to[first + place]): one for place, one in batch.others.items()}
+        first += len(batch)
+    return dict(sorted(found.items()))
 
 
 def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table:

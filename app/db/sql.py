@@ -138,7 +138,7 @@ def record_of(kind: type[Record], row: Row) -> Record:
         declared = str(field.type)
         if declared.startswith("Mapping"):
             value = json.loads(value)
-        elif declared.startswith("tuple"):
+        elif declared.startswith("tuple") and value is not None:
             value = tuple(json.loads(value))
         values[field.name] = value
     return kind(**values)

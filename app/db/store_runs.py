@@ -216,11 +216,17 @@ class RunStore(StorePart):
         return self._start(models.executions, row_of(execution))
 
     def finish_execution(
-        self, execution_id: int, step_times_s: Sequence[float], *, largest_deviation: float | None = None
+        self,
+        execution_id: int,
+        step_times_s: Sequence[float],
+        *,
+        largest_deviation: float | None = None,
+        peak_bytes: Sequence[int] | None = None,
+        process_bytes: Sequence[int] | None = None,
     ) -> ExecutionRecord:
         """Store the times of a run's steps, and what follows from them; return the finished row.
 
-        Throughput is the training's batch size over the median.
+        Throughput is the training's batch size over the median. The other arguments are as in `ExecutionRecord`.
 
         Raises:
             DatabaseError: there are no step times, or no such execution.
@@ -243,6 +249,8 @@ class RunStore(StorePart):
             "median_s": median_s,
             "mean_s": statistics.fmean(step_times_s),
             "largest_deviation": largest_deviation,
+            "peak_bytes": None if peak_bytes is None else canonical_json(list(peak_bytes)),
+            "process_bytes": None if process_bytes is None else canonical_json(list(process_bytes)),
             "finished_at": utc_now(),
         }
         with self.write() as connection:

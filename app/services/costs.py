@@ -63,6 +63,9 @@ def cost_records(result: CallResult) -> list[OpCostRecord]:
                     outcome.median_s,
                     samples_s=outcome.samples_s,
                     peak_bytes=outcome.peak_bytes,
+                    launch_s=outcome.launch_s,
+                    clock_hz=outcome.clock_hz,
+                    throttle=outcome.throttle,
                 )
             )
     return records
@@ -153,7 +156,7 @@ class DatabaseCosts:
         if missing and self._on_miss == "fail":
             raise CostError(
                 f"{missing[0].target} {_shapes(missing[0])}: not measured on {kind_name}, must be (and "
-                f"{len(missing) - 1} more); run app profile or choose --on-miss estimate"
+                f"{len(missing) - 1} more); run app profile with the same --topology, or choose --on-miss estimate"
             )
 
     def used_costs(self, digests: Iterable[str]) -> list[tuple[str, str]]:

@@ -265,7 +265,7 @@ def _named(
         by_size.setdefault((link.pattern, link.group_size), []).append(link)
     for (pattern, size), links in by_size.items():
         if alike or size == len(indices) or pattern == P2P:
-            yield pattern, max(links, key=lambda link: -link.bandwidth_bytes_per_s)
+            yield pattern, min(links, key=lambda link: link.bandwidth_bytes_per_s)
         if len(links) > 1 or not alike:
             for link in links:
                 own = f"{pattern} {members_text([indices[place] for place in link.members])}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from app.db.records import (
     GraphRecord,
@@ -21,6 +21,7 @@ from app.db.records import (
 from app.db.store import Store
 from app.services.costs import CostsByKind, DatabaseCosts, OnMiss
 from app.services.environments import say_unused, say_used, used_environments
+from app.services.footprints import footprints
 from app.services.links import LocalLinks, local_links, topology_of
 from app.services.machine import DeviceGroup, Machine, Processor, default_processor, describe, local_devices
 from app.services.models import ImportedModel
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from search.simulator import Simulation
 
 LOCAL = "local"
+NEARLY_FULL = 0.5
+"""The part of a device's memory above which the search's sum alone does not decide whether a strategy fits."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +282,13 @@ def predict(
     *,
     order: TaskOrder = "program",
     search_id: int | None = None,
+    walk: Literal["always", "nearly full"] = "nearly full",
 ) -> tuple[int, Simulation]:
-    """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation."""
+    """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation.
+
+    With `walk` "always", or where the search's sum says that a device may be nearly full, peak memory is that of the
+    devices' programs (`app.services.footprints`).
+    """
     from search.simulator import simulate
 
     strategy.validate(setting.model.graph, len(setting.topology.devices))
@@ -295,6 +303,10 @@ def predict(
         links=setting.target.link_costs,
         order=order,
     )
+    if walk == "always" or simulation.fullness > NEARLY_FULL:
+        walked = footprints(setting.model.graph, strategy, setting.topology, setting.training)
+        if walked is not None:
+            simulation = simulation.with_peaks([one.peak_bytes for one in walked])
     strategy_id = store.put_strategy(
         StrategyRecord(
             digest=strategy.digest,

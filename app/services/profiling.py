@@ -21,12 +21,14 @@ from app.services.machine import (
     local_devices,
 )
 from app.services.models import ImportedModel, import_graph, requested_model
-from app.services.precisions import in_precision
+from app.services.precisions import check_topology, in_precision
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.errors import UsageError
+from graph.topology import Topology, load_topology
 from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
+from profiler.sampling import products_between
 
 if TYPE_CHECKING:
     from profiler.agreement import Agreement
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 # A search that lacks so many costs compares the devices before it measures them, as every profile run does.
 WORTH_COMPARING = 200
+# Which products of other sizes are drawn: always the same, so that what is measured already is found again.
+PRODUCTS_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,11 @@ def agreement_json(one: Agreement) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What `app profile` was asked for."""
+    """What `app profile` was asked for.
+
+    `topology`: for searches over which one; None: over this machine's devices. `products`: so many matrix products of
+    sizes between those of the models are measured too.
+    """
 
     models: tuple[str, ...]
     preset: str
@@ -145,17 +153,24 @@ class ProfileRequest:
     optimizer: str
     batch_norm: str
     retry_failed: bool = False
+    topology: str | None = None
+    nodes: int | None = None
+    products: int = 0
 
 
 def run_profile(request: ProfileRequest, database: str | None, progress: Progress) -> ProfileReport:
     """Check the request, open the database and measure.
 
     Raises:
-        UsageError: no model, or devices that are not there; nothing is written then.
+        UsageError: no model, or devices that are not there, or none that the topology has; nothing is written then.
+        TopologyError: there is no such topology.
     """
     if not request.models:
         raise UsageError("--model: is missing, must name a network; give --model NAME or --all")
-    devices = in_precision(_devices(request), request.precision)
+    topology = _topology(request)
+    devices = in_precision(_devices(request, topology), request.precision)
+    if topology is not None:
+        devices = _devices_of(topology, devices, progress)
     for warning in device_warnings(devices):
         progress.warn(warning)
     # Models and training are checked before the database is touched: a mistake writes nothing.
@@ -176,6 +191,8 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
             progress,
             precision=request.precision,
             retry_failed=request.retry_failed,
+            topology=topology,
+            products=request.products,
         )
 
 
@@ -225,14 +242,48 @@ def _compare(
     return agreement
 
 
-def _devices(request: ProfileRequest) -> tuple[PhysicalDevice, ...]:
+def _topology(request: ProfileRequest) -> Topology | None:
+    if request.topology is None:
+        if request.nodes is not None:
+            raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
+        return None
+    topology = load_topology(request.topology, request.nodes)
+    check_topology(topology, request.precision)
+    return topology
+
+
+def _devices(request: ProfileRequest, topology: Topology | None = None) -> tuple[PhysicalDevice, ...]:
+    """Return the devices that were asked for; by default those of the processor that the topology's devices have."""
     if request.gpus is None:
-        return local_devices(request.processor or default_processor(), request.devices)
+        is_of_cpus = topology is not None and all(kind.processor == "cpu" for kind in topology.kinds)
+        processor = request.processor or ("cpu" if is_of_cpus else default_processor())
+        return local_devices(processor, request.devices)
     if request.processor == "cpu":
         raise UsageError("--gpus: was given with --device cpu, must stand alone; leave one of them out")
     if request.devices is not None:
         raise UsageError("--gpus: was given with --devices, must stand alone; leave one of them out")
     return select_devices("cuda", parse_device_list(request.gpus))
+
+
+def _devices_of(
+    topology: Topology, devices: Sequence[PhysicalDevice], progress: Progress
+) -> tuple[PhysicalDevice, ...]:
+    """Return those of this machine's devices whose kind the topology has; say of which kinds there are none here.
+
+    Raises:
+        UsageError: there are none of any.
+    """
+    here = dict.fromkeys(device.kind.name for device in devices)
+    there = dict.fromkeys(kind.name for kind in topology.kinds)
+    elsewhere = [name for name in there if name not in here]
+    if len(elsewhere) == len(there):
+        raise UsageError(
+            f"--topology {topology.name}: its devices are {' and '.join(there)}, must include those measured on, which "
+            f"are {' and '.join(here)}; profile on a machine that has such devices, or name another topology"
+        )
+    if elsewhere:
+        progress.say(f"{topology.name} has {' and '.join(elsewhere)} too: profile on a machine that has them")
+    return tuple(device for device in devices if device.kind.name in there)
 
 
 def profile(
@@ -244,8 +295,14 @@ def profile(
     *,
     precision: str = "float32",
     retry_failed: bool = False,
+    topology: Topology | None = None,
+    products: int = 0,
 ) -> ProfileReport:
     """Measure every operator cost and link that searches over the machine's devices need.
+
+    With a `topology`, the operator costs that searches over its devices need, on the machine's devices, which are of
+    its kinds. The links between the machine's devices are not the topology's, which has the times of its own. With
+    `products`, as many matrix products of other sizes, which make estimates better (`profiler.sampling`).
 
     A cost that the database holds for this kind and environment is not measured again, nor, but with `retry_failed`,
     one that could not be measured. Each measurement is stored as soon as it is done, so that an interrupted run
@@ -253,8 +310,14 @@ def profile(
     """
     for group in machine.groups:
         say_unused(store, group, precision, progress)
-    local_links(store, machine, progress, complete=True)
-    calls = calls_of(models, optimizers, machine.count)
+    if topology is None:
+        local_links(store, machine, progress, complete=True)
+    device_count = machine.count if topology is None else len(topology.devices)
+    # Of a large network on many devices that takes minutes.
+    progress.begin(f"listing the local calls on up to {device_count} devices", None)
+    calls = calls_of(models, optimizers, device_count)
+    calls += products_between(calls, products, PRODUCTS_SEED)
+    progress.end()
     reports = []
     for group in machine.groups:
         missing = missing_calls(store, group, calls, retry_failed=retry_failed)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
 from app.db.records import GraphRecord, SearchRecord, StrategyRecord
+from app.db.rows import ADDED_COLUMNS
 from app.db.store import Store
 from app.services.recording import Recorded, checkpoint_of, groups_of
 from graph.axes import tasks
@@ -218,9 +219,15 @@ class TraceReader:
                 f"{self.last_step(chain)}; choose another"
             )
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
-        table = self._table(self._paths["proposals"], ["step", "operator", "configuration"], wanted)
-        ordered = table.sort_by("step").to_pydict()
-        return dict(zip(ordered["operator"], ordered["configuration"], strict=True))
+        columns = ["step", "operator", "configuration", "other_operators", "other_configurations"]
+        ordered = self._table(self._paths["proposals"], columns, wanted).sort_by("step").to_pydict()
+        found: dict[int, int] = {}
+        for head, code, heads, codes in zip(*(ordered[name] for name in columns[1:]), strict=True):
+            found[head] = code
+            # Searches of older Soapstones changed one head at a time.
+            if heads is not None:
+                found |= zip(heads, codes, strict=True)
+        return found
 
     def _table(
         self,
@@ -233,7 +240,9 @@ class TraceReader:
 
         try:
             tables = [
-                parquet.read_table(path, columns=columns, filters=filters).replace_schema_metadata()
+                parquet.read_table(
+                    path, columns=_present(path, columns), filters=filters
+                ).replace_schema_metadata()
                 for path in paths
             ]
         except (pa.ArrowException, OSError) as error:
@@ -243,7 +252,21 @@ class TraceReader:
             ) from None
         if not tables:
             return pa.table({name: pa.array([], pa.int64()) for name in columns or []})
-        return pa.concat_tables(tables)
+        table = pa.concat_tables(tables, promote_options="default")
+        for name in columns or []:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(table.num_rows))
+        return table
+
+
+def _present(path: Path, columns: list[str] | None) -> list[str] | None:
+    """Return those of the columns that a chunk has: older ones lack what came later."""
+    from pyarrow import parquet
+
+    if columns is None or not set(columns) & set(ADDED_COLUMNS["proposals"]):
+        return columns
+    there = parquet.read_schema(path).names
+    return [name for name in columns if name in there]
 
 
 def resumed_chains(reader: TraceReader, graph_digest: str) -> list[ResumedChain]:

@@ -24,6 +24,7 @@ from graph.canonical import canonical_json
 from graph.errors import DatabaseError
 from graph.strategy import Configuration, Strategy
 from search.groups import Group, Member, follow
+from search.moves import Part
 from search.placements import Drawn, Origin, Permuted, recognized
 from search.proposals import ChainCheckpoint
 
@@ -52,27 +53,63 @@ class Codes:
         rows, self._rows = self._rows, []
         return rows
 
-    def of_proposals(self, batch: mcmc.ProposalBatch, current: Mapping[int, dict[int, int]]) -> list[int]:
-        """Return the codes of what was proposed; `current`, those of every chain's heads, goes along."""
+    def of_proposals(
+        self, batch: mcmc.ProposalBatch, current: Mapping[int, dict[int, int]]
+    ) -> tuple[list[int], dict[int, tuple[list[int], list[int]]]]:
+        """Return the codes of what was proposed; `current`, those of every chain's heads, goes along.
+
+        Beside the codes of all proposals: of those that changed further heads, by place in the batch, these heads
+        and their codes.
+        """
         codes: list[int] = []
-        for chain, head, origin, configuration, accepted in zip(
-            batch.chain.tolist(),
-            batch.operator.tolist(),
-            batch.origin,
-            batch.configurations,
-            batch.accepted.tolist(),
-            strict=True,
+        others: dict[int, tuple[list[int], list[int]]] = {}
+        for place, (chain, head, origin, configuration, accepted) in enumerate(
+            zip(
+                batch.chain.tolist(),
+                batch.operator.tolist(),
+                batch.origin,
+                batch.configurations,
+                batch.accepted.tolist(),
+                strict=True,
+            )
         ):
-            if isinstance(origin, Drawn):
-                code = self.of_drawn(origin)
-            else:
-                code = current[chain][origin.head]
-                if origin.axes is not None:
-                    code = self.of_copy(code, origin.axes, configuration)
+            mine = current[chain]
+            code = self._of(origin, configuration, mine, {})
             codes.append(code)
+            if further := batch.others.get(place):
+                others[place] = self._of_parts(further, mine, {head: code})
             if accepted:
-                current[chain][head] = code
-        return codes
+                mine[head] = code
+                if further:
+                    mine.update(zip(*others[place], strict=True))
+        return codes, others
+
+    def _of_parts(
+        self, parts: Sequence[Part], current: Mapping[int, int], given: dict[int, int]
+    ) -> tuple[list[int], list[int]]:
+        """Return heads and codes of the further parts of a proposal; `given`, those of the parts before, goes along."""
+        heads: list[int] = []
+        codes: list[int] = []
+        for part in parts:
+            code = self._of(part.origin, part.configuration, current, given)
+            given.update(dict.fromkeys(part.heads, code))
+            heads += part.heads
+            codes += [code] * len(part.heads)
+        return heads, codes
+
+    def _of(
+        self,
+        origin: Origin,
+        configuration: Configuration,
+        current: Mapping[int, int],
+        given: Mapping[int, int],
+    ) -> int:
+        if isinstance(origin, Drawn):
+            return self.of_drawn(origin)
+        base = given.get(origin.head)
+        if base is None:
+            base = current[origin.head]
+        return base if origin.axes is None else self.of_copy(base, origin.axes, configuration)
 
     def of_drawn(self, drawn: Drawn) -> int:
         """Return the code of what was drawn."""
@@ -196,7 +233,7 @@ class TraceRecorder:
             DatabaseError: a resumed chain makes another proposal than it made before.
         """
         with self._lock:
-            codes = self._codes.of_proposals(batch, self._current)
+            codes, others = self._codes.of_proposals(batch, self._current)
             simulated = np.asarray(batch.simulated_ns)
             stored = ProposalBatch(
                 chain=batch.chain,
@@ -208,6 +245,7 @@ class TraceRecorder:
                 accepted=batch.accepted,
                 checkpoint=None if batch.checkpoint is None else partial(checkpoint_text, batch.checkpoint),
                 outcome=None if batch.checkpoint is None else _outcome(batch.checkpoint),
+                others=others,
             )
             self._trace.add_entries(self._codes.take_new())
             self._trace.add(self._recorded.without(stored))
@@ -248,7 +286,9 @@ class Recorded:
                     f"and acceptance are {now}, were {row}), must be the same to go on; start a new search"
                 )
         columns = ("chain", "step", "operator", "configuration", "simulated_ns", "bound_ns", "accepted")
-        return replace(batch, **{name: getattr(batch, name)[new] for name in columns})
+        moved_to = np.cumsum(new) - 1
+        others = {int(moved_to[place]): one for place, one in batch.others.items() if new[place]}
+        return replace(batch, others=others, **{name: getattr(batch, name)[new] for name in columns})
 
 
 def checkpoint_text(chains: Sequence[ChainCheckpoint]) -> str:

@@ -242,12 +242,21 @@ def _with_peaks(store: Store, case: Case, recording: Recording | None) -> Drawn:
 def _sections(data: ReportData) -> tuple[Section, ...]:
     """Return what the report shows of the database itself."""
     best = Table(
-        ("model", "topology", "batch", "strategies", "best predicted", "speedup", "best measured", "speedup"),
+        (
+            "model",
+            "topology",
+            "batch, training",
+            "strategies",
+            "best predicted",
+            "speedup",
+            "best measured",
+            "speedup",
+        ),
         tuple(
             (
                 one.model,
                 one.topology,
-                str(one.batch_size),
+                one.training,
                 str(one.strategies),
                 _ms(one.best_predicted_s),
                 _ratio(one.predicted_speedup),

@@ -28,12 +28,15 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class SearchCurve:
-    """A search, and the best step time after so many proposals; `seconds` is its whole length, if it is known."""
+    """A search, and the best step time after so many proposals; `seconds` is its whole length, if it is known.
+
+    training: batch size, number format and optimizer as text, here and below.
+    """
 
     id: int
     model: str
     topology: str
-    batch_size: int
+    training: str
     status: str
     proposals: int
     initial_s: float | None
@@ -49,7 +52,7 @@ class Pair:
 
     model: str
     topology: str
-    batch_size: int
+    training: str
     strategy: str
     source: str
     predicted_s: float
@@ -77,11 +80,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The best strategies of one network, topology and batch size."""
+    """The best strategies of one network, topology and training."""
 
     model: str
     topology: str
-    batch_size: int
+    training: str
     strategies: int
     best_predicted_s: float | None
     predicted_speedup: float | None
@@ -117,6 +120,8 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
         connection.close()
 
 
+# What a step is beside its network: batch size, number format, optimizer.
+_TRAINING = "batch_size || ', ' || precision || ', ' || optimizer"
 _WANTED = (
     "($model::VARCHAR IS NULL OR model = $model) AND ($topology::VARCHAR IS NULL OR topology = $topology)"
 )
@@ -128,7 +133,7 @@ def _names(wanted: Filter) -> dict[str, object]:
 
 def _summaries(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[Summary, ...]:
     rows = connection.execute(
-        "SELECT model, topology, batch_size, strategies, best_predicted_s, predicted_speedup, "
+        f"SELECT model, topology, {_TRAINING}, strategies, best_predicted_s, predicted_speedup, "
         f"best_measured_median_s, measured_speedup FROM best_per_model WHERE {_WANTED} ORDER BY ALL",
         _names(wanted),
     ).fetchall()
@@ -137,7 +142,7 @@ def _summaries(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[S
 
 def _searches(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> list[tuple[Any, ...]]:
     return connection.execute(
-        "SELECT id, model, topology, batch_size, status, proposals, initial_time_s, best_time_s, "
+        f"SELECT id, model, topology, {_TRAINING}, status, proposals, initial_time_s, best_time_s, "
         "date_diff('millisecond', started_at, finished_at) / 1000 FROM searches "
         f"WHERE {_WANTED} AND ($search::BIGINT IS NULL OR id = $search) "
         f"ORDER BY id DESC LIMIT {SEARCHES_SHOWN}",
@@ -154,7 +159,7 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
         "GROUP BY step // steps ORDER BY step // steps",
         {"search": row[0]},
     ).fetchall()
-    number, model, topology, batch_size, status, proposals, initial_s, best_s, seconds = row
+    number, model, topology, training, status, proposals, initial_s, best_s, seconds = row
     made: list[int] = [0]
     best: list[float | None] = [initial_s]
     for count, fastest_ns in points:
@@ -165,7 +170,7 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
         id=number,
         model=model,
         topology=topology,
-        batch_size=batch_size,
+        training=training,
         status=status,
         proposals=proposals,
         initial_s=initial_s,
@@ -178,7 +183,7 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
 
 def _pairs(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[Pair, ...]:
     rows = connection.execute(
-        "SELECT model, topology, batch_size, strategy, source, predicted_s, measured_median_s "
+        f"SELECT model, topology, {_TRAINING}, strategy, source, predicted_s, measured_median_s "
         f"FROM predicted_vs_measured WHERE {_WANTED} AND predicted_s > 0 AND measured_median_s > 0 "
         f"ORDER BY ALL LIMIT {PAIRS_SHOWN}",
         _names(wanted),

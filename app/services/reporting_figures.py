@@ -64,7 +64,9 @@ def search_curves(curves: Sequence[SearchCurve]) -> Figure:
                 "type": "scatter",
                 "mode": "lines",
                 "line": {"shape": "hv"},
-                "name": plain(f"search {curve.id}: {curve.model} on {curve.topology}"),
+                "name": plain(
+                    f"search {curve.id}: {curve.model} on {curve.topology}, batch {curve.training}"
+                ),
                 "x": list(curve.made),
                 "y": best,
                 "text": [
@@ -112,7 +114,7 @@ def predicted_against_measured(pairs: Sequence[Pair]) -> Figure:
             "x": [one.predicted_s * 1e3 for one in group],
             "y": [one.measured_s * 1e3 for one in group],
             "text": [
-                f"{plain(one.source)} {one.strategy[:12]}, batch {one.batch_size}<br>predicted "
+                f"{plain(one.source)} {one.strategy[:12]}, batch {plain(one.training)}<br>predicted "
                 f"{one.predicted_s * 1e3:.3f} ms, measured {one.measured_s * 1e3:.3f} ms<br>"
                 f"error {(one.predicted_s / one.measured_s - 1) * 100:+.1f} %"
                 for one in group

@@ -27,6 +27,7 @@ from runtime.ranks import is_rank
 if TYPE_CHECKING:
     from runtime.jobs import Job, JobResult
     from runtime.team import Team
+    from search.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
     Start = Callable[[Job, Machine, float], JobResult | None]
@@ -74,10 +75,28 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of one device: what a step was predicted to take at most, what it took, and what its process has held.
+
+    See `docs/memory.md` for what is counted.
+    """
+
+    predicted: int
+    measured: int
+    process: int
+
+    @property
+    def relative_error(self) -> float:
+        """(predicted - measured) / measured; 0 where nothing was there."""
+        return (self.predicted - self.measured) / self.measured if self.measured else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """A finished run. `deviations` is None where no verification was asked for; the worst comes first.
 
-    `failure` says in one line why the run is not verified, where it was asked for and is not.
+    `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
+    empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
     """
 
     execution_id: int
@@ -95,11 +114,18 @@ class RunReport:
     last_loss: float
     deviations: tuple[Deviation, ...] | None
     failure: str | None
+    memory: tuple[DeviceMemory, ...]
+    memory_account: str
 
     @property
     def relative_error(self) -> float:
         """(predicted - measured median) / measured median."""
         return (self.predicted_s - self.median_s) / self.median_s
+
+    @property
+    def fullest(self) -> int | None:
+        """The device whose step took most memory, None where that was not measured."""
+        return max(range(len(self.memory)), key=lambda one: self.memory[one].measured, default=None)
 
     @property
     def verified(self) -> bool:
@@ -122,6 +148,17 @@ class RunReport:
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
             "losses": [self.first_loss, self.last_loss],
+            "memory_account": self.memory_account,
+            "memory": [
+                {
+                    "device": device,
+                    "predicted_peak_bytes": one.predicted,
+                    "measured_peak_bytes": one.measured,
+                    "relative_error": one.relative_error,
+                    "process_bytes": one.process,
+                }
+                for device, one in enumerate(self.memory)
+            ],
             "deviations": None
             if self.deviations is None
             else [
@@ -297,7 +334,7 @@ def run_on(
     # Workers that measure what the prediction lacks end here: the run needs their cores.
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
-        strategy_id, simulation = predict(store, setting, strategy, source)
+        strategy_id, simulation = predict(store, setting, strategy, source, walk="always")
     execution_id = store.start_execution(
         ExecutionRecord(
             strategy_id,
@@ -315,7 +352,7 @@ def run_on(
             progress.end()
         if result is None:
             return None
-        return _finish(store, setting, execution_id, strategy_id, strategy, simulation.step_time_s, result)
+        return _finish(store, setting, execution_id, strategy_id, strategy, simulation, result)
 
 
 @contextmanager
@@ -354,6 +391,7 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
         warmup=request.warmup,
         verify=request.verify,
         recorded=request.recorded,
+        peak=True,
     )
 
 
@@ -371,7 +409,7 @@ def _finish(
     execution_id: int,
     strategy_id: int,
     strategy: Strategy,
-    predicted_s: float,
+    simulation: Simulation,
     result: JobResult,
 ) -> RunReport:
     deviations = None
@@ -388,6 +426,8 @@ def _finish(
         execution_id,
         result.step_times_s,
         largest_deviation=None if not deviations else deviations[0].relative,
+        peak_bytes=[one.tensor_bytes for one in result.peaks] or None,
+        process_bytes=[one.process_bytes for one in result.peaks] or None,
     )
     if result.recorded:
         write_recording(store, record, result.recorded)
@@ -405,11 +445,17 @@ def _finish(
         minimum_s=result.minimum_s,
         median_s=result.median_s,
         throughput=record.throughput_samples_per_s or setting.training.batch_size / result.median_s,
-        predicted_s=predicted_s,
+        predicted_s=simulation.step_time_s,
         first_loss=result.losses[0],
         last_loss=result.losses[-1],
         deviations=deviations,
         failure=failure,
+        # A strategy may leave the last devices out.
+        memory=tuple(
+            DeviceMemory(predicted, peak.tensor_bytes, peak.process_bytes)
+            for predicted, peak in zip(simulation.peak_memory_bytes, result.peaks, strict=False)
+        ),
+        memory_account=simulation.account,
     )
 
 

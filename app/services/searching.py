@@ -35,6 +35,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from search import algorithms, baselines
 from search.costs import Origin
+from search.moves import ONE_GROUP, MoveShares
 from search.needed import needed_calls
 
 if TYPE_CHECKING:
@@ -228,7 +229,8 @@ def resume_search(search_id: int, database: str | None, progress: Progress) -> S
         if stored.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not
         request = _request(stored)
-        options, names = _options(request), algorithms.parsed(request.algorithm)
+        shares = MoveShares(**stored.options["moves"]) if "moves" in stored.options else ONE_GROUP
+        options, names = replace(_options(request), shares=shares), algorithms.parsed(request.algorithm)
         _named_topology(request)
         model = _imported(request, progress)
         with _setting(store, request, model, progress) as setting:
@@ -305,6 +307,7 @@ def _record(
             "beta": options.beta,
             "order": options.order,
             "time_limit_s": options.time_limit_s,
+            "moves": asdict(options.shares),
             "known": [start.to_json() for start in known],
             "request": {**asked, "starts": list(request.starts)},
         },

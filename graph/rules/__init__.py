@@ -30,6 +30,7 @@ __all__ = [
     "is_known",
     "local_calls",
     "local_gradients",
+    "operator_class",
     "part",
     "parts",
     "rule_for",
@@ -96,13 +97,10 @@ def local_gradients(graph: OperatorGraph, operator: Operator) -> tuple[bool, ...
 
 def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
     """Return what every task of a configuration executes, in task order; equal calls are one object."""
-    classes: dict[str, int] = graph._cache.setdefault("rules.classes", {})
-    if not classes:
-        classes.update(_operator_classes(graph))
     cache: OrderedDict[tuple[int, Degrees], tuple[LocalCall, ...]] = graph._cache.setdefault(
         "rules.local_calls", OrderedDict()
     )
-    key = (classes[operator.name], degrees)
+    key = (operator_class(graph, operator), degrees)
     calls = cache.get(key)
     if calls is None:
         calls = _make_calls(graph, operator, degrees)
@@ -112,6 +110,14 @@ def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> t
     else:
         cache.move_to_end(key)
     return calls
+
+
+def operator_class(graph: OperatorGraph, operator: Operator) -> int:
+    """Return a number that two operators of a graph share where equal degrees make equal local calls of them."""
+    classes: dict[str, int] = graph._cache.setdefault("rules.classes", {})
+    if not classes:
+        classes.update(_operator_classes(graph))
+    return classes[operator.name]
 
 
 def whole_call(graph: OperatorGraph, operator: Operator) -> LocalCall:

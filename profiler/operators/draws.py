@@ -59,6 +59,11 @@ def _positions(
     return rows, columns.to(torch.int32) * _COLUMN_MULTIPLIER
 
 
+def forget_positions() -> None:
+    """Drop what is kept of positions: within torch's fake mode they are tensors without data, outside they are not."""
+    _positions.cache_clear()
+
+
 def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return a logical shift of signed integers."""
     width = values.element_size() * 8

@@ -1,4 +1,4 @@
-"""Run one benchmark by name. Exit code 2: no such benchmark."""
+"""Run one benchmark by name. Exit code 2: no such benchmark; 1: it could not be run."""
 
 import argparse
 import importlib
@@ -11,6 +11,7 @@ from typing import cast
 
 from rich.console import Console
 
+from graph.errors import SoapstoneError
 from scripts.benchmarks.result import Result, show
 
 NOT_BENCHMARKS = ("__main__", "pairs", "recording", "result", "tensor_parallel_pair", "zoo")
@@ -34,7 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: benchmark: '{options.name}' is not known, must be one of {known}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"scripts.benchmarks.{options.name}")
-    result = cast(Callable[..., Result], module.run)(quick=options.quick)
+    try:
+        result = cast(Callable[..., Result], module.run)(quick=options.quick)
+    except SoapstoneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if options.json:
         print(json.dumps(result, sort_keys=True))
     else:

@@ -144,6 +144,7 @@ def _walked(model: ImportedModel, devices: int, count: int) -> Iterator[Proposal
             simulated_ns=np.where(rng.random(size) < 0.3, -2, simulated),
             bound_ns=simulated,
             accepted=accepted,
+            others={place: move.others for place, move in enumerate(drawn) if move.others},
         )
 
 

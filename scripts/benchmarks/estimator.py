@@ -25,6 +25,8 @@ FOLDS, SEED = 5, 0
 # Matrix products of unseen sizes: the best published operator database's figures.
 MEDIAN_PERCENT, P90_PERCENT = 3.6, 14.7
 PRODUCTS = ("linear", "mm", "matmul", "addmm", "baddbmm", "bmm")
+# A 90th percentile of fewer costs says little: operator types with fewer are one row together.
+FEWEST_COSTS = 20
 
 
 def run(*, quick: bool) -> Result:
@@ -44,7 +46,7 @@ def run(*, quick: bool) -> Result:
         benchmark="estimator",
         conditions={"device": kind.name, "costs": len(observations), "folds": FOLDS},
         measurements=_measurements(errors),
-        table=[_row(target, errors[target]) for target in sorted(errors, key=lambda one: -len(errors[one]))],
+        table=_table(errors),
     )
 
 
@@ -61,15 +63,24 @@ def _profile(database: str, *, quick: bool) -> None:
 
 
 def measured(database: str) -> tuple[DeviceKind, list[Observation]]:
-    """Return the costs of the device kind and environment that a database holds most of, by call and phase."""
+    """Return the costs of the device kind and environment that a database holds most of, by call and phase.
+
+    Raises:
+        CostError: it holds none.
+    """
     from app.db.store import Store
     from app.services.costs import model_time_s
     from graph.calls import call_from_json
+    from graph.errors import CostError
     from graph.topology import DeviceKind
     from profiler.estimate import Observation
 
     with Store.open(database) as store:
-        chosen = max(store.cost_summaries(), key=lambda one: one.measured)
+        chosen = max(store.cost_summaries(), key=lambda one: one.measured, default=None)
+        if chosen is None:
+            raise CostError(
+                "estimator: the database holds no costs, must hold measured ones; run app profile first"
+            )
         costs = store.op_costs(chosen.device_kind.id, chosen.environment.id)
     described = dict(chosen.device_kind.description)
     described["peak_flops"] = tuple(described["peak_flops"].items())
@@ -121,6 +132,18 @@ def _measurements(errors: dict[str, list[float]]) -> list[Measurement]:
 
 def _name(target: str) -> str:
     return target.split(".")[1]
+
+
+def _table(errors: dict[str, list[float]]) -> list[dict[str, str]]:
+    """Return a row for each operator type with costs enough, the most first, and one for all others."""
+    shown = sorted(
+        (one for one in errors if len(errors[one]) >= FEWEST_COSTS), key=lambda one: -len(errors[one])
+    )
+    rows = [_row(target, errors[target]) for target in shown]
+    others = [error for target in errors if target not in shown for error in errors[target]]
+    if others:
+        rows.append(_row(f"{len(errors) - len(shown)} others", others))
+    return rows
 
 
 def _row(target: str, errors: Sequence[float]) -> dict[str, str]:

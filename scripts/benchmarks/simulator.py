@@ -2,8 +2,9 @@
 
 Of every network and number of devices: how long a simulation from scratch takes (task graph included), and what a
 proposal takes in a chain, drawing and deriving included, and how many times as long the same proposals take when each
-is simulated in full. The chain begins at data parallelism, or at 200 random moves
-away from it. Costs are estimates for the devices of the topology p100-cluster.
+is simulated in full. The chain begins at data parallelism, or at 200 random moves away from it. Moves are those of one
+group (`search.moves.ONE_GROUP`): a proposal is what others call one. Costs are estimates for the devices of the
+topology p100-cluster.
 """
 
 from __future__ import annotations
@@ -113,7 +114,12 @@ def run(*, quick: bool) -> Result:
                 rows += [measured(name, graph, count, start) for start in STARTS if fits(name, count, start)]
     return Result(
         benchmark="simulator",
-        conditions={"topology": TOPOLOGY, "random moves": RANDOM_MOVES, "order": "program"},
+        conditions={
+            "topology": TOPOLOGY,
+            "random moves": RANDOM_MOVES,
+            "moves": "of one group",
+            "order": "program",
+        },
         measurements=[one for row in rows for one in _measurements(row)],
         table=[_cells(row) for row in rows],
     )
@@ -170,12 +176,12 @@ def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
 
     from graph.strategy import Strategy
     from search.baselines import data_parallel
-    from search.moves import Moves
+    from search.moves import ONE_GROUP, Moves
 
     strategy = data_parallel(graph, device_count)
     if start == "data parallel":
         return strategy
-    moves, rng = Moves(graph, device_count), np.random.default_rng(1)
+    moves, rng = Moves(graph, device_count, ONE_GROUP), np.random.default_rng(1)
     configurations = list(strategy.configurations)
     for _ in range(RANDOM_MOVES):
         for index, configuration in moves.propose(configurations, rng).changed.items():
@@ -186,9 +192,9 @@ def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
 def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> Row:
     """Time one row."""
     from search.groups import find_groups
-    from search.moves import Moves
+    from search.moves import ONE_GROUP, Moves
 
-    moves, strategy = Moves(graph, device_count), started(graph, device_count, start)
+    moves, strategy = Moves(graph, device_count, ONE_GROUP), started(graph, device_count, start)
     layout = builder_of(graph, device_count).layout(strategy)
     layout.run("program")
     full_s = statistics.median(_timed(lambda: layout.run("program"), PROBE_SECONDS / 2, 3))

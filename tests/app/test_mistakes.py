@@ -47,6 +47,13 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("search", "--model", "mlp", "--preset", "huge"), ("huge", "small")),
         (("profile",), ("--model",)),
         (("profile", *SMALL, "--gpus", "3-1"), ("3-1",)),
+        (("profile", *SMALL, "--topology", "nowhere"), ("nowhere", "p100-cluster")),
+        (
+            ("profile", *SMALL, "--device", "cpu", "--topology", "p100-cluster"),
+            ("P100", "core", "--topology"),
+        ),
+        (("profile", *SMALL, "--nodes", "2"), ("--nodes", "local")),
+        (("profile", "--check", "--topology", "p100-cluster"), ("--check", "--topology")),
         (("compare", "--search", "12"), ("12",)),
         (("strategy", "export", "ffffffff", "x.json"), ("ffffffff",)),
         (("topology", "show", "nowhere"), ("nowhere",)),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from app.analytics.duck import connect
 from app.db import chunks, trace
@@ -22,14 +23,17 @@ from graph.errors import DatabaseError, UsageError
 from graph.strategy import Configuration, Strategy
 from search import mcmc, proposals
 from search.delta import Delta
-from search.moves import Move, copied
+from search.moves import ONE_GROUP, Move, MoveShares, copied
 from search.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
 from tests.app.walks import Walked, begin, read, rows, walk, walked
 from tests.runtime.strategies import seeds
-from tests.search.builders import branches, random_anywhere
+from tests.search.builders import branches, random_anywhere, unrolled
 
 __all__ = ["walked"]
 DEVICES = 6
+GRAPHS = {"branches": branches, "unrolled": unrolled}
+# More moves of several groups than of one.
+FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
 
 
 @pytest.fixture
@@ -55,13 +59,14 @@ def interrupt_at(number: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("seed", seeds(1, 3))
+@pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.usefixtures("small_pieces")
-def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, seed: int) -> None:
+def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, name: str, seed: int) -> None:
     """Also those of a start whose operators follow no head, and whose tasks share devices."""
-    graph = branches()
+    graph = GRAPHS[name]()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
     # Hot, so that much is accepted; random, polishing and known chains are among these.
-    options = mcmc.SearchOptions(proposals=400, chains=5, seed=seed, beta=3, polish_proposals=20)
+    options = mcmc.SearchOptions(proposals=400, chains=5, seed=seed, beta=3, polish_proposals=20, shares=FAR)
     search_id = begin(store, options)
     walk(store, search_id, graph, DEVICES, options, known=[odd])
     assert {chain for chain, _ in walked.visited} == set(range(7))
@@ -77,22 +82,25 @@ def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, seed: i
 
 @pytest.mark.usefixtures("small_pieces")
 def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of what was rejected; and where copies of copies are cut and codes forgotten."""
+    """Also of what was rejected, of all its groups; and where copies of copies are cut and codes forgotten."""
     monkeypatch.setattr("app.services.recording.DEEPEST_COPY", 2)
     monkeypatch.setattr("app.services.recording.MOST_KNOWN", 20)
-    proposed: dict[tuple[int, int], tuple[int, Configuration]] = {}
+    proposed: dict[tuple[int, int], tuple[object, ...]] = {}
     record = mcmc.Chain._record
 
     def record_and_tell(chain: mcmc.Chain, move: Move, *arguments: object, **named: object) -> None:
-        proposed[chain.number, chain.proposals] = (move.head, move.configuration)
+        others = tuple((head, part.configuration) for part in move.others for head in part.heads)
+        proposed[chain.number, chain.proposals] = (move.head, move.configuration, others)
         record(chain, move, *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(mcmc.Chain, "_record", record_and_tell)
-    options = mcmc.SearchOptions(proposals=500, chains=3, seed=1, beta=3)
+    graph = unrolled()
+    options = mcmc.SearchOptions(proposals=500, chains=3, seed=1, beta=3, shares=FAR)
     search_id = begin(store, options)
-    odd = random_anywhere(branches(), DEVICES, np.random.default_rng(1))
-    walk(store, search_id, branches(), DEVICES, options, known=[odd])
-    assert {key: row[:2] for key, row in rows(store, search_id).items()} == proposed
+    odd = random_anywhere(graph, DEVICES, np.random.default_rng(1))
+    walk(store, search_id, graph, DEVICES, options, known=[odd])
+    assert {key: (*row[:2], row[5]) for key, row in rows(store, search_id).items()} == proposed
+    assert any(len(others) > 3 for *_, others in rows(store, search_id).values())
     families = set(read(store, search_id, "configurations")["family"].to_pylist())
     assert families == {"strided", "permuted", "copied", "listed"}
 
@@ -100,7 +108,7 @@ def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pyt
 @pytest.mark.usefixtures("small_pieces")
 def test_every_configuration_is_read_in_sql(store: Store) -> None:
     """In the view as in Python, copies of copies included."""
-    options = mcmc.SearchOptions(proposals=600, chains=3, seed=2, beta=1)
+    options = mcmc.SearchOptions(proposals=600, chains=3, seed=2, beta=1, shares=FAR)
     search_id = begin(store, options)
     odd = random_anywhere(branches(), DEVICES, np.random.default_rng(2))
     walk(store, search_id, branches(), DEVICES, options, known=[odd])
@@ -148,9 +156,9 @@ def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None
 @pytest.mark.usefixtures("small_pieces")
 def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed: int) -> None:
     """Proposal by proposal, whatever the moment, and twice in a row."""
-    graph = branches()
+    graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
-    options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, polish_proposals=30)
+    options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, polish_proposals=30, shares=FAR)
     whole = begin(store, options)
     expected = walk(store, whole, graph, DEVICES, options, known=[odd])
 
@@ -172,6 +180,63 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed:
     assert (result.strategy, result.step_time_s) == (expected.strategy, expected.step_time_s)
     assert (result.proposals, result.accepted) == (expected.proposals, expected.accepted)
     assert result.chains == expected.chains
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_an_older_search_is_rebuilt_read_in_sql_and_goes_on(store: Store, walked: Walked) -> None:
+    """Its chunks lack the columns of proposals that change several groups; those that follow have them."""
+    graph = unrolled()
+    alone = mcmc.SearchOptions(proposals=200, chains=2, seed=1, beta=3, shares=ONE_GROUP)
+    whole, stopped = begin(store, alone), begin(store, alone)
+    expected = walk(store, whole, graph, DEVICES, alone)
+    walk(store, stopped, graph, DEVICES, alone, interrupt=interrupt_at(90))
+    for path in chunks.trace_folder(store, stopped).glob("chunk-*"):
+        text = chunks.read_text(path, chunks.CHECKPOINT)
+        table = parquet.read_table(path).replace_schema_metadata()
+        older = table.drop_columns(["other_operators", "other_configurations"])
+        parquet.write_table(chunks.with_text(older, chunks.CHECKPOINT, text), path)
+    reader = TraceReader(store, stopped)
+    last = reader.last_step(1)
+    assert reader.configurations(1, last) == walked.visited[1, last]
+
+    def in_sql() -> list[tuple[int, int]]:
+        connection = connect(store.database)
+        found = connection.execute(
+            f"SELECT count(*), count(other_operators) FROM proposals WHERE search = {stopped}"
+        ).fetchall()
+        connection.close()
+        return found
+
+    assert in_sql() == [(89, 0)]
+    result = walk(store, stopped, graph, DEVICES, alone, resumed=True)
+    assert (result.strategy, result.chains) == (expected.strategy, expected.chains)
+    assert in_sql() == [(200, 0)]
+    assert rows(store, stopped) == rows(store, whole)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_every_change_of_a_proposal_is_read_in_sql(store: Store) -> None:
+    """Each further operator beside its code, in order."""
+    options = mcmc.SearchOptions(proposals=300, chains=2, seed=3, beta=3, shares=FAR)
+    search_id = begin(store, options)
+    walk(store, search_id, unrolled(), DEVICES, options)
+    connection = connect(store.database)
+    found = connection.execute(
+        "SELECT chain, step, other_operator, degrees, devices FROM ("
+        "SELECT search, chain, step, unnest(other_operators) AS other_operator, "
+        "unnest(other_configurations) AS configuration FROM proposals) "
+        "JOIN proposal_devices USING (search, configuration)"
+    ).fetchall()
+    connection.close()
+    expected = {
+        (*key, operator, configuration)
+        for key, row in rows(store, search_id).items()
+        for operator, configuration in row[5]
+    }
+    assert len(found) == len(expected) > 300
+    assert {
+        (*key, Configuration(tuple(degrees), tuple(listed))) for *key, degrees, listed in found
+    } == expected
 
 
 def test_a_search_that_wrote_nothing_begins_again(store: Store) -> None:

@@ -112,10 +112,14 @@ def walk(
 
 
 def rows(store: Store, search_id: int) -> dict[Key, tuple[Any, ...]]:
-    """Return all proposals by chain and step: operator, the configuration itself, time, bound, acceptance."""
+    """Return all proposals by chain and step.
+
+    Of each: operator, the configuration itself, time, bound, acceptance, and further operators with theirs.
+    """
     reader = TraceReader(store, search_id)
     table = read(store, search_id, "proposals").to_pydict()
-    meaning = reader.decode(set(table["configuration"]))
+    further = [codes for codes in table["other_configurations"] if codes is not None]
+    meaning = reader.decode({*table["configuration"], *(code for codes in further for code in codes)})
     found: dict[Key, tuple[Any, ...]] = {}
     for place, key in enumerate(zip(table["chain"], table["step"], strict=True)):
         assert key not in found, "a proposal is there twice"
@@ -125,6 +129,14 @@ def rows(store: Store, search_id: int) -> dict[Key, tuple[Any, ...]]:
             table["simulated_ns"][place],
             table["bound_ns"][place],
             table["accepted"][place],
+            tuple(
+                (operator, meaning[code])
+                for operator, code in zip(
+                    table["other_operators"][place] or (),
+                    table["other_configurations"][place] or (),
+                    strict=True,
+                )
+            ),
         )
     return found
 
@@ -133,7 +145,8 @@ def read(store: Store, search_id: int, kind: Any) -> pa.Table:
     """Return all registered rows of one kind."""
     folder = chunks.trace_folder(store, search_id)
     tables = [parquet.read_table(folder / one.name) for one in chunks.registered(store, search_id, kind)]
-    return pa.concat_tables([table.replace_schema_metadata() for table in tables])
+    plain = [table.replace_schema_metadata() for table in tables]
+    return pa.concat_tables(plain, promote_options="default")
 
 
 def size_on_disk(store: Store, search_id: int) -> int:

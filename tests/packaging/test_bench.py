@@ -48,3 +48,15 @@ def test_cli_benchmark_reports_as_json(capsys: pytest.CaptureFixture[str]) -> No
     result = json.loads(capsys.readouterr().out)
     assert result["benchmark"] == "cli"
     assert [measured["name"] for measured in result["measurements"]] == ["median", "minimum", "maximum"]
+
+
+def test_estimator_without_costs_says_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{tmp_path}/empty.sqlite")
+    assert main(["estimator"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line
+        == "error: estimator: the database holds no costs, must hold measured ones; run app profile first"
+    )

@@ -15,7 +15,7 @@ from graph.strategy import Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.costs import CostSource, OperatorCost
-from search.groups import is_view
+from search.kept import extra_bytes, kept_outputs
 from search.links import LinkCosts
 from tests.reference.links import collective_price
 
@@ -303,19 +303,21 @@ class Deriver:
             self.tasks.append(Task(("update", device), run_ns, (device,), (), 0, frozenset(waits)))
 
     def peak_memory(self) -> list[int]:
-        """Return the bytes of each device: static tensors, outputs of tasks with a backward, assemblies."""
+        """Return the bytes of each device: static tensors, what tasks keep for their backward, assemblies."""
         total = [0] * len(self.topology.devices)
+        kept = kept_outputs(self.graph)
         state = OPTIMIZER_STATE[self.training.optimizer]
         for value in self.graph.values:
             if value.kind is not ValueKind.OPERATOR:
                 tensors = 2 + state if value.name in self.trained() else 1
                 for device, region in weight_holdings(self.graph, self.strategy, value.name).items():
                     total[device] += volume(region) * value.spec.item_bytes * tensors
-        for index, operator in enumerate(self.graph.operators):
-            for task, device in enumerate(self.strategy.configurations[index].devices):
-                if self.plan.active[index][task] and not is_view(operator):
-                    for spec in self.calls[index][task].outputs:
-                        total[device] += prod(spec.shape) * spec.item_bytes
+        for index, configuration in enumerate(self.strategy.configurations):
+            for task, device in enumerate(configuration.devices):
+                if self.plan.active[index][task]:
+                    total[device] += extra_bytes(self.calls[index][task])
+                    for spec, lasts in zip(self.calls[index][task].outputs, kept[index], strict=True):
+                        total[device] += lasts * prod(spec.shape) * spec.item_bytes
         for name, assemblies in self.plan.exchanges.items():
             for position, assembly in enumerate(assemblies):
                 if self.plan.active_assemblies[name][position] and not assembly.direct:

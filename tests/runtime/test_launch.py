@@ -46,7 +46,7 @@ def test_launched_processes_equal_the_module() -> None:
         time >= max(of_step)
         for time, of_step in zip(result.step_times_s, zip(*result.rank_times_s, strict=True), strict=True)
     )
-    assert all(peak > 0 for peak in result.peak_bytes)
+    assert result.peaks == ()
 
 
 def test_under_torchrun_runs_in_place_and_rank_0_alone_has_the_result(tmp_path: Path) -> None:

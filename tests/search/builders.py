@@ -268,6 +268,20 @@ def branches() -> OperatorGraph:
     return builder.finish()
 
 
+def unrolled(steps: int = 4) -> OperatorGraph:
+    """A recurrent layer, unrolled: its two products of every step share their weights."""
+    builder = GraphBuilder()
+    state = builder.linear("first", builder.value("input.0", (6, 8), ValueKind.INPUT), 8)
+    for step in range(steps):
+        entered = builder.value(f"input.{step + 1}", (6, 8), ValueKind.INPUT)
+        shared = (None, None) if step == 0 else ("in0.weight", "state0.weight")
+        entered = builder.linear(f"in{step}", entered, 8, weight=shared[0])
+        kept = builder.linear(f"state{step}", state, 8, weight=shared[1])
+        state = builder.pointwise(f"sum{step}", entered, kept)
+    builder.loss(builder.linear("last", state, 5))
+    return builder.finish()
+
+
 def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
     """What rules do, for operators that have none: the same target and arguments on the regions' shapes."""
 

@@ -1,6 +1,7 @@
 """A proposal simulated by what it changes costs, to the nanosecond, what a simulation in full and the reference say."""
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from search.costs import CostTable
 from search.delta import Delta
 from search.evaluation import NEVER_NS, Full, Outcome
 from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
-from search.moves import Moves
+from search.moves import Moves, MoveShares
 from search.proposals import ProposalBatch, Recorder
 from search.simulator import Order
 from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
@@ -33,6 +34,7 @@ from tests.search.builders import (
     random_mesh,
     statistics,
     two_layers,
+    unrolled,
 )
 from tests.search.test_mcmc import Record
 from tests.search.test_zoo import imported
@@ -40,7 +42,14 @@ from tests.search.test_zoo import imported
 TRAINING = Training(8, optimizer="adam")
 BUCKET_BYTES = 200
 LINKS = SOME_MEASURED
-GRAPHS = {"two_layers": two_layers(), "branches": branches(), "statistics": statistics()}
+GRAPHS = {
+    "two_layers": two_layers(),
+    "branches": branches(),
+    "statistics": statistics(),
+    "unrolled": unrolled(),
+}
+# More moves of several groups than of one.
+FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
 TOPOLOGIES = {
     "one node": devices(3, contention=0.5),
     "little memory": devices(4, contention=0.25, memory_bytes=6_000),
@@ -107,7 +116,20 @@ class Walk(RuleBasedStateMachine):
         draw = random_mesh if mesh else random_anywhere
         other = draw(self.graph, len(self.topology.devices), rng).configurations
         places = rng.choice(len(other), size=min(count, len(other)), replace=False).tolist()
-        changed = {place: other[place] for place in places}
+        self.propose({place: other[place] for place in places}, share, kept=kept)
+
+    @rule(
+        seed=st.integers(0, 10**6),
+        share=st.sampled_from([0.8, 0.95, 1.0, 1.05, 1.2, float("inf")]),
+        kept=st.booleans(),
+    )
+    def move(self, *, seed: int, share: float, kept: bool) -> None:
+        """Change what a move of the walk changes, of one group or of many."""
+        moves = Moves(self.graph, len(self.topology.devices), FAR)
+        move = moves.propose(self.delta.configurations, np.random.default_rng(seed))
+        self.propose(move.changed, share, kept=kept)
+
+    def propose(self, changed: Mapping[int, Configuration], share: float, *, kept: bool) -> None:
         bounds_ns = [
             NEVER_NS if share == float("inf") else int(share * one.current().step_time_ns)
             for one in (self.delta, self.fifo)

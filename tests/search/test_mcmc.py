@@ -14,7 +14,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from search import proposals
-from search.baselines import data_parallel, random_strategy
+from search.baselines import data_parallel
 from search.costs import CostTable, OperatorCost
 from search.groups import find_groups, follow
 from search.mcmc import (
@@ -27,7 +27,6 @@ from search.mcmc import (
     decode_configuration,
     search,
 )
-from search.moves import Moves, copied
 from search.placements import Origin
 from search.simulator import simulate
 from search.taskgraph import TaskGraphBuilder
@@ -158,10 +157,16 @@ def test_replaying_the_accepted_proposals_gives_every_simulated_time() -> None:
     )
     layout = builder.layout(data_parallel(graph, 4))
     assert len(codes) == 150
+    assert any(batch.others for batch in record.batches)
     names = ("simulated_ns", "bound_ns", "accepted")
-    columns = (record.column("operator"), codes, *(record.column(name) for name in names))
-    for head, code, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
-        undo = layout.change(follow(groups[head], decode_configuration(code)))
+    others = [batch.others.get(place, ()) for batch in record.batches for place in range(len(batch))]
+    columns = (record.column("operator"), codes, others, *(record.column(name) for name in names))
+    for head, code, further, simulated_ns, bound_ns, accepted in zip(*columns, strict=True):
+        changed = follow(groups[head], decode_configuration(code))
+        for part in further:
+            for other in part.heads:
+                changed |= follow(groups[other], part.configuration)
+        undo = layout.change(changed)
         found_ns = layout.run("program")[0]
         assert found_ns > bound_ns if simulated_ns == STOPPED else found_ns == simulated_ns
         if not accepted:
@@ -316,23 +321,3 @@ def test_a_time_limit_of_nothing_gives_the_best_start() -> None:
     result = run(branches(), 4, SearchOptions(proposals=1000, seed=1, time_limit_s=0.0))
     assert result.proposals == 0
     assert result.step_time_s == min(chain.initial_s for chain in result.chains)
-
-
-def test_moves_are_legal_and_change_whole_groups() -> None:
-    graph = branches()
-    rng = np.random.default_rng(8)
-    moves = Moves(graph, 6)
-    configurations = list(random_strategy(graph, 6, rng).configurations)
-    for _ in range(500):
-        move = moves.propose(configurations, rng)
-        group = next(group for group in moves.groups if group.head == move.head)
-        assert set(move.changed) == set(group.operators)
-        for index, configuration in move.changed.items():
-            configurations[index] = configuration
-        Strategy(graph.digest, tuple(configurations)).validate(graph, 6)
-
-
-def test_a_copy_takes_shared_axes_and_the_first_part_of_others() -> None:
-    # Ours is (neighbour's axis 1, nothing, neighbour's axis 0); its axis 2 and replicas are dropped.
-    theirs = Configuration((2, 3, 2, 1), tuple(range(12)))
-    assert copied((1, -1, 0), theirs) == Configuration((3, 1, 2, 1), (0, 6, 2, 8, 4, 10))

@@ -9,8 +9,9 @@ from graph.operators import OperatorGraph
 from graph.rules import local_calls
 from graph.training import Training
 from search.baselines import data_parallel, expert, random_strategy, single_device
+from search.configurations import enumerate_degrees
 from search.costs import CostTable
-from search.groups import find_groups
+from search.groups import carried, find_groups
 from search.links import LinkCosts
 from search.mcmc import SearchOptions, search
 from search.needed import needed_calls
@@ -66,6 +67,24 @@ def test_groups_cover_the_graph_and_are_fewer_than_its_operators(name: str) -> N
     groups = find_groups(graph)
     assert sorted(index for group in groups for index in group.operators) == list(range(len(graph.operators)))
     assert 2 * len(groups) <= len(graph.operators) + 1
+
+
+@pytest.mark.parametrize("name", ["nmt", "gpt2"])
+def test_listing_equal_layers_once_loses_no_call(name: str) -> None:
+    graph = imported(name)
+    every = {
+        call.digest: call
+        for strategy in (single_device(graph), data_parallel(graph, 4), expert(graph, 4))
+        for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
+        for call in local_calls(graph, operator, configuration.degrees)
+    }
+    for group in find_groups(graph):
+        for degrees in enumerate_degrees(graph.operators[group.head], 4):
+            every |= {call.digest: call for call in local_calls(graph, graph.operators[group.head], degrees)}
+            for member in group.members:
+                calls = local_calls(graph, graph.operators[member.operator], carried(member.axes, degrees)[0])
+                every |= {call.digest: call for call in calls}
+    assert {call.digest for call in needed_calls(graph, 4)} == every.keys()
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from app.analytics.duck import connect
 from app.db.records import SearchOutcome, StrategySource
 from app.db.store import Store
 from graph.errors import UsageError
+from tests.app.conftest import Command
 from tests.app.db import samples
 from tests.app.db.samples import Scene
 
@@ -58,6 +60,9 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
             model="inception",
             topology="local",
             batch_size=8,
+            precision="float32",
+            optimizer="sgd",
+            batch_norm="synchronized",
             strategy=samples.strategy(scene.graph_id, number).digest,
             source=source,
             device_count=2,
@@ -148,6 +153,37 @@ def test_compare_takes_what_is_asked_for(store: Store, scene: Scene) -> None:
     assert compare(store.database, model="alexnet", search=1) == nothing
     with pytest.raises(UsageError, match="search 99: is not in database"):
         compare(store.database, search=99)
+
+
+def test_precisions_stand_apart_in_tables_and_documents(command: Command, database: Path) -> None:
+    with Store.open(database) as store:
+        for number, precision in enumerate(("float32", "bfloat16")):
+            scene = Scene.stored(store, precision=precision)
+            baseline = strategy(store, scene, 1, "data-parallel")
+            searched = strategy(store, scene, 2)
+            for strategy_id, predicted_s in ((baseline, 2.0), (searched, 1.0)):
+                store.put_simulation(scene.simulation(strategy_id, predicted_s / (number + 1)))
+                run(store, scene, strategy_id, [predicted_s / (number + 1)])
+    document = command("compare", "--json").document
+    for rows in document.values():
+        found = [(row["precision"], row["optimizer"], row["batch_norm"]) for row in rows]
+        assert found == sorted(found)
+        assert {precision for precision, _, _ in found} == {"float32", "bfloat16"}
+    times = {(row["precision"], row["source"]): row["predicted_s"] for row in document["strategies"]}
+    assert times == {
+        ("float32", "data-parallel"): 2.0,
+        ("float32", "search"): 1.0,
+        ("bfloat16", "data-parallel"): 1.0,
+        ("bfloat16", "search"): 0.5,
+    }
+    printed = command("compare").output
+    half, rest = printed.split("inception on local, batch size 8, float32, sgd")
+    assert "inception on local, batch size 8, bfloat16, sgd" in half
+    assert ("500.0 ms" in half, "500.0 ms" in rest) == (True, False)
+    assert ("2000.0 ms" in half, "2000.0 ms" in rest) == (False, True)
+    # Those of the errors say it too.
+    assert "8, bfloat16, sgd" in rest.split("errors of the predictions")[1]
+    assert max(map(len, half.splitlines())) <= 120
 
 
 def test_frame_has_the_rows(store: Store, scene: Scene) -> None:

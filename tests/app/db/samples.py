@@ -22,6 +22,7 @@ from app.db.records import (
 )
 from app.db.store import Store
 from graph.canonical import canonical_json, digest
+from graph.training import Training
 
 EPOCH = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 
@@ -80,9 +81,9 @@ def topology(number: int = 0, *, name: str = "local") -> TopologyRecord:
     return TopologyRecord(digest(document), name, 2, document)
 
 
-def training(batch_size: int = 8) -> TrainingRecord:
+def training(batch_size: int = 8, precision: str = "float32") -> TrainingRecord:
     """Return a training."""
-    document = canonical_json({"batch_size": batch_size})
+    document = canonical_json(Training(batch_size, precision).to_json())
     return TrainingRecord(digest(document), batch_size, document)
 
 
@@ -102,12 +103,20 @@ class Scene:
     environment_id: int
 
     @classmethod
-    def stored(cls, store: Store, number: int = 0, *, model: str = "inception", batch_size: int = 8) -> Scene:
+    def stored(
+        cls,
+        store: Store,
+        number: int = 0,
+        *,
+        model: str = "inception",
+        batch_size: int = 8,
+        precision: str = "float32",
+    ) -> Scene:
         """Store one of each."""
         return cls(
             store.put_graph(graph(number, name=model)),
             store.put_topology(topology()),
-            store.put_training(training(batch_size)),
+            store.put_training(training(batch_size, precision)),
             store.put_environment(environment()),
         )
 

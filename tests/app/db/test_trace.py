@@ -35,7 +35,7 @@ from tests.app.db.samples import Scene
 
 
 def batch(first_step: int, count: int, *, chain: int = 0) -> ProposalBatch:
-    """Return proposals of which every third was cut at its bound."""
+    """Return proposals of which every third was cut at its bound, and every seventh changes further operators."""
     step = np.arange(first_step, first_step + count)
     cut = step % 3 == 0
     return ProposalBatch(
@@ -46,7 +46,14 @@ def batch(first_step: int, count: int, *, chain: int = 0) -> ProposalBatch:
         simulated_ns=np.where(cut, -1, step * 1000),
         bound_ns=np.where(cut, step * 500, -1),
         accepted=step % 5 == 0,
+        others={place: further(int(one)) for place, one in enumerate(step) if one % 7 == 0},
     )
+
+
+def further(step: int) -> tuple[list[int], list[int]]:
+    """Return the further operators that a proposal of `batch` changes, and their codes."""
+    operators = list(range(1, 3 + step % 2))
+    return operators, [step * 2**33 + operator for operator in operators]
 
 
 def read(store: Store, search_id: int, kind: str = "proposals") -> pa.Table:
@@ -100,6 +107,8 @@ def test_trace_round_trip(store: Store) -> None:
     assert columns["simulated_ns"] == [None if step % 3 == 0 else step * 1000 for step in range(1007)]
     assert columns["bound_ns"] == [step * 500 if step % 3 == 0 else None for step in range(1007)]
     assert columns["accepted"] == [step % 5 == 0 for step in range(1007)]
+    for place, name in enumerate(("other_operators", "other_configurations")):
+        assert columns[name] == [further(step)[place] if step % 7 == 0 else None for step in range(1007)]
     nothing = dict.fromkeys(("start", "stride", "seed", "base", "axes", "devices"))
     common = {"search": search, "device_count": 2, **nothing}
     assert read(store, search, "configurations").to_pylist() == [
@@ -206,6 +215,8 @@ def test_chunks_become_larger_while_a_search_runs(store: Store, monkeypatch: pyt
     table = read(store, search).to_pydict()
     assert table["chain"] == [0] * 70 + [1] * 70
     assert table["step"] == [*range(70), *range(70)]
+    changed = [further(step)[0] if step % 7 == 0 else None for step in range(70)]
+    assert table["other_operators"] == changed * 2
 
 
 def test_large_chunks_are_left_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,10 @@ def chromium() -> Iterator[Any]:
 
 def sections(name: str) -> list[Section]:
     """Return a section for each figure, with that name wherever the database has one."""
-    curve = SearchCurve(1, name, name, 8, "finished", 30, 0.4, 0.2, 2.0, (0, 10, 30), (0.4, 0.3, 0.2))
+    curve = SearchCurve(1, name, name, name, "finished", 30, 0.4, 0.2, 2.0, (0, 10, 30), (0.4, 0.3, 0.2))
     pairs = [
-        Pair(name, name, 8, "c0ffee", name, 0.2, 0.25),
-        Pair("other", "local", 8, "ab", "search", 0.1, 0.1),
+        Pair(name, name, name, "c0ffee", name, 0.2, 0.25),
+        Pair("other", "local", "8, float32, sgd", "ab", "search", 0.1, 0.1),
     ]
     points = tuple(
         CostPoint(name, phase, size, 4 * size, size * 1e-9)

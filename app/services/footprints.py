@@ -1,0 +1,113 @@
+"""The memory of a strategy's devices as far as it is found by walking their programs (`runtime.footprint`).
+
+Devices that do the same share a walk. Where devices differ so much, or the network is so large, that walking them would
+take long, there is none, and what counts is the sum that the search itself keeps (`search.simulator.Simulation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from graph.errors import RuntimeFailure
+from graph.intervals import Region, shape, volume
+
+if TYPE_CHECKING:
+    from graph.operators import OperatorGraph
+    from graph.plan import Plan
+    from graph.strategy import Strategy
+    from graph.topology import Topology
+    from graph.training import Training
+    from runtime.footprint import Footprint
+
+MOST_OPERATORS = 3000
+"""Operators to walk for one strategy, over all devices that differ; one takes 2 to 10 milliseconds."""
+NEXT_TO_NOTHING = 0.002
+"""The part of what a device makes, holds and sends by which devices that share a walk may differ."""
+
+
+def footprints(
+    graph: OperatorGraph,
+    strategy: Strategy,
+    topology: Topology,
+    training: Training,
+    *,
+    most_operators: int = MOST_OPERATORS,
+) -> tuple[Footprint, ...] | None:
+    """Return what a step takes on each device; None where that is not found."""
+    from graph.plan import build_plan
+    from runtime.footprint import UNUSED, footprint
+
+    if len(graph.operators) > most_operators:
+        return None
+    plan = build_plan(graph, strategy, [device.node for device in topology.devices])
+    keys = [
+        (topology.kind_of(device.index).processor, one)
+        for device, one in zip(topology.devices, shares(plan, len(topology.devices)), strict=True)
+    ]
+    first = {key: device for device, key in reversed(list(enumerate(keys)))}
+    if len(first) * len(graph.operators) > most_operators:
+        return None
+    try:
+        walked = {
+            key: footprint(plan, training, device, key[0]) if key[1] else UNUSED
+            for key, device in first.items()
+        }
+    except RuntimeFailure:
+        return None
+    return tuple(walked[key] for key in keys)
+
+
+def shares(plan: Plan, count: int) -> tuple[tuple[object, ...], ...]:
+    """Return, for each of `count` devices, what tells its part of a plan from others': equal ones take equal memory."""
+    found: list[list[tuple[int, object]]] = [[] for _ in range(count)]
+    for device, size_bytes, what in _entries(plan):
+        found[device].append((size_bytes, what))
+    return tuple(_weighty(one) for one in found)
+
+
+def _weighty(entries: Sequence[tuple[int, object]]) -> tuple[object, ...]:
+    """Return the entries but for the smallest, which together are next to nothing: a scalar of the loss, say."""
+    sizes = sorted(size for size, _ in entries)
+    nothing = sum(sizes) * NEXT_TO_NOTHING
+    least = next((size for size, below in zip(sizes, accumulate(sizes), strict=True) if below > nothing), 0)
+    return tuple(what for size, what in entries if size >= least)
+
+
+def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
+    """Yield devices, bytes of what they make, hold or send, and what tells it from other such things."""
+    from graph.rules import local_calls
+
+    for index, (operator, configuration) in enumerate(
+        zip(plan.graph.operators, plan.strategy.configurations, strict=True)
+    ):
+        calls = local_calls(plan.graph, operator, configuration.degrees)
+        for device, call, active in zip(configuration.devices, calls, plan.active[index], strict=True):
+            made = sum(spec.size_bytes for spec in call.outputs)
+            yield device, made, (index, call.inputs, call.outputs, active)
+    sizes = {value.name: value.spec.item_bytes for value in plan.graph.values}
+    for name, held in plan.held.items():
+        for device, region in held.items():
+            yield device, volume(region) * sizes[name], (name, _form(region))
+    for number, bucket in enumerate(plan.buckets):
+        for device in bucket.devices:
+            yield device, bucket.size_bytes, number
+    for exchanges in (plan.exchanges, plan.buffer_exchanges):
+        for value, assemblies in exchanges.items():
+            item_bytes = sizes[value]
+            for assembly in assemblies:
+                pieces = [
+                    (_form(one.region), one.source_device == assembly.device) for one in assembly.pieces
+                ]
+                read = volume(assembly.region) * item_bytes
+                yield assembly.device, read, (value, _form(assembly.region), assembly.direct, tuple(pieces))
+                for piece in assembly.remote_pieces:
+                    sent = volume(piece.region) * item_bytes
+                    yield piece.source_device, sent, (value, _form(piece.region))
+    # What collectives bring is among the assemblies; one more or less changes when it is there, not how much.
+
+
+def _form(region: Region) -> Sequence[object]:
+    """Return sizes, and whether each dim is one interval: others are copied to be read."""
+    return shape(region), tuple(len(indexes) for indexes in region)

@@ -1,0 +1,195 @@
+"""Predicted against measured peak memory of training steps, executed for real on two CPU devices of this machine.
+
+Of every network: data parallelism, the expert's or Megatron's strategy, what a search finds, and data parallelism with
+a fifth of its groups of operators configured at random. Predicted is what the devices' programs take
+(`runtime.footprint`), and beside it the sum that the search keeps in its loop (`search.simulator.Simulation`);
+measured are the tensors alive at most in one step (`runtime.peaks`). Of a strategy's devices, the fullest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Result, measurement
+
+if TYPE_CHECKING:
+    from app.services.models import ModelRequest
+    from graph.operators import OperatorGraph
+    from graph.strategy import Strategy
+    from graph.topology import Topology
+    from graph.training import Training
+
+DEVICES = 2
+ERROR = 0.10
+PROPOSALS = 300
+# Batch sizes for which a step takes a few seconds at most, with an optimizer each.
+NETWORKS = {
+    "mlp": (64, "sgd"), "alexnet": (16, "momentum"), "inception": (4, "sgd"), "rnnlm": (8, "sgd"),
+    "bert-large": (2, "sgd"),
+}  # fmt: skip
+QUICK = {"mlp": (8, "adam")}
+RANDOM_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bytes of the fullest device: by its program, by the search's sum, measured, and of its whole process."""
+
+    network: str
+    optimizer: str
+    strategy: str
+    predicted: int
+    summed: int
+    measured: int
+    process: int
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def error_of_sum(self) -> float:
+        """The same of the search's sum."""
+        return self.summed / self.measured - 1
+
+
+def run(*, quick: bool) -> Result:
+    """Predict and execute; in quick mode one small network.
+
+    Raises:
+        SoapstoneError: a run failed.
+    """
+    preset = "small" if quick else "paper"
+    rows = [
+        row
+        for name, (batch_size, optimizer) in (QUICK if quick else NETWORKS).items()
+        for row in measured(name, preset, batch_size, optimizer)
+    ]
+    errors = [abs(row.error) for row in rows]
+    return Result(
+        benchmark="memory",
+        conditions={"devices": DEVICES, "strategies": len(rows)},
+        measurements=[
+            measurement("largest error", max(errors) * 100, "%", at_most=ERROR * 100),
+            measurement("mean error", sum(errors) / len(errors) * 100, "%"),
+            measurement(
+                "largest error of the search's sum", max(abs(row.error_of_sum) for row in rows) * 100, "%"
+            ),
+        ],
+        table=[_cells(row) for row in rows],
+    )
+
+
+def measured(name: str, preset: str, batch_size: int, optimizer: str) -> list[Row]:
+    """Predict and execute all strategies of a network."""
+    from app.services.models import import_graph, requested_model
+    from graph.topology import load_topology
+    from graph.training import Training
+
+    request = requested_model(name, preset, batch_size)
+    graph = import_graph(request, batch_norm="synchronized").graph
+    topology, training = load_topology("xeon", None), Training(batch_size, optimizer=optimizer)
+    return [
+        _row(request, graph, topology, training, label, strategy)
+        for label, strategy in strategies(graph, topology, training)
+    ]
+
+
+def strategies(
+    graph: OperatorGraph, topology: Topology, training: Training
+) -> Iterator[tuple[str, Strategy]]:
+    """Yield data parallelism, an expert's strategy, the best of a search, and a partly random one."""
+    import numpy as np
+
+    from scripts.benchmarks.prediction import partly_random
+    from scripts.benchmarks.simulator import Datasheet
+    from search.baselines import data_parallel, expert, megatron
+    from search.costs import CostTable
+    from search.mcmc import SearchOptions, search
+
+    yield "data parallel", data_parallel(graph, DEVICES)
+    if "bert" in graph.name:
+        yield "Megatron", megatron(graph, DEVICES)
+    else:
+        yield "expert", expert(graph, DEVICES)
+    found = search(
+        graph,
+        topology,
+        CostTable(Datasheet(topology.kinds)),
+        training,
+        SearchOptions(proposals=PROPOSALS, chains=2, seed=0),
+    )
+    yield "found", found.strategy
+    yield "partly random", partly_random(graph, DEVICES, RANDOM_SHARE, np.random.default_rng(0))
+
+
+def _row(
+    request: ModelRequest,
+    graph: OperatorGraph,
+    topology: Topology,
+    training: Training,
+    label: str,
+    strategy: Strategy,
+) -> Row:
+    from graph.plan import build_plan
+    from profiler.pinning import usable_cores
+    from runtime.footprint import footprint
+    from runtime.jobs import Job
+    from runtime.launch import launch
+    from runtime.models import ModelReference
+    from scripts.benchmarks.simulator import Datasheet
+    from search.costs import CostTable
+    from search.simulator import simulate
+
+    nodes = tuple(device.node for device in topology.devices)
+    plan = build_plan(graph, strategy, nodes)
+    walked = [footprint(plan, training, device).peak_bytes for device in range(strategy.device_count)]
+    summed = simulate(
+        graph, strategy, topology, CostTable(Datasheet(topology.kinds)), training
+    ).peak_memory_bytes
+    result = launch(
+        Job(
+            graph=graph,
+            strategy=strategy,
+            node_of=nodes,
+            training=training,
+            model=ModelReference("app.services.models:build_model", request.factory_keywords),
+            iterations=1,
+            warmup=0,
+            peak=True,
+        ),
+        (*usable_cores(), *(None for _ in range(DEVICES)))[:DEVICES],
+    )
+    if result is None:
+        raise RuntimeError("memory: must run alone, not under torchrun")
+    fullest = max(range(len(result.peaks)), key=lambda device: result.peaks[device].tensor_bytes)
+    peak = result.peaks[fullest]
+    return Row(
+        graph.name,
+        training.optimizer,
+        label,
+        walked[fullest],
+        summed[fullest],
+        peak.tensor_bytes,
+        peak.process_bytes,
+    )
+
+
+def _cells(row: Row) -> dict[str, str]:
+    def mebibytes(size: int) -> str:
+        return f"{size / 2**20:,.1f}"
+
+    return {
+        "network": row.network,
+        "optimizer": row.optimizer,
+        "strategy": row.strategy,
+        "predicted MiB": mebibytes(row.predicted),
+        "measured MiB": mebibytes(row.measured),
+        "error": f"{row.error:+.1%}",
+        "search's sum MiB": mebibytes(row.summed),
+        "its error": f"{row.error_of_sum:+.1%}",
+        "process MiB": mebibytes(row.process),
+    }

@@ -1,0 +1,241 @@
+"""What each kind of move is worth: the zoo searched with all of them, and with one left out, in equal time.
+
+And what the temperature is worth: walks with all kinds of moves that are hotter and colder. Every chain has as much
+processor time, begins with nothing in the memo, and is alone: what it has found by then is compared with what the
+full set of `search.moves.MoveShares` has found from the same start with the same seed. Costs are estimates for the
+devices of the topology p100-cluster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import exp, inf, log
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Result, measurement
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from graph.operators import OperatorGraph
+    from graph.strategy import Configuration, Strategy
+    from search.moves import Moves, MoveShares
+
+TOPOLOGY, DEVICES = "p100-cluster", 16
+NETWORKS = (
+    "mlp", "alexnet", "vgg16", "inception", "resnet101", "densenet121", "rnntc", "rnnlm", "nmt", "bert-large",
+    "gpt2", "dlrm", "candle-uno",
+)  # fmt: skip
+# Of those of which 16 devices hold no strategy at the published batch.
+BATCHES = {"bert-large": 64, "gpt2": 16}
+STARTS = ("data parallel", "random")
+SEEDS = (0, 1)
+SECONDS = 4.0
+QUICK_NETWORKS, QUICK_SECONDS, QUICK_DEVICES = ("mlp", "rnnlm"), 0.2, 4
+# Proposals between two looks at the clock.
+TURN = 8
+# Two best times within this are as good.
+EQUAL = 0.005
+ALL = "all"
+BETAS = (100.0, 1000.0, 3000.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a chain walks: its moves, and how greedy it is (`search.mcmc.SearchOptions.beta`)."""
+
+    shares: MoveShares
+    beta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one chain found within its time; the best time is infinite where nothing fitted the memories."""
+
+    network: str
+    start: str
+    seed: int
+    variant: str
+    initial_s: float
+    best_s: float
+    proposals: int
+    accepted: int
+
+
+def variants() -> dict[str, Variant]:
+    """Return walks by name: with all moves, all but a kind, of one group, drawn afresh alone; at other temperatures."""
+    from search.mcmc import SearchOptions
+    from search.moves import MoveShares
+
+    full, beta = MoveShares(), SearchOptions().beta
+    shares = {ALL: full}
+    for field in fields(full):
+        if getattr(full, field.name):
+            shares[f"without {field.name}"] = replace(full, **{field.name: 0.0})
+    shares["one group at a time"] = replace(full, alike=0.0, sharing=0.0, spread=0.0)
+    shares["fresh draws alone"] = MoveShares(**{field.name: 0.0 for field in fields(full)})
+    found = {name: Variant(one, beta) for name, one in shares.items()}
+    return found | {f"beta {other:g}": Variant(full, other) for other in BETAS if other != beta}
+
+
+def run(*, quick: bool) -> Result:
+    """Walk every chain; in quick mode a moment each, of two small networks."""
+    seconds = QUICK_SECONDS if quick else SECONDS
+    devices = QUICK_DEVICES if quick else DEVICES
+    preset = "small" if quick else "paper"
+    rows: list[Row] = []
+    for name in QUICK_NETWORKS if quick else NETWORKS:
+        graph, batch_size = imported(name, preset)
+        for start in STARTS:
+            for seed in SEEDS[:1] if quick else SEEDS:
+                rows += walked(graph, batch_size, devices, start, seed, seconds, variants())
+    return Result(
+        benchmark="moves",
+        conditions={"topology": TOPOLOGY, "devices": devices, "processor seconds a chain": seconds},
+        measurements=[
+            measurement(f"{one}: step time over that of all moves, geometric mean", ratio(of(rows, one)), "")
+            for one in variants()
+            if one != ALL
+        ],
+        table=table(rows),
+    )
+
+
+def imported(name: str, preset: str) -> tuple[OperatorGraph, int]:
+    """Return the graph of a network of the zoo, and its batch size."""
+    import torch
+
+    from graph.importer import import_module
+    from graph.zoo import build, zoo_entry
+
+    entry = zoo_entry(name)
+    published = int(entry.presets[preset].get("batch_size", entry.batch_size))
+    batch_size = published if preset == "small" else BATCHES.get(name, published)
+    with torch.device("meta"):
+        module, args, kwargs = build(name, preset, batch_size)
+    return import_module(module, args, kwargs, name=name), batch_size
+
+
+def walked(
+    graph: OperatorGraph,
+    batch_size: int,
+    devices: int,
+    start: str,
+    seed: int,
+    seconds: float,
+    chosen: Mapping[str, Variant],
+) -> list[Row]:
+    """Return what a chain of each variant finds from one start."""
+    import numpy as np
+
+    from graph.topology import load_topology
+    from graph.training import Training
+    from scripts.benchmarks.simulator import Datasheet
+    from search.costs import CostTable
+    from search.mcmc import SearchOptions, start_chain
+    from search.moves import Moves
+    from search.proposals import Recorder
+    from search.taskgraph import TaskGraphBuilder
+
+    topology = load_topology(TOPOLOGY).subset(devices)
+    rows: list[Row] = []
+    # What is worked out once a graph would be charged to the first: it walks twice, and the second walk counts.
+    for name in (next(iter(chosen)), *chosen):
+        variant = chosen[name]
+        options = SearchOptions(proposals=10**12, chains=1, beta=variant.beta)
+        moves, rng = Moves(graph, devices, variant.shares), np.random.default_rng(seed)
+        began = started(moves, start, rng)
+        builder = TaskGraphBuilder(
+            graph, topology, CostTable(Datasheet(topology.kinds)), Training(batch_size)
+        )
+        recorder = Recorder(None)
+        deadline = time.process_time() + seconds
+        chain = start_chain(builder, 0, start, began, rng, options)
+        while time.process_time() < deadline:
+            for _ in range(TURN):
+                chain.step(moves, recorder)
+        rows.append(
+            Row(
+                network=graph.name,
+                start=start,
+                seed=seed,
+                variant=name,
+                initial_s=chain.initial.seconds,
+                best_s=chain.best.outcome.seconds,
+                proposals=chain.proposals,
+                accepted=chain.accepted,
+            )
+        )
+    return rows[1:]
+
+
+def started(moves: Moves, start: str, rng: np.random.Generator) -> Strategy:
+    """Return data parallelism, or a random configuration of every group."""
+    from graph.strategy import Strategy
+    from search.baselines import data_parallel
+    from search.configurations import random_configuration
+    from search.groups import follow
+
+    graph, count = moves.graph, moves.device_count
+    if start == "data parallel":
+        return data_parallel(graph, count)
+    found: dict[int, Configuration] = {}
+    for group in moves.groups:
+        found |= follow(group, random_configuration(graph.operators[group.head], count, rng))
+    return Strategy(graph.digest, tuple(found[index] for index in range(len(graph.operators))))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Best times, and proposals, of one variant over those of the full set, chain by chain."""
+
+    times: tuple[float, ...]
+    proposals: tuple[float, ...]
+
+
+def of(rows: Sequence[Row], variant: str, networks: Iterable[str] | None = None) -> Compared:
+    """Compare a variant with the full set, over some networks or all."""
+    wanted = None if networks is None else set(networks)
+    full = {(row.network, row.start, row.seed): row for row in rows if row.variant == ALL}
+    times, proposals = [], []
+    for row in rows:
+        if row.variant == variant and (wanted is None or row.network in wanted):
+            other = full[row.network, row.start, row.seed]
+            times.append(_over(row.best_s, other.best_s))
+            proposals.append(row.proposals / other.proposals)
+    return Compared(tuple(times), tuple(proposals))
+
+
+def _over(mine_s: float, theirs_s: float) -> float:
+    if mine_s == theirs_s:
+        return 1.0  # infinite ones, too
+    return mine_s / theirs_s if theirs_s < inf else 0.0
+
+
+def ratio(compared: Compared) -> float:
+    """Return the geometric mean of the times that both have; 1 if there are none."""
+    logs = [log(one) for one in compared.times if 0 < one < inf]
+    return exp(statistics.fmean(logs)) if logs else 1.0
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Return a row for each variant: the geometric mean by network and over all, and how often it is better."""
+    networks = list(dict.fromkeys(row.network for row in rows))
+    found = []
+    for variant in dict.fromkeys(row.variant for row in rows if row.variant != ALL):
+        every = of(rows, variant)
+        better = sum(one < 1 - EQUAL for one in every.times)
+        worse = sum(one > 1 + EQUAL for one in every.times)
+        found.append(
+            {
+                "moves": variant,
+                **{name: f"{ratio(of(rows, variant, [name])):.2f}" for name in networks},
+                "all": f"{ratio(every):.3f}",
+                "better / worse": f"{better} / {worse} of {len(every.times)}",
+                "proposals": f"{statistics.geometric_mean(every.proposals):.2f}",
+            }
+        )
+    return found

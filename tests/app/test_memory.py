@@ -1,0 +1,84 @@
+"""Peak memory as a user has it: predicted beside measured, stored with the run, and deciding what fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from app.services.footprints import footprints, shares
+from graph.axes import AxisKind
+from graph.plan import build_plan
+from graph.training import Training
+from runtime.footprint import footprint
+from tests.app.conftest import Command
+from tests.runtime.oracle import graph_of
+from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
+from tests.search.builders import devices
+
+TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")
+RUN = ("run", "--model", "alexnet", "--preset", "small", *TWO, "--iterations", "1")
+QUERY = "SELECT peak_bytes, process_bytes FROM executions"
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_shows_and_stores_what_each_device_took(command: Command) -> None:
+    done = command(*RUN, "--json")
+    assert done.code == 0, done
+    found = done.document["memory"]
+    assert done.document["memory_account"] == "walk"
+    assert [one["device"] for one in found] == [0, 1]
+    for one in found:
+        assert abs(one["relative_error"]) < 0.1
+        assert one["relative_error"] == pytest.approx(
+            one["predicted_peak_bytes"] / one["measured_peak_bytes"] - 1
+        )
+        assert one["process_bytes"] > one["measured_peak_bytes"]
+    (row,) = command("query", QUERY, "--json").document
+    assert json.loads(row["peak_bytes"]) == [one["measured_peak_bytes"] for one in found]
+    assert json.loads(row["process_bytes"]) == [one["process_bytes"] for one in found]
+    (row,) = command("query", "SELECT peak_bytes FROM simulations", "--json").document
+    assert json.loads(row["peak_bytes"]) == [one["predicted_peak_bytes"] for one in found]
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_says_how_full_the_fullest_device_was(command: Command) -> None:
+    done = command(*RUN)
+    assert done.code == 0, done
+    assert "the fullest: predicted " in done.output
+
+
+@pytest.mark.parametrize("seed", seeds(2, 12))
+def test_devices_that_share_a_walk_take_the_same(seed: int) -> None:
+    graph = graph_of("convolutions")
+    strategy = random_strategy(graph, 4, seed)
+    plan, training = build_plan(graph, strategy, (0,) * 4), Training(1)
+    found = shares(plan, 4)
+    walked = [footprint(plan, training, device).peak_bytes for device in range(4)]
+    for one, other in itertools.combinations(range(4), 2):
+        if found[one] == found[other]:
+            assert walked[one] == pytest.approx(walked[other], rel=0.01)
+
+
+def test_devices_of_a_split_batch_share_a_walk_but_not_those_of_a_split_network() -> None:
+    graph = graph_of("convolutions", batch_size=200)
+    alike = shares(build_plan(graph, by_kind(graph, [AxisKind.SAMPLE], range(4)), (0,) * 4), 4)
+    assert alike[1] == alike[2] == alike[3]
+    assert len(set(shares(build_plan(graph, in_turn(graph, range(4)), (0,) * 4), 4))) == 4
+
+
+def test_devices_without_work_take_nothing() -> None:
+    graph = graph_of("perceptron")
+    found = footprints(graph, in_turn(graph, [0]), devices(3), Training(1))
+    assert found is not None
+    assert [one.peak_bytes > 0 for one in found] == [True, False, False]
+
+
+@pytest.mark.parametrize(("most", "walked"), [(0, True), (-1, False)])
+def test_devices_that_all_differ_are_walked_up_to_a_limit(most: int, *, walked: bool) -> None:
+    graph = graph_of("perceptron")
+    count = len(graph.operators)
+    strategy = in_turn(graph, range(count))
+    found = footprints(graph, strategy, devices(count), Training(1), most_operators=count * count + most)
+    assert (found is not None) == walked
