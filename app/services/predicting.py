@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from search.simulator import Simulation
 
 LOCAL = "local"
-NEARLY_FULL = 0.5
+NEARLY_FULL = 0.4
 """The part of a device's memory above which the search's sum alone does not decide whether a strategy fits."""
 
 
