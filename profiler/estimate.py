@@ -4,7 +4,8 @@ A call takes as long as the slower of its arithmetic and its memory traffic, at 
 of the data sheet's peaks. Two origins, never mixed up: "datasheet" rests on no measurement at all; "estimated" is the
 roofline times a ratio of measured to roofline time, interpolated between the measured calls of its family on that
 device kind, or where the family has none, that of its operator type, or of all types. A family is an operator type, a
-phase and all of its operands but their sizes; near is what differs little in work and sizes, on a scale of doublings.
+phase and all of its operands but their sizes (matrix products are one family whatever their dims); near is what differs
+little in work and sizes, on a scale of doublings.
 
 Source of the roofline: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -26,7 +27,7 @@ from graph.operators import FLOATING
 from graph.topology import DeviceKind
 from profiler.interpolation import Interpolation
 from profiler.measure import Phase, phases
-from profiler.sampling import PRODUCTS, matrices
+from profiler.products import PRODUCTS, matrices
 from profiler.updates import is_update, update_bytes, update_flops
 
 Origin = Literal["estimated", "datasheet"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from graph.calls import LocalCall
 from profiler.devices import PhysicalDevice
-from profiler.measure import Measurement, MeasureOptions, Outcome, summarize
+from profiler.measure import Measurement, MeasureOptions, summarize
 from profiler.workers import CallResult, WorkerPool
 
 VISITS = 3
@@ -75,11 +75,12 @@ def measure_in_visits(
 def _pooled_results(visits: Sequence[CallResult]) -> CallResult:
     if len(visits) == 1:
         return visits[0]
-    outcomes: list[Outcome] = []
-    for phase in zip(*(visit.outcomes for visit in visits), strict=True):
-        measured = [one for one in phase if isinstance(one, Measurement)]
-        outcomes.append(pooled(measured) if measured else phase[0])
-    return replace(visits[-1], outcomes=tuple(outcomes), wall_s=sum(visit.wall_s for visit in visits))
+    # Of a call that is visited again, every phase was measured in each visit that counts.
+    outcomes = tuple(
+        pooled([one for one in phase if isinstance(one, Measurement)])
+        for phase in zip(*(visit.outcomes for visit in visits), strict=True)
+    )
+    return replace(visits[-1], outcomes=outcomes, wall_s=sum(visit.wall_s for visit in visits))
 
 
 def pooled(visits: Sequence[Measurement]) -> Measurement:

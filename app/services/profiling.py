@@ -28,7 +28,7 @@ from graph.errors import UsageError
 from graph.topology import Topology, load_topology
 from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
-from profiler.sampling import products_between
+from profiler.products import products_between
 
 if TYPE_CHECKING:
     from profiler.agreement import Agreement
@@ -302,7 +302,7 @@ def profile(
 
     With a `topology`, the operator costs that searches over its devices need, on the machine's devices, which are of
     its kinds. The links between the machine's devices are not the topology's, which has the times of its own. With
-    `products`, as many matrix products of other sizes, which make estimates better (`profiler.sampling`).
+    `products`, as many matrix products of other sizes, which make estimates better (`profiler.products`).
 
     A cost that the database holds for this kind and environment is not measured again, nor, but with `retry_failed`,
     one that could not be measured. Each measurement is stored as soon as it is done, so that an interrupted run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.db.store import Store
-from profiler.sampling import PRODUCTS
+from profiler.products import PRODUCTS
 from tests.app.conftest import Command
 
 PROFILE = (

@@ -1,7 +1,7 @@
-"""Matrix products of sizes between those that networks have, to measure so that unseen sizes can be estimated.
+"""Matrix products: their sizes, whatever the operator, and products of sizes between those that networks have.
 
-Networks have few sizes of products, far from each other, and every split and batch size makes new ones. A sample of
-what lies between gives estimates (`profiler.estimate`) near neighbours.
+Networks have few sizes of products, far from each other, and every split and batch size makes new ones. Measuring a
+sample of what lies between gives estimates (`profiler.estimate`) near neighbours.
 """
 
 from __future__ import annotations

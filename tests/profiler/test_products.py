@@ -10,7 +10,7 @@ from graph.calls import LocalCall
 from graph.operators import Slot, TensorSpec
 from graph.rules import bytes_moved, flops
 from profiler.devices import cpu_devices
-from profiler.sampling import products_between, resized, sizes
+from profiler.products import products_between, resized, sizes
 from profiler.subjects import Subject
 from tests.profiler.examples import matrix_product, rectifier
 
