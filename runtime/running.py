@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graph.plan import Plan
+from profiler.operators.draws import forget_positions
 from profiler.timers import synchronize, timer_for
 from runtime.checking import collect_gradients, verify_strategy
 from runtime.collecting import collect_buffers, collect_weights
@@ -37,6 +38,8 @@ class JobRun:
         self._tensors = tensors_of(job.graph, job.model.build(job.seed))
         # Before the run's own tensors are made, so that the two are not in memory at once.
         self._verified = self._verify() if job.verify else None
+        # The positions of an earlier job or of the verification's whole network would take memory beside the run's.
+        forget_positions()
         beat("compiling its program")
         self._executor = Executor(
             self._plan,

@@ -80,6 +80,16 @@ def test_random_strategies_take_what_the_walk_says(pool: LocalPool, name: str, s
     check_against_a_run(pool, name, strategy, "momentum")
 
 
+def test_what_an_earlier_job_drew_takes_no_memory(pool: LocalPool) -> None:
+    """A process that runs many jobs keeps the positions that dropout draws from while a job lasts, not longer."""
+    graph = graph_of("dropped", batch_size=20_000)
+    strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
+    model = reference("dropped", batch_size=20_000)
+    pool.run(Job(graph=graph, strategy=strategy, node_of=(0, 0), training=Training(1), model=model))
+    perceptron = graph_of("perceptron", batch_size=BATCHES["perceptron"])
+    check_against_a_run(pool, "perceptron", by_kind(perceptron, [AxisKind.SAMPLE], [0, 1]), "adam")
+
+
 def test_one_device_takes_what_the_walk_says(pool: LocalPool) -> None:
     graph = graph_of("convolutions", batch_size=BATCHES["convolutions"])
     check_against_a_run(pool, "convolutions", in_turn(graph, [0]), "sgd")
