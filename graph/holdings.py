@@ -3,6 +3,9 @@
 A device holds the smallest product of index sets that covers what its tasks read. Elements held by the same set of
 devices form a cell; a cell's gradient is the sum over its holders, found by one all-reduce. Shared weights (forty
 unrolled steps) are one weight here: each cell is synchronized once, after its last gradient.
+
+Where its holders share a cell (`graph.strategy.Sharding`), each has a slice of it along one dim: the first that is long
+enough for all of them, else the longest. Some then have nothing of a small cell.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from graph.intervals import IndexSet, Region, count, full_region, normalize
+from graph.intervals import IndexSet, Region, count, full_region, normalize, part, shape, slice_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +108,42 @@ def cell_elements(cell: Cell) -> int:
     for indexes in cell.region:
         result *= count(indexes)
     return result
+
+
+def share_dim(sizes: Sequence[int], holders: int) -> int:
+    """Return the dim along which so many holders share a cell of these sizes; -1 for a scalar."""
+    for dim, size in enumerate(sizes):
+        if size >= holders:
+            return dim
+    return max(range(len(sizes)), key=lambda dim: sizes[dim], default=-1)
+
+
+def share_elements(sizes: Sequence[int], holders: int) -> tuple[int, ...]:
+    """Return how many elements each holder's share of a cell of these sizes has; the first has the most."""
+    dim = share_dim(sizes, holders)
+    if dim < 0:
+        return (1, *(0,) * (holders - 1))
+    others = prod(size for place, size in enumerate(sizes) if place != dim)
+    bounds = (part(sizes[dim], holders, place) for place in range(holders))
+    return tuple((stop - start) * others for start, stop in bounds)
+
+
+def shares(cell: Cell) -> tuple[Region | None, ...]:
+    """Return the share of each of a cell's holders; None where it has no element."""
+    holders = len(cell.devices)
+    sizes = shape(cell.region)
+    dim = share_dim(sizes, holders)
+    if dim < 0:
+        return (cell.region, *(None,) * (holders - 1))
+    result: list[Region | None] = []
+    for place in range(holders):
+        indexes = slice_of(cell.region[dim], *part(sizes[dim], holders, place))
+        region = (*cell.region[:dim], indexes, *cell.region[dim + 1 :])
+        result.append(region if indexes else None)
+    return tuple(result)
+
+
+def gathered_elements(cell: Cell) -> int:
+    """Return the elements of a cell whose shares travel as equal slices: as many as the largest, of each holder."""
+    holders = len(cell.devices)
+    return holders * share_elements(shape(cell.region), holders)[0]

@@ -112,6 +112,18 @@ def positions(indexes: IndexSet, within: IndexSet) -> IndexSet:
     return normalize(result)
 
 
+def slice_of(indexes: IndexSet, start: int, stop: int) -> IndexSet:
+    """Return the indexes that stand at `start` up to `stop` in the dense enumeration of a set."""
+    result: list[Interval] = []
+    offset = 0
+    for low, high in indexes:
+        first, last = max(low, low + start - offset), min(high, low + stop - offset)
+        if first < last:
+            result.append((first, last))
+        offset += high - low
+    return tuple(result)
+
+
 def volume(region: Region) -> int:
     """Return the number of elements of a region; a region of no dims (a scalar) has one."""
     result = 1

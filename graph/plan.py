@@ -8,22 +8,34 @@ So nothing can deadlock: a wait on one rank is always for something that stands 
     backward in reverse order, each followed by the exchange of the gradients that are then complete, likewise, and by
     the synchronization of the gradient buckets that are then full; the remaining buckets;
     forward of the operators that only renew buffers, in the same way; the exchange that renews buffers where they
-    are read; the optimizer's update.
+    are read; the optimizer's update; the collection of the weights whose update was shared.
+
+Weights that are kept in shares are gathered before the first operator that reads them, and before the backward of the
+last one, several operators' together; the next gather begins before the operators of this one, so that one is always
+under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from graph.axes import operand_regions, tasks
 from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Reading, exchange, source_groups
-from graph.holdings import Cell, cell_elements, cells, held_regions, with_every_element
+from graph.holdings import (
+    Cell,
+    cell_elements,
+    cells,
+    gathered_elements,
+    held_regions,
+    shares,
+    with_every_element,
+)
 from graph.intervals import Region
 from graph.operators import OperatorGraph, ValueKind
-from graph.strategy import Strategy
+from graph.strategy import Sharding, Strategy
 
 # As in DistributedDataParallel (PyTorch's default of 25 MiB): large enough to amortize a collective's latency,
 # small enough to start before backward ends.
@@ -40,12 +52,29 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients of cells with the same holders, summed over them by one all-reduce after backward of `after`."""
+    """Gradients of cells with the same holders, summed over them after backward of `after`.
+
+    By one all-reduce; where the holders share the cells, by one reduce-scatter of as many equal slices, of
+    `size_bytes` together.
+    """
 
     devices: tuple[int, ...]
     entries: tuple[BucketEntry, ...]
     size_bytes: int
     after: int
+    sharding: Sharding = Sharding.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Cells of weights that are kept in shares, gathered by their holders before an operator needs them."""
+
+    devices: tuple[int, ...]
+    entries: tuple[BucketEntry, ...]
+    size_bytes: int
+
+
+Gathers = dict[int, tuple[Gather, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +110,8 @@ class Plan:
     gradient_collectives: for each operator, the collectives to issue backward right after its backward.
     gradient_transfers: for each operator, the other assemblies' transfers, to issue after those.
     buckets: in the order of their all-reduces; `after` is the operator whose backward completes them.
+    forward_gathers, backward_gathers: by the operator before which they must be there, in the order in which these
+        operators come.
     """
 
     graph: OperatorGraph
@@ -96,6 +127,30 @@ class Plan:
     gradient_collectives: dict[int, tuple[GradientCollective, ...]]
     gradient_transfers: dict[int, tuple[GradientTransfer, ...]]
     buckets: tuple[Bucket, ...]
+    forward_gathers: Gathers
+    backward_gathers: Gathers
+
+    @cached_property
+    def sharding(self) -> dict[str, Sharding]:
+        """For each weight, what its holders share."""
+        return {
+            weight.name: self.strategy.sharding_of(number) for number, weight in enumerate(self.graph.weights)
+        }
+
+    def updated(self, weight: str) -> list[tuple[int, Region]]:
+        """Return disjoint regions that make up all that is held of a weight, each with the device that counts for it.
+
+        Of a cell that is shared these are the shares, else it is the first of the devices that hold the cell.
+        """
+        found: list[tuple[int, Region]] = []
+        for cell in cells(self.held[weight]) if self.held[weight] else ():
+            if self.sharding[weight] is Sharding.NONE or len(cell.devices) == 1:
+                found.append((cell.devices[0], cell.region))
+                continue
+            for device, region in zip(cell.devices, shares(cell), strict=True):
+                if region is not None:
+                    found.append((device, region))
+        return found
 
     @cached_property
     def buckets_after(self) -> dict[int, tuple[int, ...]]:
@@ -111,6 +166,7 @@ class Plan:
         collectives = [*self.collectives.values(), *self.buffer_collectives.values()]
         groups = [tuple(range(self.strategy.device_count))]
         groups += [bucket.devices for bucket in self.buckets]
+        groups += [gather.devices for found in self.forward_gathers.values() for gather in found]
         groups += [collective.devices for found in collectives for collective in found]
         return tuple(dict.fromkeys(groups))
 
@@ -129,7 +185,8 @@ def build_plan(
         graph: the operator graph.
         strategy: a strategy that `Strategy.validate` accepted.
         node_of: for each device, its node.
-        bucket_bytes: an all-reduce is issued as soon as its gradients reach this size.
+        bucket_bytes: an all-reduce is issued as soon as its gradients reach this size; so much of weights that are
+            kept in shares is gathered at once.
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
     """
@@ -147,6 +204,7 @@ def build_plan(
         held = {
             weight.name: with_every_element(held[weight.name], weight.spec.shape) for weight in graph.weights
         }
+    forward_gathers, backward_gathers = _gathers(graph, strategy, held, active, bucket_bytes)
     return Plan(
         graph=graph,
         strategy=strategy,
@@ -163,8 +221,26 @@ def build_plan(
         held=held,
         gradient_collectives=together,
         gradient_transfers=alone,
-        buckets=_buckets(graph, held, active, bucket_bytes),
+        buckets=_buckets(graph, strategy, held, active, bucket_bytes),
+        forward_gathers=forward_gathers,
+        backward_gathers=backward_gathers,
     )
+
+
+def gathers_begun(gathers: Gathers, index: int) -> list[tuple[int, Gather]]:
+    """Return the gathers that begin before an operator's forward (or backward), with the operator that needs each.
+
+    They are those of the next operator that needs some; before the first, its own as well.
+    """
+    if index not in gathers:
+        return []
+    operators = list(gathers)
+    here = operators.index(index)
+    return [
+        (other, gather)
+        for other in operators[(0 if here == 0 else here + 1) : here + 2]
+        for gather in gathers[other]
+    ]
 
 
 def readings_of(graph: OperatorGraph, strategy: Strategy, value: str) -> list[Reading]:
@@ -300,31 +376,109 @@ def _gradient_exchanges(
 
 def _buckets(
     graph: OperatorGraph,
+    strategy: Strategy,
     held: dict[str, dict[int, Region]],
     active: tuple[tuple[bool, ...], ...],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    """Fill buckets, one series a set of holders, in the order in which backward completes the gradients."""
-    complete: dict[int, list[str]] = {}
-    for weight in graph.weights:
+    """Fill buckets, one series a set of holders and kind of sharing, in the order in which gradients are complete."""
+    complete: dict[int, list[tuple[str, Sharding]]] = {}
+    for number, weight in enumerate(graph.weights):
         users = [index for index, _ in graph.consumers[weight.name] if any(active[index])]
         if users:
-            complete.setdefault(min(users), []).append(weight.name)
+            complete.setdefault(min(users), []).append((weight.name, strategy.sharding_of(number)))
     buckets: list[Bucket] = []
-    filling: dict[tuple[int, ...], tuple[list[BucketEntry], int]] = {}
+    filling: dict[tuple[tuple[int, ...], Sharding], tuple[list[BucketEntry], int]] = {}
     for index in range(len(graph.operators) - 1, -1, -1):
-        for name in complete.get(index, ()):
+        for name, level in complete.get(index, ()):
             item_bytes = graph.value_by_name[name].spec.item_bytes
             for cell in cells(held[name]):
                 if len(cell.devices) < 2:
                     continue
-                entries, size = filling.get(cell.devices, ([], 0))
+                entries, size = filling.get((cell.devices, level), ([], 0))
                 entries.append(BucketEntry(name, cell))
-                size += cell_elements(cell) * item_bytes
+                size += _travelling(cell, level) * item_bytes
                 if size >= bucket_bytes:
-                    buckets.append(Bucket(cell.devices, tuple(entries), size, index))
-                    filling.pop(cell.devices, None)
+                    buckets.append(Bucket(cell.devices, tuple(entries), size, index, level))
+                    filling.pop((cell.devices, level), None)
                 else:
-                    filling[cell.devices] = (entries, size)
-    buckets.extend(Bucket(devices, tuple(entries), size, 0) for devices, (entries, size) in filling.items())
+                    filling[cell.devices, level] = (entries, size)
+    buckets.extend(
+        Bucket(devices, tuple(entries), size, 0, level)
+        for (devices, level), (entries, size) in filling.items()
+    )
     return tuple(buckets)
+
+
+def _travelling(cell: Cell, level: Sharding) -> int:
+    return cell_elements(cell) if level is Sharding.NONE else gathered_elements(cell)
+
+
+def _gathers(
+    graph: OperatorGraph,
+    strategy: Strategy,
+    held: dict[str, dict[int, Region]],
+    active: tuple[tuple[bool, ...], ...],
+    least_bytes: int,
+) -> tuple[Gathers, Gathers]:
+    """Return what is gathered before which operators' forward and backward: one gather a set of holders."""
+    forward: dict[int, list[str]] = {}
+    backward: dict[int, list[str]] = {}
+    for number, weight in enumerate(graph.weights):
+        users = [index for index, _ in graph.consumers[weight.name]]
+        if strategy.sharding_of(number) is not Sharding.PARAMETERS or not users:
+            continue
+        if all(len(cell.devices) == 1 for cell in cells(held[weight.name])):
+            continue
+        forward.setdefault(min(users), []).append(weight.name)
+        reached = [index for index in users if any(active[index])]
+        if reached:
+            backward.setdefault(max(reached), []).append(weight.name)
+    return (
+        _units(graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes),
+        _units(
+            graph, held, {index: backward[index] for index in sorted(backward, reverse=True)}, least_bytes
+        ),
+    )
+
+
+def _units(
+    graph: OperatorGraph,
+    held: dict[str, dict[int, Region]],
+    weights: Mapping[int, Sequence[str]],
+    least_bytes: int,
+) -> Gathers:
+    """Gather the weights of operators that follow each other together, before the first, until they are so many bytes.
+
+    Smaller gathers would cost latency, and where each begins a segment of the backward, what crosses its end is kept.
+    """
+    found: Gathers = {}
+    together: list[str] = []
+    first = -1
+    for index, names in weights.items():
+        first = index if not together else first
+        together += names
+        found[first] = _gathers_of(graph, held, together)
+        if sum(gather.size_bytes for gather in found[first]) >= least_bytes:
+            together = []
+    return found
+
+
+def _gathers_of(
+    graph: OperatorGraph, held: dict[str, dict[int, Region]], weights: Sequence[str]
+) -> tuple[Gather, ...]:
+    entries: dict[tuple[int, ...], list[BucketEntry]] = {}
+    for name in weights:
+        for cell in cells(held[name]):
+            if len(cell.devices) > 1:
+                entries.setdefault(cell.devices, []).append(BucketEntry(name, cell))
+    return tuple(
+        Gather(
+            devices,
+            tuple(found),
+            sum(
+                gathered_elements(one.cell) * graph.value_by_name[one.weight].spec.item_bytes for one in found
+            ),
+        )
+        for devices, found in entries.items()
+    )

@@ -1,13 +1,15 @@
-"""Strategy S: one configuration for every operator.
+"""Strategy S: one configuration for every operator, and for every weight whether its holders share it.
 
-Source: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task.
+Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
+(arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,16 +36,57 @@ class Configuration:
     devices: tuple[int, ...]
 
 
+class Sharding(StrEnum):
+    """What the devices that hold the same elements of a weight share among each other.
+
+    NONE: nothing; each sums all gradients, keeps all optimizer state, and makes the whole update.
+    OPTIMIZER: gradients and optimizer state (ZeRO-2): gradients are reduce-scattered, each device updates its share of
+        the weight, and updated shares are all-gathered.
+    PARAMETERS: the weight as well (ZeRO-3, FSDP): it is kept in shares, and all-gathered before its first use in the
+        forward and again before its first use in the backward.
+    """
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    PARAMETERS = "parameters"
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """A configuration for every operator, in the graph's order, bound to the graph by its digest."""
+    """A configuration for every operator, in the graph's order, bound to the graph by its digest.
+
+    sharding: one entry for each of the graph's weights, or none at all where no weight is shared.
+    """
 
     graph_digest: str
     configurations: tuple[Configuration, ...]
+    sharding: tuple[Sharding, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sharding and all(level is Sharding.NONE for level in self.sharding):
+            # One form for one strategy, so that equal ones have one digest.
+            object.__setattr__(self, "sharding", ())
+
+    def sharding_of(self, weight: int) -> Sharding:
+        """Return what is shared of the weight of that number, in the graph's order."""
+        return self.sharding[weight] if self.sharding else Sharding.NONE
+
+    def with_configurations(self, configurations: tuple[Configuration, ...]) -> Strategy:
+        """Return a strategy of other configurations, its weights shared alike."""
+        return replace(self, configurations=configurations)
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
-        """Return the strategy as a document for humans: degrees by axis name, degrees of one left out."""
+        """Return the strategy as a document for humans: degrees by axis name, degrees of one left out.
+
+        So are weights of which nothing is shared.
+        """
+        shared = {
+            weight.name: level.value
+            for weight, level in zip(graph.weights, self.sharding, strict=False)
+            if level is not Sharding.NONE
+        }
         return {
+            **({"sharding": shared} if shared else {}),
             "format": FORMAT,
             "graph": self.graph_digest,
             "operators": {
@@ -61,10 +104,15 @@ class Strategy:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over graph digest, degrees and devices."""
-        return digest(
-            [FORMAT, self.graph_digest, [[list(c.degrees), list(c.devices)] for c in self.configurations]]
-        )
+        """sha256 over graph digest, degrees and devices, and over what is shared where anything is."""
+        document: list[Any] = [
+            FORMAT,
+            self.graph_digest,
+            [[list(c.degrees), list(c.devices)] for c in self.configurations],
+        ]
+        if self.sharding:
+            document.append({"sharding": [level.value for level in self.sharding]})
+        return digest(document)
 
     @property
     def device_count(self) -> int:
@@ -89,6 +137,33 @@ class Strategy:
             )
         for operator, configuration in zip(graph.operators, self.configurations, strict=True):
             check_configuration(operator, configuration, device_count)
+        check_sharding(graph, self.sharding)
+
+
+def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None:
+    """Check what is shared against the graph's weights.
+
+    Raises:
+        StrategyError: naming the weight and what does not fit.
+    """
+    if sharding and len(sharding) != len(graph.weights):
+        raise StrategyError(
+            f"strategy: says of {len(sharding)} weights how they are shared, must say so of {len(graph.weights)} or of "
+            "none; export it again"
+        )
+    for weight, level in zip(graph.weights, sharding, strict=False):
+        if level is Sharding.PARAMETERS and weight.name in stays_whole(graph):
+            raise StrategyError(
+                f"weight {weight.name}: is kept in shares and read after the backward, to renew a buffer, must be "
+                f"whole then; share its {Sharding.OPTIMIZER} alone"
+            )
+
+
+def stays_whole(graph: OperatorGraph) -> frozenset[str]:
+    """Return the weights that are read to renew buffers: after the backward, when of others there are shares alone."""
+    return frozenset(
+        name for index in graph.order.of_buffers for name in graph.operators[index].inputs
+    ).intersection(weight.name for weight in graph.weights)
 
 
 def check_configuration(operator: Operator, configuration: Configuration, device_count: int) -> None:
@@ -152,9 +227,28 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     configurations = tuple(
         _configuration(operator, entries.get(operator.name)) for operator in graph.operators
     )
-    strategy = Strategy(str(document.get("graph")), configurations)
+    strategy = Strategy(str(document.get("graph")), configurations, _sharding(document, graph))
     strategy.validate(graph, device_count)
     return strategy
+
+
+def _sharding(document: Mapping[str, Any], graph: OperatorGraph) -> tuple[Sharding, ...]:
+    shared = document.get("sharding", {})
+    if not isinstance(shared, Mapping):
+        raise StrategyError(
+            "strategy file: sharding is no map, must map names of weights to what is shared; correct it"
+        )
+    names = {weight.name for weight in graph.weights}
+    for name, level in shared.items():
+        if name not in names:
+            raise StrategyError(
+                f"strategy file: weight {name} is unknown, must be one of {graph.name}'s; see `app models show`"
+            )
+        if level not in tuple(Sharding):
+            raise StrategyError(
+                f"weight {name}: sharding is {level}, must be one of {', '.join(Sharding)}; choose one"
+            )
+    return tuple(Sharding(shared.get(weight.name, Sharding.NONE)) for weight in graph.weights)
 
 
 def _configuration(operator: Operator, entry: object) -> Configuration:

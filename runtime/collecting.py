@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from graph.holdings import cells
-from graph.intervals import Region, shape
+from graph.intervals import Region, intersect_regions, shape
 from graph.plan import Plan
 from runtime.communication import Message, World
 from runtime.selections import Selection, selection_of
@@ -16,38 +15,40 @@ from runtime.selections import Selection, selection_of
 def collect_weights(
     plan: Plan,
     world: World,
-    parts: Mapping[str, tuple[Region, torch.Tensor]],
+    parts: Mapping[str, Sequence[tuple[Region, torch.Tensor]]],
     initial: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Return, on rank 0, whole tensors of the weights in `initial`, on the CPU; elsewhere an empty dict.
 
-    All ranks of `world` must call it with the same names. One cell travels at a time, from the first of its holders.
+    All ranks of `world` must call it with the same names. One cell travels at a time, from the first of its holders;
+    where they share it, from each his share.
 
     Args:
         plan: says who holds what.
         world: the ranks.
-        parts: the rank's region of each weight and its tensor (the weight itself, or its gradient).
+        parts: the rank's regions of each weight and their tensors (of the weight itself, or its gradient).
         initial: for each weight, what stands where no rank holds anything.
         device: where this rank computes.
     """
     result = {}
     for name, start in initial.items():
         whole = start.detach().to("cpu", copy=True) if world.rank == 0 else None
-        for cell in cells(plan.held[name]) if plan.held[name] else ():
-            owner = cell.devices[0]
+        for owner, region in plan.updated(name):
             if world.rank == owner:
-                region, tensor = parts[name]
-                part = Selection(cell.region, region, tensor.device).take(tensor).contiguous()
+                within, tensor = next(
+                    one for one in parts[name] if intersect_regions(one[0], region) == region
+                )
+                part = Selection(region, within, tensor.device).take(tensor).contiguous()
                 if owner != 0:
                     works, _ = world.exchange([Message(0, part)], [])
                     world.wait(works[0])
             elif world.rank == 0:
-                part = torch.empty(shape(cell.region), dtype=start.dtype, device=device)
+                part = torch.empty(shape(region), dtype=start.dtype, device=device)
                 _, works = world.exchange([], [Message(owner, part)])
                 world.wait(works[0])
             if whole is not None:
-                selection_of(cell.region, tuple(start.shape), torch.device("cpu")).put(whole, part.cpu())
+                selection_of(region, tuple(start.shape), torch.device("cpu")).put(whole, part.cpu())
         if whole is not None:
             result[name] = whole
     return result

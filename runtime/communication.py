@@ -66,6 +66,32 @@ class Message:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _All:
+    """Several works as one."""
+
+    works: tuple[Any, ...]
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taking:
+    """A work after which a part of what it made is copied."""
+
+    work: Any
+    result: torch.Tensor
+    part: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait, then copy."""
+        self.work.wait()
+        self.result.copy_(self.part)
+
+
 class World:
     """The first `size` ranks of the default process group; without one, a world of a single rank."""
 
@@ -103,6 +129,26 @@ class World:
     def reduce_scatter(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sums over `ranks` of equal slices of flat `parts`; each rank gets that of its place."""
         return self._collect(_reduce_scatter, ranks, result, parts)
+
+    def sum_in_shares(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """As `reduce_scatter`, but `parts` are spoilt.
+
+        Gloo, between CPUs, makes a reduce-scatter of an all-reduce of a copy; here it is one in place.
+        """
+        if parts.device.type != "cpu":
+            return self.reduce_scatter(result, parts, ranks)
+        own = parts.view(len(ranks), -1)[ranks.index(self.rank)]
+        return _Taking(self.all_reduce(parts, ranks), result, own)
+
+    def gather_slices(self, slices: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start to fill flat equal `slices`, one of each rank in their order; this rank's own is there already.
+
+        Gloo, between CPUs, makes an all-gather in memory of its own, of the same size; here each rank broadcasts.
+        """
+        rows = slices.view(len(ranks), -1)
+        if slices.device.type != "cpu":
+            return self.all_gather(slices, rows[ranks.index(self.rank)], ranks)
+        return _All(tuple(self.broadcast(row, rank, ranks) for row, rank in zip(rows, ranks, strict=True)))
 
     def all_to_all(
         self,

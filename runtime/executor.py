@@ -59,13 +59,13 @@ class Executor(StepRunner):
         self.set_inputs(tensors.inputs)
         self._optimizer = training.optimizer
         self._learning_rate = learning_rate
-        self._updated = [self._held[name] for name in self._program.updated]
+        self._updated = [part for own in self.parts().values() for _, part in own]
         self._optimizer_state = initial_state(self._optimizer, self._updated)
 
     @property
     def weight_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parts of weights that this rank holds."""
-        return tuple(self._held.values())
+        """The parts of weights that this rank holds; those that it gathers have no memory between steps."""
+        return (*self._held.values(), *self._state.parts.values())
 
     @property
     def optimizer_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -78,6 +78,11 @@ class Executor(StepRunner):
         self.update()
 
     def update(self) -> None:
-        """Update the weights by the gradients of the last `differentiate`."""
-        gradients = [gradient for _, gradient in self.gradients().values()]
+        """Update the weights by the gradients of the last `differentiate`; get what other ranks have updated."""
+        self.update_own()
+        self.make_weights_whole()
+
+    def update_own(self) -> None:
+        """Update what this rank updates of the weights."""
+        gradients = [gradient for own in self.gradients().values() for _, gradient in own]
         apply_update(self._optimizer, self._updated, gradients, self._optimizer_state, self._learning_rate)

@@ -34,6 +34,7 @@ from runtime import instructions as steps
 from runtime.collectives import StartCollective, StartGradientCollective
 from runtime.communication import Message, World
 from runtime.executor import Executor, InitialTensors
+from runtime.sharing import Allocate, FinishGather, FinishSharedSum, Free, StartGather, StartSharedSum
 from runtime.state import StepState
 from runtime.synchronization import FinishReduction, StartReduction
 
@@ -84,7 +85,7 @@ def footprint(plan: Plan, training: Training, rank: int, processor: str = "cpu")
         with FakeTensorMode(allow_fallback_kernels=False):
             tensors = _initial_tensors(plan.graph)
             with ledger:
-                world = _SilentWorld(plan.strategy.device_count, rank)
+                world = SilentWorld(plan.strategy.device_count, rank)
                 executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=_DEVICE)
                 del tensors
                 _name_parts(executor, ledger)
@@ -114,6 +115,7 @@ def _initial_tensors(graph: OperatorGraph) -> InitialTensors:
 
 def _name_parts(executor: Executor, ledger: _Ledger) -> None:
     """Tell the ledger what is there before the first step."""
+    ledger.remeasure()
     ledger.rename("inputs", None)
     ledger.rename("weights", executor.weight_tensors)
     ledger.rename("optimizer", executor.optimizer_tensors)
@@ -142,6 +144,10 @@ _COMMUNICATION = (
     StartGradientCollective,
     StartReduction,
     FinishReduction,
+    StartSharedSum,
+    FinishSharedSum,
+    StartGather,
+    FinishGather,
 )
 
 
@@ -169,6 +175,8 @@ class _Labelled:
         """Run the instruction."""
         self.ledger.part = self.part
         self.inner.run(state)
+        if isinstance(self.inner, Allocate | Free):
+            self.ledger.remeasure()
 
 
 def _statistics(values: torch.Tensor, *_running: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +244,7 @@ class _Ledger(TorchDispatchMode):
         address = storage._cdata
         if address in self._alive:
             return
-        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        size = self._rounded(storage.nbytes())
 
         def gone(_reference: object) -> None:
             _, size, part = self._alive.pop(address)
@@ -251,6 +259,18 @@ class _Ledger(TorchDispatchMode):
         for address, (reference, size, _) in list(self._alive.items()):
             if given is None or address in given:
                 self._alive[address] = (reference, size, part)
+
+    def remeasure(self) -> None:
+        """Note what storages have been given or have lost, as no call does it."""
+        for address, (reference, before, part) in list(self._alive.items()):
+            storage = reference()
+            size = before if storage is None else self._rounded(storage.nbytes())
+            if size != before:
+                self._alive[address] = (reference, size, part)
+                self._changes.append((part, size - before))
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._block_bytes) * self._block_bytes
 
     def begin(self) -> None:
         """Forget how what is there came to be."""
@@ -275,7 +295,7 @@ class _Done:
         """Return at once."""
 
 
-class _SilentWorld(World):
+class SilentWorld(World):
     """A world of which this process is any one rank, and in which nothing is sent."""
 
     def __init__(self, size: int, rank: int) -> None:

@@ -18,6 +18,7 @@ from graph.plan import Plan
 from runtime.collecting import collect_weights, scatter_parts, share_whole
 from runtime.communication import World
 from runtime.ranks import from_rank_0, gather_everywhere
+from runtime.sharing import parts_of_weight
 
 # What a state tensor of the weight's shape is replaced by while the rest of a state travels.
 PART = "part"
@@ -82,9 +83,12 @@ class OptimizerParts:
                 start = torch.zeros(
                     self._shapes[name], dtype=value, device="cpu" if world.rank == 0 else "meta"
                 )
-                parts = {}
-                if world.rank in plan.held[name]:
-                    parts[name] = (plan.held[name][world.rank], local["state"][index][key])
+                parts = {
+                    name: [
+                        (part.region, local["state"][index][key])
+                        for part in parts_of_weight(plan, name, world.rank)
+                    ]
+                }
                 whole = collect_weights(plan, world, parts, {name: start}, device).get(name)
                 if not rank_0_only:
                     whole = share_whole(world, whole, start, device)
@@ -130,7 +134,7 @@ class OptimizerParts:
         local: dict[int, dict[str, Any]] = {}
         for index, entry in document["state"].items():
             name = self._names[index]
-            holdings: dict[int, Region] = plan.held.get(name, {})
+            holdings = _holdings(plan, world.size, name)
             for key, (kind, value) in entry.items():
                 if kind == PART:
                     tensors = {name: wholes[index, key]} if world.rank == 0 else {}
@@ -185,6 +189,18 @@ class OptimizerParts:
             groups.append({**group, "params": list(range(position, position + count))})
             position += count
         return {"state": state, "param_groups": groups}, wholes
+
+
+def _holdings(plan: Plan, size: int, name: str) -> dict[int, Region]:
+    """Return what each rank updates of a weight: one region at most (`runtime.trainer`)."""
+    if name not in plan.held:
+        return {}
+    return {
+        rank: part.region
+        for rank in range(size)
+        if rank in plan.held[name]
+        for part in parts_of_weight(plan, name, rank)
+    }
 
 
 def require_element_wise(optimizer: torch.optim.Optimizer, *, parts: bool) -> None:

@@ -15,15 +15,27 @@ import torch
 from graph.calls import LocalCall
 from graph.intervals import Region, shape
 from graph.operators import FLOATING, Operator, ValueKind
-from graph.plan import Plan
+from graph.plan import Bucket, Plan
 from graph.rules import local_calls
+from graph.strategy import Sharding
 from profiler.operators import compile_call
 from runtime import instructions as steps
 from runtime.assembling import Recipe
 from runtime.exchanging import Event, Exchanges
+from runtime.gathering import Gathering
 from runtime.layout import Layout, Local, Reading
 from runtime.segments import Node, Segments, cuts
 from runtime.selections import Selection
+from runtime.sharing import (
+    FinishGather,
+    FinishSharedSum,
+    Group,
+    Part,
+    PutBack,
+    StartGather,
+    StartSharedSum,
+    parts_of,
+)
 from runtime.synchronization import FinishReduction, Reduction, StartReduction, reductions
 
 Instruction = steps.Instruction
@@ -40,6 +52,9 @@ class Program:
     held: for each weight of the rank, its slot and region; the gradient of that slot updates it.
     empty: slots of tensors without elements, with shape and dtype.
     updated: the weights that get a gradient.
+    parts: for each weight of the rank, what the rank updates of it.
+    gathered: the weights that the rank keeps in these parts, and has whole only while they are read.
+    after_update: what makes the weights whole again of which other ranks have updated shares.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -48,6 +63,9 @@ class Program:
     empty: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     updated: tuple[str, ...]
     instructions: tuple[Instruction, ...]
+    parts: dict[str, tuple[Part, ...]]
+    gathered: frozenset[str]
+    after_update: tuple[Instruction, ...]
 
 
 def compile_program(plan: Plan, rank: int, device: torch.device) -> Program:
@@ -65,6 +83,11 @@ class _Compiler:
         self.segments = Segments(cuts(plan, self.layout))
         self.exchanges = Exchanges(plan, self.layout, self.segments, device)
         self.instructions: list[Instruction] = []
+        self.parts = parts_of(plan, rank)
+        self.held = {name: plan.held[name][rank] for name in self.layout.held}
+        self.gathering = Gathering(plan, self.layout, self.parts, device)
+        self._last_shared: Group | None = None
+        self._updated_groups: list[Group] = []
 
     def compile(self) -> Program:
         nodes = self._nodes()
@@ -78,8 +101,9 @@ class _Compiler:
         finished = self._backward()
         self._forward(self.graph.order.of_buffers, nodes, inputs)
         self._renew_buffers()
-        self.instructions.extend(FinishReduction(reduction) for reduction in finished)
+        self.instructions.extend(finished)
         held = self.layout.held
+        after_update = self._after_update()
         return Program(
             shapes=tuple(self.layout.shapes),
             readings=tuple(self.layout.readings.values()),
@@ -90,6 +114,9 @@ class _Compiler:
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
             instructions=tuple(self._with_releases()),
+            parts=self.parts,
+            gathered=frozenset(self.gathering.weights),
+            after_update=after_update,
         )
 
     # ---- what there is to execute
@@ -185,6 +212,7 @@ class _Compiler:
         inputs: dict[Node, tuple[int, ...]],
     ) -> None:
         for index in operators:
+            self.instructions.extend(self.gathering.before_forward(index))
             for local in self.layout.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:
                     active = self.plan.active_assemblies[local.value][local.number]
@@ -201,6 +229,7 @@ class _Compiler:
                 )
                 if pairs:
                     self.instructions.append(steps.Detach(pairs))
+            self.instructions.extend(self.gathering.after_forward(index))
             outputs = self.graph.operators[index].outputs
             self.instructions.extend(
                 self.exchanges.issue(
@@ -218,25 +247,59 @@ class _Compiler:
 
     # ---- backward
 
-    def _backward(self) -> list[Reduction]:
-        """Append the backward; return the reductions that it starts."""
+    def _backward(self) -> list[Instruction]:
+        """Append the backward; return what finishes the sums of gradients that it starts."""
         started: list[Reduction] = []
+        finishing: list[Instruction] = []
         parts = self._loss_parts()
         if parts and self.graph.value_by_name[self.graph.loss].requires_gradient:
             self.instructions.append(steps.Seed(parts))
         first = {segment.first: number for number, segment in self.segments.by_number.items()}
         for index in range(len(self.graph.operators) - 1, -1, -1):
+            self.instructions.extend(self.gathering.before_backward(index))
             if index in first:
                 self._differentiate(first[index])
             self.instructions.extend(self.exchanges.issue_gradients(index))
+            self.instructions.extend(self.gathering.after_backward(index, self.segments))
             for number in self.plan.buckets_after.get(index, ()):
                 bucket = self.plan.buckets[number]
-                if self.rank in bucket.devices:
-                    held = {name: self.plan.held[name][self.rank] for name in self.layout.held}
-                    made = reductions(self.graph, bucket, self.layout.held, held, self.device, len(started))
-                    started.extend(made)
-                    self.instructions.extend(StartReduction(reduction) for reduction in made)
-        return started
+                if self.rank not in bucket.devices:
+                    continue
+                if bucket.sharding is not Sharding.NONE:
+                    self._share(bucket, finishing)
+                    continue
+                made = reductions(self.graph, bucket, self.layout.held, self.held, self.device, len(started))
+                started.extend(made)
+                self.instructions.extend(StartReduction(reduction) for reduction in made)
+                finishing.extend(FinishReduction(reduction) for reduction in made)
+        return finishing
+
+    def _share(self, bucket: Bucket, finishing: list[Instruction]) -> None:
+        """Append the sum of a bucket in shares; its last end is noted in `finishing`."""
+        for group in self.gathering.groups(bucket.devices, bucket.entries):
+            before = self._last_shared
+            self.instructions.append(StartSharedSum(group, before))
+            self._last_shared = group
+            finishing.append(FinishSharedSum(group))
+            if bucket.sharding is Sharding.OPTIMIZER:
+                self._updated_groups.append(group)
+
+    def _after_update(self) -> tuple[Instruction, ...]:
+        """What makes weights whole again: parts that are copies, and others' shares, the next ones under way."""
+        result: list[Instruction] = []
+        for name, own in self.parts.items():
+            if self.plan.sharding[name] is Sharding.OPTIMIZER:
+                for part in own:
+                    place = Selection(part.region, self.held[name], self.device)
+                    if part.alone and not place.is_view:
+                        result.append(PutBack(self.layout.held[name], place, part.number))
+        starts = [StartGather(group) for group in self._updated_groups]
+        ends = [FinishGather(group) for group in self._updated_groups]
+        result.extend(starts[:1])
+        for number, end in enumerate(ends):
+            result.extend(starts[number + 1 : number + 2])
+            result.append(end)
+        return tuple(result)
 
     def _differentiate(self, number: int) -> None:
         segment = self.segments.by_number[number]

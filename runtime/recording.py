@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from graph.plan import Plan
+from graph.strategy import Sharding
 from profiler.timers import synchronize, timer_for
 from runtime import instructions as steps
 from runtime.collectives import StartCollective, StartGradientCollective
@@ -22,6 +23,15 @@ from runtime.communication import World
 from runtime.executor import Executor
 from runtime.layout import Layout
 from runtime.program import Program
+from runtime.sharing import (
+    Allocate,
+    Fill,
+    FinishGather,
+    FinishSharedSum,
+    Free,
+    StartGather,
+    StartSharedSum,
+)
 from runtime.spans import LATE_MESSAGES, WEIGHT_GRADIENTS, WEIGHTS, Label, Span
 from runtime.state import StepState
 from runtime.synchronization import FinishReduction, StartReduction
@@ -32,6 +42,8 @@ _AUTOGRAD = Label("runtime", "autograd", "autograd between operators")
 _RECORDING = Label("runtime", "recording", "recording")
 _LOSS = Label("runtime", "loss", "loss")
 _END = Label("runtime", "end of the step", "end of the step")
+_SUMS = Label("wait", WEIGHT_GRADIENTS, "wait for a shared sum of gradients")
+_GATHERS = Label("wait", WEIGHTS, "wait for weights")
 
 
 def record_step(
@@ -49,7 +61,10 @@ def record_step(
     with executor.running((*observed, _Tail(clock)), _ListeningWorld(world, clock)):
         executor.differentiate(number)
     clock.begin(Label("update", WEIGHTS, f"update device {world.rank}"))
-    executor.update()
+    executor.update_own()
+    if executor.program.after_update:
+        clock.begin(_GATHERS)
+    executor.make_weights_whole()
     synchronize(device)
     return clock.stop()
 
@@ -250,6 +265,16 @@ class _Names:
                 name = f"hand out gradients of bucket {bucket}"
                 waiting = Label("wait", WEIGHT_GRADIENTS, f"wait for all-reduce bucket {bucket}")
                 return Label("copy", WEIGHT_GRADIENTS, name), waiting, None
+            case StartSharedSum():
+                return Label("copy", WEIGHT_GRADIENTS, "pack gradients to share"), _SUMS, None
+            case FinishSharedSum():
+                return Label("copy", WEIGHT_GRADIENTS, "end of a shared sum"), _SUMS, None
+            case StartGather():
+                return Label("copy", WEIGHTS, "pack shares of weights"), _END, None
+            case FinishGather() | Allocate() | Fill():
+                return Label("copy", WEIGHTS, "write gathered weights"), _GATHERS, None
+            case Free():
+                return Label("copy", WEIGHTS, "drop gathered weights"), _END, None
             case steps.Differentiate():
                 return _AUTOGRAD, _END, None
             case steps.Loss() | steps.Seed():
@@ -278,7 +303,11 @@ def _copying(subject: str, verb: str) -> Label:
 
 def _bucket_numbers(plan: Plan, rank: int) -> list[int]:
     """Return, for each reduction that the rank starts, its bucket: one a dtype, in the order of the backward."""
-    numbers = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.devices]
+    numbers = [
+        number
+        for number, bucket in enumerate(plan.buckets)
+        if rank in bucket.devices and bucket.sharding is Sharding.NONE
+    ]
     numbers.sort(key=lambda number: (-plan.buckets[number].after, number))
     dtypes = {
         number: {plan.graph.value_by_name[entry.weight].spec.dtype for entry in plan.buckets[number].entries}

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from graph.plan import Plan
+from graph.plan import Plan, gathers_begun
 from runtime.layout import Layout
 
 
@@ -59,6 +59,11 @@ def cuts(plan: Plan, layout: Layout) -> tuple[int, ...]:
             if any(layout.messages((assembly,))):
                 found.add(operator)
     found.update(bucket.after for bucket in plan.buckets if layout.rank in bucket.devices)
+    # Gathered weights are there from their last reader's backward on, not before.
+    for operator in plan.backward_gathers:
+        begun = [gather for _, gather in gathers_begun(plan.backward_gathers, operator)]
+        if any(layout.rank in one.devices for one in (*begun, *plan.backward_gathers[operator])):
+            found.add(operator + 1)
     return tuple(sorted(found))
 
 

@@ -83,12 +83,17 @@ class StepState:
     __slots__ = (
         "arriving",
         "context",
+        "gathering",
         "gradients",
         "leaving",
         "loss",
+        "parts",
         "reducing",
         "renewed",
+        "shares",
+        "sharing",
         "values",
+        "weights",
         "world",
     )
 
@@ -102,6 +107,13 @@ class StepState:
         self.arriving: dict[int, tuple[Any, torch.Tensor]] = {}
         self.leaving: list[tuple[Any, torch.Tensor]] = []
         self.reducing: dict[int, Any] = {}
+        # By number of a group: the work to wait for, and the flat tensor that it needs until then.
+        self.sharing: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.gathering: dict[int, tuple[Any, torch.Tensor]] = {}
+        # By number of a part: its value, and the sum of its gradients. By slot: the weights that the rank holds.
+        self.parts: dict[int, torch.Tensor] = {}
+        self.shares: dict[int, torch.Tensor] = {}
+        self.weights: dict[int, torch.Tensor] = {}
         self.renewed: dict[int, torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
 

@@ -16,6 +16,7 @@ from runtime.communication import World
 from runtime.layout import Reading
 from runtime.program import Instruction, Program, compile_program
 from runtime.selections import Selection
+from runtime.sharing import Part
 from runtime.state import StepState
 
 # A region of a tensor, and the dense tensor of that region.
@@ -51,9 +52,11 @@ class StepRunner:
         self._program = compile_program(plan, world.rank, device)
         self._state = StepState(world, self._program.shapes)
         self._held: dict[str, torch.Tensor] = {}
-        for name, (_, region) in self._program.held.items():
+        for name, (slot, region) in self._program.held.items():
             dtype = getattr(torch, plan.graph.value_by_name[name].spec.dtype)
             self._held[name] = torch.empty(shape(region), dtype=dtype, device=device)
+            self._state.weights[slot] = self._held[name]
+            self._make_parts(name)
         self._refreshed: list[tuple[int, torch.Tensor, Selection, bool]] = []
         self._input_selections: dict[tuple[int, torch.device], Selection] = {}
         for reading in self._program.readings:
@@ -62,6 +65,19 @@ class StepRunner:
                 self._place_weight(reading, differentiable=value.requires_gradient)
         for slot, sizes, dtype in self._program.empty:
             self._state.values[slot] = torch.empty(sizes, dtype=dtype, device=device)
+        for name in self._program.gathered:
+            self._held[name].untyped_storage().resize_(0)
+
+    def _make_parts(self, name: str) -> None:
+        """Make the tensors that the rank updates of a weight: views of it, but where it is kept in them."""
+        held, (_, within) = self._held[name], self._program.held[name]
+        for part in self._program.parts[name]:
+            place = Selection(part.region, within, self._device)
+            if name in self._program.gathered or not place.is_view:
+                own = torch.empty(shape(part.region), dtype=held.dtype, device=self._device)
+            else:
+                own = place.take(held)
+            self._state.parts[part.number] = own
 
     def _place_weight(self, reading: Reading, *, differentiable: bool) -> None:
         """Make the leaf of a reading: it shares the held weight's memory where the region allows that."""
@@ -69,15 +85,20 @@ class StepRunner:
         selection = Selection(reading.region, self._program.held[reading.value][1], self._device)
         if selection.is_view:
             self._state.values[reading.slot] = selection.take(weight).detach().requires_grad_(differentiable)
-        else:
+        elif reading.value not in self._program.gathered:
             self._refreshed.append((reading.slot, weight, selection, differentiable))
 
     def load_weights(self, parts: Parts) -> None:
         """Copy values into the rank's weights; each part must cover the region that the rank holds."""
         for name, (_, region) in self._program.held.items():
-            if name in parts:
-                within, tensor = parts[name]
+            if name not in parts:
+                continue
+            within, tensor = parts[name]
+            if name not in self._program.gathered:
                 self._held[name].copy_(Selection(region, within, tensor.device).take(tensor.detach()))
+            for part in self._program.parts[name]:
+                place = Selection(part.region, within, tensor.device)
+                self._state.parts[part.number].copy_(place.take(tensor.detach()))
 
     def load_buffers(self, parts: Parts) -> None:
         """Use other values of buffers; each part must cover what the rank reads."""
@@ -122,8 +143,7 @@ class StepRunner:
         """Do forward, backward and synchronization of one step; buffers are renewed. `number` seeds dropout."""
         state = self._state
         state.context = ExecutionContext(seed=self._seed, step=number, device=self._device)
-        for slot, _ in self._program.held.values():
-            state.gradients.pop(slot)
+        self._forget_gradients()
         for slot, weight, selection, differentiable in self._refreshed:
             state.values[slot] = selection.take(weight).detach().requires_grad_(differentiable)
         for instruction in self._program.instructions:
@@ -136,10 +156,19 @@ class StepRunner:
 
     def forget_step(self) -> None:
         """Drop what the last step left and the next one makes anew: gradients, and copies of parts of weights."""
-        for slot, _ in self._program.held.values():
-            self._state.gradients.pop(slot)
+        self._forget_gradients()
         for slot, _, _, _ in self._refreshed:
             self._state.values[slot] = None
+
+    def _forget_gradients(self) -> None:
+        for slot, _ in self._program.held.values():
+            self._state.gradients.pop(slot)
+        self._state.shares.clear()
+
+    def make_weights_whole(self) -> None:
+        """After an update: get the shares of weights that other ranks have updated. All ranks must call it."""
+        for instruction in self._program.after_update:
+            instruction.run(self._state)
 
     def loss_tensor(self) -> torch.Tensor:
         """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
@@ -152,18 +181,46 @@ class StepRunner:
         """Return the last step's loss as a number. All ranks must call it."""
         return float(self.loss_tensor())
 
-    def gradients(self) -> dict[str, Held]:
-        """Return, for each weight that is updated, the rank's region of it and the last step's gradient."""
-        result = {}
-        for name in self._program.updated:
-            slot, region = self._program.held[name]
-            gradient = self._state.gradients.get(slot)
-            result[name] = (region, torch.zeros_like(self._held[name]) if gradient is None else gradient)
-        return result
+    def all_parts(self) -> dict[str, list[Held]]:
+        """Return, for each weight that the rank holds, the regions that it would update, and their values."""
+        state = self._state
+        return {
+            name: [(part.region, state.parts[part.number]) for part in own]
+            for name, own in self._program.parts.items()
+        }
 
-    def weights(self) -> dict[str, Held]:
-        """Return the rank's region of each weight that it holds, and its value."""
-        return {name: (region, self._held[name]) for name, (_, region) in self._program.held.items()}
+    def parts(self) -> dict[str, list[Held]]:
+        """Return, for each weight that is updated, the regions that this rank updates, and their values."""
+        every = self.all_parts()
+        return {name: every[name] for name in self._program.updated}
+
+    def gradients(self) -> dict[str, list[Held]]:
+        """Return, for each weight that is updated, the regions that this rank updates, and their last gradients."""
+        return {
+            name: [(part.region, self._gradient(part)) for part in self._program.parts[name]]
+            for name in self._program.updated
+        }
+
+    def _gradient(self, part: Part) -> torch.Tensor:
+        state = self._state
+        if not part.alone:
+            share = state.shares.get(part.number)
+            return torch.zeros_like(state.parts[part.number]) if share is None else share
+        slot, within = self._program.held[part.weight]
+        gradient = state.gradients.get(slot)
+        if gradient is None:
+            return torch.zeros_like(state.parts[part.number])
+        return Selection(part.region, within, self._device).take(gradient)
+
+    def weights(self) -> dict[str, list[Held]]:
+        """Return the regions of each weight that the rank keeps, and their values."""
+        state = self._state
+        return {
+            name: [(part.region, state.parts[part.number]) for part in self._program.parts[name]]
+            if name in self._program.gathered
+            else [(region, self._held[name])]
+            for name, (_, region) in self._program.held.items()
+        }
 
     def buffers(self) -> dict[str, list[Held]]:
         """Return, for each buffer that the rank reads, its regions and their values."""

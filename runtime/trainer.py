@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graph.errors import RuntimeFailure
-from graph.holdings import cells
+from graph.errors import RuntimeFailure, StrategyError
 from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, weight_holdings
@@ -97,8 +96,8 @@ class Trainer:
         made = optimizer(self._parameters)
         splits = any(
             region != full_region(plan.graph.value_by_name[name].spec.shape)
-            for name, regions in plan.held.items()
-            for region in regions.values()
+            for name in plan.held
+            for _, region in plan.updated(name)
         )
         require_element_wise(made, parts=splits)
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -155,9 +154,11 @@ class Trainer:
         self._runner.differentiate(self.step_number)
         self.step_number += 1
         taken: set[int] = set()
-        for parameter, earlier, (_, found) in zip(
-            updated, before, self._runner.gradients().values(), strict=True
-        ):
+        for parameter, earlier, own in zip(updated, before, self._runner.gradients().values(), strict=True):
+            if not own:
+                # Others share all there is of it.
+                continue
+            ((_, found),) = own
             # Autograd may hand out one tensor as the gradients of two weights; clipping scales them in place.
             gradient = found.clone() if found.data_ptr() in taken else found.contiguous()
             taken.add(gradient.data_ptr())
@@ -167,6 +168,7 @@ class Trainer:
     def apply(self) -> None:
         """Update the weights from the gradients so far, and forget these."""
         self.optimizer.step()
+        self._runner.make_weights_whole()
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -337,24 +339,30 @@ class Trainer:
             load(scatter_parts(self._world, chosen, wholes, dtypes, self.device))
 
     def _own_parameters(self) -> Parameters:
-        held = self._runner.weights()
+        held = self._runner.all_parts()
         named = []
         for name, parameter in self._module.named_parameters():
+            own = held.get(name, [])
+            if len(own) > 1:
+                raise StrategyError(
+                    f"weight {name}: rank {self.rank} updates {len(own)} parts of it, as different ranks share "
+                    "different ones, must be one to be a parameter; share nothing of it"
+                )
             part = (
-                held[name][1]
-                if name in held
+                own[0][1]
+                if own
                 else torch.empty([0] * parameter.ndim, dtype=parameter.dtype, device=self.device)
             )
             named.append((name, nn.Parameter(part, requires_grad=parameter.requires_grad)))
         return Parameters(named)
 
     def _cells_to_count(self) -> list[tuple[nn.Parameter, list[Selection]]]:
-        """The parts of this rank's gradients that it counts in a norm: of each cell, the first holder's."""
+        """The parts of this rank's gradients that it counts in a norm: its shares, and cells that it holds first."""
         result = []
         by_name = self._by_name
-        for name, (region, _) in self._runner.gradients().items():
-            own = [cell for cell in cells(self._plan.held[name]) if cell.devices[0] == self._world.rank]
-            selections = [Selection(cell.region, region, self.device) for cell in own]
+        for name, own in self._runner.gradients().items():
+            counted = [region for rank, region in self._plan.updated(name) if rank == self._world.rank]
+            selections = [Selection(region, within, self.device) for within, _ in own for region in counted]
             result.append((by_name[name], selections))
         return result
 

@@ -12,5 +12,7 @@ Neither torch nor SQL is known here; numba is imported when something is simulat
     search.simulator       simulate, Simulation, Order
     search.moves           Moves, MoveShares: what a proposal changes
     search.proposals       Observer, ProposalBatch, encode_configuration, decode_configuration
-    search.mcmc            search, SearchOptions, SearchResult
+    search.chain           Chain, SearchOptions: one walk
+    search.mcmc            search, SearchResult: all chains of a search
+    search.parallel        the same chains walked by several processes (search.worker, search.forking)
 """

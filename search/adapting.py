@@ -14,7 +14,7 @@ from typing import Any
 from graph.axes import AxisKind, Degrees, tasks
 from graph.errors import StrategyError
 from graph.operators import Operator, OperatorGraph
-from graph.strategy import FORMAT, Configuration, Strategy
+from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.groups import find_groups, follow
 
 
@@ -35,7 +35,12 @@ def adapt(document: Mapping[str, Any], made_for: int, graph: OperatorGraph, devi
     for group in find_groups(graph):
         operator = graph.operators[group.head]
         chosen |= follow(group, _adapted(operator, entries[operator.name], made_for, device_count))
-    strategy = Strategy(graph.digest, tuple(chosen[index] for index in range(len(graph.operators))))
+    shared: Mapping[str, str] = document.get("sharding", {})
+    strategy = Strategy(
+        graph.digest,
+        tuple(chosen[index] for index in range(len(graph.operators))),
+        tuple(Sharding(shared.get(weight.name, Sharding.NONE)) for weight in graph.weights),
+    )
     strategy.validate(graph, device_count)
     return strategy
 

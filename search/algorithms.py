@@ -31,13 +31,14 @@ class Context:
     """What an algorithm begins with beside the problem.
 
     starts: strategies to begin from. resumed: chains of the walk that was interrupted. observers: by algorithm; all
-    tell how far they are, the walk tells its starts and proposals too.
+    tell how far they are, the walk tells its starts and proposals too. workers: processes for the walk's chains.
     """
 
     options: SearchOptions
     starts: tuple[Strategy, ...] = ()
     resumed: tuple[ResumedChain, ...] = ()
     observers: Mapping[str, Observer] = field(default_factory=dict)
+    workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,7 @@ def _mcmc(problem: Problem, context: Context) -> Found:
         links=problem.links,
         observer=context.observers.get("mcmc"),
         local_calls=problem.local_calls,
+        workers=context.workers,
     )
     return Found(
         "mcmc",
@@ -215,6 +217,12 @@ def _greedy(problem: Problem, context: Context) -> Found:
     return _tried("greedy", greedy, problem, context)
 
 
+def _sharding(problem: Problem, context: Context) -> Found:
+    from search.sharing import share_weights
+
+    return _tried("sharding", share_weights, problem, context)
+
+
 def _random(problem: Problem, context: Context) -> Found:
     from search.greedy import random_search
 
@@ -247,5 +255,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "optcnn": _optcnn,
     "exhaustive": _exhaustive,
     "greedy": _greedy,
+    "sharding": _sharding,
     "random": _random,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +63,7 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
     read_ptr, read_value = csr(sorted({value for value, _ in row if value >= 0}) for row in slots)
     reading_ptr, reading_operator = csr([index for index, _ in row] for row in readings)
     statics = static_values(graph)
+    weight_number = {weight.name: place for place, weight in enumerate(graph.weights)}
     weight_ptr, weight_user = csr(
         sorted({index for index, _ in graph.consumers[weight.name]}) for weight in graph.weights
     )
@@ -69,6 +72,9 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
         output_value=output_value,
         slot_ptr=slot_ptr,
         slot_value=slot_value,
+        slot_weight=np.array(
+            [weight_number.get(name, -1) for op in graph.operators for name in op.inputs], np.int64
+        ),
         slot_reading=np.array([reading for row in slots for _, reading in row], np.int64),
         read_ptr=read_ptr,
         read_value=read_value,
@@ -112,6 +118,13 @@ class GrowingArray:
             self._items[self._size : size] = items
         self._size = size
 
+    def first(self, count: int) -> GrowingArray:
+        """Return a copy of the first items."""
+        copied = copy.copy(self)
+        copied._items = self._items[: max(count, 64)].copy()
+        copied._size = count
+        return copied
+
     @property
     def items(self) -> Array:
         """What was appended so far; valid until the next append."""
@@ -144,16 +157,41 @@ class HoldStore:
         self._sets: dict[tuple[CollectiveKind, tuple[int, ...], int | None], SetHold] = {}
         self._resource_ptr.extend([0])
         self._end_ptr.extend([0])
-        devices = range(len(topology.devices))
-        none = (0.0, 0.0)
-        origin = ORIGIN_CODE[links.transfers]
-        for device in devices:
-            self._add([device], [], none, none, origin)
-        for source in devices:
-            for destination in devices:
-                route = topology.route(source, destination)
-                resources = [len(devices) + link for link in route]
-                self._add(resources, [source, destination], none, none, origin)
+        self._add_devices_and_routes(ORIGIN_CODE[links.transfers])
+
+    def emptied(self) -> HoldStore:
+        """Return a store that has met no collective yet; this one stays as it is."""
+        holds = len(self.topology.devices) * (len(self.topology.devices) + 1)
+        store = copy.copy(self)
+        store._sets = {}
+        store._resource = self._resource.first(int(self._resource_ptr.items[holds]))
+        store._end = self._end.first(int(self._end_ptr.items[holds]))
+        store._resource_ptr, store._end_ptr = (
+            self._resource_ptr.first(holds + 1),
+            self._end_ptr.first(holds + 1),
+        )
+        store._latency_s, store._s_per_byte = self._latency_s.first(holds), self._s_per_byte.first(holds)
+        store._is_measured, store._origin = self._is_measured.first(holds), self._origin.first(holds)
+        store._operation, store._flows = self._operation.first(holds), self._flows.first(holds)
+        return store
+
+    def _add_devices_and_routes(self, origin: int) -> None:
+        """Append what is there without any collective, all at once: of 1,024 devices there are a million routes."""
+        count = len(self.topology.devices)
+        pairs = list(itertools.product(range(count), repeat=2))
+        routes = [self.topology.route(source, destination) for source, destination in pairs]
+        total = count + len(pairs)
+        self._resource.extend([*range(count), *(count + link for route in routes for link in route)])
+        lengths = [*itertools.repeat(1, count), *map(len, routes)]
+        self._resource_ptr.extend(list(itertools.accumulate(lengths)))
+        self._end.extend(list(itertools.chain.from_iterable(pairs)))
+        self._end_ptr.extend([*itertools.repeat(0, count), *range(2, 2 * len(pairs) + 1, 2)])
+        self._latency_s.extend([(0.0, 0.0)] * total)
+        self._s_per_byte.extend([(0.0, 0.0)] * total)
+        self._is_measured.extend([False] * total)
+        self._origin.extend([origin] * total)
+        self._operation.extend([-1] * total)
+        self._flows.extend([1] * total)
 
     def _add(
         self,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from graph.axes import AxisKind, Degrees, coordinates
 from graph.operators import Operator, OperatorGraph
-from graph.strategy import Configuration, Strategy
+from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 from search.configurations import random_configuration
 from search.groups import NO_AXIS, base_name, find_groups, follow, shared_axes
 
@@ -56,6 +56,35 @@ def data_parallel(graph: OperatorGraph, device_count: int) -> Strategy:
     weights) by every device that has samples.
     """
     return Strategy(graph.digest, tuple(_data_parallel(graph, device_count)))
+
+
+def shared(graph: OperatorGraph, strategy: Strategy, level: Sharding) -> Strategy:
+    """Return a strategy whose weights are all shared by those that hold the same elements.
+
+    Weights that something reads after the backward are never kept in shares: of them the optimizer is shared.
+    """
+    whole = stays_whole(graph)
+    levels = (
+        Sharding.OPTIMIZER if level is Sharding.PARAMETERS and weight.name in whole else level
+        for weight in graph.weights
+    )
+    return replace(strategy, sharding=tuple(levels))
+
+
+def zero(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return data parallelism that shares gradients, optimizer state and the update.
+
+    Source: ZeRO (arXiv:1910.02054), stage 2.
+    """
+    return shared(graph, data_parallel(graph, device_count), Sharding.OPTIMIZER)
+
+
+def fsdp(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return data parallelism that shares the weights as well, and gathers them where they are read.
+
+    Sources: ZeRO (arXiv:1910.02054), stage 3; PyTorch FSDP (arXiv:2304.11277).
+    """
+    return shared(graph, data_parallel(graph, device_count), Sharding.PARAMETERS)
 
 
 def _data_parallel(graph: OperatorGraph, device_count: int) -> list[Configuration]:
@@ -284,6 +313,8 @@ def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ..
         *usual_baselines(graph, device_count),
         Baseline("operator-placement", operator_placement(graph, device_count)),
     ]
+    if device_count > 1:
+        found += [Baseline("zero", zero(graph, device_count)), Baseline("fsdp", fsdp(graph, device_count))]
     layered = stanza(graph, device_count)
     if layered is not None:
         found.append(Baseline("stanza", layered))

@@ -24,7 +24,7 @@ tasks on distinct devices: it is for all strategies of such configurations, whoe
     all-reduce of a bucket that holds that part: over a ring 2 (r - 1) steps, by halving and doubling 2 log2(r), which
     send 2 (r - 1) / r of its bytes over links that are no faster than the fastest, or what was measured for r devices.
     Replicas only make r larger. Of the last operator on a path the least of w with all of this is taken, at the same
-    degrees.
+    degrees. Where holders may share weights, a device may have nothing of them to update, and nothing of this is taken.
 (5) Every task waits for some task of each operator that it reads, and every backward is waited for by one of each
     operator that its gradient goes to. So between a path of least forwards to an operator (of any tasks, where all of
     them were looked up) and one of least backwards from it, all of its work is done. The work of the operators that
@@ -53,7 +53,7 @@ from graph.operators import Operator, OperatorGraph, ValueKind
 from search.costs import nanoseconds
 from search.groups import find_groups
 from search.paths import Paths
-from search.spaces import all_degrees, count_whole, whole_space
+from search.spaces import all_degrees, count_degrees, count_whole, whole_space
 from search.tables import Array, Problem, Tables
 
 # Pairs of configurations, over all edges, up to which every pair is looked at.
@@ -82,18 +82,24 @@ class Bound:
         return max(0.0, step_time_s / self.seconds - 1.0) if self.time_ns else float("inf")
 
 
-def lower_bound(problem: Problem, *, most_calls: int = MOST_CALLS) -> Bound:
+def lower_bound(problem: Problem, *, most_calls: int = MOST_CALLS, shared: bool = False) -> Bound:
     """Return the best bound that the problem's size allows; at most `most_calls` costs are looked up.
+
+    With `shared` it is also for strategies whose weights are shared by their holders.
 
     Raises:
         CostError: a local call has no cost.
     """
     graph, count = problem.graph, problem.device_count
-    best = best_times_bound(problem, most_calls=most_calls)
+    best = best_times_bound(problem, most_calls=most_calls, shared=shared)
+    if shared:
+        # Paths hold all-reduces and whole updates.
+        return best
     groups = find_groups(graph)
     choices = {
-        index: count_whole(graph.operators[group.head], count)
+        index: number
         for group in groups
+        for number in [count_whole(graph.operators[group.head], count)]
         for index in group.operators
     }
     pairs = sum(choices[reader] * choices[producer] for reader, _, producer, _, _ in _edges(graph))
@@ -115,13 +121,13 @@ def path_bound_ns(problem: Problem) -> int:
     return paths.bound_ns()
 
 
-def best_times_bound(problem: Problem, *, most_calls: int = MOST_CALLS) -> Bound:
-    """Return the bound over every operator's best times, see the module.
+def best_times_bound(problem: Problem, *, most_calls: int = MOST_CALLS, shared: bool = False) -> Bound:
+    """Return the bound over every operator's best times, see the module; `shared`: also where weights are shared.
 
     Raises:
         CostError: a local call has no cost.
     """
-    best = _BestTimes(problem, most_calls)
+    best = _BestTimes(problem, most_calls, shared=shared)
     return Bound(max(best.path_ns(), best.window_ns()), "best time of every operator", whole=best.whole)
 
 
@@ -145,13 +151,15 @@ class _Least:
 class _BestTimes:
     """Looks up all costs, then finds the longest path and the fullest window."""
 
-    def __init__(self, problem: Problem, most_calls: int) -> None:
+    def __init__(self, problem: Problem, most_calls: int, *, shared: bool = False) -> None:
         self.problem, self.graph = problem, problem.graph
+        self.shared = shared
         calls_of = problem.local_calls
         self.first_call = problem.first_call or (
             lambda graph, operator, degrees: calls_of(graph, operator, degrees)[0]
         )
         self.kinds = [kind.name for kind in problem.topology.kinds]
+        self._lines: dict[int, list[tuple[float, float]]] = {}
         self.whole = True
         self.least = self._all_least(most_calls)
         self.sure_to: dict[int, list[tuple[int, bool]]] = {
@@ -208,8 +216,9 @@ class _BestTimes:
         both_ns = forward_ns + backward_ns
         part_forward = part_backward = work = 0
         count = self.problem.device_count
-        every = [degrees for degrees in all_degrees(operator, count) if degrees[-1] == 1]
-        if sum(prod(degrees) for degrees in every) <= MOST_TASKS:
+        counted = count_degrees(operator.space.axes[:-1], count)
+        if sum(number * ways for number, ways in counted.items()) <= MOST_TASKS:
+            every = [degrees for degrees in all_degrees(operator, count) if degrees[-1] == 1]
             rows = [
                 self._cheapest(index, self.problem.local_calls(self.graph, operator, degrees))
                 for degrees in every
@@ -242,7 +251,7 @@ class _BestTimes:
     def _after_ns(self, index: int, degrees: Degrees) -> int:
         """Return what follows the backward of the first task at least: all-reduces of its own weights, the update."""
         graph, operator = self.graph, self.graph.operators[index]
-        if not graph.has_backward(operator):
+        if self.shared or not graph.has_backward(operator):
             return 0
         points = [
             (0, ceil(axis.size / degree)) for axis, degree in zip(operator.space.axes, degrees, strict=True)
@@ -267,20 +276,30 @@ class _BestTimes:
 
     def _all_reduce_ns(self, least_members: int, size_bytes: int) -> int:
         """Return the least time of an all-reduce over at least so many devices: of a bucket that holds these bytes."""
+        if least_members not in self._lines:
+            self._lines[least_members] = self._all_reduce_lines(least_members)
+        least_s = min(alpha + beta * size_bytes for alpha, beta in self._lines[least_members])
+        # One nanosecond for rounding.
+        return max(0, nanoseconds(least_s) - 1)
+
+    def _all_reduce_lines(self, least_members: int) -> list[tuple[float, float]]:
+        """Return lines, in seconds over bytes, of which an all-reduce over at least so many devices is on or above one.
+
+        What the formula gives rises with the number of devices, so that of the numbers that nobody measured the first
+        is enough.
+        """
         links, topology = self.problem.links, self.problem.topology
         fastest = max(link.bandwidth_bytes_per_s for link in topology.links)
         latency_s = min(link.latency_s for link in topology.links)
         found = []
+        by_formula = False
         for members in range(least_members, self.problem.device_count + 1):
             # Groups of one size may cost differently; those that nobody measured are priced by formulas.
-            for lines in links.measured_over(CollectiveKind.ALL_REDUCE, members):
-                alpha, beta = lines.line
-                found.append(alpha + beta * size_bytes)
-            if (CollectiveKind.ALL_REDUCE, members) not in links.by_size:
-                moved = 2 * (members - 1) / members * size_bytes
-                found.append(2 * ceil(log2(members)) * latency_s + moved / fastest)
-        # One nanosecond for rounding.
-        return max(0, nanoseconds(min(found)) - 1)
+            found += [lines.line for lines in links.measured_over(CollectiveKind.ALL_REDUCE, members)]
+            if not by_formula and (CollectiveKind.ALL_REDUCE, members) not in links.by_size:
+                found.append((2 * ceil(log2(members)) * latency_s, 2 * (members - 1) / members / fastest))
+                by_formula = True
+        return found
 
     def path_ns(self) -> int:
         """Return the longest path through sure edges, forward to the loss and back."""

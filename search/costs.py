@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 from graph.calls import LocalCall
 from graph.errors import CostError
@@ -63,11 +64,52 @@ class CallCost:
     origin: int
 
 
+class ResolvedCosts(Protocol):
+    """A table of costs that another one asks: that of the process which started this one."""
+
+    def costs(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
+        """Return the cost of each call on a device kind."""
+        ...
+
+    def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
+        """Return the seconds in which `optimizer` updates one of many weights, and the code of the origin."""
+        ...
+
+
+@runtime_checkable
+class CopiedSource(Protocol):
+    """What a source may be beside: one that gives the same costs in copies of this process."""
+
+    def copies(self) -> bool:
+        """Get ready to be copied with this process; return whether copies may be asked: they must measure nothing."""
+        ...
+
+    def given(self) -> Any:
+        """Return what this source keeps of the costs that it has given out since `copies`. It is pickled."""
+        ...
+
+    def take(self, given: Any) -> None:
+        """Keep what a copy's `given` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a copy of a table has met since it was copied."""
+
+    calls: dict[tuple[str, str], CallCost]
+    updates: dict[tuple[str, str, str], tuple[float, int]]
+    given: Any
+
+
 class CostTable:
     """Costs met so far, by (call digest, device kind); the rest is resolved in batches when first asked for."""
 
     def __init__(self, source: CostSource) -> None:
         self._source = source
+        self._elsewhere: ResolvedCosts | None = None
+        # How many were known when this process was copied: the first of the entries, which never change places.
+        self._copied = 0, 0
         self._calls: dict[tuple[str, str], CallCost] = {}
         self._updates: dict[tuple[str, str, str], tuple[float, int]] = {}
 
@@ -77,6 +119,35 @@ class CostTable:
         table._calls.update(self._calls)
         table._updates.update(self._updates)
         return table
+
+    def ask(self, elsewhere: ResolvedCosts) -> None:
+        """From now on ask another table, and not the source, for what this one does not know."""
+        self._elsewhere = elsewhere
+
+    def copies(self) -> bool:
+        """Get ready to be copied with this process; return whether the copies find out costs by themselves.
+
+        If not they must ask this table: what is measured is measured once, and where nobody else computes.
+        """
+        self._copied = len(self._calls), len(self._updates)
+        return isinstance(self._source, CopiedSource) and self._source.copies()
+
+    def met(self) -> Met:
+        """Return, in a copy, what this table has met since it was copied."""
+        calls, updates = self._copied
+        given = self._source.given() if isinstance(self._source, CopiedSource) else None
+        return Met(
+            dict(islice(self._calls.items(), calls, None)),
+            dict(islice(self._updates.items(), updates, None)),
+            given,
+        )
+
+    def take(self, met: Met) -> None:
+        """Know what a copy has met."""
+        self._calls.update(met.calls)
+        self._updates.update(met.updates)
+        if isinstance(self._source, CopiedSource):
+            self._source.take(met.given)
 
     @property
     def call_count(self) -> int:
@@ -94,10 +165,16 @@ class CostTable:
             if (call.digest, kind_name) not in self._calls:
                 missing.setdefault(call.digest, call)
         if missing:
-            resolved = self._source.resolve(list(missing.values()), kind_name)
+            resolved = self._resolved(list(missing.values()), kind_name)
             for call, cost in zip(missing.values(), resolved, strict=True):
-                self._calls[call.digest, kind_name] = _checked(call, cost, kind_name)
+                self._calls[call.digest, kind_name] = cost
         return [self._calls[call.digest, kind_name] for call in calls]
+
+    def _resolved(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
+        if self._elsewhere is not None:
+            return self._elsewhere.costs(calls, kind_name)
+        found = self._source.resolve(calls, kind_name)
+        return [_checked(call, cost, kind_name) for call, cost in zip(calls, found, strict=True)]
 
     def backward_ns(self, cost: CallCost, call: LocalCall, summed: Sequence[int], kind_name: str) -> int:
         """Return what a call's backward takes, and adding its gradients of the slots `summed` to other readers' ones.
@@ -120,8 +197,12 @@ class CostTable:
         key = (optimizer, dtype, kind_name)
         known = self._updates.get(key)
         if known is None:
-            seconds, origin = self._source.update_cost(optimizer, dtype, kind_name)
-            known = self._updates[key] = (seconds, ORIGIN_CODE[origin])
+            if self._elsewhere is not None:
+                known = self._elsewhere.update_s(optimizer, dtype, kind_name)
+            else:
+                seconds, origin = self._source.update_cost(optimizer, dtype, kind_name)
+                known = (seconds, ORIGIN_CODE[origin])
+            self._updates[key] = known
         return known
 
 

@@ -2,7 +2,8 @@
 
 Of the current strategy is kept what its operators and values contribute, and the state of all resources at
 checkpoints. A proposal is derived where it differs, simulated from the last checkpoint before that, without writing a
-task graph, and given up as soon as some resource, with what it still has to do, is sure to exceed the bound.
+task graph, and given up as soon as some resource, with what it still has to do, is sure to exceed the bound. Most of
+what is far too slow is given up before it is derived (`search.relaxation`).
 
 Source: FlexFlow (arXiv:1807.05358) section 5.3 for the idea; restart, bounds and versions are ours.
 """
@@ -17,7 +18,8 @@ from graph.strategy import Configuration
 from search import kernels
 from search.evaluation import NEVER_NS, Outcome
 from search.kernels import Array, Checkpoints, Units, Versions
-from search.layout import Layout, Undo, new_buckets
+from search.layout import Layout, Undo, new_buckets, new_gathers
+from search.relaxation import Relaxation
 
 # About as many checkpoints; each holds the state of every device and link.
 CHECKPOINTS = 32
@@ -42,11 +44,13 @@ class Delta:
         count = wiring.loss_operators // stride + 1
         row = np.zeros((count, 2, 2 * resources + devices + 1), np.int64)
         self._checkpoints = Checkpoints(row, np.zeros(count, np.int64), stride)
+        self._relaxation = Relaxation(layout)
         self._versions = [_new_versions(layout, resources) for _ in range(2)]
         self._pool = np.zeros(POOL_WORDS, np.int64)
         self._spare = np.zeros(0, np.int64)
         self._end = self._proposed_end = self._number = 0
         self._buckets = new_buckets(64, 256, 0)
+        self._gathers = new_gathers(layout, 64)
         self._old_units = Units(*(array.copy() for array in layout.units))
         self._generation = -1
         self._updated_D = np.full(devices, -1, np.int64)
@@ -71,6 +75,16 @@ class Delta:
             CostError: a local call has no cost.
         """
         self._renew()
+        # Of a shared weight that fewer read, each has more to update: that may take longer.
+        may_relax = bound_ns < NEVER_NS and not self.layout.shares_weights
+        part = self._relaxation.replace(changed) if may_relax else None
+        if part is not None:
+            self._undo = part
+            exceeds = self._evaluate(bound_ns, everything=0) is None
+            self._relaxation.decided(exceeds=exceeds)
+            if exceeds:
+                return None
+            self.layout.undo(part)
         self._undo = self.layout.replace(changed)
         return self._evaluate(bound_ns, everything=0)
 
@@ -113,17 +127,20 @@ class Delta:
         while True:
             end, first = kernels.prepare(
                 wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, layout.scratch,
-                self._buckets, builder.bucket_bytes, builder.state_tensors, self._place_of, everything,
+                self._buckets, self._gathers, builder.bucket_bytes, builder.state_tensors, self._place_of,
+                everything,
             )  # fmt: skip
             if end == -2:
                 sizes = 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight)
                 self._buckets = new_buckets(*sizes, len(self._buckets.filling))
+            elif end == -3:
+                self._gathers = new_gathers(layout, 2 * len(self._gathers.hold))
             elif end >= 0:
                 number = first // self._checkpoints.stride
                 makespan_ns, end = kernels.walk_program_order(
                     wiring, units, arena, holds, builder.contention_ppm_D, self._pool, end, new, self._buckets,
-                    layout.scratch.counts[2], self._updates(new.elements_D), self._keeps_ends, self._checkpoints,
-                    number, bound_ns,
+                    self._gathers, layout.scratch.counts[2], self._updates(new.elements_D), self._keeps_ends,
+                    self._checkpoints, number, bound_ns,
                 )  # fmt: skip
                 if makespan_ns != -2:
                     break

@@ -32,7 +32,7 @@ class Tried:
     interrupted: bool
 
 
-class _Trial(Best):
+class Trial(Best):
     """The best so far, how often a better one was found, and an observer that is told."""
 
     def __init__(self, problem: Problem, order: Order, observer: Observer | None) -> None:
@@ -47,6 +47,17 @@ class _Trial(Best):
         if self.observer is not None and self.found is not None:
             self.observer.progress(self.simulated, self.accepted, self.found[0].seconds)
         return better
+
+    @property
+    def strategy(self) -> Strategy:
+        """The best so far.
+
+        Raises:
+            KeyboardInterrupt: nothing was simulated yet.
+        """
+        if self.found is None:
+            raise KeyboardInterrupt
+        return self.found[1]
 
     def tried(self, *, interrupted: bool) -> Tried:
         """Return the best so far."""
@@ -73,8 +84,8 @@ def greedy(
         CostError: a local call has no cost.
     """
     graph, count = problem.graph, problem.device_count
-    _require_one("greedy", most)
-    best = _Trial(problem, order, observer)
+    require_one("greedy", most)
+    best = Trial(problem, order, observer)
     try:
         if not starts:
             starts = (data_parallel(graph, count), expert(graph, count), single_device(graph))
@@ -91,7 +102,7 @@ def greedy(
                     changed = list(best.found[1].configurations)
                     for index, configuration in follow(group, choice).items():
                         changed[index] = configuration
-                    gained = best.take(Strategy(graph.digest, tuple(changed))) or gained
+                    gained = best.take(best.found[1].with_configurations(tuple(changed))) or gained
     except KeyboardInterrupt:
         return best.tried(interrupted=True)
     return best.tried(interrupted=False)
@@ -112,8 +123,8 @@ def random_search(
         UsageError: `most` is less than 1.
         CostError: a local call has no cost.
     """
-    _require_one("random", most)
-    best = _Trial(problem, order, observer)
+    require_one("random", most)
+    best = Trial(problem, order, observer)
     rng = np.random.default_rng(seed)
     try:
         for strategy in starts[:most]:
@@ -125,6 +136,11 @@ def random_search(
     return best.tried(interrupted=False)
 
 
-def _require_one(name: str, most: int) -> None:
+def require_one(name: str, most: int) -> None:
+    """Refuse a budget in which nothing can be simulated.
+
+    Raises:
+        UsageError: `most` is less than 1.
+    """
     if most < 1:
         raise UsageError(f"{name}: may simulate {most} strategies, must be at least 1; raise --proposals")

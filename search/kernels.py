@@ -16,7 +16,8 @@ Memo units live in one int64 arena, addressed by offset. Layouts (word offsets f
                     a source task: its first piece (one more);  the pieces by source task;
                     a collective: kind, root or -1, bytes, bytes that its price is for, first served assembly, first
                     source task, hold and ns, hold and ns back (one more);  the served assemblies;  the source tasks
-    static unit     0 holders, 1 cells, then a holder: device, elements; then a cell: hold, bytes
+    static unit     0 holders, 1 cells, 2 what holders share, then a holder: device, elements kept, elements updated;
+                    then a cell: hold of its sum, bytes, hold that gathers its shares or -1
 
 Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V values, W weights.
 """
@@ -33,6 +34,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UPDATE = range(7)
 COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
+FORWARD_GATHER, BACKWARD_GATHER, UPDATE_GATHER = range(10, 13)
+# Codes of `graph.strategy.Sharding`, in its order.
+SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 # Codes of `graph.collectives.CollectiveKind`.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
 FEWEST_DEVICES = 3
@@ -40,7 +44,10 @@ OPERATOR_HEADER, OPERATOR_STRIDE = 2, 5
 VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 9, 5, 8, 10
 # The word of a value unit that counts its collectives.
 VALUE_COLLECTIVES = 7
-STATIC_HEADER = 2
+STATIC_HEADER, HOLDER_STRIDE, CELL_STRIDE = 3, 3, 3
+# Instead of an origin, in the unit of an operator of which no cost is known: every task has a backward, or of the
+# replicas of each part some have, nobody knows which.
+ACTIVE, PARTLY_ACTIVE = -1, -2
 PARTS_PER_MILLION = 1_000_000
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -99,7 +106,8 @@ class GraphArrays(NamedTuple):
     loss_operators: int  # how many of these there are
     buffer_count: int  # value units of renewed buffers are V and up
     weight_ptr: Array  # W + 1, into weight_user
-    weight_user: Array  # operators that read the weight
+    weight_user: Array  # operators that read the weight, ascending
+    slot_weight: Array  # beside slot_value: the weight read, or -1
     static_item_bytes: Array  # a static unit
     loss_value: int
     value_count: int
@@ -181,6 +189,27 @@ class Buckets(NamedTuple):
     entry_next: Array
     filling: Array  # a hold: its bucket being filled, or -1
     order: Array
+    sharing: Array  # what the holders of its cells share
+    gather: Array  # the hold that gathers their shares, or -1
+
+
+class Gathers(NamedTuple):
+    """Gathers of weights that are kept in shares: those of the forward in its order, then those of the backward.
+
+    Pairs are of the forward and of the backward.
+    """
+
+    hold: Array
+    size_bytes: Array
+    operator: Array  # before which it must be there
+    task: Array  # its number; where there is no task graph, when it ends
+    first_2O: Array  # an operator: its first gather, and one beyond its last
+    last_2O: Array
+    weight_2W: Array  # a weight: the operator before which it is gathered, or -1
+    latest_D: Array  # a device: the last task that it computes so far, or -1
+    blocked_D: Array  # a device: what its backward waits for before it goes on, or -1; or when that ends
+    reduced_D: Array  # a device: the last sum of gradients that it shares, or -1; or when that ends
+    counts: Array  # 0 gathers of the forward, 1 all gathers
 
 
 @entry
@@ -661,13 +690,13 @@ def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, stat
         if static < graph.weight_count:
             for user in range(graph.weight_ptr[static], graph.weight_ptr[static + 1]):
                 trained = trained or scratch.operator_active[graph.weight_user[user]] != 0
-        tensors = 2 + state_tensors if trained else 1
         for holder in range(arena[at]):
-            device = arena[at + STATIC_HEADER + 2 * holder]
-            elements = arena[at + STATIC_HEADER + 2 * holder + 1]
-            memory_D[device] += elements * graph.static_item_bytes[static] * tensors
+            word = at + STATIC_HEADER + HOLDER_STRIDE * holder
+            device, kept, updated = arena[word], arena[word + 1], arena[word + 2]
             if trained:
-                elements_D[device] += elements
+                kept += updated * (1 + state_tensors)
+                elements_D[device] += updated
+            memory_D[device] += kept * graph.static_item_bytes[static]
     for operator in range(len(units.operator_at)):
         at = units.operator_at[operator] + OPERATOR_HEADER
         for task in range(arena[units.operator_at[operator]]):
@@ -715,17 +744,23 @@ def fill_buckets(
         for position in range(ptr[operator], ptr[operator + 1]):
             weight = weights[position]
             at = units.static_at[weight]
-            cell_at = at + STATIC_HEADER + 2 * arena[at]
+            sharing = arena[at + 2]
+            cell_at = at + STATIC_HEADER + HOLDER_STRIDE * arena[at]
             for cell in range(arena[at + 1]):
                 if opened + 1 > len(buckets.hold) or entries + 1 > len(buckets.entry_weight):
                     return False
-                hold = arena[cell_at + 2 * cell]
-                bucket = buckets.filling[hold]
+                word = cell_at + CELL_STRIDE * cell
+                hold = arena[word]
+                # One series a kind of sharing: the holds of the sums are the same for both.
+                series = arena[word + 2] if sharing == SHARED_WEIGHT else hold
+                bucket = buckets.filling[series]
                 if bucket < 0:
                     bucket = opened
                     opened += 1
-                    buckets.filling[hold] = bucket
+                    buckets.filling[series] = bucket
                     buckets.hold[bucket] = hold
+                    buckets.sharing[bucket] = sharing
+                    buckets.gather[bucket] = arena[word + 2]
                     buckets.size_bytes[bucket] = 0
                     buckets.after[bucket] = -1
                     buckets.first_entry[bucket] = entries
@@ -740,12 +775,12 @@ def fill_buckets(
                     buckets.entry_next[entries] = -1
                     buckets.last_entry[bucket] = entries
                     entries += 1
-                buckets.size_bytes[bucket] += arena[cell_at + 2 * cell + 1]
+                buckets.size_bytes[bucket] += arena[word + 1]
                 if buckets.size_bytes[bucket] >= bucket_bytes:
                     buckets.after[bucket] = operator
                     buckets.order[closed] = bucket
                     closed += 1
-                    buckets.filling[hold] = -1
+                    buckets.filling[series] = -1
     for bucket in range(opened):
         if buckets.after[bucket] < 0:
             buckets.after[bucket] = 0
@@ -754,6 +789,154 @@ def fill_buckets(
     scratch.counts[2] = opened
     scratch.counts[3] = entries
     return True
+
+
+@entry
+def find_gathers(
+    graph: GraphArrays, units: Units, arena: Array, operator_active: Array, gathers: Gathers, least_bytes: int
+) -> bool:
+    """Find what is gathered before which operator, as `graph.plan` does; return False where arrays are too short."""
+    gathers.first_2O[:] = 0
+    gathers.last_2O[:] = 0
+    gathers.weight_2W[:] = -1
+    gathers.latest_D[:] = -1
+    gathers.blocked_D[:] = -1
+    gathers.reduced_D[:] = -1
+    gathers.counts[:] = 0
+    found = 0
+    for weight in range(graph.weight_count):
+        first, last = graph.weight_ptr[weight], graph.weight_ptr[weight + 1]
+        at = units.static_at[weight]
+        if first == last or arena[at + 2] != SHARED_WEIGHT or arena[at + 1] == 0:
+            continue
+        found += 1
+        gathers.weight_2W[0, weight] = graph.weight_user[first]
+        for user in range(first, last):
+            if operator_active[graph.weight_user[user]]:
+                gathers.weight_2W[1, weight] = graph.weight_user[user]
+    if found == 0:
+        return True
+    operators = len(units.operator_at)
+    count = 0
+    for side in range(2):
+        # The weights of each operator as linked lists, in their order.
+        head = np.full(operators, -1, np.int64)
+        following = np.empty(graph.weight_count, np.int64)
+        for weight in range(graph.weight_count - 1, -1, -1):
+            operator = gathers.weight_2W[side, weight]
+            if operator >= 0:
+                following[weight] = head[operator]
+                head[operator] = weight
+        unit, first, size_bytes = -1, count, 0
+        for place in range(operators):
+            operator = place if side == 0 else operators - 1 - place
+            weight = head[operator]
+            if weight < 0:
+                continue
+            if unit < 0:
+                unit, first, size_bytes = operator, count, 0
+            while weight >= 0:
+                gathers.weight_2W[side, weight] = unit
+                at = units.static_at[weight]
+                cell_at = at + STATIC_HEADER + HOLDER_STRIDE * arena[at]
+                for cell in range(arena[at + 1]):
+                    word = cell_at + CELL_STRIDE * cell
+                    number = first
+                    while number < count and gathers.hold[number] != arena[word + 2]:
+                        number += 1
+                    if number == count:
+                        if count + 1 > len(gathers.hold):
+                            return False
+                        gathers.hold[count] = arena[word + 2]
+                        gathers.size_bytes[count] = 0
+                        gathers.operator[count] = unit
+                        count += 1
+                    gathers.size_bytes[number] += arena[word + 1]
+                    size_bytes += arena[word + 1]
+                weight = following[weight]
+            gathers.first_2O[side, unit] = first
+            gathers.last_2O[side, unit] = count
+            if size_bytes >= least_bytes:
+                unit = -1
+        if side == 0:
+            gathers.counts[0] = count
+    gathers.counts[1] = count
+    return True
+
+
+@inner
+def next_gathers(gathers: Gathers, side: int, operator: int) -> tuple[int, int]:
+    """Return which gathers begin before an operator: those that the next one needs; before the first, its own too."""
+    first, last = gathers.first_2O[side, operator], gathers.last_2O[side, operator]
+    if first == last:
+        return 0, 0
+    begin, end = (0, gathers.counts[0]) if side == 0 else (gathers.counts[0], gathers.counts[1])
+    upto = last if last == end else gathers.last_2O[side, gathers.operator[last]]
+    return first if first == begin else last, upto
+
+
+@inner
+def takes_part(holds: Holds, hold: int, device: int) -> bool:
+    """Return whether a device is one of those of a device set."""
+    found = False
+    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+        found = found or holds.end[place] == device
+    return found
+
+
+@inner
+def lay_out_gathers(
+    scratch: Scratch, tasks: Tasks, holds: Holds, gathers: Gathers, side: int, operator: int
+) -> bool:
+    """Write the gathers that begin before an operator; return False where arrays are too short.
+
+    A gather begins when its devices have computed all that comes before.
+    """
+    begin, end = next_gathers(gathers, side, operator)
+    for gather in range(begin, end):
+        n, e = scratch.counts[0], scratch.counts[1]
+        hold, size_bytes = gathers.hold[gather], gathers.size_bytes[gather]
+        first, last = holds.end_ptr[hold], holds.end_ptr[hold + 1]
+        if n + 1 > len(tasks.kind) or e + last - first > len(tasks.pred):
+            return False
+        run_ns = collective_ns(holds, hold, size_bytes)
+        put(tasks, n, FORWARD_GATHER + side, run_ns, hold, holds.origin[hold], operator, gather, size_bytes)
+        tasks.subject[n] = gathers.operator[gather]
+        gathers.task[gather] = n
+        for place in range(first, last):
+            if gathers.latest_D[holds.end[place]] >= 0:
+                tasks.pred[e] = gathers.latest_D[holds.end[place]]
+                e += 1
+        tasks.pred_ptr[n + 1] = e
+        scratch.counts[0] = n + 1
+        scratch.counts[1] = e
+    return True
+
+
+@inner
+def add_gathers(
+    graph: GraphArrays,
+    tasks: Tasks,
+    holds: Holds,
+    gathers: Gathers,
+    side: int,
+    operator: int,
+    device: int,
+    e: int,
+) -> int:
+    """Let a task wait for the gathers of what it reads; return where dependencies end, -1 without room for them."""
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        weight = graph.slot_weight[slot]
+        if weight < 0 or gathers.weight_2W[side, weight] < 0:
+            continue
+        gathering = gathers.weight_2W[side, weight]
+        for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):
+            if takes_part(holds, gathers.hold[gather], device):
+                if e + 1 > len(tasks.pred):
+                    return -1
+                tasks.pred[e] = gathers.task[gather]
+                e += 1
+    return e
 
 
 @inner
@@ -860,6 +1043,7 @@ def lay_out_forward(
     scratch: Scratch,
     tasks: Tasks,
     holds: Holds,
+    gathers: Gathers,
     link_origin: int,
     first_place: int,
     last_place: int,
@@ -868,6 +1052,8 @@ def lay_out_forward(
     outputs; return False where arrays are too short."""
     for order_place in range(first_place, last_place):
         operator = graph.order[order_place]
+        if gathers.counts[1] and not lay_out_gathers(scratch, tasks, holds, gathers, 0, operator):
+            return False
         n, e = scratch.counts[0], scratch.counts[1]
         at = units.operator_at[operator]
         count = arena[at]
@@ -876,7 +1062,13 @@ def lay_out_forward(
             return False
         for task in range(count):
             word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
-            put(tasks, n, FORWARD, arena[word + 1], arena[word], arena[word + 4], operator, task, 0)
+            device = arena[word]
+            put(tasks, n, FORWARD, arena[word + 1], device, arena[word + 4], operator, task, 0)
+            if gathers.counts[1]:
+                e = add_gathers(graph, tasks, holds, gathers, 0, operator, device, e)
+                if e < 0:
+                    return False
+                gathers.latest_D[device] = n
             for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
                 value = graph.slot_value[slot]
                 if value < 0:
@@ -965,7 +1157,14 @@ def add_readers(
 
 @inner
 def lay_out_operator_backward(
-    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, tasks: Tasks, operator: int
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    gathers: Gathers,
+    operator: int,
 ) -> bool:
     """Write the backward tasks of one operator; return False where arrays are too short."""
     n, e = scratch.counts[0], scratch.counts[1]
@@ -983,6 +1182,17 @@ def lay_out_operator_backward(
             return False
         tasks.pred[e] = scratch.forward_base[operator] + task
         e += 1
+        device = arena[word]
+        if gathers.blocked_D[device] >= 0:
+            if e + 1 > len(tasks.pred):
+                return False
+            tasks.pred[e] = gathers.blocked_D[device]
+            e += 1
+        if gathers.counts[1]:
+            e = add_gathers(graph, tasks, holds, gathers, 1, operator, device, e)
+            if e < 0:
+                return False
+            gathers.latest_D[device] = n
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
             value = graph.output_value[output]
             unit = units.value_at[value]
@@ -1140,10 +1350,14 @@ def lay_out_bucket(
     tasks: Tasks,
     holds: Holds,
     buckets: Buckets,
+    gathers: Gathers,
     position: int,
     member_D: Array,
 ) -> bool:
-    """Write the all-reduce of one bucket; return False where arrays are too short."""
+    """Write the sum of one bucket; return False where arrays are too short.
+
+    Of gradients that are shared, a device has two buckets at most in its hands: it waits for the one before.
+    """
     n, e = scratch.counts[0], scratch.counts[1]
     bucket = buckets.order[position]
     hold = buckets.hold[bucket]
@@ -1153,7 +1367,16 @@ def lay_out_bucket(
     run_ns = collective_ns(holds, hold, size_bytes)
     put(tasks, n, SYNCHRONIZE, run_ns, hold, holds.origin[hold], position, 0, size_bytes)
     for end in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-        member_D[holds.end[end]] = position
+        device = holds.end[end]
+        member_D[device] = position
+        if buckets.sharing[bucket]:
+            if gathers.reduced_D[device] >= 0:
+                if e + 1 > len(tasks.pred):
+                    return False
+                tasks.pred[e] = gathers.reduced_D[device]
+                e += 1
+            gathers.blocked_D[device] = gathers.reduced_D[device]
+            gathers.reduced_D[device] = n
     entry = buckets.first_entry[bucket]
     while entry >= 0:
         weight = buckets.entry_weight[entry]
@@ -1184,20 +1407,25 @@ def lay_out_backward(
     tasks: Tasks,
     holds: Holds,
     buckets: Buckets,
+    gathers: Gathers,
     link_origin: int,
 ) -> bool:
     """Write backward tasks, gradient transfers and all-reduces; return False where arrays are too short."""
     member_D = np.full(len(scratch.memory_D), -1, np.int64)
     position = 0
     for operator in range(len(units.operator_at) - 1, -1, -1):
-        if not lay_out_operator_backward(graph, units, arena, scratch, tasks, operator):
+        if gathers.counts[1] and not lay_out_gathers(scratch, tasks, holds, gathers, 1, operator):
+            return False
+        if not lay_out_operator_backward(graph, units, arena, scratch, tasks, holds, gathers, operator):
             return False
         if not lay_out_gradient_collectives(graph, units, arena, scratch, tasks, holds, operator):
             return False
         if not lay_out_gradient_transfers(graph, units, arena, scratch, tasks, operator, link_origin):
             return False
         while position < scratch.counts[2] and buckets.after[buckets.order[position]] == operator:
-            if not lay_out_bucket(graph, units, arena, scratch, tasks, holds, buckets, position, member_D):
+            if not lay_out_bucket(
+                graph, units, arena, scratch, tasks, holds, buckets, gathers, position, member_D
+            ):
                 return False
             position += 1
     return True
@@ -1205,12 +1433,49 @@ def lay_out_backward(
 
 @entry
 def lay_out_updates(
-    tasks: Tasks, scratch: Scratch, holds: Holds, update_ns_D: Array, update_origin_D: Array
+    tasks: Tasks, scratch: Scratch, holds: Holds, buckets: Buckets, update_ns_D: Array, update_origin_D: Array
 ) -> bool:
-    """Write one update a device that holds trained weights; return False where arrays are too short."""
+    """Write one update a device that updates weights, and the gathers of shares that are then new.
+
+    Returns False where arrays are too short.
+    """
     devices = len(update_ns_D)
     waits_D, place_D = np.zeros(devices, np.int64), np.full(devices, -1, np.int64)
-    return write_updates(tasks, scratch, holds, update_ns_D, update_origin_D, waits_D, place_D)
+    return write_updates(
+        tasks, scratch, holds, update_ns_D, update_origin_D, waits_D, place_D
+    ) and write_update_gathers(tasks, scratch, holds, buckets, place_D)
+
+
+@inner
+def write_update_gathers(
+    tasks: Tasks, scratch: Scratch, holds: Holds, buckets: Buckets, task_D: Array
+) -> bool:
+    """Write the gathers of updated shares, in the order of their buckets; `task_D` is overwritten."""
+    n, e = scratch.counts[0], scratch.counts[1]
+    task_D[:] = -1
+    task = n - 1
+    while task >= 0 and tasks.kind[task] == UPDATE:
+        task_D[tasks.hold[task]] = task
+        task -= 1
+    for position in range(scratch.counts[2]):
+        bucket = buckets.order[position]
+        if buckets.sharing[bucket] != SHARED_UPDATE:
+            continue
+        hold, size_bytes = buckets.gather[bucket], buckets.size_bytes[bucket]
+        first, last = holds.end_ptr[hold], holds.end_ptr[hold + 1]
+        if n + 1 > len(tasks.kind) or e + last - first > len(tasks.pred):
+            return False
+        run_ns = collective_ns(holds, hold, size_bytes)
+        put(tasks, n, UPDATE_GATHER, run_ns, hold, holds.origin[hold], position, 0, size_bytes)
+        for place in range(first, last):
+            if task_D[holds.end[place]] >= 0:
+                tasks.pred[e] = task_D[holds.end[place]]
+                e += 1
+        n += 1
+        tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
 
 
 @inner
@@ -1801,7 +2066,11 @@ def find_changed_activity(
             if value == graph.loss_value and graph.needs_gradient[value]:
                 for task in range(0, count, arena[units.operator_at[operator] + 1]):
                     pool[base + task] = 1
-        versions.operator_active[operator] = 0
+        known = arena[units.operator_at[operator] + OPERATOR_HEADER + 4]
+        if known == ACTIVE:
+            for task in range(count):
+                pool[base + task] = 1
+        versions.operator_active[operator] = known == PARTLY_ACTIVE
         changed = dirty[operator] == 2
         for task in range(count):
             if pool[base + task]:
@@ -1828,19 +2097,26 @@ def find_last_readers(
     unit, last_at = units.value_at[value], versions.last_at[value]
     piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
     reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+    is_partial = False
     for assembly in range(arena[unit]):
         where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
         last = -1
+        perhaps = False
         if graph.needs_gradient[value]:
             for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
                 reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
                 user = graph.reading_operator[reading]
                 task = versions.active_at[user] + arena[reader_at + 2 * reader + 1]
-                if graph.reading_gradient[reading] and pool[task]:
-                    last = user
-                    break
+                if graph.reading_gradient[reading]:
+                    if pool[task]:
+                        last = user
+                        break
+                    if arena[units.operator_at[user] + OPERATOR_HEADER + 4] == PARTLY_ACTIVE:
+                        # Some replica sends a gradient back: whose assembly that is, and so when, is not known.
+                        perhaps = is_partial = True
+                        break
         pool[last_at + assembly] = last
-        if last >= 0:
+        if last >= 0 or perhaps:
             for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
                 pool[active_at + arena[piece_at + PIECE_STRIDE * piece]] = 1
     found = arena[unit + VALUE_COLLECTIVES]
@@ -1854,6 +2130,10 @@ def find_last_readers(
             if after == -1:
                 break
         pool[last_at + arena[unit] + collective] = after
+    if is_partial:
+        # What goes back with what is not known is left out as well.
+        for place in range(arena[unit] + found):
+            pool[last_at + place] = -1
 
 
 @inner
@@ -1928,13 +2208,13 @@ def weigh_static(
     versions: Versions,
 ) -> None:
     """Add or take away the memory and the elements to update of a static tensor."""
-    tensors = 2 + state_tensors if trained else 1
     for holder in range(arena[at]):
-        device = arena[at + STATIC_HEADER + 2 * holder]
-        elements = sign * arena[at + STATIC_HEADER + 2 * holder + 1]
-        versions.memory_D[device] += elements * graph.static_item_bytes[static] * tensors
+        word = at + STATIC_HEADER + HOLDER_STRIDE * holder
+        device, kept, updated = arena[word], arena[word + 1], arena[word + 2]
         if trained:
-            versions.elements_D[device] += elements
+            kept += updated * (1 + state_tensors)
+            versions.elements_D[device] += sign * updated
+        versions.memory_D[device] += sign * kept * graph.static_item_bytes[static]
 
 
 @inner
@@ -2003,6 +2283,7 @@ def prepare(
     new: Versions,
     scratch: Scratch,
     buckets: Buckets,
+    gathers: Gathers,
     bucket_bytes: int,
     state_tensors: int,
     place_of: Array,
@@ -2010,8 +2291,9 @@ def prepare(
 ) -> tuple[int, int]:
     """Make `new` that of the strategy that has `units`, all but times, from `old`; and fill its buckets.
 
-    Returns the pool's new end (-1 where the pool is too short, -2 where the buckets are), and the first place in the
-    order of operators whose forward, or the exchanges that follow it, are not those of the old strategy.
+    Returns the pool's new end (-1 where the pool is too short, -2 where the buckets are, -3 where the gathers are), and
+    the first place in the order of operators whose forward, or the exchanges that follow it, are not those of the old
+    strategy.
     """
     first = graph.loss_operators - 1
     dirty = np.zeros(len(units.operator_at), np.int64)
@@ -2038,6 +2320,14 @@ def prepare(
     scratch.operator_active[:] = new.operator_active
     if not fill_buckets(graph, units, arena, scratch, buckets, bucket_bytes):
         return -2, 0
+    if not find_gathers(graph, units, arena, scratch.operator_active, gathers, bucket_bytes):
+        return -3, 0
+    if everything == 0:
+        for weight in range(graph.weight_count):
+            was, now = old_units.static_at[weight], units.static_at[weight]
+            if arena[was + 2] == SHARED_WEIGHT or arena[now + 2] == SHARED_WEIGHT:
+                # Checkpoints do not say which gathers are under way.
+                first = 0
     return pool_end, first
 
 
@@ -2158,6 +2448,7 @@ def walk_forward(
     pool: Array,
     pool_end: int,
     versions: Versions,
+    gathers: Gathers,
     keeps_ends: Array,
     checkpoints: Checkpoints,
     first_place: int,
@@ -2174,6 +2465,10 @@ def walk_forward(
         if order_place > first_place and order_place % checkpoints.stride == 0:
             save_checkpoint(checkpoints, order_place // checkpoints.stride, machine, latest_ns)
         operator = graph.order[order_place]
+        if gathers.counts[1]:
+            latest_ns = walk_gathers(holds, machine, gathers, 0, operator, latest_ns, bound_ns)
+            if latest_ns < 0:
+                return -1, pool_end
         at = units.operator_at[operator]
         count = arena[at]
         words = 2 * count
@@ -2186,6 +2481,8 @@ def walk_forward(
         for task in range(count):
             word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
             ready_ns = pool[ends_at + count + task] if waits else 0
+            if gathers.counts[1]:
+                ready_ns = max(ready_ns, gathered_ns(graph, holds, gathers, 0, operator, arena[word]))
             end_ns = compute(machine, arena[word], ready_ns, arena[word + 1], bound_ns)
             if end_ns < 0:
                 return -1, pool_end
@@ -2223,6 +2520,43 @@ def walk_forward(
             if latest_ns < 0:
                 return -1, pool_end
     return latest_ns, pool_end
+
+
+@inner
+def walk_gathers(
+    holds: Holds, machine: Machine, gathers: Gathers, side: int, operator: int, latest_ns: int, bound_ns: int
+) -> int:
+    """Serve the gathers that begin before an operator; return the latest end, or -1 beyond the bound."""
+    begin, end = next_gathers(gathers, side, operator)
+    for gather in range(begin, end):
+        hold = gathers.hold[gather]
+        ready_ns = 0
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+            ready_ns = max(ready_ns, machine.free_ns_R[holds.end[place]])
+        run_ns = collective_ns(holds, hold, gathers.size_bytes[gather])
+        end_ns = carry(holds, machine, hold, ready_ns, run_ns, bound_ns)
+        if end_ns < 0:
+            return -1
+        gathers.task[gather] = end_ns
+        latest_ns = max(latest_ns, end_ns)
+    return latest_ns
+
+
+@inner
+def gathered_ns(
+    graph: GraphArrays, holds: Holds, gathers: Gathers, side: int, operator: int, device: int
+) -> int:
+    """Return when the weights that an operator reads on a device are gathered."""
+    ready_ns = 0
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        weight = graph.slot_weight[slot]
+        if weight < 0 or gathers.weight_2W[side, weight] < 0:
+            continue
+        gathering = gathers.weight_2W[side, weight]
+        for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):
+            if takes_part(holds, gathers.hold[gather], device):
+                ready_ns = max(ready_ns, gathers.task[gather])
+    return ready_ns
 
 
 @inner
@@ -2343,10 +2677,12 @@ def walk_operator_backward(
     graph: GraphArrays,
     units: Units,
     arena: Array,
+    holds: Holds,
     machine: Machine,
     pool: Array,
     versions: Versions,
     walk: Walk,
+    gathers: Gathers,
     operator: int,
     latest_ns: int,
     bound_ns: int,
@@ -2357,7 +2693,11 @@ def walk_operator_backward(
     for task in range(count):
         if pool[active_at + task]:
             word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
-            end_ns = compute(machine, arena[word], pool[task_at + task], arena[word + 2], bound_ns)
+            device = arena[word]
+            ready_ns = max(pool[task_at + task], gathers.blocked_D[device])
+            if gathers.counts[1]:
+                ready_ns = max(ready_ns, gathered_ns(graph, holds, gathers, 1, operator, device))
+            end_ns = compute(machine, device, ready_ns, arena[word + 2], bound_ns)
             if end_ns < 0:
                 return -1
             pool[task_at + task] = end_ns
@@ -2394,15 +2734,19 @@ def walk_bucket(
     versions: Versions,
     walk: Walk,
     buckets: Buckets,
+    gathers: Gathers,
     position: int,
     bound_ns: int,
 ) -> int:
-    """Serve the all-reduce of one bucket; return its end, or -1 beyond the bound."""
+    """Serve the sum of one bucket; return its end, or -1 beyond the bound."""
     bucket = buckets.order[position]
     hold = buckets.hold[bucket]
-    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-        walk.member_D[holds.end[place]] = position
     ready_ns = 0
+    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+        device = holds.end[place]
+        walk.member_D[device] = position
+        if buckets.sharing[bucket]:
+            ready_ns = max(ready_ns, gathers.reduced_D[device])
     entry = buckets.first_entry[bucket]
     while entry >= 0:
         weight = buckets.entry_weight[entry]
@@ -2418,6 +2762,9 @@ def walk_bucket(
     for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
         device = holds.end[place]
         walk.sync_end_D[device] = max(walk.sync_end_D[device], end_ns)
+        if buckets.sharing[bucket]:
+            gathers.blocked_D[device] = gathers.reduced_D[device]
+            gathers.reduced_D[device] = end_ns
     return end_ns
 
 
@@ -2433,6 +2780,7 @@ def walk_backward(
     versions: Versions,
     walk: Walk,
     buckets: Buckets,
+    gathers: Gathers,
     bucket_count: int,
     latest_ns: int,
     bound_ns: int,
@@ -2455,9 +2803,24 @@ def walk_backward(
         pool[word] = 0
     position = 0
     for operator in range(len(units.operator_at) - 1, -1, -1):
+        if gathers.counts[1]:
+            latest_ns = walk_gathers(holds, machine, gathers, 1, operator, latest_ns, bound_ns)
+            if latest_ns < 0:
+                return -1
         if versions.operator_active[operator]:
             latest_ns = walk_operator_backward(
-                graph, units, arena, machine, pool, versions, walk, operator, latest_ns, bound_ns
+                graph,
+                units,
+                arena,
+                holds,
+                machine,
+                pool,
+                versions,
+                walk,
+                gathers,
+                operator,
+                latest_ns,
+                bound_ns,
             )
             if latest_ns < 0:
                 return -1
@@ -2468,7 +2831,18 @@ def walk_backward(
                 return -1
         while position < bucket_count and buckets.after[buckets.order[position]] == operator:
             end_ns = walk_bucket(
-                graph, units, arena, holds, machine, pool, versions, walk, buckets, position, bound_ns
+                graph,
+                units,
+                arena,
+                holds,
+                machine,
+                pool,
+                versions,
+                walk,
+                buckets,
+                gathers,
+                position,
+                bound_ns,
             )
             if end_ns < 0:
                 return -1
@@ -2488,11 +2862,16 @@ def walk_end(
     pool_end: int,
     versions: Versions,
     walk: Walk,
+    buckets: Buckets,
+    bucket_count: int,
     update_ns_D: Array,
     latest_ns: int,
     bound_ns: int,
 ) -> int:
-    """Serve what renews buffers, and the updates; return the latest end, -1 beyond the bound, -2 without room."""
+    """Serve what renews buffers, the updates, and the gathers of updated shares.
+
+    Returns the latest end, -1 beyond the bound, -2 without room.
+    """
     last = graph.value_count + graph.buffer_count
     for value in range(graph.value_count, last):
         if pool_end + arena[units.value_at[value]] > len(pool):
@@ -2516,6 +2895,22 @@ def walk_end(
             if end_ns < 0:
                 return -1
             latest_ns = max(latest_ns, end_ns)
+    for position in range(bucket_count):
+        bucket = buckets.order[position]
+        if buckets.sharing[bucket] != SHARED_UPDATE:
+            continue
+        hold = buckets.gather[bucket]
+        ready_ns = 0
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+            device = holds.end[place]
+            if versions.elements_D[device]:
+                # The update is the last that the device computes.
+                ready_ns = max(ready_ns, machine.free_ns_R[device])
+        run_ns = collective_ns(holds, hold, buckets.size_bytes[bucket])
+        end_ns = carry(holds, machine, hold, ready_ns, run_ns, bound_ns)
+        if end_ns < 0:
+            return -1
+        latest_ns = max(latest_ns, end_ns)
     return latest_ns
 
 
@@ -2530,6 +2925,7 @@ def walk_program_order(
     pool_end: int,
     versions: Versions,
     buckets: Buckets,
+    gathers: Gathers,
     bucket_count: int,
     update_ns_D: Array,
     keeps_ends: Array,
@@ -2550,6 +2946,14 @@ def walk_program_order(
     for position in range(bucket_count):
         bucket = buckets.order[position]
         add_load(holds, buckets.hold[bucket], bucket_ns(holds, buckets, bucket), total_ns_R)
+        if buckets.sharing[bucket] == SHARED_UPDATE:
+            hold = buckets.gather[bucket]
+            add_load(holds, hold, collective_ns(holds, hold, buckets.size_bytes[bucket]), total_ns_R)
+    for gather in range(gathers.counts[1]):
+        hold = gathers.hold[gather]
+        add_load(holds, hold, collective_ns(holds, hold, gathers.size_bytes[gather]), total_ns_R)
+    gathers.blocked_D[:] = 0
+    gathers.reduced_D[:] = 0
     for device in range(devices):
         if versions.elements_D[device]:
             total_ns_R[device] += update_ns_D[device]
@@ -2572,29 +2976,30 @@ def walk_program_order(
         np.empty(graph.value_count, np.int64),
     )
     latest_ns, pool_end = walk_forward(
-        graph, units, arena, holds, machine, pool, pool_end, versions, keeps_ends, checkpoints,
+        graph, units, arena, holds, machine, pool, pool_end, versions, gathers, keeps_ends, checkpoints,
         number * checkpoints.stride, graph.loss_operators, latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0 or pool_end < 0:
         return -1 if latest_ns < 0 else -2, pool_end
     kept_end = pool_end
     latest_ns = walk_backward(
-        graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, bucket_count, latest_ns,
-        bound_ns,
+        graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, gathers, bucket_count,
+        latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0:
         return latest_ns, kept_end
     # What the backward wrote is overwritten. No checkpoint is in this part: the stride is beyond all places.
     latest_ns, pool_end = walk_forward(
-        graph, units, arena, holds, machine, pool, pool_end, versions, keeps_ends,
+        graph, units, arena, holds, machine, pool, pool_end, versions, gathers, keeps_ends,
         Checkpoints(checkpoints.row, checkpoints.side, operators + 1),
         graph.loss_operators, operators, latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0 or pool_end < 0:
         return -1 if latest_ns < 0 else -2, kept_end
     latest_ns = walk_end(
-        graph, units, arena, holds, machine, pool, pool_end, versions, walk, update_ns_D, latest_ns, bound_ns
-    )
+        graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, bucket_count, update_ns_D,
+        latest_ns, bound_ns,
+    )  # fmt: skip
     return latest_ns, pool_end
 
 

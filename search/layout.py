@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graph.strategy import Configuration
+from graph.strategy import Configuration, Sharding
 from search import kernels
 from search.costs import ORIGIN_CODE
 from search.evaluation import NEVER_NS
-from search.kernels import Array, Buckets, Holds, Scratch, Tasks, Timeline, Units
+from search.kernels import Array, Buckets, Gathers, Holds, Scratch, Tasks, Timeline, Units
 
 if TYPE_CHECKING:
     from search.taskgraph import TaskGraphBuilder
@@ -21,12 +21,21 @@ Undo = tuple[list[tuple[int, Configuration]], list[tuple[int, int, int]]]
 
 
 class Layout:
-    """The task graph of one strategy. `change` replaces configurations, `undo` takes a change back."""
+    """The task graph of one strategy. `change` replaces configurations, `undo` takes a change back.
 
-    def __init__(self, builder: TaskGraphBuilder, configurations: Sequence[Configuration]) -> None:
+    What is shared of the weights stays, unless `share` changes it.
+    """
+
+    def __init__(
+        self,
+        builder: TaskGraphBuilder,
+        configurations: Sequence[Configuration],
+        sharding: Sequence[Sharding] = (),
+    ) -> None:
         self.builder = builder
         self.configurations = list(configurations)
         wiring = builder.store.wiring
+        self._sharding = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
         self.units = Units(
             np.zeros(len(self.configurations), np.int64),
             np.zeros(len(builder.store.value_classes), np.int64),
@@ -35,6 +44,7 @@ class Layout:
         self._generation = -1
         self._tasks = _new_tasks(1024, 4096)
         self._buckets = new_buckets(64, 256, 0)
+        self.gathers = new_gathers(self, 64)
         self.scratch = _new_scratch(self, 1024, 1024, 256)
         self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
 
@@ -85,7 +95,54 @@ class Layout:
             self.units.value_at[place] = store.value_unit(place, self.configurations)
         for place in dict.fromkeys(p for index in changed for p in builder.touched_statics[index]):
             kept_units.append((2, place, int(self.units.static_at[place])))
-            self.units.static_at[place] = store.static_unit(place, self.configurations)
+            self.units.static_at[place] = self._static_unit(place)
+        return kept_configurations, kept_units
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether anything of any weight is shared."""
+        return any(level is not Sharding.NONE for level in self._sharding)
+
+    def share(self, changed: Mapping[int, Sharding]) -> None:
+        """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""
+        self.refresh()
+        for weight, sharing in changed.items():
+            if self._sharding[weight] is sharing:
+                continue
+            self._sharding[weight] = sharing
+            self.units.static_at[weight] = self._static_unit(weight)
+
+    def _static_unit(self, place: int) -> int:
+        return self.builder.store.static_unit(place, self.configurations, self._sharding[place])
+
+    def replace_in_part(self, changed: Mapping[int, Configuration], codes: Mapping[int, int]) -> Undo:
+        """Change as `replace`, but for costs of the changed operators, for what they make, and for buffers.
+
+        They take no time, and what they make goes nowhere: a simulation takes no longer than of all of the change.
+
+        codes: of each changed operator, which of its tasks have a backward: `ACTIVE`, `PARTLY_ACTIVE`, 0 for none.
+        """
+        self.refresh()
+        store = self.builder.store
+        kept_configurations = [(index, self.configurations[index]) for index in changed]
+        kept_units: list[tuple[int, int, int]] = []
+        for index, configuration in changed.items():
+            self.configurations[index] = configuration
+        for index in changed:
+            kept_units.append((0, index, int(self.units.operator_at[index])))
+            self.units.operator_at[index] = store.empty_operator_unit(
+                self.configurations[index], codes[index]
+            )
+        for place in dict.fromkeys(p for index in changed for p in self.builder.touched_values[index]):
+            kept_units.append((1, place, int(self.units.value_at[place])))
+            made = store.value_classes[place].producer.operator in changed
+            self.units.value_at[place] = (
+                store.empty_value_unit() if made else store.value_unit(place, self.configurations)
+            )
+        for place in dict.fromkeys(p for index in changed for p in self.builder.touched_statics[index]):
+            if place < store.wiring.weight_count:
+                kept_units.append((2, place, int(self.units.static_at[place])))
+                self.units.static_at[place] = self._static_unit(place)
         return kept_configurations, kept_units
 
     def undo(self, undo: Undo) -> None:
@@ -106,7 +163,7 @@ class Layout:
         for place in range(len(store.value_classes)):
             self.units.value_at[place] = store.value_unit(place, self.configurations)
         for place in range(len(store.static_classes)):
-            self.units.static_at[place] = store.static_unit(place, self.configurations)
+            self.units.static_at[place] = self._static_unit(place)
         self._generation = store.generation
 
     def assemble(self) -> tuple[Tasks, Holds]:
@@ -128,6 +185,9 @@ class Layout:
             self._buckets = new_buckets(
                 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight), len(self._buckets.filling)
             )
+        active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
+        while not kernels.find_gathers(wiring, units, arena, active, self.gathers, least_bytes):
+            self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
         update_ns_D, update_origin_D = self.builder.updates(self.scratch.elements_D)
         while not self._lay_out(holds, update_ns_D, update_origin_D):
             self._tasks = _new_tasks(2 * len(self._tasks.kind), 2 * len(self._tasks.pred))
@@ -158,13 +218,18 @@ class Layout:
         loss_operators, operators = wiring.loss_operators, len(wiring.order)
         scratch.counts[:2] = 0
         tasks.pred_ptr[0] = 0
+        gathers, buckets = self.gathers, self._buckets
+        for marks in (gathers.latest_D, gathers.blocked_D, gathers.reduced_D):
+            marks[:] = -1
         forward, backward = kernels.lay_out_forward, kernels.lay_out_backward
         return bool(
-            forward(wiring, units, arena, scratch, tasks, holds, origin, 0, loss_operators)
-            and backward(wiring, units, arena, scratch, tasks, holds, self._buckets, origin)
-            and forward(wiring, units, arena, scratch, tasks, holds, origin, loss_operators, operators)
+            forward(wiring, units, arena, scratch, tasks, holds, gathers, origin, 0, loss_operators)
+            and backward(wiring, units, arena, scratch, tasks, holds, buckets, gathers, origin)
+            and forward(
+                wiring, units, arena, scratch, tasks, holds, gathers, origin, loss_operators, operators
+            )
             and kernels.lay_out_renewals(wiring, units, arena, scratch, tasks, holds, origin)
-            and kernels.lay_out_updates(tasks, scratch, holds, update_ns_D, update_origin_D)
+            and kernels.lay_out_updates(tasks, scratch, holds, buckets, update_ns_D, update_origin_D)
         )
 
     def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
@@ -216,6 +281,27 @@ def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
         entry_next=np.zeros(entries, np.int64),
         filling=np.zeros(holds, np.int64),
         order=np.zeros(buckets, np.int64),
+        sharing=np.zeros(buckets, np.int64),
+        gather=np.zeros(buckets, np.int64),
+    )
+
+
+def new_gathers(layout: Layout, gathers: int) -> Gathers:
+    """Return room for that many gathers of weights."""
+    wiring = layout.builder.store.wiring
+    operators, devices = len(layout.configurations), len(layout.builder.topology.devices)
+    return Gathers(
+        hold=np.zeros(gathers, np.int64),
+        size_bytes=np.zeros(gathers, np.int64),
+        operator=np.zeros(gathers, np.int64),
+        task=np.zeros(gathers, np.int64),
+        first_2O=np.zeros((2, operators), np.int64),
+        last_2O=np.zeros((2, operators), np.int64),
+        weight_2W=np.full((2, wiring.weight_count), -1, np.int64),
+        latest_D=np.full(devices, -1, np.int64),
+        blocked_D=np.full(devices, -1, np.int64),
+        reduced_D=np.full(devices, -1, np.int64),
+        counts=np.zeros(2, np.int64),
     )
 
 

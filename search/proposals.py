@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -112,6 +112,35 @@ class Observer(Protocol):
         ...
 
 
+class WorkerObserver(Protocol):
+    """The part of an observer's work that is done where chains walk, in a process of their own."""
+
+    def written(self, batch: ProposalBatch) -> Any:
+        """Return the next proposals as they are handed to `on_written`; all but the checkpoint. It is pickled."""
+        ...
+
+    def leave(self, chain: int) -> Any:
+        """Return what `enter` takes in another process, to which the chain goes. It is pickled."""
+        ...
+
+    def enter(self, chain: int, left: Any) -> None:
+        """Take a chain that comes from another process."""
+        ...
+
+
+@runtime_checkable
+class SharedObserver(Protocol):
+    """What an observer may be beside: one that lets the processes of the chains do a part of its work."""
+
+    def apart(self, number: int, count: int) -> WorkerObserver:
+        """Return the part of process `number` of `count`; it is called there."""
+        ...
+
+    def on_written(self, written: Any, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+        """Take what `WorkerObserver.written` returned, in place of a batch; `checkpoint`: of all chains."""
+        ...
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Let interrupts (Ctrl-C, SIGTERM) wait until the block is done, then take effect."""
@@ -168,11 +197,15 @@ class Recorder:
             self._others[len(self._rows)] = others
         self._rows.append((chain, step, operator, configuration, origin, simulated_ns, bound_ns, accepted))
         if len(self._rows) >= BATCH or time.monotonic() - self._flushed_at >= BATCH_S:
-            self._hand_over(self.checkpoint() if self.checkpoint is not None else None)
+            self.flush_whole()
 
     def flush(self) -> None:
         """Hand over what was recorded since the last batch, without a checkpoint: a proposal may be half done."""
         self._hand_over(None)
+
+    def flush_whole(self) -> None:
+        """Hand over what was recorded since the last batch; to be called between two proposals."""
+        self._hand_over(self.checkpoint() if self.checkpoint is not None else None)
 
     def _hand_over(self, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
         if self.observer is None or not self._rows:

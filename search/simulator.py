@@ -45,10 +45,10 @@ class Simulation:
     start_ns, end_ns: of every task. cause: the task that each one had to wait for last, -1 for none.
 
     Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is
-    alive: weights (with gradient and optimizer state where they are trained), buffers and inputs that its tasks
-    read; what its tasks keep for their backward (`search.kept`); and the assemblies that carry a gradient and are not
-    just one local task's output. It is a sum, quick to bring up to date in the search's loop; what a program takes in
-    truth, `app.services.footprints` finds.
+    alive: weights (with gradient and optimizer state where they are trained; of what is shared its share), buffers
+    and inputs that its tasks read; what its tasks keep for their backward (`search.kept`); and the assemblies that
+    carry a gradient and are not just one local task's output. It is a sum, quick to bring up to date in the search's
+    loop; what a program takes in truth, `app.services.footprints` finds.
     """
 
     tasks: TaskGraph

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import perm, prod
 
-from graph.axes import AxisKind, Degrees, tasks
+from graph.axes import Axis, AxisKind, Degrees, tasks
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
 from search.groups import Group, find_groups, follow
@@ -56,19 +56,35 @@ def all_degrees(operator: Operator, most: int) -> list[Degrees]:
     """Return all degrees of an operator with at most `most` tasks, replicas among them; the single task first."""
     found: list[Degrees] = [()]
     for axis in operator.space.axes:
-        limit = most if axis.kind is AxisKind.REPLICA else min(axis.size, most)
+        limit = _most_parts(axis, most)
         found = [
             (*degrees, degree)
             for degrees in found
-            for degree in range(1, limit + 1)
-            if tasks(degrees) * degree <= most
+            for degree in range(1, min(limit, most // tasks(degrees)) + 1)
         ]
+    return found
+
+
+def _most_parts(axis: Axis, most: int) -> int:
+    return most if axis.kind is AxisKind.REPLICA else min(axis.size, most)
+
+
+def count_degrees(axes: Sequence[Axis], most: int) -> dict[int, int]:
+    """Return, by number of tasks up to `most`, how many degrees of some axes have so many; none is listed for it."""
+    found = {1: 1}
+    for axis in axes:
+        limit, before = _most_parts(axis, most), found
+        found = {}
+        for count, ways in before.items():
+            for degree in range(1, min(limit, most // count) + 1):
+                found[count * degree] = found.get(count * degree, 0) + ways
     return found
 
 
 def count_whole(operator: Operator, device_count: int) -> int:
     """Return how many configurations the whole space has for a head."""
-    return sum(perm(device_count, tasks(degrees)) for degrees in all_degrees(operator, device_count))
+    counted = count_degrees(operator.space.axes, device_count)
+    return sum(ways * perm(device_count, count) for count, ways in counted.items())
 
 
 def whole_space(graph: OperatorGraph, device_count: int) -> Space:

@@ -7,12 +7,19 @@ Tasks stand in program order, and a dependency always points backwards:
     backward in reverse: the tasks that have a backward, then the collectives and the transfers of the gradients that
         are now complete, then the all-reduces of the buckets that are now full;
     forward of the operators that only renew buffers, likewise; the collectives and the transfers that renew buffers;
-    one update for each device that holds trained weights.
+    one update for each device that updates weights; an all-gather for each bucket of which the update was shared.
+
+Before an operator that is the first to read weights kept in shares, one of several whose weights are gathered together,
+stand the all-gathers of the next such group (before the first of them also its own); in the backward those before the
+last readers, likewise.
 
 A forward task waits for all pieces of what it reads; a collective for all tasks that put something into it; a
 backward task for its own forward and for the gradients of all assemblies that it feeds; the gradient of an assembly
 for the backward of all its readers; an all-reduce of a bucket for the backward of all readers of its weights on its
-devices; an update for the all-reduces of buckets and for the backwards of its device.
+devices; an update for the all-reduces of buckets and for the backwards of its device. A forward or backward task waits
+for the gathers of what it reads, a gather for what its devices have computed so far. The sum of a bucket whose
+gradients are shared waits for the one before on its devices, and so does all that these devices compute in the backward
+after it: no device has more than two of them in its hands. The gather of updated shares waits for the updates.
 
 Source: FlexFlow (arXiv:1807.05358) section 5.1, with forward, backward, gradient transfers, collectives and
 updates apart.
@@ -30,7 +37,7 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
 from graph.plan import BUCKET_BYTES
-from graph.strategy import Strategy
+from graph.strategy import Sharding, Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.costs import CostTable
@@ -57,9 +64,20 @@ class TaskKind(IntEnum):
     COLLECTIVE = 7
     GRADIENT_COLLECTIVE = 8
     BUFFER_COLLECTIVE = 9
+    FORWARD_GATHER = 10
+    BACKWARD_GATHER = 11
+    UPDATE_GATHER = 12
 
 
 COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE)
+
+
+_ABOUT_BUCKETS = {TaskKind.SYNCHRONIZE: "bucket", TaskKind.UPDATE_GATHER: "weights of bucket"}
+_ABOUT_WEIGHTS = {
+    **_ABOUT_BUCKETS,
+    TaskKind.FORWARD_GATHER: "weights for forward of",
+    TaskKind.BACKWARD_GATHER: "weights for backward of",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +86,10 @@ class TaskGraph:
 
     kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.costs.ORIGINS`.
     hold_T: what the task holds, see `resources`.
-    subject_T: the operator of a forward or backward, the value of a transfer or collective (renewed buffers after
-        the values that operators make), the bucket of its all-reduce, the device of an update.
-    part_T: the task of a forward or backward, the piece of a transfer, the number of a collective, else 0.
+    subject_T: the operator of a forward or backward or before which weights are gathered, the value of a transfer or
+        collective (renewed buffers after the values that operators make), the bucket of its sum or of the gather after
+        its update, the device of an update.
+    part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
@@ -144,9 +163,11 @@ class TaskGraph:
             return f"{kind.name.lower()} {operators[subject]}[{int(self.part_T[task])}]"
         if kind is TaskKind.UPDATE:
             return f"update device {subject}"
-        if kind is TaskKind.SYNCHRONIZE:
-            return f"all-reduce bucket {subject} over {', '.join(str(device) for device in ends)}"
         operation = self.operation(task)
+        if kind in _ABOUT_WEIGHTS and operation is not None:
+            over = ", ".join(str(device) for device in ends)
+            named = str(subject) if kind in _ABOUT_BUCKETS else operators[subject]
+            return f"{operation.value} {_ABOUT_WEIGHTS[kind]} {named} over {over}"
         if operation is not None:
             of = {"COLLECTIVE": "", "GRADIENT_COLLECTIVE": "gradient of ", "BUFFER_COLLECTIVE": "new "}[
                 kind.name
@@ -227,7 +248,11 @@ class TaskGraphBuilder:
         """Return a layout of a validated strategy."""
         from search.layout import Layout
 
-        return Layout(self, strategy.configurations)
+        return Layout(self, strategy.configurations, self.sharding(strategy))
+
+    def sharding(self, strategy: Strategy) -> tuple[Sharding, ...]:
+        """Return what is shared of each weight."""
+        return tuple(strategy.sharding_of(number) for number in range(len(self.graph.weights)))
 
     def build(self, strategy: Strategy) -> TaskGraph:
         """Return the task graph of a validated strategy."""

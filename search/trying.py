@@ -42,6 +42,7 @@ class Best:
             self._layout = self.builder.layout(strategy)
         else:
             before = self._layout.configurations
+            self._layout.share(dict(enumerate(self.builder.sharding(strategy))))
             self._layout.change(
                 {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
             )

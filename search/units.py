@@ -10,16 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from graph.axes import Degrees, tasks
 from graph.calls import LocalCall
-from graph.collectives import BACKWARD, SUMMABLE
-from graph.holdings import cell_elements, cells, cover
-from graph.intervals import volume
+from graph.collectives import BACKWARD, SUMMABLE, CollectiveKind
+from graph.holdings import cells, cover, share_elements
+from graph.intervals import shape, volume
 from graph.operators import OperatorGraph
-from graph.strategy import Configuration
+from graph.strategy import Configuration, Sharding
 from graph.topology import Topology
 from search import kernels
 from search.arrays import (
@@ -33,12 +34,16 @@ from search.costs import CostTable
 from search.kept import kept_bytes, kept_outputs
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
-from search.regions import IntArray, Regions
+from search.regions import IntArray, Regions, Side
 
 # Words of the arena (8 bytes each) after which it is emptied.
 ARENA_WORDS = 1 << 25
+# Of the kernels.
+SHARING_CODE = {level: code for code, level in enumerate(Sharding)}
 # More regions than there ever are.
 _REGIONS = 1 << 32
+# Instead of a class, in the keys of units of which most is left out; codes of their operators are not positive.
+_EMPTY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,10 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What distinct holders of a weight hold: elements of each, and cells, by the places of their holders."""
+    """What distinct holders of a weight hold: elements of each, and sizes of cells, by the places of their holders."""
 
     elements: tuple[int, ...]
-    cells: tuple[tuple[tuple[int, ...], int], ...]
+    cells: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class UnitStore:
@@ -121,10 +126,14 @@ class UnitStore:
 
     def _empty(self) -> None:
         self.generation += 1
-        self.holds = HoldStore(self.topology, self.links)
+        # To list the routes takes seconds where there are a million.
+        self.holds: HoldStore = (
+            HoldStore(self.topology, self.links) if self.generation == 1 else self.holds.emptied()
+        )
         self._end = 0
         self._regions.clear()
         self._held: dict[tuple[tuple[int, ...], ...], Held] = {}
+        self._held_by_side: dict[int, tuple[Held, list[int]]] = {}
         self._patterns: dict[tuple[int, Degrees, tuple[Degrees, ...]], Pattern] = {}
         self._configurations: dict[Configuration, int] = {}
         self._units: dict[tuple[int, ...], int] = {}
@@ -230,6 +239,23 @@ class UnitStore:
             words[here, 1:] = costs[here]
         header = np.array([count, configuration.degrees[-1]], np.int64)
         return self._place(key, np.concatenate([header, words.reshape(-1)]))
+
+    def empty_operator_unit(self, configuration: Configuration, code: int) -> int:
+        """Return where the unit of an operator starts that takes no time; the code stands for its costs' origin."""
+        key = (_EMPTY + code, self.configuration(configuration))
+        known = self._units.get(key)
+        if known is None:
+            words = np.zeros((len(configuration.devices), kernels.OPERATOR_STRIDE), np.int64)
+            words[:, 0] = configuration.devices
+            words[:, 4] = code
+            header = np.array([len(words), configuration.degrees[-1]], np.int64)
+            known = self._place(key, np.concatenate([header, words.reshape(-1)]))
+        return known
+
+    def empty_value_unit(self) -> int:
+        """Return where the unit of a value starts that goes nowhere."""
+        known = self._units.get((_EMPTY,))
+        return self._place((_EMPTY,), [0] * kernels.VALUE_HEADER) if known is None else known
 
     def _costs(self, index: int, degrees: Degrees, kind: str) -> IntArray:
         """Return forward ns, backward ns, bytes kept for the backward and origin of every task (rows)."""
@@ -346,27 +372,55 @@ class UnitStore:
                 back.price.duration_ns(priced_bytes),
             )
 
-    def static_unit(self, place: int, configurations: Sequence[Configuration]) -> int:
-        """Return where the unit of a weight, buffer or input starts."""
+    def static_unit(
+        self, place: int, configurations: Sequence[Configuration], sharing: Sharding = Sharding.NONE
+    ) -> int:
+        """Return where the unit of a weight, buffer or input starts; `sharing`: what a weight's holders share."""
         of = self.static_classes[place]
         read_by = [configurations[port.operator] for port in of.readers]
-        key = (of.number, *(self.configuration(c) for c in read_by))
+        code = SHARING_CODE[sharing] if of.synchronized else 0
+        key = (of.number, code, *(self.configuration(c) for c in read_by))
         known = self._units.get(key)
         if known is not None:
             return known
-        holders, shared = self.holdings(of.readers, read_by, synchronized=of.synchronized)
-        words = [len(holders), len(shared)]
-        for device, elements in holders:
-            words += [device, elements]
-        for members, elements in shared:
-            words += [self.holds.device_set(members).number, elements * of.item_bytes]
-        return self._place(key, words)
+        elements_of, held_by_several = self._holdings(of.readers, read_by, synchronized=of.synchronized)
+        # Of each device the elements that it keeps, and those that it updates.
+        kept, updated = dict(elements_of), dict(elements_of)
+        cell_words: list[int] = []
+        for members, sizes in held_by_several:
+            if sharing is Sharding.NONE:
+                summed, gathered = self.holds.device_set(members).number, -1
+                travelling = prod(sizes)
+            else:
+                summed = self.holds.device_set(members, CollectiveKind.REDUCE_SCATTER).number
+                gathered = self.holds.device_set(members, CollectiveKind.ALL_GATHER).number
+                shares = share_elements(sizes, len(members))
+                travelling = len(members) * shares[0]
+                for device, own in zip(members, shares, strict=True):
+                    others = prod(sizes) - own
+                    updated[device] -= others
+                    if sharing is Sharding.PARAMETERS:
+                        kept[device] -= others
+            cell_words += [summed, travelling * of.item_bytes, gathered]
+        words = [len(elements_of), len(held_by_several), code]
+        for device in elements_of:
+            words += [device, kept[device], updated[device]]
+        return self._place(key, words + cell_words)
 
     def holdings(
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
     ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
         """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
+        elements_of, shared = self._holdings(ports, read_by, synchronized=synchronized)
+        return list(elements_of.items()), [(members, prod(sizes)) for members, sizes in shared]
+
+    def _holdings(
+        self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
+    ) -> tuple[dict[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Return elements by holder, and (devices, sizes) of all cells that several hold."""
         sides = [self._regions.side(port.number, c.degrees) for port, c in zip(ports, read_by, strict=True)]
+        if len(sides) == 1 and len(set(read_by[0].devices)) == len(read_by[0].devices):
+            return self._held_by_one(sides[0], read_by[0].devices, synchronized=synchronized)
         numbers = _joined([side.region for side in sides])
         devices = np.array([device for c in read_by for device in c.devices], np.int64)
         # Of every device the distinct regions that it needs; devices that need the same hold the same.
@@ -382,14 +436,40 @@ class UnitStore:
         if known is None:
             known = self._held[keys] = self._hold(keys)
         elements_of = dict(zip(keys, known.elements, strict=True))
-        holders = [(device, elements_of[tuple(regions)]) for device, regions in needed.items()]
+        holders = {device: elements_of[tuple(regions)] for device, regions in needed.items()}
         if not synchronized:
             return holders, []
         shared = [
-            (tuple(sorted(device for place in places for device in alike[keys[place]])), elements)
-            for places, elements in known.cells
+            (tuple(sorted(device for place in places for device in alike[keys[place]])), sizes)
+            for places, sizes in known.cells
         ]
-        return holders, [(members, elements) for members, elements in shared if len(members) > 1]
+        return holders, [(members, sizes) for members, sizes in shared if len(members) > 1]
+
+    def _held_by_one(
+        self, side: Side, devices: Sequence[int], *, synchronized: bool
+    ) -> tuple[dict[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Return holders and cells as `_holdings` does, of one reading whose tasks are on different devices."""
+        known = self._held_by_side.get(side.number)
+        if known is None:
+            numbers = side.region[side.row_task].tolist()
+            place_of = {number: place for place, number in enumerate(sorted(numbers))}
+            held = self._hold([(number,) for number in place_of])
+            known = self._held_by_side[side.number] = held, [place_of[number] for number in numbers]
+        held, place_of_row = known
+        places = [place_of_row[row] for row in side.row.tolist()]
+        holders = {
+            device: held.elements[place] for device, place in sorted(zip(devices, places, strict=True))
+        }
+        if not synchronized:
+            return holders, []
+        alike: list[list[int]] = [[] for _ in place_of_row]
+        for device, place in zip(devices, places, strict=True):
+            alike[place].append(device)
+        shared = [
+            (tuple(sorted(device for place in cell for device in alike[place])), sizes)
+            for cell, sizes in held.cells
+        ]
+        return holders, [(members, sizes) for members, sizes in shared if len(members) > 1]
 
     def _hold(self, keys: Sequence[tuple[int, ...]]) -> Held:
         """Return what holders of these sets of regions (numbers) hold, each set by a holder of its own."""
@@ -400,7 +480,7 @@ class UnitStore:
         found = cells(held) if held else ()
         return Held(
             tuple(volume(region) for region in held.values()),
-            tuple((cell.devices, cell_elements(cell)) for cell in found),
+            tuple((cell.devices, shape(cell.region)) for cell in found),
         )
 
 

@@ -1,6 +1,10 @@
 """What all tests share: hypothesis profiles, and the skip of CUDA tests where there is no such device."""
 
+import atexit
+import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +19,11 @@ settings.load_profile("default")
 # A shell's background job ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Graphs are kept for this run alone; its workers share them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["SOAPSTONE_CACHE_DIR"] = tempfile.mkdtemp(prefix="soapstone-cache-")
+    atexit.register(shutil.rmtree, os.environ["SOAPSTONE_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

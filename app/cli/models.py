@@ -78,3 +78,29 @@ def show_model(
     )
     for reason, names in report.reasons():
         print_lines(f"{len(names)} x {reason}: {', '.join(names)}")
+
+
+@application.command("cache")
+def show_cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove the kept graphs.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say where the graphs of Soapstone's own networks are kept, so that they are imported once; or remove them.
+
+    The folder is the user's cache folder, or $SOAPSTONE_CACHE_DIR. It may be removed at any time.
+
+    Example: app models cache --clear
+    """
+    from app.cli.output import mebibytes, print_json, print_lines
+    from app.services import kept_graphs
+
+    removed = kept_graphs.clear() if clear else 0
+    count, size_bytes = kept_graphs.kept()
+    folder = str(kept_graphs.folder())
+    if as_json:
+        print_json({"folder": folder, "graphs": count, "bytes": size_bytes, "removed": removed})
+        return
+    if clear:
+        print_lines(f"{removed} graphs removed from {folder}")
+    else:
+        print_lines(f"{count} graphs, {mebibytes(size_bytes)}, in {folder}")

@@ -82,7 +82,8 @@ def search(
         str,
         typer.Option(
             "--algorithm",
-            help="mcmc, optcnn, exhaustive, greedy or random; several joined by commas, each a start of the next.",
+            help="mcmc, optcnn, exhaustive, greedy, random or sharding; several joined by commas, each a start of the "
+            "next.",
         ),
     ] = "mcmc",
     compare_baselines: Annotated[
@@ -92,6 +93,22 @@ def search(
             help="Simulate all baselines that the network has, and print the gain over the best of them.",
         ),
     ] = False,
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights",
+            help="Let devices share optimizer state (ZeRO) or weights (FSDP) that several hold, where it is better.",
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            help="Processes that walk chains, at most one a chain; the result is the same. Default: one a usable core.",
+            show_default=False,
+        ),
+    ] = None,
     resume: Annotated[
         int | None,
         typer.Option(
@@ -108,6 +125,7 @@ def search(
 
     It starts also from the best strategies that earlier searches found for that network and topology, or for the
     nearest ones. One that was interrupted or killed goes on where it was by --resume, which takes its options.
+    The graph of a network of the zoo is imported once and then kept, see app models cache.
 
     Example: app search --model inception --topology p100-cluster --batch-size 64
     """
@@ -120,7 +138,7 @@ def search(
     if resume is not None:
         _refuse_beside_resume(context)
         with TerminalProgress(quiet=as_json) as progress:
-            _show(resume_search(resume, database, progress), as_json=as_json)
+            _show(resume_search(resume, database, progress, workers=workers), as_json=as_json)
         return
     if model is None:
         raise UsageError(
@@ -149,6 +167,8 @@ def search(
         starts=tuple(start or ()),
         algorithm=algorithm,
         compare_baselines=compare_baselines,
+        workers=workers,
+        share_weights=share_weights,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -172,7 +192,7 @@ def _refuse_beside_resume(context: typer.Context) -> None:
     for name in context.params:
         source = context.get_parameter_source(name)
         if (
-            name not in ("resume", "database", "as_json")
+            name not in ("resume", "workers", "database", "as_json")
             and source is not None
             and source.name == "COMMANDLINE"
         ):

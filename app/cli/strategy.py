@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -298,7 +299,7 @@ def _headline(shown: ShownStrategy) -> str:
     record = shown.record
     text = (
         f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.model}, "
-        f"{record.device_count} devices"
+        f"{record.device_count} devices{_sharing(shown)}"
     )
     if shown.setting is None:
         return f"{text}; never simulated: app run"
@@ -306,6 +307,12 @@ def _headline(shown: ShownStrategy) -> str:
         f"{text}; on {shown.setting.topology}, batch size {shown.setting.batch_size}: simulated step "
         f"{milliseconds(shown.step_s)}, measured {milliseconds(shown.measured_s)}"
     )
+
+
+def _sharing(shown: ShownStrategy) -> str:
+    """Return how many weights are shared, and what of them."""
+    counts = Counter(shown.sharding.values())
+    return "".join(f", {what} of {count} weights shared" for what, count in sorted(counts.items()))
 
 
 def _degrees(operator: ShownOperator) -> str:

@@ -30,6 +30,8 @@ StrategySource = Literal[
     "megatron",
     "operator-placement",
     "stanza",
+    "zero",
+    "fsdp",
     "mesh",
     "search",
     "import",

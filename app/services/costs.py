@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from app.db.records import OpCostRecord, OpSignatureRecord, Phase
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 OnMiss = Literal["measure", "estimate", "fail"]
 ON_MISS: tuple[OnMiss, ...] = ("measure", "estimate", "fail")
 
+# By call: its cost as it was given out, and how wrong estimates like it are.
+Given = tuple[dict[str, str], dict[str, float]]
 # Measures calls on a real device of the kind that is asked for, storing each as it comes.
 Measure = Callable[[Sequence[LocalCall]], object]
 
@@ -108,6 +111,8 @@ class DatabaseCosts:
         self._estimator: Estimator | None = None
         self._used: dict[str, str] = {}
         self._errors: dict[str, float] = {}
+        # How many were there when this process was copied.
+        self._copied = 0, 0
         self._load()
 
     def _load(self, digests: Iterable[str] | None = None) -> None:
@@ -120,6 +125,26 @@ class DatabaseCosts:
                 self._failed.add(name)
             else:
                 self._measured[name, phase] = time_s
+
+    def copies(self) -> bool:
+        """Get ready to be copied with this process; return whether copies may be asked: not where one measures."""
+        if self._on_miss == "measure" and self._measure is not None:
+            return False
+        if self._on_miss == "estimate" or self._failed:
+            self._fitted()  # a copy must leave the database alone
+        self._copied = len(self._used), len(self._errors)
+        return True
+
+    def given(self) -> Given:
+        """Return, in a copy, what is kept of the costs given out since it was copied."""
+        used, errors = self._copied
+        return dict(islice(self._used.items(), used, None)), dict(islice(self._errors.items(), errors, None))
+
+    def take(self, given: Given) -> None:
+        """Keep what a copy has given out."""
+        used, errors = given
+        self._used.update(used)
+        self._errors.update(errors)
 
     def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
         """Return a cost for each call, in order.
@@ -214,6 +239,19 @@ class CostsByKind:
 
     def __init__(self, sources: dict[str, DatabaseCosts]) -> None:
         self._sources = sources
+
+    def copies(self) -> bool:
+        """Get ready to be copied with this process; return whether copies of all sources may be asked."""
+        return all(source.copies() for source in self._sources.values())
+
+    def given(self) -> dict[str, Given]:
+        """Return, in a copy, what the sources keep of the costs given out since it was copied."""
+        return {name: source.given() for name, source in self._sources.items()}
+
+    def take(self, given: dict[str, Given]) -> None:
+        """Keep what the sources of a copy have given out."""
+        for name, one in given.items():
+            self._sources[name].take(one)
 
     def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
         """Return a cost for each call on devices of one kind."""

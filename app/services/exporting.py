@@ -11,7 +11,7 @@ from typing import Any
 from app.db.records import GraphRecord, StrategyRecord
 from app.db.store import Store
 from app.services.models import ModelRequest, build_model, graph_name
-from graph.errors import UsageError
+from graph.errors import StrategyError, UsageError
 from graph.strategy import strategy_from_json
 
 FORMATS = ("json", "dtensor")
@@ -80,5 +80,10 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
         # What converts the module; a user's own is found on the path, as by its name alone.
         factory = "app.services.models:build_model"
         keywords = {**request.factory_keywords, "folder": ""}
+    if strategy.sharding:
+        raise StrategyError(
+            f"strategy {record.digest[:12]}: shares weights, must share none to be a DTensor plan; export it as a file "
+            "of Soapstone, or export another one"
+        )
     origin = Origin(graph.name, strategy.digest, graph.digest, factory, keywords)
     return source_text(make_plan(graph, strategy, module, args, kwargs), origin)

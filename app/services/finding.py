@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,16 @@ from app.db.trace import ProposalTrace
 from app.services.predicting import Setting, without_measuring
 from app.services.progress import Progress
 from app.services.rebuilding import TraceReader
-from app.services.recording import TraceRecorder, groups_text
+from app.services.recording import TraceRecorder, WalkBar, groups_text
 from app.services.reusing import KnownStart
+from graph.errors import UsageError
 from graph.strategy import Strategy
+from profiler.pinning import usable_cores
 from search import algorithms
 from search.algorithms import Context, Found
 from search.bound import Bound, lower_bound
 from search.costs import CostTable
+from search.forking import can_fork
 from search.groups import find_groups
 from search.mcmc import ProposalBatch, ResumedChain, SearchOptions
 from search.needed import rule_calls
@@ -26,7 +30,10 @@ from search.tables import Problem
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A search about to begin: its algorithms, what they begin with and, of a walk that is resumed, its chains."""
+    """A search about to begin: its algorithms, what they begin with and, of a walk that is resumed, its chains.
+
+    workers: how many processes walk chains at most.
+    """
 
     search_id: int
     names: tuple[str, ...]
@@ -34,15 +41,29 @@ class Plan:
     known: tuple[KnownStart, ...]
     resumed: tuple[ResumedChain, ...] = ()
     compare_baselines: bool = False
+    workers: int = 1
+
+
+def worker_count(asked: int | None) -> int:
+    """Return how many processes may walk chains: as many as were asked for, or one for each usable core.
+
+    Raises:
+        UsageError: more than one was asked for on an operating system where only one can.
+    """
+    if can_fork():
+        return len(usable_cores()) if asked is None else asked
+    if asked is not None and asked > 1:
+        raise UsageError(
+            f"--workers: is {asked}, must be 1 on {sys.platform}: more are for Linux; leave it out"
+        )
+    return 1
 
 
 class Bar:
     """An observer that moves the bar and keeps nothing."""
 
     def __init__(self, progress: Progress, text: str) -> None:
-        self._progress = progress
-        self._text = text
-        self._reported = 0
+        self._bar = WalkBar(progress, text)
 
     def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
         """Ignore the start of a chain."""
@@ -52,10 +73,7 @@ class Bar:
 
     def progress(self, proposals: int, accepted: int, best_s: float) -> None:
         """Move the bar."""
-        self._progress.advance(
-            proposals - self._reported, f"{self._text}: best {best_s * 1e3:.1f} ms, {accepted} accepted"
-        )
-        self._reported = proposals
+        self._bar.move(proposals, accepted, best_s)
 
 
 def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
@@ -73,18 +91,20 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
     )
 
 
-def bound_of(store: Store, setting: Setting, found: Sequence[Found], progress: Progress) -> Bound:
+def bound_of(
+    store: Store, setting: Setting, found: Sequence[Found], progress: Progress, *, shared: bool = False
+) -> Bound:
     """Return a time that no strategy of the searched space is below: what an algorithm proved, else a lower bound.
 
-    Costs that nobody has measured are estimated for it.
+    Costs that nobody has measured are estimated for it. `shared`: strategies whose weights are shared are in the space.
     """
     progress.begin("bounding the step time from below", None)
     try:
-        best = lower_bound(problem_of(setting, without_measuring(store, setting)))
+        best = lower_bound(problem_of(setting, without_measuring(store, setting)), shared=shared)
     finally:
         progress.end()
     for one in found:
-        if one.bound_s is not None and one.bound_s > best.seconds:
+        if one.bound_s is not None and one.bound_s > best.seconds and not shared:
             best = Bound(round(one.bound_s * 1e9), f"{one.algorithm} over the whole space", whole=True)
     return best
 
@@ -108,7 +128,7 @@ def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tupl
             name_of_graph,
             resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
             recorded=reader.recorded_after(steps),
-            first_code=reader.code_count(),
+            first_code=reader.next_code(),
         )
         context = Context(
             plan.options,
@@ -118,6 +138,7 @@ def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tupl
                 name: recorder if name == "mcmc" else Bar(progress, f"searching {name_of_graph} by {name}")
                 for name in plan.names
             },
+            plan.workers,
         )
 
         begun = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
+from graph.strategy import Sharding
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -90,6 +91,9 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
     for name, held in plan.held.items():
         for device, region in held.items():
             yield device, volume(region) * sizes[name], (name, _form(region))
+        if plan.sharding.get(name, Sharding.NONE) is not Sharding.NONE:
+            for device, region in plan.updated(name):
+                yield device, volume(region) * sizes[name], (name, "updated", _form(region))
     for number, bucket in enumerate(plan.buckets):
         for device in bucket.devices:
             yield device, bucket.size_bytes, number

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from app.services import kept_graphs
 from graph.errors import ImportFailure, UsageError
 from graph.operators import OperatorGraph
 from graph.training import PRECISIONS, TENSOR_DTYPES
@@ -212,12 +213,24 @@ class ImportedModel:
 
 
 def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
-    """Export a network on the meta device and return its operator graph.
+    """Return the operator graph of a network: one that is kept (`app.services.kept_graphs`), else exported on meta.
 
     Raises:
         UsageError: there is no such network.
         ImportFailure: it cannot be exported, or returns no scalar loss.
     """
+    key = kept_graphs.key_of(request, batch_norm)
+    kept = None if key is None else kept_graphs.find(key)
+    if kept is not None:
+        return ImportedModel(request, *kept)
+    model = _exported(request, batch_norm)
+    # Sources that changed meanwhile may not be those that made this graph.
+    if key is not None and key == kept_graphs.key_of(request, batch_norm):
+        kept_graphs.keep(key, model.graph, model.batch_size)
+    return model
+
+
+def _exported(request: ModelRequest, batch_norm: str) -> ImportedModel:
     import torch
 
     from graph.importer import import_module

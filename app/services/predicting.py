@@ -44,7 +44,12 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 NEARLY_FULL = 0.4
-"""The part of a device's memory above which the search's sum alone does not decide whether a strategy fits."""
+SURELY_TOO_FULL = 1.5
+"""The parts of a device's memory between which the search's sum alone does not decide whether a strategy fits.
+
+Of what was measured, the sum was 0.49 to 1.11 times as much as the walk (docs/memory.md).
+"""
+Walk = Literal["always", "nearly full", "never"]
 
 
 @dataclass(frozen=True)
@@ -282,12 +287,12 @@ def predict(
     *,
     order: TaskOrder = "program",
     search_id: int | None = None,
-    walk: Literal["always", "nearly full"] = "nearly full",
+    walk: Walk = "nearly full",
 ) -> tuple[int, Simulation]:
     """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation.
 
     With `walk` "always", or where the search's sum says that a device may be nearly full, peak memory is that of the
-    devices' programs (`app.services.footprints`).
+    devices' programs (`app.services.footprints`); with "never" it is the sum alone, and no torch is needed.
     """
     from search.simulator import simulate
 
@@ -303,7 +308,7 @@ def predict(
         links=setting.target.link_costs,
         order=order,
     )
-    if walk == "always" or simulation.fullness > NEARLY_FULL:
+    if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
         walked = footprints(setting.model.graph, strategy, setting.topology, setting.training)
         if walked is not None:
             simulation = simulation.with_peaks([one.peak_bytes for one in walked])
@@ -374,6 +379,8 @@ _SOURCES: tuple[StrategySource, ...] = (
     "expert",
     "operator-placement",
     "stanza",
+    "zero",
+    "fsdp",
     "megatron",
     "mesh",
 )
@@ -425,7 +432,7 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     if reference == "megatron" or reference.startswith("megatron-"):
         degree = _tensor_degree(reference, count)
         return baselines.megatron(graph, degree, count // degree), "megatron"
-    if reference in ("operator-placement", "stanza") or reference.startswith("mesh-"):
+    if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith("mesh-"):
         return _other_baseline(graph, count, reference)
     if reference == "best":
         ranked = _best(store, setting)

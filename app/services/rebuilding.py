@@ -21,7 +21,8 @@ from app.services.recording import Recorded, checkpoint_of, groups_of
 from graph.axes import tasks
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError, UsageError
-from graph.strategy import FORMAT, Configuration, Strategy
+from graph.strategy import FORMAT, Configuration, Sharding, Strategy
+from search.chain import POLISHING
 from search.groups import Group, follow
 from search.moves import copied
 from search.placements import Permuted, Strided, place
@@ -82,9 +83,10 @@ class TraceReader:
                 return checkpoint_of(text)
         return []
 
-    def code_count(self) -> int:
-        """Return the first code that no configuration has."""
-        return sum(self._table([path], ["configuration"]).num_rows for path in self._paths["configurations"])
+    def next_code(self) -> int:
+        """Return a code above those of all configurations; where several processes gave them, some have none."""
+        found = self._table(self._paths["configurations"], ["configuration"])["configuration"].to_numpy()
+        return int(found.max()) + 1 if len(found) else 0
 
     def starts(self, chain: int) -> dict[int, int]:
         """Return the codes that a chain began with, by operator: of all heads, and of what does not follow one."""
@@ -269,16 +271,32 @@ def _present(path: Path, columns: list[str] | None) -> list[str] | None:
     return [name for name in columns if name in there]
 
 
-def resumed_chains(reader: TraceReader, graph_digest: str) -> list[ResumedChain]:
-    """Return the chains of a stopped search as they were written last; none if nothing was written."""
-    return [
-        ResumedChain(
-            was,
-            Strategy(graph_digest, reader.configurations(was.number, was.proposals)),
-            Strategy(graph_digest, reader.configurations(was.number, was.best_at)),
+def resumed_chains(
+    reader: TraceReader, graph_digest: str, known: Sequence[Strategy] = ()
+) -> list[ResumedChain]:
+    """Return the chains of a stopped search as they were written last; none if nothing was written.
+
+    known: the strategies that the search was begun with. Chains share of the weights what their starts do.
+    """
+    result: list[ResumedChain] = []
+    for was in reader.checkpoint():
+        place = known_place(was.start)
+        sharding = known[place].sharding if place is not None and place < len(known) else ()
+        if was.start == POLISHING and result:
+            # It began with the best of those before it.
+            sharding = min(result, key=lambda chain: tuple(chain.checkpoint.best)).best.sharding
+        current, best = (
+            Strategy(graph_digest, reader.configurations(was.number, step), sharding)
+            for step in (was.proposals, was.best_at)
         )
-        for was in reader.checkpoint()
-    ]
+        result.append(ResumedChain(was, current, best))
+    return result
+
+
+def known_place(start: str) -> int | None:
+    """Return which of the known strategies a chain of this start began with; None for another start."""
+    kind, _, number = start.partition(" ")
+    return int(number) if kind == "known" and number.isdecimal() else None
 
 
 def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | None = None) -> Visited:
@@ -298,15 +316,35 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         chain, step = reader.best()
     chain = chain or 0
     step = reader.last_step(chain) if step is None else step
-    strategy = Strategy(graph.digest, reader.configurations(chain, step))
+    shared = _shared(store, search, reader, chain)
+    names = [value["name"] for value in json.loads(graph.document)["values"] if value["kind"] == "weight"]
+    sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in names)
+    strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding)
     record = _record(store, search, graph, strategy)
     return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
+
+
+def _shared(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, str]:
+    """Return what a chain shares of which weights: what its start does."""
+    start = next((one.start for one in reader.checkpoint() if one.number == chain), "")
+    place, known = known_place(start), search.options.get("known", [])
+    if place is None or place >= len(known):
+        return {}
+    found: dict[str, str] = json.loads(store.strategy(known[place]["digest"]).document).get("sharding", {})
+    return found
 
 
 def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: Strategy) -> StrategyRecord:
     """Store a strategy; its operators and axes have the names of the stored graph."""
     operators = json.loads(graph.document)["operators"]
+    names = [value["name"] for value in json.loads(graph.document)["values"] if value["kind"] == "weight"]
+    shared = {
+        name: level.value
+        for name, level in zip(names, strategy.sharding, strict=False)
+        if level is not Sharding.NONE
+    }
     document = {
+        **({"sharding": shared} if shared else {}),
         "format": FORMAT,
         "graph": graph.digest,
         "operators": {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 MOST_KNOWN = 1 << 17
 """Codes that are kept in memory, to be used again."""
+BLOCK = 1 << 12
+"""Codes of which a process takes all one after the other where several give codes."""
 
 
 class Codes:
@@ -42,11 +45,34 @@ class Codes:
         """Begin at a code that no configuration has yet."""
         self._device_count = device_count
         self._next = first
+        # Where several processes give codes: the end of this one's block, and how far it is to its next one.
+        self._block_end = -1
+        self._stride = 0
+        # Of codes that another process gave: how deep a copy each is.
+        self._foreign: dict[int, int] = {}
         self._known: dict[Any, int] = {}
         # Of copies; how deep a copy is that was made before `_since` is not known any more.
         self._depth: dict[int, int] = {}
         self._since = first
         self._rows: list[EntryRow] = []
+
+    def in_blocks(self, number: int, count: int) -> None:
+        """From now on give codes that the other ones of `count` processes, all copies of one, do not give."""
+        self._next += number * BLOCK
+        self._block_end = self._next + BLOCK
+        self._stride = (count - 1) * BLOCK
+
+    def beyond(self, code: int) -> None:
+        """From now on give codes above this one."""
+        self._next = max(self._next, code + 1)
+
+    def depths(self, codes: Iterable[int]) -> dict[int, int]:
+        """Return how deep a copy each code is; one of which that is not known any more counts as the deepest."""
+        return {code: self._depth_of(code) for code in codes}
+
+    def take_foreign(self, depths: Mapping[int, int]) -> None:
+        """Take what `depths` said in another process."""
+        self._foreign.update(depths)
 
     def take_new(self) -> list[EntryRow]:
         """Return what was not returned before, in the order of the codes."""
@@ -132,12 +158,18 @@ class Codes:
         code = self._known.get((base, axes))
         if code is not None:
             return code
-        depth = self._depth.get(base, 0 if base >= self._since else DEEPEST_COPY) + 1
+        depth = self._depth_of(base) + 1
         if depth > DEEPEST_COPY:
             return self.of_listed(configuration)
         code = self._new((base, axes), "copied", configuration.degrees, None, None, None, base, axes)
         self._depth[code] = depth
         return code
+
+    def _depth_of(self, code: int) -> int:
+        depth = self._foreign.get(code)
+        if depth is None:
+            depth = self._depth.get(code, 0 if code >= self._since else DEEPEST_COPY)
+        return depth
 
     def of_listed(self, configuration: Configuration) -> int:
         """Return the code of a configuration of which only the list of devices is known."""
@@ -167,6 +199,9 @@ class Codes:
             self._depth.clear()
             self._since = code
         self._next = code + 1
+        if self._next == self._block_end:
+            self._next += self._stride
+            self._block_end = self._next + BLOCK
         self._known[key] = code
         self._rows.append(
             (code, family, self._device_count, degrees, start, stride, seed, base, axes, devices)
@@ -174,8 +209,54 @@ class Codes:
         return code
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Proposals as the trace takes them, without a checkpoint, and the codes that they are the first to use."""
+
+    entries: list[EntryRow]
+    batch: ProposalBatch
+
+
+class Encoder:
+    """Makes rows of proposals; knows the codes of every chain's heads."""
+
+    def __init__(self, codes: Codes, current: Mapping[int, Mapping[int, int]]) -> None:
+        self.codes = codes
+        self.current: dict[int, dict[int, int]] = {chain: dict(heads) for chain, heads in current.items()}
+
+    def written(self, batch: mcmc.ProposalBatch) -> Written:
+        """Return the rows of a batch."""
+        codes, others = self.codes.of_proposals(batch, self.current)
+        simulated = np.asarray(batch.simulated_ns)
+        rows = ProposalBatch(
+            chain=batch.chain,
+            step=batch.step,
+            operator=batch.operator,
+            configuration=np.array(codes, np.int64),
+            simulated_ns=np.where(simulated < 0, -1, simulated),
+            bound_ns=np.where(simulated == -2, batch.bound_ns, -1),
+            accepted=batch.accepted,
+            others=others,
+        )
+        return Written(self.codes.take_new(), rows)
+
+    def leave(self, chain: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the codes of a chain's heads, to take them to another process, and how deep a copy each is."""
+        heads = self.current.pop(chain)
+        return heads, self.codes.depths(heads.values())
+
+    def enter(self, chain: int, left: tuple[dict[int, int], dict[int, int]]) -> None:
+        """Take what `leave` returned in another process."""
+        heads, depths = left
+        self.current[chain] = dict(heads)
+        self.codes.take_foreign(depths)
+
+
 class TraceRecorder:
-    """A search's observer that writes every start and proposal to the trace, and moves the bar."""
+    """A search's observer that writes every start and proposal to the trace, and moves the bar.
+
+    Of chains in processes of their own it makes the rows there, and writes them here.
+    """
 
     def __init__(
         self,
@@ -195,14 +276,9 @@ class TraceRecorder:
         """
         self._trace = trace
         self._groups = groups
-        self._codes = Codes(device_count, first_code)
-        self._current: dict[int, dict[int, int]] = {
-            chain: dict(codes) for chain, codes in (resumed or {}).items()
-        }
+        self._encoder = Encoder(Codes(device_count, first_code), resumed or {})
         self._recorded = recorded or Recorded({})
-        self._progress = progress
-        self._name = name
-        self._reported = 0
+        self._bar = WalkBar(progress, f"searching {name}")
         # Chains may report from several threads.
         self._lock = threading.Lock()
 
@@ -210,20 +286,21 @@ class TraceRecorder:
         """Store where a chain begins: every head, and every operator that does not follow its head."""
         entries = []
         with self._lock:
+            given = self._encoder.codes
             codes: dict[int, int] = {}
             for group in self._groups:
                 head = strategy.configurations[group.head]
                 drawn = (heads or {}).get(group.head)
                 codes[group.head] = (
-                    self._codes.of_drawn(drawn) if isinstance(drawn, Drawn) else self._codes.of_listed(head)
+                    given.of_drawn(drawn) if isinstance(drawn, Drawn) else given.of_listed(head)
                 )
                 entries.append(StartEntry(chain, name, group.head, codes[group.head]))
                 for index, following in follow(group, head).items():
                     own = strategy.configurations[index]
                     if own != following:
-                        entries.append(StartEntry(chain, name, index, self._codes.of_listed(own)))
-            self._current[chain] = codes
-            self._trace.add_entries(self._codes.take_new())
+                        entries.append(StartEntry(chain, name, index, given.of_listed(own)))
+            self._encoder.current[chain] = codes
+            self._trace.add_entries(given.take_new())
             self._trace.add_starts(sorted(entries, key=lambda entry: entry.operator))
 
     def on_proposals(self, batch: mcmc.ProposalBatch) -> None:
@@ -233,28 +310,68 @@ class TraceRecorder:
             DatabaseError: a resumed chain makes another proposal than it made before.
         """
         with self._lock:
-            codes, others = self._codes.of_proposals(batch, self._current)
-            simulated = np.asarray(batch.simulated_ns)
-            stored = ProposalBatch(
-                chain=batch.chain,
-                step=batch.step,
-                operator=batch.operator,
-                configuration=np.array(codes, np.int64),
-                simulated_ns=np.where(simulated < 0, -1, simulated),
-                bound_ns=np.where(simulated == -2, batch.bound_ns, -1),
-                accepted=batch.accepted,
-                checkpoint=None if batch.checkpoint is None else partial(checkpoint_text, batch.checkpoint),
-                outcome=None if batch.checkpoint is None else _outcome(batch.checkpoint),
-                others=others,
+            self._store(self._encoder.written(batch), batch.checkpoint)
+
+    def apart(self, number: int, count: int) -> Encoder:
+        """Return what makes the rows in process `number` of `count`."""
+        self._encoder.codes.in_blocks(number, count)
+        return self._encoder
+
+    def on_written(self, written: Written, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+        """Store what a process wrote.
+
+        Raises:
+            DatabaseError: a resumed chain makes another proposal than it made before.
+        """
+        with self._lock:
+            if written.entries:
+                # What this process gives later must be others.
+                self._encoder.codes.beyond(written.entries[-1][0])
+            self._store(written, checkpoint)
+
+    def _store(self, written: Written, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+        batch = written.batch
+        if checkpoint is not None:
+            batch = replace(
+                batch, checkpoint=partial(checkpoint_text, checkpoint), outcome=_outcome(checkpoint)
             )
-            self._trace.add_entries(self._codes.take_new())
-            self._trace.add(self._recorded.without(stored))
+        self._trace.add_entries(written.entries)
+        self._trace.add(self._recorded.without(batch))
 
     def progress(self, proposals: int, accepted: int, best_s: float) -> None:
         """Move the bar."""
-        text = f"searching {self._name}: best {best_s * 1e3:.1f} ms, {accepted} accepted"
-        self._progress.advance(proposals - self._reported, text)
-        self._reported = proposals
+        self._bar.move(proposals, accepted, best_s)
+
+
+class WalkBar:
+    """Shows how far a search is: proposals a second, the share that is accepted, the best so far."""
+
+    # How often it moves, and over how long proposals are counted.
+    EVERY_S, WINDOW_S = 0.1, 2.0
+
+    def __init__(self, progress: Progress, text: str) -> None:
+        self._progress = progress
+        self._text = text
+        self._shown = 0
+        self._show_at = 0.0
+        # When, proposals: at the start of this window and of the last one. A search that is resumed begins with some.
+        self._marks: list[tuple[float, int]] = []
+
+    def move(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Show numbers, unless others have just been shown."""
+        now = time.monotonic()
+        if now < self._show_at:
+            return
+        self._show_at = now + self.EVERY_S
+        if not self._marks or now - self._marks[-1][0] >= self.WINDOW_S:
+            self._marks = [*self._marks[-1:], (now, proposals)]
+        since, before = self._marks[0]
+        rate = f", {(proposals - before) / (now - since):,.0f} proposals a second" if now > since else ""
+        share = f", {accepted / proposals:.1%} accepted" if proposals else ""
+        self._progress.advance(
+            proposals - self._shown, f"{self._text}: best {best_s * 1e3:.1f} ms{rate}{share}"
+        )
+        self._shown = proposals
 
 
 class Recorded:

@@ -23,7 +23,7 @@ from search.adapting import adapt
 MOST = 2
 """Each known strategy is one more chain."""
 
-_FOUND = ("search", "import", "megatron", "operator-placement", "stanza", "mesh")
+_FOUND = ("search", "import", "megatron", "operator-placement", "stanza", "mesh", "zero", "fsdp")
 """Sources of strategies; the others are what a search starts from anyway."""
 _BASELINES = 3
 

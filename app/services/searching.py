@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
-from app.db.records import SearchOutcome, SearchRecord, SearchStatus, TaskOrder
+from app.db.records import (
+    SearchOutcome,
+    SearchRecord,
+    SearchStatus,
+    StrategyRecord,
+    StrategySource,
+    TaskOrder,
+)
 from app.db.store import Store
 from app.services.costs import OnMiss
-from app.services.finding import Plan, bound_of, find
+from app.services.finding import Plan, bound_of, find, worker_count
+from app.services.fitting import fitting_starts
 from app.services.machine import Processor
 from app.services.models import ImportedModel, ModelRequest, import_graph
 from app.services.predicting import (
     LOCAL,
     Setting,
+    Walk,
     cost_environments,
     find_target,
     named_topology,
@@ -29,9 +38,10 @@ from app.services.predicting import (
 )
 from app.services.progress import Progress
 from app.services.rebuilding import TraceReader, resumed_chains
+from app.services.refitting import shared_to_fit
 from app.services.reusing import KnownStart, given_starts, known_starts, start_of
 from graph.errors import UsageError
-from graph.strategy import Strategy
+from graph.strategy import Strategy, strategy_text
 from graph.training import Training
 from search import algorithms, baselines
 from search.costs import Origin
@@ -58,6 +68,8 @@ class SearchRequest:
     Chains start from what is known beside those of the budget, unless `fresh`; `starts` names strategies to take
     for what is known. `algorithm` names algorithms joined by commas, each of which starts from what those before it
     found. `compare_baselines` simulates all baselines that the network has, and not only what chains start from.
+    `share_weights`: chains start also from data parallelism that shares its weights, and of what is found in the end
+    it is searched what to share.
     """
 
     model: ModelRequest
@@ -78,6 +90,8 @@ class SearchRequest:
     starts: tuple[str, ...] = ()
     algorithm: str = "mcmc"
     compare_baselines: bool = False
+    workers: int | None = None
+    share_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +214,8 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
     Raises:
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
     """
-    options, names = _options(request), algorithms.parsed(request.algorithm)
+    options, names = _options(request), _algorithms(request)
+    workers = worker_count(request.workers)
     _named_topology(request)
     model = _imported(request, progress)
     with Store.open(database) as store, _setting(store, request, model, progress) as setting:
@@ -208,29 +223,45 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
             known = given_starts(store, setting, request.starts)
         else:
             known = [] if request.fresh else known_starts(store, setting, request.order)
+        if request.share_weights:
+            known = [*known, *_shared_starts(store, setting, {one.strategy for one in known})]
+        if not known:
+            known = fitting_starts(store, setting, request.order)
         search_id = store.start_search(_record(request, options, setting, known))
         return _search(
             store,
             setting,
-            Plan(search_id, names, options, tuple(known), compare_baselines=request.compare_baselines),
+            Plan(
+                search_id,
+                names,
+                options,
+                tuple(known),
+                compare_baselines=request.compare_baselines,
+                workers=workers,
+            ),
             progress,
         )
 
 
-def resume_search(search_id: int, database: str | None, progress: Progress) -> SearchReport:
+def resume_search(
+    search_id: int, database: str | None, progress: Progress, *, workers: int | None = None
+) -> SearchReport:
     """Go on with a search that was stopped or killed, with the same chains, and store what is found.
+
+    How many processes walked them before does not matter.
 
     Raises:
         UsageError: the search is finished or running, or its model, topology or costs are others now.
         SoapstoneError: as `run_search`.
     """
+    worker_count(workers)
     with Store.open(database) as store:
         stored = store.search(search_id)
         if stored.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not
         request = _request(stored)
         shares = MoveShares(**stored.options["moves"]) if "moves" in stored.options else ONE_GROUP
-        options, names = replace(_options(request), shares=shares), algorithms.parsed(request.algorithm)
+        options, names = replace(_options(request), shares=shares), _algorithms(request)
         _named_topology(request)
         model = _imported(request, progress)
         with _setting(store, request, model, progress) as setting:
@@ -240,14 +271,23 @@ def resume_search(search_id: int, database: str | None, progress: Progress) -> S
             try:
                 chunks.recover(store, search_id)
                 reader = TraceReader(store, search_id)
-                resumed = resumed_chains(reader, model.graph.digest) if reader.has_starts else []
+                begun = [one.strategy for one in known]
+                resumed = resumed_chains(reader, model.graph.digest, begun) if reader.has_starts else []
             except BaseException:
                 store.halt_search(search_id, "interrupted")
                 raise
             if resumed:
                 # Those before the walk are what some of its chains started from.
                 names = names[names.index("mcmc") :]
-            plan = Plan(search_id, names, options, tuple(known), tuple(resumed), request.compare_baselines)
+            plan = Plan(
+                search_id,
+                names,
+                options,
+                tuple(known),
+                tuple(resumed),
+                request.compare_baselines,
+                worker_count(workers),
+            )
             return _search(store, setting, plan, progress)
 
 
@@ -294,12 +334,12 @@ def _record(
 ) -> SearchRecord:
     """Return the row of a search that begins, with all that it takes to go on with it or to repeat it."""
     asked = asdict(request)
-    del asked["model"]["folder"]
+    del asked["model"]["folder"], asked["workers"]
     return SearchRecord(
         graph_id=setting.graph_id,
         topology_id=setting.topology_id,
         training_id=setting.training_id,
-        algorithm=",".join(algorithms.parsed(request.algorithm)),
+        algorithm=",".join(_algorithms(request)),
         seed=options.seed,
         options={
             "proposals": options.proposals,
@@ -345,6 +385,36 @@ def _check_same(stored: SearchRecord, setting: Setting) -> None:
             )
 
 
+def _algorithms(request: SearchRequest) -> tuple[str, ...]:
+    """Return the algorithms of a search: at its end, where it may share weights, that which says of which ones."""
+    names = algorithms.parsed(request.algorithm)
+    if "sharding" in names[:-1] and "mcmc" in names[names.index("sharding") :]:
+        # The trace of the walk says what was shared of a known strategy alone.
+        raise UsageError(
+            "--algorithm: sharding comes before mcmc, must come after it; give --share-weights, from whose strategies "
+            "mcmc starts too"
+        )
+    return (*names, "sharding") if request.share_weights and "sharding" not in names else names
+
+
+def _shared_starts(store: Store, setting: Setting, there: Collection[Strategy]) -> list[KnownStart]:
+    """Store the baselines that share weights, and return those that are not among the starts yet."""
+    graph, count = setting.model.graph, len(setting.topology.devices)
+    result = []
+    sources: tuple[tuple[StrategySource, Strategy], ...] = (
+        ("zero", baselines.zero(graph, count)),
+        ("fsdp", baselines.fsdp(graph, count)),
+    )
+    for source, strategy in sources:
+        if strategy in there or not strategy.sharding:
+            continue
+        store.put_strategy(
+            StrategyRecord(strategy.digest, setting.graph_id, count, strategy_text(strategy, graph), source)
+        )
+        result.append(KnownStart(strategy.digest, strategy, f"baseline {source}"))
+    return result
+
+
 def _known_again(store: Store, setting: Setting, stored: dict[str, Any]) -> KnownStart:
     start = start_of(setting, store.strategy(stored["digest"]))
     return replace(start, found_for=stored["found_for"])
@@ -377,7 +447,7 @@ def _options(request: SearchRequest) -> mcmc.SearchOptions:
 
 def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> SearchReport:
     """Walk, and store how it ended."""
-    options, search_id = plan.options, plan.search_id
+    search_id = plan.search_id
     status: SearchStatus = "failed"
     outcome: SearchOutcome | None = None
     try:
@@ -385,13 +455,19 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
         progress.begin(
             "simulating the baselines (after an installation, compiling the simulator first)", None
         )
-        known = _baselines(store, setting, plan, progress)
+        baseline_of, known = _baselines(store, setting, plan, progress)
         progress.end()
         found = find(store, setting, plan, progress)
-        best = _best(store, setting, algorithms.best_of(found).strategy, known, options.order, search_id)
+        best = _best(store, setting, plan, algorithms.best_of(found).strategy, baseline_of, known)
         chains = [chain for one in found for chain in one.chains]
         # Whoever interrupts a search does not wait for more.
-        bound = None if found[-1].interrupted else bound_of(store, setting, found, progress)
+        sharing = {one.digest for one in known if one.name in ("zero", "fsdp")}
+        shared = (
+            "sharding" in plan.names
+            or best.digest in sharing
+            or any(start.strategy.sharding for start in plan.known)
+        )
+        bound = None if found[-1].interrupted else bound_of(store, setting, found, progress, shared=shared)
         outcome = SearchOutcome(
             proposals=sum(one.proposals for one in found),
             accepted=sum(one.accepted for one in found),
@@ -438,39 +514,80 @@ def _algorithm_report(found: algorithms.Found) -> AlgorithmReport:
 def _best(
     store: Store,
     setting: Setting,
+    plan: Plan,
     strategy: Strategy,
-    known: Sequence[Prediction],
-    order: TaskOrder,
-    search_id: int,
+    baseline_of: Mapping[str, Strategy],
+    known: list[Prediction],
 ) -> Prediction:
-    """Store what the chains found; return it, or the baseline that beats it (few chains do not start from all)."""
-    found = predict(store, setting, strategy, "search", order=order, search_id=search_id)
-    candidates = [_prediction("found", strategy, setting, *found), *known]
-    best = min(candidates, key=lambda one: (not one.feasible, one.step_time_s))
+    """Store what the chains found; return it, or the baseline that beats it (few chains do not start from all).
+
+    The memory of a baseline that would beat it is looked at first, and `known` corrected: see `_baselines`. Where the
+    search's own sum of a memory was too low, and what was found does not fit, a known start that does is taken.
+    """
+    found = _predicted("found", strategy, "search", store, setting, plan)
+    if not found.feasible and "sharding" in plan.names:
+
+        def peaks(one: Strategy, walk: Walk) -> tuple[int, ...]:
+            return _predicted("found", one, "search", store, setting, plan, walk).peak_memory_bytes
+
+        strategy = shared_to_fit(
+            setting,
+            strategy,
+            plan.options,
+            lambda one: peaks(one, "nearly full"),
+            lambda one: peaks(one, "never"),
+        )
+        found = _predicted("found", strategy, "search", store, setting, plan)
+    if not found.feasible:
+        starts = {start.strategy: None for start in plan.known if start.strategy != strategy}
+        tried = [found, *(_predicted("found", one, "search", store, setting, plan) for one in starts)]
+        found = min(tried, key=lambda one: (not one.feasible, one.step_time_s))
+    for place, one in enumerate(known):
+        if one.feasible and (one.step_time_s < found.step_time_s or not found.feasible):
+            known[place] = _predicted(
+                one.name, baseline_of[one.name], source_of(one.name), store, setting, plan
+            )
+    best = min([found, *known], key=lambda one: (not one.feasible, one.step_time_s))
     return replace(best, name="found")
 
 
-def _baselines(store: Store, setting: Setting, plan: Plan, progress: Progress) -> list[Prediction]:
-    """Predict the baselines, and store them: those that chains start from, or all that there are."""
+def _baselines(
+    store: Store, setting: Setting, plan: Plan, progress: Progress
+) -> tuple[dict[str, Strategy], list[Prediction]]:
+    """Predict the baselines, and store them: those that chains start from, or all that there are.
+
+    Where nobody asked for a comparison, their memory is the search's own sum: most are slower than what is found, and
+    to walk their programs would take longer than many a search.
+    """
     graph, count = setting.model.graph, len(setting.topology.devices)
     found = (
         baselines.all_baselines(graph, count)
         if plan.compare_baselines
         else baselines.usual_baselines(graph, count)
     )
+    walk: Walk = "nearly full" if plan.compare_baselines else "never"
     predictions = []
     for one in found:
-        predicted = predict(
-            store,
-            setting,
-            one.strategy,
-            source_of(one.name),
-            order=plan.options.order,
-            search_id=plan.search_id,
-        )
-        predictions.append(_prediction(one.name, one.strategy, setting, *predicted))
+        source = source_of(one.name)
+        predictions.append(_predicted(one.name, one.strategy, source, store, setting, plan, walk))
         progress.advance(text=f"simulating the baselines: {one.name}")
-    return predictions
+    return {one.name: one.strategy for one in found}, predictions
+
+
+def _predicted(
+    name: str,
+    strategy: Strategy,
+    source: StrategySource,
+    store: Store,
+    setting: Setting,
+    plan: Plan,
+    walk: Walk = "nearly full",
+) -> Prediction:
+    """Predict a strategy's step, and store it."""
+    predicted = predict(
+        store, setting, strategy, source, order=plan.options.order, search_id=plan.search_id, walk=walk
+    )
+    return _prediction(name, strategy, setting, *predicted)
 
 
 def _prediction(

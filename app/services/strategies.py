@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,10 @@ class ShownOperator:
 
 @dataclass(frozen=True, slots=True)
 class ShownStrategy:
-    """A stored strategy. `step_s` and costs are None where nothing of its graph was ever simulated."""
+    """A stored strategy. `step_s` and costs are None where nothing of its graph was ever simulated.
+
+    shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
+    """
 
     record: StrategyRecord
     model: str
@@ -76,6 +79,7 @@ class ShownStrategy:
     measured_s: float | None
     operators: tuple[ShownOperator, ...]
     shared: Mapping[str, OperatorCost]
+    sharding: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON document."""
@@ -101,6 +105,7 @@ class ShownStrategy:
                 for one in self.operators
             ],
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
+            "sharding": dict(self.sharding),
         }
 
 
@@ -338,6 +343,7 @@ def _shown(
                 for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
             ),
             shared,
+            json.loads(record.document).get("sharding", {}),
         ),
         graph,
     )

@@ -142,6 +142,8 @@ class Subjects:
                 return "update", WEIGHTS
             case TaskKind.SYNCHRONIZE:
                 return "collective", WEIGHT_GRADIENTS
+            case TaskKind.FORWARD_GATHER | TaskKind.BACKWARD_GATHER | TaskKind.UPDATE_GATHER:
+                return "collective", WEIGHTS
             case TaskKind.TRANSFER | TaskKind.COLLECTIVE:
                 prefix = ""
             case TaskKind.GRADIENT_TRANSFER | TaskKind.GRADIENT_COLLECTIVE:

@@ -58,7 +58,7 @@ def run(*, quick: bool) -> Result:
         rows.append(_bytes_per_proposal(model, devices, count))
     rows += _ingestion(model, total, pool=sizes[8] // 4)
     with _store() as store:
-        begin = partial(_begun, store, model, OVERHEAD_DEVICES)
+        begin = partial(begun, store, model, OVERHEAD_DEVICES)
         rows += overheads(store, begin, model, OVERHEAD_DEVICES, {2.0: 2} if quick else SEARCHES)
     rows += _lookup(model, repetitions=5 if quick else 21)
     rows += _writers(rounds=4 if quick else 40)
@@ -94,7 +94,7 @@ def _store() -> Iterator[Store]:
         yield store
 
 
-def _begun(store: Store, model: ImportedModel, devices: int) -> int:
+def begun(store: Store, model: ImportedModel, devices: int) -> int:
     """Store a search that begins."""
     from app.db.records import SearchRecord, TopologyRecord, TrainingRecord
     from app.services.predicting import graph_record
@@ -175,7 +175,7 @@ def _size(store: Store, search_id: int) -> int:
 
 def _bytes_per_proposal(model: ImportedModel, devices: int, count: int) -> Measurement:
     with _store() as store:
-        search_id = _begun(store, model, devices)
+        search_id = begun(store, model, devices)
         with _recording(store, search_id, model, devices) as record:
             for batch in _walked(model, devices, count):
                 record(batch)
@@ -193,7 +193,7 @@ def _ingestion(model: ImportedModel, total: int, pool: int) -> list[Measurement]
 
     batches = list(_walked(model, 8, pool // BATCH * BATCH))
     with _store() as store:
-        search_id = _begun(store, model, 8)
+        search_id = begun(store, model, 8)
         began = time.perf_counter()
         with _recording(store, search_id, model, 8) as record:
             for place, done in enumerate(range(0, total, BATCH)):

@@ -93,6 +93,16 @@ class Datasheet:
         kind = self._kinds[kind_name]
         return [OperatorCost(*estimate(call, kind), Origin.DATASHEET) for call in calls]
 
+    def copies(self) -> bool:
+        """Costs are the same in a copy of this process."""
+        return True
+
+    def given(self) -> None:
+        """Nothing is kept of what is given out."""
+
+    def take(self, given: None) -> None:
+        """Nothing is kept of what is given out."""
+
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the estimate of an update."""
         from profiler.estimate import estimate

@@ -85,6 +85,8 @@ def _request(cell: Cell, algorithms: str, starts: tuple[str, ...], *, again: boo
         starts=starts,
         algorithm=algorithms,
         compare_baselines=not again,
+        # The study has processes of its own.
+        workers=1,
     )
 
 

@@ -46,11 +46,27 @@ def test_other_algorithms_find_a_strategy_that_is_stored_without_proposals(
     assert rows(database, "SELECT count(*) FROM traces") == [(0,)]
 
 
+def test_weights_are_shared_where_that_is_asked_for(command: Command, database: Path) -> None:
+    """Adam over the weights of a small network takes long beside sums over links of a cluster that cost little."""
+    found = command(*SEARCH, "--optimizer", "adam", "--share-weights", "--json")
+    assert found.code == 0, found
+    assert [one["found_for"] for one in found.document["known"]] == ["baseline zero", "baseline fsdp"]
+    assert [one["name"] for one in found.document["algorithms"]] == ["mcmc", "sharding"]
+    assert rows(database, "SELECT algorithm FROM searches") == [("mcmc,sharding",)]
+    best_s = found.document["predictions"][0]["predicted_step_time_s"]
+    assert 0 < found.document["lower_bound_s"] <= best_s
+    assert best_s <= found.document["algorithms"][0]["step_time_s"]
+    stored = rows(database, "SELECT source, document FROM strategies WHERE source IN ('zero', 'fsdp')")
+    assert {source for source, _ in stored} == {"zero", "fsdp"}
+    assert all('"sharding"' in str(document) for _, document in stored)
+
+
 def test_all_baselines_are_compared_and_the_gain_is_over_the_best(command: Command) -> None:
     found = command(*SEARCH, "--compare-baselines", "--json").document
     best, *baselines = found["predictions"]
     names = {one["name"] for one in baselines}
-    assert {"data-parallel", "expert", "single-device", "operator-placement", "stanza", "megatron-2"} <= names
+    assert {"data-parallel", "expert", "single-device", "stanza", "megatron-2", "zero", "fsdp"} <= names
+    assert "operator-placement" in names
     fastest = min(baselines, key=lambda one: one["predicted_step_time_s"])
     assert found["best_baseline"] == fastest["name"]
     gain = fastest["predicted_step_time_s"] / best["predicted_step_time_s"]

@@ -12,6 +12,7 @@ from graph.zoo import zoo_names
 from tests.app.conftest import Command
 
 INCEPTION = ("--model", "inception", "--preset", "small", "--batch-size", "5")
+ALEXNET = ("--model", "alexnet", "--preset", "small", "--batch-size", "5")
 TWO_CPUS = ("--device", "cpu", "--devices", "2")
 
 
@@ -21,15 +22,15 @@ def rows(database: Path, query: str) -> list[tuple[object, ...]]:
 
 
 def test_profile_search_run_and_compare_work_on_one_database(command: Command, database: Path) -> None:
-    first = command("profile", *INCEPTION, *TWO_CPUS, "--json")
+    first = command("profile", *ALEXNET, *TWO_CPUS, "--json")
     assert first.code == 0, first
     assert first.document["measured"] == first.document["needed"] > 0
 
-    again = command("profile", *INCEPTION, *TWO_CPUS)
+    again = command("profile", *ALEXNET, *TWO_CPUS)
     assert "nothing measured" in again.output
     assert "all known already" in again.output
 
-    searched = command("search", *INCEPTION, *TWO_CPUS, "--proposals", "200", "--seed", "3", "--json")
+    searched = command("search", *ALEXNET, *TWO_CPUS, "--proposals", "200", "--seed", "3", "--json")
     assert searched.code == 0, searched
     best, *baselines = searched.document["predictions"]
     assert {one["name"] for one in baselines} == {"data-parallel", "expert", "single-device"}
@@ -38,13 +39,13 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
 
     for strategy in ("data-parallel", "best"):
         run = command(
-            "run", *INCEPTION, *TWO_CPUS, "--strategy", strategy, "--iterations", "3", "--verify", "--json"
+            "run", *ALEXNET, *TWO_CPUS, "--strategy", strategy, "--iterations", "3", "--verify", "--json"
         )
         assert run.code == 0, run
         assert len(run.document["step_times_s"]) == 3
         assert all(deviation["ok"] for deviation in run.document["deviations"])
 
-    compared = command("compare", "--model", "inception-small", "--json")
+    compared = command("compare", "--model", "alexnet-small", "--json")
     measured = [row for row in compared.document["strategies"] if row["measured_median_s"] is not None]
     # The best strategy may be data parallelism itself.
     assert {row["strategy"] for row in measured} == {best["digest"], baselines[0]["digest"]}

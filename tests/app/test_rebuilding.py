@@ -22,6 +22,7 @@ from graph.axes import tasks
 from graph.errors import DatabaseError, UsageError
 from graph.strategy import Configuration, Strategy
 from search import mcmc, proposals
+from search.baselines import fsdp
 from search.delta import Delta
 from search.moves import ONE_GROUP, Move, MoveShares, copied
 from search.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
@@ -155,31 +156,33 @@ def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None
 @pytest.mark.parametrize("seed", seeds(1, 4))
 @pytest.mark.usefixtures("small_pieces")
 def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed: int) -> None:
-    """Proposal by proposal, whatever the moment, and twice in a row."""
+    """Proposal by proposal, whatever the moment, and twice in a row; one chain shares its weights."""
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
+    known = [odd, fsdp(graph, DEVICES)]
     options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, polish_proposals=30, shares=FAR)
     whole = begin(store, options)
-    expected = walk(store, whole, graph, DEVICES, options, known=[odd])
+    expected = walk(store, whole, graph, DEVICES, options, known=known)
 
     stopped = begin(store, options)
     first, second = np.random.default_rng(seed).integers(1, 180, 2).tolist()
-    result = walk(store, stopped, graph, DEVICES, options, known=[odd], interrupt=interrupt_at(first))
+    result = walk(store, stopped, graph, DEVICES, options, known=known, interrupt=interrupt_at(first))
     assert result.interrupted
     before = rows(store, stopped)
     # The proposal during which it was interrupted counts for nothing.
     assert len(before) == first - 1
     result = walk(
-        store, stopped, graph, DEVICES, options, known=[odd], resumed=True, interrupt=interrupt_at(second)
+        store, stopped, graph, DEVICES, options, known=known, resumed=True, interrupt=interrupt_at(second)
     )
     assert result.interrupted
-    result = walk(store, stopped, graph, DEVICES, options, known=[odd], resumed=True)
+    result = walk(store, stopped, graph, DEVICES, options, known=known, resumed=True)
 
     assert not result.interrupted
     assert rows(store, stopped) == rows(store, whole)
     assert (result.strategy, result.step_time_s) == (expected.strategy, expected.step_time_s)
     assert (result.proposals, result.accepted) == (expected.proposals, expected.accepted)
     assert result.chains == expected.chains
+    assert {chain.start for chain in result.chains if chain.strategy.sharding} >= {"known 1"}
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -65,7 +65,7 @@ def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list
     results = []
     try:
         for agent in agents:
-            output, errors = agent.communicate(timeout=180)
+            output, errors = agent.communicate(timeout=600)
             lines = tuple(line for line in errors.splitlines() if line.startswith(("error:", "warning:")))
             results.append(Agent(agent.returncode, output, lines))
     finally:

@@ -70,14 +70,19 @@ def walk(
     known: Sequence[Strategy] = (),
     resumed: bool = False,
     interrupt: Callable[[int], None] | None = None,
+    workers: int = 1,
+    told: Callable[[int], None] | None = None,
 ) -> mcmc.SearchResult:
-    """Search with a trace, as the service does; `interrupt` is called with the number of proposals so far."""
+    """Search with a trace, as the service does.
+
+    `interrupt` is called with the number of proposals so far, before each; `told` with that which is shown.
+    """
     groups = find_groups(graph)
     reader = TraceReader(store, search_id)
-    chains = resumed_chains(reader, graph.digest) if resumed and reader.has_starts else []
+    chains = resumed_chains(reader, graph.digest, known) if resumed and reader.has_starts else []
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
         steps = {one.checkpoint.number: one.checkpoint.proposals for one in chains}
-        recorder = TraceRecorder(
+        recorder = Telling(
             trace,
             groups,
             device_count,
@@ -85,8 +90,9 @@ def walk(
             "test",
             resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
             recorded=reader.recorded_after(steps),
-            first_code=reader.code_count(),
+            first_code=reader.next_code(),
         )
+        recorder.told = told
         with pytest.MonkeyPatch.context() as patch:
             if interrupt is not None:
                 bound_ns, count = mcmc.Chain.bound_ns, 0
@@ -108,7 +114,20 @@ def walk(
                 resumed=chains,
                 observer=recorder,
                 local_calls=local_calls,
+                workers=workers,
             )
+
+
+class Telling(TraceRecorder):
+    """A recorder that tells a test how far the search is."""
+
+    told: Callable[[int], None] | None = None
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Tell."""
+        super().progress(proposals, accepted, best_s)
+        if self.told is not None:
+            self.told(proposals)
 
 
 def rows(store: Store, search_id: int) -> dict[Key, tuple[Any, ...]]:

@@ -10,8 +10,8 @@ from graph.collectives import BACKWARD, Collective, CollectiveKind, moved, sent
 from graph.exchange import Assembly, piece_bytes
 from graph.intervals import volume
 from graph.operators import Operator, OperatorGraph, ValueKind
-from graph.plan import Plan, build_plan, weight_holdings
-from graph.strategy import Strategy
+from graph.plan import Gather, Plan, build_plan, weight_holdings
+from graph.strategy import Sharding, Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.costs import CostSource, OperatorCost
@@ -95,8 +95,10 @@ class Deriver:
     def derive(self) -> list[Task]:
         """Return all tasks in program order."""
         for index in self.graph.order.of_loss:
+            self.gathers("forward", self.plan.forward_gathers, index)
             self.forward(index)
         for index in range(len(self.graph.operators) - 1, -1, -1):
+            self.gathers("backward", self.plan.backward_gathers, index)
             self.backward(index)
             self.gradient_collectives(index)
             self.gradient_transfers(index)
@@ -106,7 +108,66 @@ class Deriver:
             self.forward(index)
         self.renewals()
         self.updates()
+        self.update_gathers()
         return self.tasks
+
+    def gathers(self, side: str, of_operators: dict[int, tuple[Gather, ...]], index: int) -> None:
+        """Begin what the next operator needs that reads weights kept in shares; before the first, its own too."""
+        if index not in of_operators:
+            return
+        places = list(of_operators)
+        here = places.index(index)
+        for other in places[(0 if here == 0 else here + 1) : here + 2]:
+            for number, gather in enumerate(of_operators[other]):
+                waits: set[Key] = set()
+                for device in gather.devices:
+                    computed = [
+                        task.key
+                        for task in self.tasks
+                        if task.key[0] in ("forward", "backward") and task.resources == (device,)
+                    ]
+                    waits |= set(computed[-1:])
+                self.whole_cells((f"{side} gather", other, number), gather.devices, gather.size_bytes, waits)
+
+    def whole_cells(self, key: Key, devices: tuple[int, ...], size_bytes: int, waits: Iterable[Key]) -> None:
+        price = collective_price(self.topology, devices, self.links, CollectiveKind.ALL_GATHER, None)
+        resources = tuple(len(self.topology.devices) + link for link in price.links)
+        run_ns = price.duration_ns(size_bytes)
+        self.tasks.append(Task(key, run_ns, resources, devices, size_bytes, frozenset(waits)))
+
+    def gathered(
+        self, side: str, of_operators: dict[int, tuple[Gather, ...]], index: int, device: int
+    ) -> set[Key]:
+        """The gathers on a device at the operator before which a weight is gathered that `index` reads."""
+        waits: set[Key] = set()
+        for name in self.graph.operators[index].inputs:
+            if self.plan.sharding.get(name) is not Sharding.PARAMETERS:
+                continue
+            for other, found in of_operators.items():
+                if any(entry.weight == name for gather in found for entry in gather.entries):
+                    for number, gather in enumerate(found):
+                        if device in gather.devices:
+                            waits.add((f"{side} gather", other, number))
+        return waits
+
+    def shared_sums(self, device: int) -> list[Key]:
+        """The sums of gradients, among the tasks so far, whose results this device shares with others."""
+        return [
+            task.key
+            for task in self.tasks
+            if task.key[0] == "synchronize"
+            and device in task.ends
+            and self.plan.buckets[int(task.key[1])].sharding is not Sharding.NONE
+        ]
+
+    def update_gathers(self) -> None:
+        updated = {task.key for task in self.tasks if task.key[0] == "update"}
+        for number, bucket in enumerate(self.plan.buckets):
+            if bucket.sharding is Sharding.OPTIMIZER:
+                waits: set[Key] = {("update", device) for device in bucket.devices}
+                self.whole_cells(
+                    ("update gather", number), bucket.devices, bucket.size_bytes, waits & updated
+                )
 
     def forward(self, index: int) -> None:
         operator = self.graph.operators[index]
@@ -117,6 +178,7 @@ class Deriver:
                 for position, assembly in enumerate(self.plan.exchanges.get(name, ())):
                     if any(reader.operator == index and reader.task == task for reader in assembly.readers):
                         waits |= self.pieces(name, position, assembly)
+            waits |= self.gathered("forward", self.plan.forward_gathers, index, device)
             run_ns = nanoseconds(self.cost(index, task).forward_s)
             self.tasks.append(Task(("forward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
         for name in operator.outputs:
@@ -229,6 +291,8 @@ class Deriver:
                             waits |= self.reading_backwards(assembly)
                         else:
                             waits.add(("gradient", name, position, number))
+            waits |= self.gathered("backward", self.plan.backward_gathers, index, device)
+            waits |= set(self.shared_sums(device)[-2:-1])
             run_ns = nanoseconds(self.cost(index, task).backward_s) + self.sums_ns(index, task)
             self.tasks.append(Task(("backward", index, task), run_ns, (device,), (), 0, frozenset(waits)))
 
@@ -266,14 +330,19 @@ class Deriver:
 
     def synchronize(self, number: int) -> None:
         bucket = self.plan.buckets[number]
-        waits = {
+        waits: set[Key] = {
             ("backward", index, task)
             for entry in bucket.entries
             for index, _ in self.graph.consumers[entry.weight]
             for task, device in enumerate(self.strategy.configurations[index].devices)
             if device in bucket.devices and self.plan.active[index][task]
         }
-        price = collective_price(self.topology, bucket.devices, self.links)
+        kind = CollectiveKind.ALL_REDUCE
+        if bucket.sharding is not Sharding.NONE:
+            kind = CollectiveKind.REDUCE_SCATTER
+            for device in bucket.devices:
+                waits |= set(self.shared_sums(device)[-1:])
+        price = collective_price(self.topology, bucket.devices, self.links, kind, None)
         resources = tuple(len(self.topology.devices) + link for link in price.links)
         run_ns = price.duration_ns(bucket.size_bytes)
         key: Key = ("synchronize", number)
@@ -289,8 +358,7 @@ class Deriver:
     def updates(self) -> None:
         devices_of = {task.key: task.resources[0] for task in self.tasks if task.key[0] == "backward"}
         for device in range(len(self.topology.devices)):
-            held = [self.plan.held[name] for name in self.trained()]
-            elements = sum(volume(regions[device]) for regions in held if device in regions)
+            elements = sum(self.updated(name, device) for name in self.trained())
             if not elements:
                 continue
             waits: set[Key] = {key for key, mine in devices_of.items() if mine == device}
@@ -302,6 +370,13 @@ class Deriver:
             run_ns = nanoseconds(elements * seconds)
             self.tasks.append(Task(("update", device), run_ns, (device,), (), 0, frozenset(waits)))
 
+    def updated(self, weight: str, device: int) -> int:
+        """The elements of a weight that a device updates."""
+        if self.plan.sharding[weight] is Sharding.NONE:
+            region = self.plan.held[weight].get(device)
+            return 0 if region is None else volume(region)
+        return sum(volume(region) for owner, region in self.plan.updated(weight) if owner == device)
+
     def peak_memory(self) -> list[int]:
         """Return the bytes of each device: static tensors, what tasks keep for their backward, assemblies."""
         total = [0] * len(self.topology.devices)
@@ -309,9 +384,13 @@ class Deriver:
         state = OPTIMIZER_STATE[self.training.optimizer]
         for value in self.graph.values:
             if value.kind is not ValueKind.OPERATOR:
-                tensors = 2 + state if value.name in self.trained() else 1
                 for device, region in weight_holdings(self.graph, self.strategy, value.name).items():
-                    total[device] += volume(region) * value.spec.item_bytes * tensors
+                    elements = volume(region)
+                    if self.plan.sharding.get(value.name) is Sharding.PARAMETERS:
+                        elements = self.updated(value.name, device)
+                    if value.name in self.trained():
+                        elements += self.updated(value.name, device) * (1 + state)
+                    total[device] += elements * value.spec.item_bytes
         for index, configuration in enumerate(self.strategy.configurations):
             for task, device in enumerate(configuration.devices):
                 if self.plan.active[index][task]:

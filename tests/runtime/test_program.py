@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from graph.axes import AxisKind
 from graph.plan import build_plan
-from graph.strategy import Configuration, Strategy
+from graph.strategy import Configuration, Sharding, Strategy
 from runtime.collectives import StartCollective, StartGradientCollective
 from runtime.communication import World
 from runtime.executor import Executor
+from runtime.footprint import SilentWorld
 from runtime.instructions import (
     Arrival,
     Differentiate,
@@ -25,9 +28,12 @@ from runtime.instructions import (
 )
 from runtime.models import tensors_of
 from runtime.program import Program, compile_program
+from runtime.sharing import FinishGather, FinishSharedSum, Free, StartGather, StartSharedSum
 from runtime.synchronization import FinishReduction, StartReduction
+from search.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
-from tests.runtime.strategies import in_turn, random_strategy
+from tests.runtime.strategies import by_kind, in_turn, random_strategy
+from tests.runtime.test_sharding import randomly_shared
 
 CPU = torch.device("cpu")
 
@@ -82,6 +88,7 @@ class Model:
         self.received: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
         self.issued: dict[tuple[tuple[int, ...], int], list[tuple[object, ...]]] = defaultdict(list)
         self.number_in_group: dict[tuple[int, int], int] = {}
+        self.number_of_group: dict[tuple[int, int], int] = {}
 
     def run(self) -> bool:
         """Run all ranks until they finish or none can go on; return whether they finished."""
@@ -101,6 +108,17 @@ class Model:
         if isinstance(instruction, FinishReduction):
             reduction = instruction.reduction
             return self._ended(reduction.ranks, self.number_in_group[rank.number, reduction.number])
+        if isinstance(instruction, (FinishSharedSum, FinishGather)):
+            group = instruction.group
+            return self._ended(group.ranks, self.number_of_group[rank.number, group.number])
+        if isinstance(instruction, StartSharedSum) and instruction.before is not None:
+            before = instruction.before
+            if not self._ended(before.ranks, self.number_of_group[rank.number, before.number]):
+                return False
+        if isinstance(instruction, (StartSharedSum, StartGather)):
+            group, kind = instruction.group, type(instruction).__name__
+            order = self._issue(rank, group.ranks, (kind, group.length, group.dtype))
+            self.number_of_group[rank.number, group.number] = order
         if isinstance(instruction, StartReduction):
             reduction = instruction.reduction
             order = self._issue(rank, reduction.ranks, ("reduction", tuple(reduction.flat.shape)))
@@ -151,6 +169,52 @@ def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
         assert model.sent == model.received
         assert model.groups_agree()
         assert {group for group, _ in model.issued} <= set(plan.device_groups)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "dropped"])
+def test_sums_and_gathers_of_shares_match_and_nothing_deadlocks(name: str) -> None:
+    """What follows the update is walked as well."""
+    graph, devices = graph_of(name), 4
+    kinds = set()
+    for seed in range(6):
+        strategy = randomly_shared(random_strategy(graph, devices, seed), graph, seed)
+        plan = build_plan(graph, strategy, (0,) * devices, bucket_bytes=200)
+        programs = [compile_program(plan, rank, CPU) for rank in range(devices)]
+        programs = [replace(one, instructions=(*one.instructions, *one.after_update)) for one in programs]
+        model = Model(programs)
+        assert model.run(), f"seed {seed}: a rank waits for ever"
+        assert model.sent == model.received
+        assert model.groups_agree()
+        assert {group for group, _ in model.issued} <= set(plan.device_groups)
+        kinds |= {type(one) for program in programs for one in program.instructions}
+    assert {StartSharedSum, StartGather, Free} <= kinds
+
+
+def test_a_step_with_gathered_weights_leaves_none_of_them_behind() -> None:
+    """On one of two ranks, of which the other one is silent: between steps there are shares alone."""
+    graph = graph_of("perceptron")
+    strategy = shared(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), Sharding.PARAMETERS)
+    model = reference("perceptron")
+    executor = Executor(
+        build_plan(graph, strategy, (0, 0)),
+        SilentWorld(2, 0),
+        tensors_of(graph, model.build(SEED)),
+        make_job(graph, strategy, model).training,
+        seed=0,
+        learning_rate=0.0,
+        device=CPU,
+    )
+    held = [executor._held[name] for name in executor.program.gathered]
+    assert len(held) == len(graph.weights)
+    for number in range(2):
+        assert all(one.untyped_storage().nbytes() == 0 for one in held)
+        executor.step(number)
+    assert all(one.untyped_storage().nbytes() == 0 for one in held)
+    assert not executor._state.gathering
+    assert not executor._state.sharing
+    for weight in graph.weights:
+        ((_, share),) = executor.parts()[weight.name]
+        assert weight.spec.elements / 2 <= share.numel() < weight.spec.elements
 
 
 def test_one_device_has_one_segment_and_no_messages() -> None:

@@ -63,8 +63,8 @@ def test_recorded_steps_train_as_other_steps_do(name: str) -> None:
         plain.step(number)
         record_step(recorded, plan, World(1), CPU, number)
         assert recorded.loss() == plain.loss()
-    for weight, (_, value) in plain.weights().items():
-        assert torch.equal(recorded.weights()[weight][1], value)
+    for weight, ((_, value),) in plain.weights().items():
+        assert torch.equal(recorded.weights()[weight][0][1], value)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

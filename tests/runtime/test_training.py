@@ -14,7 +14,7 @@ import torch
 
 import runtime
 from graph.errors import ImportFailure, StrategyError, UsageError
-from graph.strategy import Strategy, strategy_text
+from graph.strategy import Sharding, Strategy, strategy_text
 from tests.runtime.oracle import graph_of, reference
 from tests.runtime.spawned import run_ranks
 from tests.runtime.strategies import in_turn, random_strategy
@@ -37,12 +37,17 @@ def cases_of(size: int, pairs: Sequence[tuple[str, str]], seed: int) -> list[Cas
 
 
 # Every model and optimizer; all pairs of them only under scripts/test --all.
-QUICK = {3: cases_of(3, EVERY[::2], 3)}
+SHARED = [
+    Case("perceptron", "adamw", 1, 3, "resumed", Sharding.OPTIMIZER),
+    Case("convolutions", "adam", 2, 2, "accumulated", Sharding.PARAMETERS),
+    Case("recurrent", "adamw", 3, 3, "resumed", Sharding.PARAMETERS),
+]
+QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED]}
 FULL = {size: cases_of(size, EVERY, 100) for size in (2, 3)}
 
 
 def name_of(case: Case) -> str:
-    return f"{case.model}-{case.optimizer}-{case.way}"
+    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing}"
 
 
 def train_everywhere(cases: dict[int, list[Case]], folders: pytest.TempPathFactory) -> dict[Case, list[Any]]:

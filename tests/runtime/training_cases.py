@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import runtime
 from graph.axes import AxisKind
 from graph.errors import SoapstoneError
+from graph.strategy import Sharding
+from search.baselines import shared
 from tests.runtime.oracle import graph_of, reference
 from tests.runtime.strategies import by_kind, in_turn, random_strategy
 
@@ -30,6 +32,7 @@ class Case:
     """A module, an optimizer, the seed of a random strategy over so many devices, and how the steps are done.
 
     way: "plain"; "resumed" (after half of the steps under another strategy); "accumulated" (two batches a step).
+    sharing: of a split batch in place of the random strategy, what of the weights is shared.
     """
 
     model: str
@@ -37,6 +40,7 @@ class Case:
     strategy: int
     devices: int
     way: str = "plain"
+    sharing: Sharding = Sharding.NONE
 
 
 def make_optimizer(kind: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -70,9 +74,13 @@ def train(case: Case) -> dict[str, Any]:
     graph = graph_of(case.model)
 
     def trainer_under(seed: int) -> runtime.Trainer:
+        strategy = random_strategy(graph, case.devices, seed)
+        if case.sharing is not Sharding.NONE and seed == case.strategy:
+            split = by_kind(graph, [AxisKind.SAMPLE], range(case.devices))
+            strategy = shared(graph, split, case.sharing)
         return runtime.parallelize(
             module,
-            random_strategy(graph, case.devices, seed),
+            strategy,
             args,
             kwargs,
             optimizer=lambda parameters: make_optimizer(case.optimizer, parameters),

@@ -46,6 +46,9 @@ KINDS = {
     "collective": TaskKind.COLLECTIVE,
     "gradient collective": TaskKind.GRADIENT_COLLECTIVE,
     "buffer collective": TaskKind.BUFFER_COLLECTIVE,
+    "forward gather": TaskKind.FORWARD_GATHER,
+    "backward gather": TaskKind.BACKWARD_GATHER,
+    "update gather": TaskKind.UPDATE_GATHER,
 }
 
 
@@ -65,7 +68,7 @@ def built(graph: OperatorGraph, strategy: Strategy, topology: Topology, links: L
 def subject(graph: OperatorGraph, key: reference.Key) -> int:
     """The number by which the arrays name what a reference task is about."""
     kind, name = key[0], key[1]
-    if kind in ("forward", "backward", "synchronize", "update"):
+    if kind in ("forward", "backward", "synchronize", "update") or str(kind).endswith("gather"):
         return int(name)
     values = [value.name for value in operator_values(graph)]
     values += [buffer for buffer, _ in graph.buffer_updates]

@@ -1,0 +1,63 @@
+"""Sharing more where what was found does not fit after all.
+
+Algorithm `sharding` goes by the sum of memory that a search keeps, and shares no more than must be. A device's program
+may take more than the sum says (`app.services.footprints`): then by so much less memory is left to the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from app.services.finding import problem_of
+from app.services.predicting import Setting
+from graph.strategy import Strategy
+from graph.topology import Topology
+from search.mcmc import SearchOptions
+from search.sharing import share_weights
+
+ROUNDS = 3
+"""What is shared differently takes more beyond its sum by another amount, though seldom by much."""
+
+# The bytes that each device takes: by its program, or by the sum.
+Peaks = Callable[[Strategy], Sequence[int]]
+
+
+def shared_to_fit(
+    setting: Setting, strategy: Strategy, options: SearchOptions, walked: Peaks, summed: Peaks
+) -> Strategy:
+    """Return the strategy with so much of its weights shared that all programs fit, or the last that was tried.
+
+    Raises:
+        CostError: a local call has no cost.
+    """
+    for _ in range(ROUNDS):
+        beyond = [
+            max(0, most - least) for most, least in zip(walked(strategy), summed(strategy), strict=True)
+        ]
+        problem = replace(problem_of(setting), topology=_with_less(setting.topology, beyond))
+        tried = share_weights(
+            problem, (strategy,), most=max(1, options.proposals), order=options.order
+        ).strategy
+        if tried == strategy:
+            break
+        strategy = tried
+        if _fits(setting.topology, walked(strategy)):
+            break
+    return strategy
+
+
+def _with_less(topology: Topology, beyond: Sequence[int]) -> Topology:
+    """Return the topology with less memory: of each kind by the most that one of its devices takes beyond its sum."""
+    most: dict[str, int] = {}
+    for device, size_bytes in zip(topology.devices, beyond, strict=True):
+        most[device.kind_name] = max(most.get(device.kind_name, 0), size_bytes)
+    kinds = tuple(
+        replace(kind, memory_bytes=max(1, kind.memory_bytes - most.get(kind.name, 0)))
+        for kind in topology.kinds
+    )
+    return replace(topology, kinds=kinds)
+
+
+def _fits(topology: Topology, peaks: Sequence[int]) -> bool:
+    return all(peak <= topology.kind_of(device).memory_bytes for device, peak in enumerate(peaks))

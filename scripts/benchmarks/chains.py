@@ -1,0 +1,132 @@
+"""What a second core brings to a search: the same chains with one process and with two, recorded as `app search` does.
+
+Both make the same proposals. Costs are estimates for the devices of the topology p100-cluster, asked for anew by each
+search; a search is timed from its first chain's start to its result, its trace written.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import Result, measurement
+
+if TYPE_CHECKING:
+    from app.db.store import Store
+    from app.services.models import ImportedModel
+
+RATIO = 1.9
+CHAINS = 4
+# Networks, their batch sizes, and devices.
+CASES = (("alexnet", 256, 16), ("nmt", 64, 16), ("inception", 64, 64))
+QUICK = (("alexnet", 256, 16),)
+# About how long a search with one process takes, how long is looked how fast it is, and pairs of searches.
+SECONDS, PROBE_S, PAIRS = 18.0, 2.0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One network on so many devices: proposals of each search, and proposals a second by number of processes."""
+
+    network: str
+    devices: int
+    proposals: int
+    accepted: float
+    rates: dict[int, list[float]]
+
+    @property
+    def ratio(self) -> float:
+        """How many times the proposals of one process two make, pair by pair, the median."""
+        return statistics.median(two / one for one, two in zip(self.rates[1], self.rates[2], strict=True))
+
+
+def run(*, quick: bool) -> Result:
+    """Measure every case; in quick mode a small one."""
+    rows = [measured(*case) for case in (QUICK if quick else CASES)]
+    return Result(
+        benchmark="chains",
+        conditions={"topology": "p100-cluster", "chains": CHAINS, "seconds a search": SECONDS},
+        measurements=[
+            measurement(
+                f"{row.network}, {row.devices} devices: two processes over one", row.ratio, "", at_least=RATIO
+            )
+            for row in rows
+        ],
+        table=[
+            {
+                "network": row.network,
+                "devices": str(row.devices),
+                "proposals": f"{row.proposals:,}",
+                "accepted": f"{row.accepted:.1%}",
+                **{
+                    f"a second, {count}": f"{statistics.median(rates):,.0f}"
+                    for count, rates in row.rates.items()
+                },
+                "ratio": f"{row.ratio:.2f}",
+            }
+            for row in rows
+        ],
+    )
+
+
+def measured(name: str, batch_size: int, devices: int) -> Row:
+    """Time one case: which number of processes comes first alternates."""
+    from app.services.models import import_graph, requested_model
+
+    model = import_graph(requested_model(name, "paper", batch_size), batch_norm="synchronized")
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    searched(model, devices, CHAINS * 8, 1)  # compiles
+    made, _, seconds = searched(model, devices, 10**9, 1, time_limit_s=PROBE_S)
+    budget = max(CHAINS, round(made / seconds * SECONDS))
+    accepted = 0
+    for number in range(PAIRS):
+        for workers in (1, 2) if number % 2 == 0 else (2, 1):
+            made, accepted, seconds = searched(model, devices, budget, workers)
+            rates[workers].append(made / seconds)
+    return Row(name, devices, budget, accepted / budget, rates)
+
+
+def searched(
+    model: ImportedModel, devices: int, proposals: int, workers: int, time_limit_s: float | None = None
+) -> tuple[int, int, float]:
+    """Search, with a trace in a database of its own; return proposals, those accepted, and seconds."""
+    from app.db.store import Store
+
+    with (
+        tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder,
+        Store.open(Path(folder, "x.sqlite")) as store,
+    ):
+        return _searched(store, model, devices, proposals, workers, time_limit_s)
+
+
+def _searched(
+    store: Store, model: ImportedModel, devices: int, proposals: int, workers: int, time_limit_s: float | None
+) -> tuple[int, int, float]:
+    from app.db.trace import ProposalTrace
+    from app.services.progress import Silent
+    from app.services.recording import TraceRecorder, groups_text
+    from graph.training import Training
+    from scripts.benchmarks.database import begun
+    from scripts.benchmarks.simulator import Datasheet, topology_of
+    from search.costs import CostTable
+    from search.groups import find_groups
+    from search.mcmc import SearchOptions, search
+
+    graph, topology = model.graph, topology_of(devices)
+    groups, search_id = find_groups(graph), begun(store, model, devices)
+    began = time.perf_counter()
+    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
+        found = search(
+            graph,
+            topology,
+            CostTable(Datasheet(topology.kinds)),
+            Training(model.batch_size),
+            SearchOptions(proposals=proposals, chains=CHAINS, time_limit_s=time_limit_s),
+            observer=TraceRecorder(trace, groups, devices, Silent(), graph.name),
+            workers=workers,
+        )
+    return found.proposals, found.accepted, time.perf_counter() - began

@@ -1,0 +1,180 @@
+"""How the time of a proposal grows: with the number of devices, and with the number of operators.
+
+A chain from data parallelism, moves of one group, program order, one core, costs by data sheets; a row is timed after
+as long a warm-up. Beside it: how long the chain's start takes (task graph and first simulation), and what one
+simulation from scratch takes. Without --quick, the plot is written to growth.svg in the current folder.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.growth_plot import Line, Panel, growth_plot
+from scripts.benchmarks.result import Measurement, Result, measurement
+
+if TYPE_CHECKING:
+    from graph.operators import OperatorGraph
+
+DEVICES = (4, 16, 64, 256, 1024)
+LAYERS = (1, 2, 4, 8, 16, 24)
+DEVICES_OF_LAYERS = 16
+# Zoo name, batch size and preset of each network over devices.
+NETWORKS = (("inception", 1024), ("gpt2", 1024))
+SECONDS, LEAST_PROPOSALS = 4.0, 5
+PLOT = "growth.svg"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A network on so many devices."""
+
+    network: str
+    devices: int
+    operators: int
+    tasks: int
+    start_s: float
+    full_us: float
+    median_us: float
+    p95_us: float
+    mean_us: float
+    peak_bytes: int
+
+
+def run(*, quick: bool) -> Result:
+    """Measure every row; in quick mode three small ones."""
+    rows = _over_devices(quick) + _over_layers(quick)
+    if not quick:
+        Path(PLOT).write_text(_plot(rows))
+    return Result(
+        benchmark="growth",
+        conditions={"topology": "p100-cluster", "start": "data parallel", "moves": "of one group"},
+        measurements=[_measurement(row) for row in rows],
+        table=[_cells(row) for row in rows],
+    )
+
+
+def _over_devices(quick: bool) -> list[Row]:  # noqa: FBT001 - private
+    rows = []
+    for name, batch_size in (("mlp", 64),) if quick else NETWORKS:
+        graph = _imported(name, batch_size)
+        rows += [_measured(name, graph, count) for count in ((4, 16) if quick else DEVICES)]
+    return rows
+
+
+def _over_layers(quick: bool) -> list[Row]:  # noqa: FBT001 - private
+    rows = []
+    for layers in (1,) if quick else LAYERS:
+        sizes = {"layers": layers, **({"hidden": 64, "heads": 4, "sequence": 64} if quick else {})}
+        rows.append(_measured(_layers_name(layers), _imported("gpt2", 64, **sizes), DEVICES_OF_LAYERS))
+    return rows
+
+
+def _layers_name(layers: int) -> str:
+    return f"gpt2, {layers} layer{'s' if layers > 1 else ''}"
+
+
+def _imported(name: str, batch_size: int, **sizes: int) -> OperatorGraph:
+    import torch
+
+    from graph.importer import import_module
+    from graph.zoo import build
+
+    with torch.device("meta"):
+        module, args, kwargs = build(name, "paper", batch_size, **sizes)
+    return import_module(module, args, kwargs, name=name)
+
+
+def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
+    from scripts.benchmarks.simulator import builder_of, chain_of, started, stepping
+    from search.moves import ONE_GROUP, Moves
+
+    strategy = started(graph, device_count, "data parallel")
+    began = time.perf_counter()
+    chain = chain_of(builder_of(graph, device_count), strategy, "program")
+    start_s = time.perf_counter() - began
+    step = stepping(chain, Moves(graph, device_count, ONE_GROUP))
+    _timed(step)
+    times_s = _timed(step)
+    layout = builder_of(graph, device_count).layout(strategy)
+    layout.run("program")
+    full_s = statistics.median(_timed(lambda: layout.run("program"), SECONDS / 8))
+    unit = 1 if sys.platform == "darwin" else 1024
+    row = Row(
+        network=name,
+        devices=device_count,
+        operators=len(graph.operators),
+        tasks=layout.task_count,
+        start_s=start_s,
+        full_us=full_s * 1e6,
+        median_us=statistics.median(times_s) * 1e6,
+        p95_us=sorted(times_s)[int(0.95 * len(times_s))] * 1e6,
+        mean_us=statistics.fmean(times_s) * 1e6,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    )
+    # The largest take minutes: whoever stops the benchmark keeps what it has.
+    print(", ".join(f"{key} {value}" for key, value in _cells(row).items()), file=sys.stderr, flush=True)
+    return row
+
+
+def _timed(call: Callable[[], object], seconds: float = SECONDS) -> list[float]:
+    times_s: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times_s) < LEAST_PROPOSALS or time.perf_counter() < end:
+        began = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - began)
+    return times_s
+
+
+def _plot(rows: list[Row]) -> str:
+    over_devices = Panel(
+        "over devices",
+        "devices",
+        tuple(
+            line
+            for place, (name, _) in enumerate(NETWORKS)
+            for line in _lines([row for row in rows if row.network == name], name, "devices", place)
+        ),
+    )
+    of_layers = [row for row in rows if row.network.startswith("gpt2, ")]
+    over_operators = Panel(
+        f"GPT-2 of 1 to 24 layers on {DEVICES_OF_LAYERS} devices",
+        "operators",
+        _lines(of_layers, "gpt2", "operators", 1),
+    )
+    return growth_plot("Time of a proposal", "us", (over_devices, over_operators))
+
+
+def _lines(rows: list[Row], name: str, across: str, place: int) -> tuple[Line, ...]:
+    return (
+        Line(f"{name}: a proposal", tuple((getattr(row, across), row.mean_us) for row in rows), 2 * place),
+        Line(
+            f"{name}: from scratch", tuple((getattr(row, across), row.full_us) for row in rows), 2 * place + 1
+        ),
+    )
+
+
+def _measurement(row: Row) -> Measurement:
+    return measurement(f"{row.network}, {row.devices} devices: a proposal, mean", row.mean_us, "us")
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "network": row.network,
+        "devices": str(row.devices),
+        "operators": str(row.operators),
+        "tasks": f"{row.tasks:,}",
+        "start s": f"{row.start_s:.2f}",
+        "from scratch us": f"{row.full_us:,.0f}",
+        "median us": f"{row.median_us:,.0f}",
+        "p95 us": f"{row.p95_us:,.0f}",
+        "mean us": f"{row.mean_us:,.0f}",
+        "process GB": f"{row.peak_bytes / 1e9:.2f}",
+    }

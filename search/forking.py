@@ -1,0 +1,149 @@
+"""Processes that begin as copies of this one, and go on with what it has in memory.
+
+A forked process has graph, memo units, chains and loaded kernels at once, where a new one would spend seconds on them.
+It must leave alone what belongs to other threads, to files and to connections of the process that it was copied from:
+it runs only what it is given, closes every file but its pipe, collects no garbage that it did not make, and ends
+without cleaning up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from graph.errors import UsageError
+
+# prctl(2): which signal this process gets when the one that forked it ends.
+_PR_SET_PDEATHSIG = 1
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last that a forked process says where its work raised: the exception, and where."""
+
+    error: BaseException
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A forked process: its number, and the pipe to it."""
+
+    process: int
+    connection: Connection
+
+    def ended(self) -> str:
+        """Wait for its end; return in words how it came."""
+        _, status = os.waitpid(self.process, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = str(-code)
+        return f"was ended by signal {name}" + (" (perhaps out of memory)" if name == "SIGKILL" else "")
+
+    def kill(self) -> None:
+        """End it at once, unless it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let it stand still meanwhile."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGCONT)
+
+
+def can_fork() -> bool:
+    """True where a process with threads may be forked, and the copy ends with it (Linux)."""
+    return sys.platform.startswith("linux")
+
+
+def fork(serve: Callable[[Connection], None]) -> Forked:
+    """Start a copy of this process that runs `serve` with its end of a pipe, and ends with it or with this process.
+
+    Interrupts and requests to terminate do not reach it: whoever started it tells it when to end.
+
+    Raises:
+        UsageError: the operating system starts no process.
+    """
+    near, far = Pipe()
+    parent, ends_with = os.getpid(), ctypes.CDLL(None).prctl
+    # A signal between the fork and the first line of the copy would run this process's handler there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        with warnings.catch_warnings():
+            # Of threads: from 3.12 on Python warns of them whatever the copy does.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if process == 0:
+            ends_with(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _serve(serve, far, parent)
+    except OSError as error:
+        near.close()
+        raise UsageError(
+            f"search: a worker process cannot be started ({error.strerror}), must be; choose --workers 1"
+        ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        far.close()
+    return Forked(process, near)
+
+
+def _serve(serve: Callable[[Connection], None], pipe: Connection, parent: int) -> NoReturn:
+    """Work, and end without returning: what is above on the stack is the other process's."""
+    code = 1
+    try:
+        if os.getppid() == parent:
+            _leave_alone(pipe)
+            try:
+                serve(pipe)
+                code = 0
+            except (EOFError, BrokenPipeError):
+                pass  # nobody is there any more
+            except BaseException as error:
+                _say(pipe, error)
+    finally:
+        os._exit(code)
+
+
+def _leave_alone(pipe: Connection) -> None:
+    """Part with all that this process has of the one that it was copied from, but for memory."""
+    gc.freeze()
+    signal.set_wakeup_fd(-1)
+    for number in _HELD_BACK:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    kept = pipe.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _say(pipe: Connection, error: BaseException) -> None:
+    where = "".join(traceback.format_exception(error))
+    try:
+        pipe.send(Failed(error, where))
+    except (TypeError, AttributeError, ValueError):  # cannot be pickled
+        pipe.send(Failed(RuntimeError(repr(error)), where))

@@ -1,0 +1,153 @@
+"""What rejects a proposal before it is derived never rejects one that is within the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy
+from graph.topology import Topology, load_topology
+from graph.training import Training
+from scripts.benchmarks import simulator
+from search.baselines import data_parallel
+from search.costs import CostTable
+from search.delta import Delta
+from search.evaluation import Full
+from search.moves import Moves, MoveShares
+from search.relaxation import Relaxation, active_operators
+from search.taskgraph import TaskGraphBuilder, TaskKind
+from tests.search.builders import (
+    SOME_MEASURED,
+    MadeUpCosts,
+    branches,
+    cluster,
+    devices,
+    local_calls,
+    random_anywhere,
+    random_mesh,
+    statistics,
+    two_layers,
+    unrolled,
+)
+from tests.search.test_zoo import imported
+
+TRAINING = Training(8, optimizer="adam")
+GRAPHS = {
+    "two_layers": two_layers(),
+    "branches": branches(),
+    "statistics": statistics(),
+    "unrolled": unrolled(),
+}
+TOPOLOGIES = {"one node": devices(4, contention=0.5), "two nodes": cluster()}
+FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
+
+
+def builder_of(graph: OperatorGraph, topology: Topology, **calls: object) -> TaskGraphBuilder:
+    return TaskGraphBuilder(graph, topology, CostTable(MadeUpCosts()), TRAINING, **calls)  # type: ignore[arg-type]
+
+
+class Counted(Relaxation):
+    """Tries every proposal, and counts what was decided by part of it."""
+
+    tried = decisions = 0
+
+    def decided(self, *, exceeds: bool) -> None:
+        type(self).tried += 1
+        type(self).decisions += exceeds
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
+    monkeypatch.setattr("search.delta.Relaxation", Counted)
+    monkeypatch.setattr(Counted, "tried", 0)
+    monkeypatch.setattr(Counted, "decisions", 0)
+    return Counted
+
+
+def check_at_their_bounds(builder: TaskGraphBuilder, strategy: Strategy, proposals: int, seed: int) -> None:
+    """Check that proposals are accepted at their own makespan, and rejected at a nanosecond less."""
+    rng = np.random.default_rng(seed)
+    delta, full = Delta(builder.layout(strategy)), Full(builder.layout(strategy), "program")
+    moves = Moves(builder.graph, len(builder.topology.devices), FAR)
+    for number in range(proposals):
+        changed = moves.propose(delta.configurations, rng).changed
+        expected = full.propose(changed, 2**62)
+        assert expected is not None
+        for bound_ns in (expected.step_time_ns // 4, expected.step_time_ns - 1):
+            assert delta.propose(changed, bound_ns) is None
+            delta.reject()
+        assert delta.propose(changed, expected.step_time_ns) == expected
+        if number % 3:
+            delta.reject()
+            full.reject()
+        else:
+            delta.accept()
+            full.accept()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("draw", [random_mesh, random_anywhere])
+def test_a_proposal_is_rejected_beyond_its_makespan_and_not_at_it(
+    name: str,
+    topology: str,
+    draw: Callable[[OperatorGraph, int, np.random.Generator], Strategy],
+    counted: type[Counted],
+) -> None:
+    graph, rng = GRAPHS[name], np.random.default_rng(3)
+    builder = builder_of(
+        graph, TOPOLOGIES[topology], links=SOME_MEASURED, bucket_bytes=200, local_calls=local_calls
+    )
+    strategy = draw(graph, len(TOPOLOGIES[topology].devices), rng)
+    check_at_their_bounds(builder, strategy, 60, seed=5)
+    assert counted.decisions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        ("alexnet", 2),
+        pytest.param("inception", 4, marks=pytest.mark.slow),
+        pytest.param("nmt", 2, marks=pytest.mark.slow),
+        pytest.param("resnet101", 2, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_so_it_is_with_networks_of_the_zoo(name: str, nodes: int, counted: type[Counted]) -> None:
+    graph, topology = imported(name), load_topology("p100-cluster", nodes)
+    strategy = data_parallel(graph, len(topology.devices))
+    check_at_their_bounds(builder_of(graph, topology), strategy, 40, seed=1)
+    assert counted.tried > 40
+
+
+def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Counted]) -> None:
+    graph = simulator.imported("alexnet")
+    builder = simulator.builder_of(graph, 16)
+    delta = Delta(builder.layout(data_parallel(graph, 16)))
+    moves, rng = Moves(graph, 16), np.random.default_rng(2)
+    for _ in range(60):
+        delta.propose(moves.propose(delta.configurations, rng).changed, delta.current().step_time_ns)
+        delta.reject()
+    assert counted.tried == 60
+    assert counted.decisions > 30
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_parts_have_a_backward_surely_or_perhaps_as_in_every_strategy(name: str) -> None:
+    """Surely: of every part some replica has one. Not even perhaps: no task has one."""
+    graph, rng = GRAPHS[name], np.random.default_rng(8)
+    builder = builder_of(graph, cluster(), local_calls=local_calls)
+    surely, perhaps = (active_operators(graph, surely=flag) for flag in (True, False))
+    assert any(surely)
+    for _ in range(20):
+        strategy = random_anywhere(graph, 8, rng)
+        tasks = builder.build(strategy)
+        is_backward = tasks.kind_T == TaskKind.BACKWARD
+        for index, configuration in enumerate(strategy.configurations):
+            found = set(tasks.part_T[is_backward & (tasks.subject_T == index)].tolist())
+            parts = {task // configuration.degrees[-1] for task in found}
+            assert perhaps[index] or not found
+            assert not surely[index] or len(parts) == len(configuration.devices) // configuration.degrees[-1]
