@@ -164,9 +164,6 @@ def _serve(connection: Connection, store: str, rank: int, size: int, core: int, 
     device = occupy(core, "cpu")
     import torch.distributed as dist
 
-    from runtime.communication import PeerFailure
-    from runtime.jobs import run_job
-
     join_group("cpu", timeout_s, store=dist.FileStore(store, size), rank=rank, size=size)  # type: ignore[attr-defined]
     connection.send(("done", None))
     while True:
@@ -174,11 +171,19 @@ def _serve(connection: Connection, store: str, rank: int, size: int, core: int, 
             job: Job = connection.recv()
         except (EOFError, ConnectionResetError):
             break
-        try:
-            answer: tuple[str, Any] = ("done", run_job(job, device, timeout_s))
-        except PeerFailure as error:
-            answer = ("lost", str(error))
-        except Exception as error:  # whatever it is, the pool's owner must hear of it
-            answer = ("failed", own_words(f"{type(error).__name__}: {error}", rank))
-        connection.send(answer)
+        # Held nowhere: what a job brings back, a network's weights perhaps, would take memory beside the next one's.
+        connection.send(_executed(job, device, timeout_s, rank))
     leave_group()
+
+
+def _executed(job: Job, device: str, timeout_s: float, rank: int) -> tuple[str, Any]:
+    """Run a job; return how it ended, and its result or why it has none."""
+    from runtime.communication import PeerFailure
+    from runtime.jobs import run_job
+
+    try:
+        return "done", run_job(job, device, timeout_s)
+    except PeerFailure as error:
+        return "lost", str(error)
+    except Exception as error:  # whatever it is, the pool's owner must hear of it
+        return "failed", own_words(f"{type(error).__name__}: {error}", rank)

@@ -21,6 +21,7 @@ from app.services.recording import Recorded, checkpoint_of, groups_of
 from graph.axes import tasks
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError, UsageError
+from graph.operators import ValueKind
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.chain import POLISHING
 from search.groups import Group, follow
@@ -317,8 +318,7 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
     chain = chain or 0
     step = reader.last_step(chain) if step is None else step
     shared = _shared(store, search, reader, chain)
-    names = [value["name"] for value in json.loads(graph.document)["values"] if value["kind"] == "weight"]
-    sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in names)
+    sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
     strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding)
     record = _record(store, search, graph, strategy)
     return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
@@ -334,13 +334,18 @@ def _shared(store: Store, search: SearchRecord, reader: TraceReader, chain: int)
     return found
 
 
+def _weight_names(graph: GraphRecord) -> list[str]:
+    """Return the names of a stored graph's weights, in their order (`OperatorGraph.to_json`)."""
+    values = json.loads(graph.document)["values"]
+    return [name for name, _, kind, _ in values if kind == ValueKind.WEIGHT]
+
+
 def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: Strategy) -> StrategyRecord:
     """Store a strategy; its operators and axes have the names of the stored graph."""
     operators = json.loads(graph.document)["operators"]
-    names = [value["name"] for value in json.loads(graph.document)["values"] if value["kind"] == "weight"]
     shared = {
         name: level.value
-        for name, level in zip(names, strategy.sharding, strict=False)
+        for name, level in zip(_weight_names(graph), strategy.sharding, strict=False)
         if level is not Sharding.NONE
     }
     document = {

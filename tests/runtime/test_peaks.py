@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,6 +22,7 @@ from profiler.operators.draws import keep_mask
 from runtime import watch
 from runtime.footprint import PARTS, footprint
 from runtime.jobs import Job
+from runtime.models import ModelReference
 from runtime.peaks import bytes_alive, measure_peak
 from runtime.pool import LocalPool
 from tests.runtime.oracle import SEED, graph_of, reference
@@ -34,6 +35,13 @@ RELATIVE, KEPT_BYTES = 0.02, 32 * 1024
 TEMPORARIES = {"convolutions": 0.4}
 # Batch sizes at which activations, not weights, are what takes memory.
 BATCHES = {"perceptron": 5000, "convolutions": 200, "recurrent": 2000, "dropped": 500}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    """Processes of these tests alone: what modules of others hold for good would be measured too."""
+    with LocalPool(4, timeout_s=120) as processes:
+        yield processes
 
 
 def plan_of(graph: OperatorGraph, strategy: Strategy) -> Plan:
@@ -86,6 +94,22 @@ def test_what_an_earlier_job_drew_takes_no_memory(pool: LocalPool) -> None:
     strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
     model = reference("dropped", batch_size=20_000)
     pool.run(Job(graph=graph, strategy=strategy, node_of=(0, 0), training=Training(1), model=model))
+    perceptron = graph_of("perceptron", batch_size=BATCHES["perceptron"])
+    check_against_a_run(pool, "perceptron", by_kind(perceptron, [AxisKind.SAMPLE], [0, 1]), "adam")
+
+
+def wide() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Make a layer of one weight of 4 MiB."""
+    return Wide(), (torch.zeros(2, 1024),), {}
+
+
+def test_what_an_earlier_job_brought_back_takes_no_memory(pool: LocalPool) -> None:
+    module, args, kwargs = wide()
+    graph = import_module(module, args, kwargs, name="wide")
+    strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
+    model = ModelReference(f"{__name__}:wide")
+    job = Job(graph=graph, strategy=strategy, node_of=(0, 0), training=Training(2), model=model, collect=True)
+    assert pool.run(job).weights is not None
     perceptron = graph_of("perceptron", batch_size=BATCHES["perceptron"])
     check_against_a_run(pool, "perceptron", by_kind(perceptron, [AxisKind.SAMPLE], [0, 1]), "adam")
 

@@ -17,6 +17,7 @@ from app.db.store import Store
 from app.services.rebuilding import TraceReader
 from graph.strategy import Strategy
 from search import mcmc
+from search.chain import TURN
 from tests.app.db.killed import DEVICES, MOST, options, search_until_killed
 from tests.app.walks import Key, begin, rows, walk
 from tests.search.builders import branches, random_anywhere
@@ -86,9 +87,9 @@ def resume_and_compare(store: Store, number: int, seed: int, kept: dict[Key, tup
     assert kept.items() <= found.items()
     # Chains take turns anew after a halt, so that others may be further there: go as far in all.
     longest = max(chain.proposals for chain in resumed.chains)
-    turns = -(-longest // mcmc.TURN)
+    turns = -(-longest // TURN)
     whole = begin(store, options(seed))
-    walk_on(store, whole, seed, known, turns * mcmc.TURN * len(resumed.chains))
+    walk_on(store, whole, seed, known, turns * TURN * len(resumed.chains))
     assert found.items() <= rows(store, whole).items()
 
 
