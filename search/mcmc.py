@@ -158,7 +158,10 @@ def search(
         interrupted = True
     if not chains:
         raise KeyboardInterrupt
-    recorder.flush()
+    if interrupted:
+        recorder.flush()  # a proposal is half done
+    else:
+        recorder.flush_whole()
     best = _best(chains)
     excess_bytes = best.best.outcome.excess_bytes
     if excess_bytes:
