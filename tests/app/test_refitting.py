@@ -1,0 +1,49 @@
+"""What was found and does not fit by its programs is shared more, until it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from app.db.store import Store
+from app.services.predicting import Setting, Target
+from app.services.refitting import shared_to_fit
+from graph.strategy import Strategy
+from search.baselines import data_parallel
+from search.costs import CostTable
+from search.mcmc import SearchOptions
+from search.taskgraph import TaskGraphBuilder
+from tests.app.test_reusing import setting_of
+from tests.search.builders import MadeUpCosts, devices, two_layers
+
+
+def summed(setting: Setting, strategy: Strategy) -> tuple[int, ...]:
+    """Return the bytes of each device by the search's own sum."""
+    costs = CostTable(MadeUpCosts())
+    tasks = TaskGraphBuilder(setting.model.graph, setting.topology, costs, setting.training).build(strategy)
+    return tuple(tasks.peak_memory_D.tolist())
+
+
+def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> None:
+    graph = two_layers()
+    with Store.open(tmp_path / "x.sqlite") as store:
+        plenty = setting_of(store, graph, 2, 8)
+    found = data_parallel(graph, 2)
+    most = max(summed(plenty, found))
+    # Programs that take 200 bytes more than the sum: of the plain strategy 100 more than there is.
+    setting = replace(plenty, target=Target(devices(2, memory_bytes=most + 100), None, None))
+
+    def walked(strategy: Strategy) -> tuple[int, ...]:
+        return tuple(size + 200 for size in summed(setting, strategy))
+
+    assert max(walked(found)) > most + 100
+    fitted = shared_to_fit(
+        setting, found, SearchOptions(proposals=100), walked, lambda one: summed(setting, one)
+    )
+    assert fitted.sharding
+    assert max(walked(fitted)) <= most + 100
+    # What fits is left as it is.
+    assert (
+        shared_to_fit(setting, fitted, SearchOptions(proposals=100), walked, lambda one: summed(setting, one))
+        == fitted
+    )
