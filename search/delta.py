@@ -75,9 +75,7 @@ class Delta:
             CostError: a local call has no cost.
         """
         self._renew()
-        # Of a shared weight that fewer read, each has more to update: that may take longer.
-        may_relax = bound_ns < NEVER_NS and not self.layout.shares_weights
-        part = self._relaxation.replace(changed) if may_relax else None
+        part = self._relaxation.replace(changed) if bound_ns < NEVER_NS else None
         if part is not None:
             self._undo = part
             exceeds = self._evaluate(bound_ns, everything=0) is None

@@ -74,8 +74,12 @@ class Layout:
         self.builder.store.make_room()
         return self.replace(changed)
 
-    def replace(self, changed: Mapping[int, Configuration]) -> Undo:
+    def replace(self, changed: Mapping[int, Configuration], codes: Mapping[int, int] | None = None) -> Undo:
         """Change as `change`, all units staying where they are; the store may grow beyond its limit.
+
+        codes: of each changed operator, which of its tasks have a backward: `ACTIVE`, `PARTLY_ACTIVE`, 0 for none. The
+            change is then made in part: changed operators take no time, what they make goes nowhere, and buffers stay
+            as they are. A simulation takes no longer than of all of it, and says nothing of memory.
 
         Raises:
             CostError: a local call has no cost.
@@ -87,21 +91,24 @@ class Layout:
         for index, configuration in changed.items():
             self.configurations[index] = configuration
         store = builder.store
-        for index in changed:
+        for index, configuration in changed.items():
             kept_units.append((0, index, int(self.units.operator_at[index])))
-            self.units.operator_at[index] = store.operator_unit(index, self.configurations[index])
+            self.units.operator_at[index] = (
+                store.operator_unit(index, configuration)
+                if codes is None
+                else store.empty_operator_unit(configuration, codes[index])
+            )
         for place in dict.fromkeys(p for index in changed for p in builder.touched_values[index]):
             kept_units.append((1, place, int(self.units.value_at[place])))
-            self.units.value_at[place] = store.value_unit(place, self.configurations)
+            goes_nowhere = codes is not None and store.value_classes[place].producer.operator in changed
+            self.units.value_at[place] = (
+                store.empty_value_unit() if goes_nowhere else store.value_unit(place, self.configurations)
+            )
         for place in dict.fromkeys(p for index in changed for p in builder.touched_statics[index]):
-            kept_units.append((2, place, int(self.units.static_at[place])))
-            self.units.static_at[place] = self._static_unit(place)
+            if codes is None or place < store.wiring.weight_count:
+                kept_units.append((2, place, int(self.units.static_at[place])))
+                self.units.static_at[place] = self._static_unit(place)
         return kept_configurations, kept_units
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether anything of any weight is shared."""
-        return any(level is not Sharding.NONE for level in self._sharding)
 
     def share(self, changed: Mapping[int, Sharding]) -> None:
         """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""
@@ -114,36 +121,6 @@ class Layout:
 
     def _static_unit(self, place: int) -> int:
         return self.builder.store.static_unit(place, self.configurations, self._sharding[place])
-
-    def replace_in_part(self, changed: Mapping[int, Configuration], codes: Mapping[int, int]) -> Undo:
-        """Change as `replace`, but for costs of the changed operators, for what they make, and for buffers.
-
-        They take no time, and what they make goes nowhere: a simulation takes no longer than of all of the change.
-
-        codes: of each changed operator, which of its tasks have a backward: `ACTIVE`, `PARTLY_ACTIVE`, 0 for none.
-        """
-        self.refresh()
-        store = self.builder.store
-        kept_configurations = [(index, self.configurations[index]) for index in changed]
-        kept_units: list[tuple[int, int, int]] = []
-        for index, configuration in changed.items():
-            self.configurations[index] = configuration
-        for index in changed:
-            kept_units.append((0, index, int(self.units.operator_at[index])))
-            self.units.operator_at[index] = store.empty_operator_unit(
-                self.configurations[index], codes[index]
-            )
-        for place in dict.fromkeys(p for index in changed for p in self.builder.touched_values[index]):
-            kept_units.append((1, place, int(self.units.value_at[place])))
-            made = store.value_classes[place].producer.operator in changed
-            self.units.value_at[place] = (
-                store.empty_value_unit() if made else store.value_unit(place, self.configurations)
-            )
-        for place in dict.fromkeys(p for index in changed for p in self.builder.touched_statics[index]):
-            if place < store.wiring.weight_count:
-                kept_units.append((2, place, int(self.units.static_at[place])))
-                self.units.static_at[place] = self._static_unit(place)
-        return kept_configurations, kept_units
 
     def undo(self, undo: Undo) -> None:
         """Take back the latest change."""

@@ -67,7 +67,7 @@ class Relaxation:
             if is_sure and replicas > 1 and self._are_replicated(self._sources[index] - changed.keys()):
                 return None
             codes[index] = 0 if not is_sure else ACTIVE if replicas == 1 else PARTLY_ACTIVE
-        return self._layout.replace_in_part(changed, codes)
+        return self._layout.replace(changed, codes)
 
     def _are_replicated(self, operators: Iterable[int]) -> bool:
         """Return whether any of them has replicas now: which of these have a backward then goes by their readers'."""

@@ -327,11 +327,9 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
 def _shared(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, str]:
     """Return what a chain shares of which weights: what its start does."""
     known = search.options.get("known", [])
-    checkpoints = {one.number: one for one in reader.checkpoint()}
+    starts = {one.number: one.start for one in reader.checkpoint()}
     # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
-    place = (
-        known_place(checkpoints[chain].start) if checkpoints else chain - search.options.get("chains", chain)
-    )
+    place = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
     if place is None or not 0 <= place < len(known):
         return {}
     found: dict[str, str] = json.loads(store.strategy(known[place]["digest"]).document).get("sharding", {})

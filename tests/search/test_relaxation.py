@@ -10,39 +10,27 @@ import pytest
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.topology import Topology, load_topology
-from graph.training import Training
 from scripts.benchmarks import simulator
-from search.baselines import data_parallel
+from search.baselines import data_parallel, fsdp, zero
 from search.costs import CostTable
 from search.delta import Delta
 from search.evaluation import Full
-from search.moves import Moves, MoveShares
+from search.moves import Moves
 from search.relaxation import Relaxation, active_operators
 from search.taskgraph import TaskGraphBuilder, TaskKind
 from tests.search.builders import (
     SOME_MEASURED,
     MadeUpCosts,
-    branches,
     cluster,
     devices,
     local_calls,
     random_anywhere,
     random_mesh,
-    statistics,
-    two_layers,
-    unrolled,
 )
+from tests.search.test_delta import FAR, GRAPHS, TRAINING
 from tests.search.test_zoo import imported
 
-TRAINING = Training(8, optimizer="adam")
-GRAPHS = {
-    "two_layers": two_layers(),
-    "branches": branches(),
-    "statistics": statistics(),
-    "unrolled": unrolled(),
-}
 TOPOLOGIES = {"one node": devices(4, contention=0.5), "two nodes": cluster()}
-FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
 
 
 def builder_of(graph: OperatorGraph, topology: Topology, **calls: object) -> TaskGraphBuilder:
@@ -103,6 +91,23 @@ def test_a_proposal_is_rejected_beyond_its_makespan_and_not_at_it(
     )
     strategy = draw(graph, len(TOPOLOGIES[topology].devices), rng)
     check_at_their_bounds(builder, strategy, 60, seed=5)
+    assert counted.decisions > 0
+
+
+@pytest.mark.parametrize("share", [zero, fsdp])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_so_it_is_where_weights_are_shared(
+    name: str,
+    topology: str,
+    share: Callable[[OperatorGraph, int], Strategy],
+    counted: type[Counted],
+) -> None:
+    graph, count = GRAPHS[name], len(TOPOLOGIES[topology].devices)
+    builder = builder_of(
+        graph, TOPOLOGIES[topology], links=SOME_MEASURED, bucket_bytes=200, local_calls=local_calls
+    )
+    check_at_their_bounds(builder, share(graph, count), 60, seed=4)
     assert counted.decisions > 0
 
 
