@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 BATCH_ROWS = 50_000
 _INTERRUPT_INTERVAL_S = 0.05
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def answer(
     kind = check_query(connection, sql)
     caller = _Caller(connection, limit_s)
     try:
-        with _one_line():
+        with _one_line(connection, sql, caller):
             reader = caller.call(lambda: connection.execute(sql).to_arrow_reader(BATCH_ROWS))
         schema = pa.schema(
             [
@@ -103,33 +104,55 @@ def answer(
                 for field, name in zip(reader.schema, _distinct(reader.schema.names), strict=True)
             ]
         )
-        yield Answer(kind, schema, _batches(reader, schema, caller))
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            while True:
+                with _one_line(connection, sql, caller):
+                    batch = caller.call(lambda: next(reader, None))
+                if batch is None:
+                    return
+                yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
+
+        yield Answer(kind, schema, batches())
     finally:
         caller.close()
 
 
-def _batches(reader: pa.RecordBatchReader, schema: pa.Schema, caller: _Caller) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    while True:
-        with _one_line():
-            batch = caller.call(lambda: next(reader, None))
-        if batch is None:
-            return
-        yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
-
-
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _one_line(connection: duckdb.DuckDBPyConnection, sql: str, caller: _Caller) -> Iterator[None]:
     """Turn DuckDB's errors, and Arrow's about DuckDB's, into one line each."""
     import duckdb
 
     try:
         yield
     except (duckdb.Error, OSError, ValueError) as error:
+        text = _own_words(connection, sql, caller, str(error))
         # Binder errors show the place in a picture of several lines.
-        reason = " ".join(str(error).split("LINE ", 1)[0].split()).removeprefix("Invalid Error: ")
+        reason = " ".join(text.split("LINE ", 1)[0].split()).removeprefix("Invalid Error: ")
         raise UsageError(f"query: {reason or type(error).__name__}; correct it") from None
+
+
+def _own_words(connection: duckdb.DuckDBPyConnection, sql: str, caller: _Caller, text: str) -> str:
+    """Return what failed: a query's own threads are interrupted then, and DuckDB at times reports that alone.
+
+    (DuckDB's pull request 25902.) The query is run again to learn the reason, under the same limit.
+    """
+    import duckdb
+
+    def run() -> None:
+        for _ in connection.execute(sql).to_arrow_reader(BATCH_ROWS):
+            pass
+
+    for _ in range(_ATTEMPTS):
+        if "INTERRUPT Error" not in text:
+            break
+        try:
+            caller.call(run)
+        except (duckdb.Error, OSError, ValueError) as error:
+            text = str(error)
+        else:
+            break
+    return text
 
 
 def _distinct(names: list[str]) -> list[str]:

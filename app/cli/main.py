@@ -100,8 +100,11 @@ def _speaks() -> bool:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit; a process that torchrun started may have a thread that waits for one that is gone, and does not wait."""
-    if code and _is_rank():
+    """Exit; a process that torchrun started may have threads that wait for one that is gone, or hold tensors.
+
+    The first would keep it from ending, the second can abort the interpreter's own end.
+    """
+    if _is_rank():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -160,5 +160,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a thread of gloo that still holds a tensor would abort the interpreter's own end
 '''
