@@ -57,7 +57,7 @@ class LocalCall:
         """sha256 of `document`."""
         return digest(self.document)
 
-    @property
+    @cached_property
     def has_backward(self) -> bool:
         """True where something is differentiated."""
         return any(self.gradients) and any(spec.dtype in FLOATING for spec in self.outputs)

@@ -8,10 +8,12 @@ from typing import Any
 
 Json = Any
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+
 
 def canonical_json(document: object) -> str:
     """Return the one JSON text of a document: sorted keys, no blanks, no NaN."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    return _ENCODER.encode(document)
 
 
 def digest(document: object) -> str:

@@ -207,25 +207,26 @@ class _BestTimes:
         return least
 
     def _least(self, index: int, all_of: Sequence[Degrees]) -> _Least:
-        operator = self.graph.operators[index]
-        calls = [self.first_call(self.graph, operator, degrees) for degrees in all_of]
+        operator, count = self.graph.operators[index], self.problem.device_count
         backward = 1 if self.graph.has_backward(operator) else 0
+        part_forward = part_backward = work = 0
+        counted = count_degrees(operator.space.axes[:-1], count)
+        calls_of: dict[Degrees, Sequence[LocalCall]] = {}
+        if sum(number * ways for number, ways in counted.items()) <= MOST_TASKS:
+            every = [degrees for degrees in all_degrees(operator, count) if degrees[-1] == 1]
+            calls_of = {degrees: self.problem.local_calls(self.graph, operator, degrees) for degrees in every}
+            rows = [self._cheapest(index, calls) for calls in calls_of.values()]
+            part_forward = min(int(forward.min()) for forward, _ in rows)
+            part_backward = backward * min(int(back.min()) for _, back in rows)
+            work = min(int(forward.sum() + backward * back.sum()) for forward, back in rows)
+        calls = [
+            calls_of[degrees][0] if degrees in calls_of else self.first_call(self.graph, operator, degrees)
+            for degrees in all_of
+        ]
         forward_ns, backward_ns = self._cheapest(index, calls)
         after_ns = np.array([self._after_ns(index, degrees) for degrees in all_of], np.int64)
         backward_ns = backward_ns * backward
         both_ns = forward_ns + backward_ns
-        part_forward = part_backward = work = 0
-        count = self.problem.device_count
-        counted = count_degrees(operator.space.axes[:-1], count)
-        if sum(number * ways for number, ways in counted.items()) <= MOST_TASKS:
-            every = [degrees for degrees in all_degrees(operator, count) if degrees[-1] == 1]
-            rows = [
-                self._cheapest(index, self.problem.local_calls(self.graph, operator, degrees))
-                for degrees in every
-            ]
-            part_forward = min(int(forward.min()) for forward, _ in rows)
-            part_backward = backward * min(int(back.min()) for _, back in rows)
-            work = min(int(forward.sum() + backward * back.sum()) for forward, back in rows)
         return _Least(
             forward=int(forward_ns.min()),
             backward=int(backward_ns.min()),

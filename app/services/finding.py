@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.db.store import Store
 from app.db.trace import ProposalTrace
-from app.services.predicting import Setting, without_measuring
+from app.services.predicting import Setting
 from app.services.progress import Progress
 from app.services.rebuilding import TraceReader
 from app.services.recording import TraceRecorder, WalkBar, groups_text
@@ -18,7 +18,6 @@ from graph.strategy import Strategy
 from profiler.pinning import usable_cores
 from search import algorithms
 from search.algorithms import Context, Found
-from search.bound import Bound, lower_bound
 from search.costs import CostTable
 from search.forking import can_fork
 from search.groups import find_groups
@@ -89,24 +88,6 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
         rule_calls(),
         first_call,
     )
-
-
-def bound_of(
-    store: Store, setting: Setting, found: Sequence[Found], progress: Progress, *, shared: bool = False
-) -> Bound:
-    """Return a time that no strategy of the searched space is below: what an algorithm proved, else a lower bound.
-
-    Costs that nobody has measured are estimated for it. `shared`: strategies whose weights are shared are in the space.
-    """
-    progress.begin("bounding the step time from below", None)
-    try:
-        best = lower_bound(problem_of(setting, without_measuring(store, setting)), shared=shared)
-    finally:
-        progress.end()
-    for one in found:
-        if one.bound_s is not None and one.bound_s > best.seconds and not shared:
-            best = Bound(round(one.bound_s * 1e9), f"{one.algorithm} over the whole space", whole=True)
-    return best
 
 
 def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tuple[Found, ...]:

@@ -19,8 +19,9 @@ from app.db.records import (
     TaskOrder,
 )
 from app.db.store import Store
+from app.services.bounding import bounding
 from app.services.costs import OnMiss
-from app.services.finding import Plan, bound_of, find, worker_count
+from app.services.finding import Plan, find, worker_count
 from app.services.fitting import fitting_starts
 from app.services.machine import Processor
 from app.services.models import ImportedModel, ModelRequest, import_graph
@@ -450,24 +451,24 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
     search_id = plan.search_id
     status: SearchStatus = "failed"
     outcome: SearchOutcome | None = None
+    # Strategies that share weights are in the space; where one came from a baseline alone, that is known at the end.
+    shared = "sharding" in plan.names or any(start.strategy.sharding for start in plan.known)
     try:
-        # First, so that a baseline that the search finds again keeps its name.
-        progress.begin(
-            "simulating the baselines (after an installation, compiling the simulator first)", None
-        )
-        baseline_of, known = _baselines(store, setting, plan, progress)
-        progress.end()
-        found = find(store, setting, plan, progress)
-        best = _best(store, setting, plan, algorithms.best_of(found).strategy, baseline_of, known)
-        chains = [chain for one in found for chain in one.chains]
-        # Whoever interrupts a search does not wait for more.
-        sharing = {one.digest for one in known if one.name in ("zero", "fsdp")}
-        shared = (
-            "sharding" in plan.names
-            or best.digest in sharing
-            or any(start.strategy.sharding for start in plan.known)
-        )
-        bound = None if found[-1].interrupted else bound_of(store, setting, found, progress, shared=shared)
+        with bounding(store, setting) as below:
+            if plan.workers > 1:
+                below.begin(shared=shared)
+            # First, so that a baseline that the search finds again keeps its name.
+            progress.begin(
+                "simulating the baselines (after an installation, compiling the simulator first)", None
+            )
+            baseline_of, known = _baselines(store, setting, plan, progress)
+            progress.end()
+            found = find(store, setting, plan, progress)
+            best = _best(store, setting, plan, algorithms.best_of(found).strategy, baseline_of, known)
+            chains = [chain for one in found for chain in one.chains]
+            shared = shared or best.digest in {one.digest for one in known if one.name in ("zero", "fsdp")}
+            # Whoever interrupts a search does not wait for more.
+            bound = None if found[-1].interrupted else below.bound(found, progress, shared=shared)
         outcome = SearchOutcome(
             proposals=sum(one.proposals for one in found),
             accepted=sum(one.accepted for one in found),
