@@ -178,6 +178,19 @@ def operand_regions(axes: tuple[Axis, ...], operand: OperandMap, degrees: Degree
     )
 
 
+def is_gapless(operand: OperandMap) -> bool:
+    """Return whether the parts of any split touch together what the whole touches."""
+    return all(factor.axis is None or factor.stride <= factor.extent for dim in operand for factor in dim)
+
+
+def read_elements(space: IterationSpace, slot: int) -> int:
+    """Return how many elements of an input all tasks together read at least; 0 where a stride leaves some out."""
+    operand = space.inputs[slot]
+    if not is_gapless(operand):
+        return 0
+    return intervals.volume(operand_region(operand, [part_of(axis, 1, 0) for axis in space.axes]))
+
+
 def followed_axes(operand: OperandMap) -> frozenset[int]:
     """Return the axes that an operand's dims follow."""
     return frozenset(factor.axis for dim in operand for factor in dim if factor.axis is not None)

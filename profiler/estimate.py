@@ -181,6 +181,30 @@ class Estimator:
         error = median(abs(exp(middle - one) - 1) for one in of_type) if len(of_type) > 1 else None
         return Estimate(bound * exp(middle), "estimated", len(of_type), error)
 
+    def least_s(self, call: LocalCall, phase: Phase, flops: float, size_bytes: float) -> float:
+        """Return seconds that no calls into which `call` may be cut take together in one phase.
+
+        Cut, an operator's calls are of its own type (whatever the overload; a product may become another), or of
+        Soapstone's own. Each takes its roofline times a ratio that is at least the least one measured of these types,
+        or a median over all types where one of them was never measured. Rooflines add up to at least that of their
+        work together, with one launch.
+
+        Args:
+            call: the whole operator's.
+            phase: that is asked for; not an update.
+            flops: what all of them together compute, at least.
+            size_bytes: what all of them together move, at least.
+        """
+        of_types = [
+            ratios
+            for (target, of_phase), ratios in self.ratios.items()
+            if of_phase == phase and may_become(call.target, target)
+        ]
+        medians = [median(of_all)] if (of_all := self.ratios.get(("", phase))) else [0.0]
+        ratio = min([*(ratios[0] for ratios in of_types), *medians])
+        precision = work_of(call, phase).precision
+        return roofline_s(Work(flops, size_bytes, precision), self.kind) * exp(ratio)
+
     def error_of(self, family: Family) -> float | None:
         """Return the median relative error of a family's estimates, each measurement left out; None of a single one."""
         if family not in self._errors:
@@ -196,6 +220,18 @@ class Estimator:
             known = Interpolation.fit([sizes for sizes, _ in points], [ratio for _, ratio in points])
             self._interpolations[family] = known
         return known
+
+
+# One part of a split product adds the summand, the others are plain products.
+_WITHOUT_SUMMAND = {"aten.addmm": "aten.mm", "aten.baddbmm": "aten.bmm"}
+
+
+def may_become(target: str, other: str) -> bool:
+    """Return whether a part of an operator of one type may be a call of another."""
+    if other.startswith("soapstone."):
+        return True
+    own_type, other_type = (".".join(one.split(".")[:2]) for one in (target, other))
+    return other_type in (own_type, _WITHOUT_SUMMAND.get(own_type))
 
 
 def _family(call: LocalCall, phase: Phase) -> Family:

@@ -38,7 +38,7 @@ MOST_POINTS, MOST_TO_CHOOSE = 1000, 150
 
 @dataclass(frozen=True, eq=False)
 class Interpolation:
-    """Values at scattered points, and between and around them; far away, their median.
+    """Values at scattered points, and between and around them; far away, their median. Never beyond all of them.
 
     points_NF, in units of the features' lengths: distances between them are Euclidean. values_N. per_length_F: one over
     the length of each feature, 0 for one that says nothing beside the others. noise: variance of a value around its
@@ -64,7 +64,9 @@ class Interpolation:
     def at(self, point: Sequence[float]) -> float:
         """Return the expected value at a point of F features."""
         distances_1N = _distances(np.array([point], np.float64) * self.per_length_F, self.points_NF)
-        return float(self._middle + (_covariance(distances_1N) @ self._weights)[0])
+        expected = float(self._middle + (_covariance(distances_1N) @ self._weights)[0])
+        # Between points that differ much it would swing beyond what was ever seen.
+        return min(max(expected, float(self.values_N.min())), float(self.values_N.max()))
 
     @cached_property
     def left_out(self) -> Array:

@@ -42,19 +42,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2, prod
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from graph.axes import Degrees, OperandMap, operand_region
+from graph.axes import Degrees, OperandMap, operand_region, read_elements
 from graph.calls import LocalCall
 from graph.collectives import CollectiveKind
 from graph.intervals import intersect_regions, volume
 from graph.operators import Operator, OperatorGraph, ValueKind
+from search.activity import active_operators
 from search.costs import nanoseconds
 from search.groups import find_groups
 from search.paths import Paths
 from search.spaces import all_degrees, count_degrees, count_whole, whole_space
 from search.tables import Array, Problem, Tables
+
+if TYPE_CHECKING:
+    from graph.rules.least import LeastWork
 
 # Pairs of configurations, over all edges, up to which every pair is looked at.
 MOST_PAIRED = 100_000
@@ -161,6 +166,7 @@ class _BestTimes:
         self.kinds = [kind.name for kind in problem.topology.kinds]
         self._lines: dict[int, list[tuple[float, float]]] = {}
         self.whole = True
+        self.surely_active = active_operators(self.graph, surely=True)
         self.least = self._all_least(most_calls)
         self.sure_to: dict[int, list[tuple[int, bool]]] = {
             index: [] for index in range(len(self.graph.operators))
@@ -196,6 +202,8 @@ class _BestTimes:
         # Those with few degrees first: most operators for the same number of costs.
         wanted.sort(key=lambda pair: (len(pair[1]) / len(pair[0]), pair[0][0]))
         least = [_Least()] * len(graph.operators)
+        first_like = {index: some[0] for some in like.values() for index in some}
+        self.like = [first_like[index] for index in range(len(graph.operators))]
         for some, degrees in wanted:
             if len(degrees) > most_calls:
                 self.whole = False
@@ -334,15 +342,68 @@ class _BestTimes:
                 head[index] = max(head[index], head[producer] + self.least[producer].part_forward)
                 if gradient and graph.has_backward(graph.operators[producer]):
                     tail[index] = max(tail[index], tail[producer] + self.least[producer].part_backward)
+        # (head, tail, work) of all that devices do: operators, and updates, which nothing follows.
+        done = [
+            (head[index], tail[index], max(self.least[index].work, undivided_ns))
+            for index, undivided_ns in enumerate(self._undivided_ns())
+        ]
+        done += [
+            (min(head[reader] for reader in readers), 0, update_ns) for readers, update_ns in self._updates()
+        ]
         # By falling tail, for every head: the work so far is that of the window.
-        order = sorted(range(len(graph.operators)), key=lambda index: -tail[index])
-        head_O, tail_O = np.array(head)[order], np.array(tail)[order]
-        work_O = np.array([self.least[index].work for index in order])
+        done.sort(key=lambda one: -one[1])
+        head_N, tail_N, work_N = np.array(done, np.int64).reshape(-1, 3).T
         longest = 0
         for start_ns in sorted(set(head)):
-            work = np.cumsum(np.where(head_O >= start_ns, work_O, 0))
-            longest = max(longest, start_ns + int((work // devices + np.where(work > 0, tail_O, 0)).max()))
+            work = np.cumsum(np.where(head_N >= start_ns, work_N, 0))
+            longest = max(longest, start_ns + int((work // devices + np.where(work > 0, tail_N, 0)).max()))
         return longest
+
+    def _undivided_ns(self) -> list[int]:
+        """Return, for each operator, what all of its tasks take together at least, however it is split: see (6)."""
+        found: dict[tuple[int, bool], int] = {}
+        times = []
+        for index, operator in enumerate(self.graph.operators):
+            like = self.like[index], self.surely_active[index]
+            if like not in found:
+                found[like] = self._least_together_ns(operator, active=self.surely_active[index])
+            times.append(found[like])
+        return times
+
+    def _least_together_ns(self, operator: Operator, *, active: bool) -> int:
+        problem, graph = self.problem, self.graph
+        if problem.least_work is None:
+            return 0
+        call = self.first_call(graph, operator, (1,) * len(operator.space.axes))
+        forward, backward = problem.least_work(graph, operator)
+        works: list[tuple[Literal["forward", "backward"], LeastWork]] = [("forward", forward)]
+        if active and call.has_backward:
+            works.append(("backward", backward))
+        total_s = sum(
+            min(problem.costs.least_s(call, phase, work.flops, work.size_bytes, kind) for kind in self.kinds)
+            for phase, work in works
+        )
+        # Each task's times are rounded, by at most half a nanosecond.
+        return max(0, int(total_s * 1e9) - problem.device_count - 1)
+
+    def _updates(self) -> list[tuple[list[int], int]]:
+        """Return, for each weight that has a gradient, its readers and what updating it takes at least."""
+        graph, optimizer, costs = self.graph, self.problem.training.optimizer, self.problem.costs
+        found = []
+        for value in graph.weights:
+            readers = [
+                (reader, slot)
+                for reader, slot in graph.readers[value.name]
+                if self.surely_active[reader] and graph.gradient_inputs(graph.operators[reader])[slot]
+            ]
+            if not readers:
+                continue
+            elements = max(read_elements(graph.operators[reader].space, slot) for reader, slot in readers)
+            seconds = min(costs.update_s(optimizer, graph.weight_dtype, kind)[0] for kind in self.kinds)
+            # Each device's is rounded.
+            update_ns = max(0, int(elements * seconds * 1e9) - self.problem.device_count - 1)
+            found.append(([reader for reader, _ in graph.readers[value.name]], update_ns))
+        return found
 
 
 def sizes_degrees(operator: Operator, most: int) -> list[Degrees]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from graph.calls import LocalCall
 from graph.errors import CostError
@@ -52,6 +52,30 @@ class CostSource(Protocol):
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which `optimizer` updates one of many weights of a dtype, and what that rests on."""
+        ...
+
+
+@runtime_checkable
+class BoundedSource(Protocol):
+    """What a source may be beside: one that knows how little its costs can be."""
+
+    def least_s(
+        self,
+        call: LocalCall,
+        phase: Literal["forward", "backward"],
+        flops: float,
+        size_bytes: float,
+        kind_name: str,
+    ) -> float:
+        """Return seconds that no calls into which a call may be cut take together, in one phase.
+
+        Args:
+            call: the whole operator's.
+            phase: that is asked for.
+            flops: floating-point operations of all of them together, at least.
+            size_bytes: bytes that all of them together move, at least.
+            kind_name: of the device that executes them.
+        """
         ...
 
 
@@ -175,6 +199,22 @@ class CostTable:
             return self._elsewhere.costs(calls, kind_name)
         found = self._source.resolve(calls, kind_name)
         return [_checked(call, cost, kind_name) for call, cost in zip(calls, found, strict=True)]
+
+    def least_s(
+        self,
+        call: LocalCall,
+        phase: Literal["forward", "backward"],
+        flops: float,
+        size_bytes: float,
+        kind_name: str,
+    ) -> float:
+        """Return seconds that no calls into which a call may be cut take together: 0 where the source knows none.
+
+        See `BoundedSource`.
+        """
+        if not isinstance(self._source, BoundedSource):
+            return 0.0
+        return self._source.least_s(call, phase, flops, size_bytes, kind_name)
 
     def backward_ns(self, cost: CallCost, call: LocalCall, summed: Sequence[int], kind_name: str) -> int:
         """Return what a call's backward takes, and adding its gradients of the slots `summed` to other readers' ones.

@@ -13,13 +13,10 @@ that they have in every strategy; where that is not known, a proposal is not rel
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import TYPE_CHECKING
 
-from graph.axes import OperandMap, operand_region
-from graph.holdings import cell_elements, cells
-from graph.operators import OperatorGraph
 from graph.strategy import Configuration
+from search.activity import active_operators
 from search.kernels import ACTIVE, PARTLY_ACTIVE
 
 if TYPE_CHECKING:
@@ -77,44 +74,3 @@ class Relaxation:
     def decided(self, *, exceeds: bool) -> None:
         """Note whether part of the latest proposal was enough to reject it."""
         self._share += NEWEST * (exceeds - self._share)
-
-
-def active_operators(graph: OperatorGraph, *, surely: bool) -> list[bool]:
-    """Return, for each operator, whether in every strategy each of its parts has a backward; or in some, some part.
-
-    Each has where the loss depends on all of some output, by operators of which that is true: every part then makes
-    something that one of their parts reads. Of replicas of a part only some may have one.
-    """
-    found = [False] * len(graph.operators)
-    for index in reversed(range(len(graph.operators))):
-        for name in graph.operators[index].outputs:
-            if not graph.value_by_name[name].requires_gradient:
-                continue
-            readers = [
-                (reader, slot)
-                for reader, slot in graph.readers[name]
-                if found[reader] and graph.gradient_inputs(graph.operators[reader])[slot]
-            ]
-            found[index] = (
-                found[index]
-                or name == graph.loss
-                or (_read_whole(graph, name, readers) if surely else bool(readers))
-            )
-    return found
-
-
-def _read_whole(graph: OperatorGraph, name: str, readers: list[tuple[int, int]]) -> bool:
-    """Return whether some readings together touch every element of a value, however the readers are split."""
-    regions = {}
-    for place, (reader, slot) in enumerate(readers):
-        space = graph.operators[reader].space
-        operand = space.inputs[slot]
-        if _is_gapless(operand):
-            regions[place] = operand_region(operand, [(0, axis.size) for axis in space.axes[:-1]])
-    shape = graph.value_by_name[name].spec.shape
-    return bool(regions) and sum(cell_elements(cell) for cell in cells(regions)) == prod(shape)
-
-
-def _is_gapless(operand: OperandMap) -> bool:
-    """Return whether the parts of any split touch together what the whole touches."""
-    return all(factor.axis is None or factor.stride <= factor.extent for dim in operand for factor in dim)

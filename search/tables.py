@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,12 @@ from search.needed import LocalCalls
 from search.spaces import Space
 from search.units import UnitStore, ValueClass
 
+if TYPE_CHECKING:
+    from graph.rules.least import LeastWork
+
 Array = np.ndarray[Any, np.dtype[Any]]
 FirstCall = Callable[[OperatorGraph, Operator, Degrees], LocalCall]
+LeastWorkOf = Callable[[OperatorGraph, Operator], "tuple[LeastWork, LeastWork]"]
 
 # A time that no path takes: there is none. Sums of a few hundred of them do not overflow.
 NEVER = -(1 << 52)
@@ -51,6 +55,8 @@ class Problem:
     local_calls: LocalCalls
     # Makes the call of a first task without the others'; by default it is taken from all of them.
     first_call: FirstCall | None = None
+    # What all tasks of an operator do together at least, forward and backward, where that is known.
+    least_work: LeastWorkOf | None = None
 
     @property
     def device_count(self) -> int:

@@ -108,6 +108,7 @@ class DatabaseCosts:
         self._measure = measure
         self._measured: dict[tuple[str, Phase], float] = {}
         self._failed: set[str] = set()
+        self._least_measured_s = float("inf")
         self._estimator: Estimator | None = None
         self._used: dict[str, str] = {}
         self._errors: dict[str, float] = {}
@@ -125,6 +126,7 @@ class DatabaseCosts:
                 self._failed.add(name)
             else:
                 self._measured[name, phase] = time_s
+                self._least_measured_s = min(self._least_measured_s, time_s)
 
     def copies(self) -> bool:
         """Get ready to be copied with this process; return whether copies may be asked: not where one measures."""
@@ -154,6 +156,20 @@ class DatabaseCosts:
         """
         self._obtain(calls, kind_name)
         return [self._cost(call) for call in calls]
+
+    def least_s(
+        self,
+        call: LocalCall,
+        phase: Literal["forward", "backward"],
+        flops: float,
+        size_bytes: float,
+        kind_name: str,
+    ) -> float:
+        """Return seconds that no calls into which a call may be cut take together, measured or estimated."""
+        # What took no time at all says nothing of how little others take.
+        if kind_name != self._kind.name or self._least_measured_s <= 0:
+            return 0.0
+        return self._fitted().least_s(call, phase, flops, size_bytes)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which an optimizer updates one of many weights of a dtype."""
@@ -256,6 +272,17 @@ class CostsByKind:
     def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
         """Return a cost for each call on devices of one kind."""
         return self._sources[kind_name].resolve(calls, kind_name)
+
+    def least_s(
+        self,
+        call: LocalCall,
+        phase: Literal["forward", "backward"],
+        flops: float,
+        size_bytes: float,
+        kind_name: str,
+    ) -> float:
+        """Return seconds that no calls into which a call may be cut take together on devices of one kind."""
+        return self._sources[kind_name].least_s(call, phase, flops, size_bytes, kind_name)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""

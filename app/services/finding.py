@@ -78,6 +78,7 @@ class Bar:
 def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
     """Return what the algorithms solve, with the setting's costs if none are given."""
     from graph.rules import first_call
+    from graph.rules.least import least_work
 
     return Problem(
         setting.model.graph,
@@ -87,6 +88,7 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
         setting.target.link_costs,
         rule_calls(),
         first_call,
+        least_work,
     )
 
 

@@ -215,6 +215,9 @@ class BaseRule(ABC):
     # True where `localize` reads no more of where a part lies than `graph.rules.alike` keeps apart. A rule that has a
     # `localize` of its own says so itself.
     by_size = True
+    # True where the tasks of any configuration do together at least what the whole does: see `graph.rules.least`. Not
+    # where indexes decide what a task does.
+    adds_up = True
     # True where axes are best called what the producer of the input calls them.
     inherits_names = False
 

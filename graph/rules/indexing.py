@@ -129,6 +129,8 @@ class IndexPutRule(BaseRule):
     that starts at 0 adds `self`, the others run as soapstone.index_put, into zeros.
     """
 
+    adds_up = False
+
     computes_nothing = True
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -203,6 +205,8 @@ class IndexAddRule(BaseRule):
 
     The part that starts at 0 adds `self`; the others run as soapstone.index_add, into zeros.
     """
+
+    adds_up = False
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis a dim other than `dim`, and the index."""

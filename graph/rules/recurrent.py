@@ -9,7 +9,15 @@ from __future__ import annotations
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.rules.base import Part, Signature
-from graph.rules.common import BaseRule, SpaceBuilder, local_call, whole_axis, whole_operand, whole_space
+from graph.rules.common import (
+    BaseRule,
+    SpaceBuilder,
+    local_call,
+    slot_of,
+    whole_axis,
+    whole_operand,
+    whole_space,
+)
 
 
 class RecurrentCellRule(BaseRule):
@@ -55,11 +63,9 @@ class RecurrentCellRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return two operations for each sample and weight, and about ten a unit."""
         samples = call.inputs[0].shape[0] if len(call.inputs[0].shape) == 2 else 1
-        weights = sum(spec.elements for spec in call.inputs if self._is_matrix(call, spec.shape))
+        slots = [slot for name in ("w_ih", "w_hh") if (slot := slot_of(call, name)) is not None]
+        weights = sum(call.inputs[slot].elements for slot in slots)
         return 2.0 * samples * weights + 10.0 * call.outputs[0].elements
-
-    def _is_matrix(self, call: LocalCall, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and shape[0] == self.gates * call.outputs[0].shape[-1]
 
     def backward_flops(self, call: LocalCall) -> float:
         """Return the forward's operations once for the data and once for the weight gradient."""

@@ -115,6 +115,8 @@ class ScatterRule(BaseRule):
     reduction): the part that starts at 0 adds `self`, the others run into zeros.
     """
 
+    adds_up = False
+
     rigid = frozenset({"place"})
 
     def __init__(self, *, adds: bool) -> None:

@@ -11,9 +11,12 @@ import torch
 
 from graph import rules
 from graph.axes import AxisKind, Degrees, IterationSpace, coordinates, refinable, refine
+from graph.calls import LocalCall
 from graph.importing.building import NOT_DIFFERENTIABLE_OUTPUTS
 from graph.operators import Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
 from graph.rules.base import Signature
+from graph.rules.least import least_work
+from profiler.estimate import may_become, work_of
 from profiler.operators import ExecutionContext, compile_call
 from tests.reference.assemble import gather, scatter_add
 
@@ -141,6 +144,7 @@ def check_case(
     calls = rules.local_calls(graph, operator, degrees)
     parts = rules.parts(operator, degrees)
     assert calls == tuple(rules.call_of(graph, operator, degrees, task) for task in range(len(parts)))
+    _check_work(graph, calls)
     for coordinate, part, call in zip(coordinates(degrees), parts, calls, strict=True):
         local = [
             gather(tensor.detach(), region).clone().requires_grad_(tensor.requires_grad)
@@ -161,6 +165,20 @@ def check_case(
             whole.to(output.dtype), output.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
         )
     _compare_gradients(case, expected, differentiable, out_gradients, in_gradients, tolerance)
+
+
+def _check_work(graph: OperatorGraph, calls: Sequence[LocalCall]) -> None:
+    """Calls are of types that the operator's may become, and do together at least what is said of all of them."""
+    operator = graph.operators[0]
+    whole = rules.whole_call(graph, operator)
+    assert all(may_become(whole.target, call.target) for call in calls)
+    forward, backward = least_work(graph, operator)
+    assert sum(rules.flops(call) for call in calls) >= forward.flops * (1 - 1e-12)
+    assert sum(rules.bytes_moved(call) for call in calls) >= forward.size_bytes
+    differentiated = [call for call in calls if call.has_backward]
+    assert sum(rules.backward_flops(call) for call in differentiated) >= backward.flops * (1 - 1e-12)
+    moved = sum(work_of(call, "backward").size_bytes for call in differentiated)
+    assert moved >= backward.size_bytes
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,12 +11,13 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.topology import Topology, load_topology
 from scripts.benchmarks import simulator
+from search.activity import active_operators
 from search.baselines import data_parallel, fsdp, zero
 from search.costs import CostTable
 from search.delta import Delta
 from search.evaluation import Full
 from search.moves import Moves
-from search.relaxation import Relaxation, active_operators
+from search.relaxation import Relaxation
 from search.taskgraph import TaskGraphBuilder, TaskKind
 from tests.search.builders import (
     SOME_MEASURED,

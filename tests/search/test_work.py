@@ -1,0 +1,133 @@
+"""The bound on work that nobody looked up: costs of rooflines and measurements, and operators cut at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graph.calls import LocalCall
+from graph.operators import OperatorGraph
+from graph.rules import first_call, local_calls
+from graph.rules.least import least_work
+from graph.strategy import Strategy
+from graph.topology import DeviceKind
+from graph.training import Training
+from profiler.estimate import Estimator, Observation, work_of
+from profiler.measure import Phase, phases
+from profiler.updates import update_call, update_s_per_element
+from search import bound
+from search.baselines import data_parallel, expert, random_strategy, single_device
+from search.costs import CostTable, OperatorCost, Origin
+from search.links import LinkCosts
+from search.simulator import simulate
+from search.tables import Problem
+from tests.runtime.strategies import seeds
+from tests.search.builders import devices
+from tests.search.test_zoo import imported
+
+# So slow that rounding to nanoseconds is nothing.
+KIND = replace(devices(1).kinds[0], peak_flops=(("float32", 1e9),), memory_bandwidth_bytes_per_s=1e9)
+
+
+class Estimated:
+    """What was measured, else an estimate that rests on it."""
+
+    def __init__(self, kind: DeviceKind, observations: Sequence[Observation]) -> None:
+        self.measured = {(one.call.digest, one.phase): one.time_s for one in observations}
+        self.estimator = Estimator.fit(kind, observations)
+
+    def _time_s(self, call: LocalCall, phase: Phase) -> float:
+        known = self.measured.get((call.digest, phase))
+        return self.estimator.estimate(call, phase).time_s if known is None else known
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:
+        assert kind_name == self.estimator.kind.name
+        return [
+            OperatorCost(
+                self._time_s(call, "forward"),
+                self._time_s(call, "backward") if call.has_backward else 0.0,
+                Origin.ESTIMATED,
+            )
+            for call in calls
+        ]
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        assert kind_name == self.estimator.kind.name
+        estimate = self.estimator.estimate(update_call(optimizer, dtype=dtype), "update")
+        return update_s_per_element(estimate.time_s), Origin.ESTIMATED
+
+    def least_s(
+        self, call: LocalCall, phase: Phase, flops: float, size_bytes: float, kind_name: str
+    ) -> float:
+        assert kind_name == self.estimator.kind.name
+        return self.estimator.least_s(call, phase, flops, size_bytes)
+
+
+def measured(graph: OperatorGraph, count: int, rng: np.random.Generator) -> list[Observation]:
+    """Return times of some calls of random configurations, between a third and three times their rooflines."""
+    strategy = random_strategy(graph, count, rng)
+    found = []
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        for call in dict.fromkeys(local_calls(graph, operator, configuration.degrees)):
+            for phase in phases(call):
+                if rng.random() < 0.3:
+                    work = work_of(call, phase)
+                    roofline_s = Estimator.fit(KIND, []).least_s(call, phase, work.flops, work.size_bytes)
+                    found.append(Observation(call, phase, roofline_s * float(np.exp(rng.uniform(-1.1, 1.1)))))
+    return found
+
+
+def problem(graph: OperatorGraph, count: int, observations: Sequence[Observation] = ()) -> Problem:
+    costs = CostTable(Estimated(KIND, observations))
+    topology = replace(devices(count), kinds=(KIND,))
+    return Problem(graph, topology, costs, Training(8), LinkCosts(), local_calls, first_call, least_work)
+
+
+def step_ns(one: Problem, strategy: Strategy) -> int:
+    return simulate(one.graph, strategy, one.topology, one.costs, one.training, links=one.links).step_time_ns
+
+
+def undivided(one: Problem, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the bound where no cost is looked up."""
+    monkeypatch.setattr(bound, "MOST_TASKS", 0)
+    return bound.best_times_bound(one, most_calls=0).time_ns
+
+
+@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("name", ["rnnlm", "bert-large", "densenet121"])
+def test_no_strategy_does_less_work(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By data sheets alone (the first seed), and with measurements that say otherwise of some calls."""
+    graph, rng = imported(name), np.random.default_rng(seed)
+    count = 2 if seed % 2 else 4
+    one = problem(graph, count, measured(graph, count, rng) if seed else ())
+    whole_ns, least_ns = bound.best_times_bound(one).time_ns, undivided(one, monkeypatch)
+    assert least_ns > 0
+    met = [data_parallel(graph, count), expert(graph, count), single_device(graph)]
+    met += [random_strategy(graph, count, rng) for _ in range(6)]
+    for strategy in met:
+        assert max(whole_ns, least_ns) <= step_ns(one, strategy)
+
+
+@pytest.mark.parametrize("name", ["rnnlm", "bert-large", "densenet121"])
+def test_on_one_device_most_of_the_step_is_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By data sheets: what is missing are sums of gradients, and bytes that lookups read."""
+    one = problem(imported(name), 1)
+    step = step_ns(one, single_device(one.graph))
+    assert 0.75 * step <= undivided(one, monkeypatch) <= step
+
+
+def test_costs_of_a_source_that_knows_no_least_count_as_nothing() -> None:
+    """As before: a source need not say how little its costs can be."""
+
+    class Plain:
+        def __init__(self, source: Estimated) -> None:
+            self.resolve, self.update_cost = source.resolve, source.update_cost
+
+    graph = imported("mlp")
+    one = problem(graph, 4)
+    call = first_call(graph, graph.operators[0], (1,) * len(graph.operators[0].space.axes))
+    assert one.costs.least_s(call, "forward", 1e9, 1e6, KIND.name) > 0
+    assert CostTable(Plain(Estimated(KIND, ()))).least_s(call, "forward", 1e9, 1e6, KIND.name) == 0
