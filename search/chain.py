@@ -17,7 +17,7 @@ from graph.strategy import Configuration, Sharding, Strategy
 from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation
 from search.moves import Move, Moves, MoveShares
 from search.proposals import ChainCheckpoint, Recorder, ResumedChain
-from search.simulator import Order
+from search.simulator import ORDERS, Order
 from search.taskgraph import TaskGraphBuilder
 
 POLISHING = "polishing"
@@ -63,8 +63,10 @@ class SearchOptions:
         ):
             if not value >= least:
                 raise UsageError(f"search: {name} is {value}, must be at least {least}; choose another")
-        if self.order not in ("program", "fifo"):
-            raise UsageError(f"search: order is {self.order}, must be program or fifo; choose one of them")
+        if self.order not in ORDERS:
+            raise UsageError(
+                f"search: order is {self.order}, must be one of {', '.join(ORDERS)}; choose one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def outcome(layout: Layout, order: Order) -> Outcome:
 
 
 class Full:
-    """Every strategy simulated from its task graph; `stops`: in fifo order only as far as the bound lets it."""
+    """Every strategy simulated from its task graph; `stops`: but in program order, only as far as the bound lets it."""
 
     def __init__(self, layout: Layout, order: Order, *, stops: bool = False) -> None:
         self.layout = layout

@@ -1,4 +1,4 @@
-"""All compiled kernels: memo units, task graph, and both orders of simulation. Callers have validated.
+"""All compiled kernels: memo units, task graph, and the three orders of simulation. Callers have validated.
 
 All in one file: a cached kernel does not notice that another file's kernel changed. Integers only, but for prices:
 those are double expressions without fastmath, and are rounded once.
@@ -1760,6 +1760,61 @@ def find_successors(task_count: int, tasks: Tasks, holds: Holds, events: Events)
 
 
 @inner
+def finish(
+    task: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    events: Events,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    bound_ns: int,
+    size: int,
+) -> tuple[int, int]:
+    """Serve a task, and put what is then ready into the heap of `size`; return its new size and the task's end.
+
+    The end is -1 where the makespan is sure to exceed the bound.
+    """
+    hold, run_ns = tasks.hold[task], tasks.run_ns[task]
+    end_ns = serve(
+        task,
+        events.ready_ns[task],
+        events.cause[task],
+        hold,
+        run_ns,
+        holds.resource_ptr,
+        holds.resource,
+        holds.end_ptr,
+        holds.end,
+        holds.flows[hold],
+        contention_ppm_D,
+        free_ns_R,
+        last_R,
+        debt_ns_D,
+        timeline.start_ns,
+        timeline.end_ns,
+        timeline.cause,
+    )
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        resource = holds.resource[place]
+        events.left_ns_R[resource] -= run_ns
+        if end_ns > bound_ns - events.left_ns_R[resource]:
+            return size, -1
+    for place in range(events.ptr[task], events.ptr[task + 1]):
+        following = events.successor[place]
+        if end_ns > events.ready_ns[following]:
+            events.ready_ns[following] = end_ns
+            events.cause[following] = task
+        events.waiting[following] -= 1
+        if events.waiting[following] == 0:
+            ready_ns = events.ready_ns[following]
+            size = push(events.heap_ns, events.heap_task, size, ready_ns, following)
+    return size, end_ns
+
+
+@inner
 def serve_by_readiness(
     task_count: int,
     tasks: Tasks,
@@ -1773,55 +1828,331 @@ def serve_by_readiness(
     bound_ns: int,
 ) -> int:
     """Serve the tasks by (ready time, task), as `run_fifo_order`."""
-    hold_T, run_ns_T = tasks.hold, tasks.run_ns
-    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
-    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
-    waiting, ready_ns, cause, left_ns_R = events.waiting, events.ready_ns, events.cause, events.left_ns_R
-    ptr, successor, heap_ns, heap_task = events.ptr, events.successor, events.heap_ns, events.heap_task
+    heap_ns, heap_task = events.heap_ns, events.heap_task
     if find_successors(task_count, tasks, holds, events) > bound_ns:
         return -1
     size = 0
     for task in range(task_count):
-        if waiting[task] == 0:
+        if events.waiting[task] == 0:
             size = push(heap_ns, heap_task, size, 0, task)
     makespan_ns = 0
     while size > 0:
-        first_ns, task = heap_ns[0], heap_task[0]
+        task = heap_task[0]
         size = pop(heap_ns, heap_task, size)
-        hold = hold_T[task]
-        end_ns = serve(
+        size, end_ns = finish(
             task,
-            first_ns,
-            cause[task],
-            hold,
-            run_ns_T[task],
-            resource_ptr,
-            resource_of,
-            end_ptr,
-            end_of,
-            holds.flows[hold],
+            tasks,
+            holds,
             contention_ppm_D,
+            timeline,
+            events,
             free_ns_R,
             last_R,
             debt_ns_D,
-            start_ns_T,
-            end_ns_T,
-            cause_T,
+            bound_ns,
+            size,
         )
+        if end_ns < 0:
+            return -1
         makespan_ns = max(makespan_ns, end_ns)
-        for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
-            resource = resource_of[place]
-            left_ns_R[resource] -= run_ns_T[task]
-            if end_ns > bound_ns - left_ns_R[resource]:
+    return makespan_ns
+
+
+class Positions(NamedTuple):
+    """Where in a step, and in the forward of the step after it, the work of operators stands: ascending numbers."""
+
+    forward_O: Array
+    backward_O: Array
+    next_O: Array  # the forward of the next step
+    next_V: Array  # V + buffers: the first forward of the next step that reads it
+    last: int  # beyond all of them
+
+
+@quick_entry
+def number_by_position(
+    task_count: int, tasks: Tasks, devices: int, positions: Positions, priority_T: Array, bucket_T: Array
+) -> None:
+    """Write the number of every communication as `search.policies.layer` defines it; computations get 0.
+
+    bucket_T: room for a number of each bucket, of which there are fewer than tasks.
+    """
+    for task in range(task_count):
+        kind, subject = tasks.kind[task], tasks.subject[task]
+        first, last = tasks.pred_ptr[task], tasks.pred_ptr[task + 1]
+        if tasks.hold[task] < devices:
+            priority_T[task] = 0
+            if kind == UPDATE:
+                continue
+            number = positions.forward_O[subject] if kind == FORWARD else positions.backward_O[subject]
+            for place in range(first, last):
+                pred = tasks.pred[place]
+                if tasks.hold[pred] >= devices and number < priority_T[pred]:
+                    priority_T[pred] = number
+            continue
+        number = positions.last
+        if kind == SYNCHRONIZE:
+            for place in range(first, last):
+                pred = tasks.pred[place]
+                if tasks.hold[pred] < devices:
+                    number = min(number, positions.next_O[tasks.subject[pred]])
+            bucket_T[subject] = number
+        elif kind == UPDATE_GATHER:
+            number = bucket_T[subject]
+        elif kind in (BUFFER_TRANSFER, BUFFER_COLLECTIVE):
+            number = positions.next_V[subject]
+        priority_T[task] = number
+
+
+class Queues(NamedTuple):
+    """Communications that are ready and wait for links: a heap for each link, and who may start in this round."""
+
+    ptr: Array  # R + 1, into key
+    key: Array  # priority * 2^32 + task; both are below 2^31
+    size_R: Array
+    used_R: Array  # in which round the link was last given to a task
+    tried_T: Array  # in which round the task was last tried
+    tried: Array  # those of this round
+    ended: Array  # communications that end in this round
+    end_ns: Array  # the heap of those that run
+    end_task: Array
+
+
+@inner
+def push_key(keys: Array, base: int, size: int, key: int) -> int:
+    """Add to the binary heap that begins at `base`; return its new size."""
+    place = size
+    while place > 0:
+        parent = (place - 1) // 2
+        if keys[base + parent] < key:
+            break
+        keys[base + place] = keys[base + parent]
+        place = parent
+    keys[base + place] = key
+    return size + 1
+
+
+@inner
+def pop_key(keys: Array, base: int, size: int) -> int:
+    """Remove the first of the binary heap that begins at `base`; return its new size."""
+    size -= 1
+    key = keys[base + size]
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        if child + 1 < size and keys[base + child + 1] < keys[base + child]:
+            child += 1
+        if key < keys[base + child]:
+            break
+        keys[base + place] = keys[base + child]
+        place = child
+    keys[base + place] = key
+    return size
+
+
+@entry
+def run_priority_order(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    resource_count: int,
+    timeline: Timeline,
+    priority_T: Array,
+    bound_ns: int,
+) -> int:
+    """Serve computations as in fifo order, communications by priority (not negative, below 2^31), then task.
+
+    Returns the makespan, or -1 once it is sure to exceed the bound.
+
+    Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulator`.
+    """
+    events = Events(
+        np.empty(task_count, np.int64),
+        np.zeros(task_count, np.int64),
+        np.full(task_count, -1, np.int64),
+        np.zeros(task_count + 2, np.int64),
+        np.empty(tasks.pred_ptr[task_count], np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.zeros(resource_count, np.int64),
+    )
+    devices = len(contention_ppm_D)
+    ptr = np.zeros(resource_count + 1, np.int64)
+    for task in range(task_count):
+        hold = tasks.hold[task]
+        if hold >= devices:
+            for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+                ptr[holds.resource[place] + 1] += 1
+    for resource in range(resource_count):
+        ptr[resource + 1] += ptr[resource]
+    queues = Queues(
+        ptr,
+        np.empty(ptr[resource_count], np.int64),
+        np.zeros(resource_count, np.int64),
+        np.zeros(resource_count, np.int64),
+        np.zeros(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+    )
+    free_ns_R = np.zeros(resource_count, np.int64)
+    last_R = np.full(resource_count, -1, np.int64)
+    debt_ns_D = np.zeros(devices, np.int64)
+    return serve_by_priority(
+        task_count,
+        tasks,
+        holds,
+        contention_ppm_D,
+        timeline,
+        events,
+        queues,
+        free_ns_R,
+        last_R,
+        debt_ns_D,
+        priority_T,
+        bound_ns,
+    )
+
+
+@inner
+def may_start(
+    task: int, hold: int, holds: Holds, queues: Queues, free_ns_R: Array, now_ns: int, turn: int
+) -> bool:
+    """Return whether all links of a waiting communication are free, and it is the first at each of them."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        link = holds.resource[place]
+        if (
+            free_ns_R[link] > now_ns
+            or queues.used_R[link] == turn
+            or queues.key[queues.ptr[link]] & 0xFFFFFFFF != task
+        ):
+            return False
+    return True
+
+
+@inner
+def join(task: int, hold: int, holds: Holds, queues: Queues, priority: int) -> None:
+    """Let a communication wait at all links that it holds."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        link = holds.resource[place]
+        key = (priority << 32) + task
+        queues.size_R[link] = push_key(queues.key, queues.ptr[link], queues.size_R[link], key)
+
+
+@inner
+def leave(hold: int, holds: Holds, queues: Queues, turn: int) -> None:
+    """Take a communication that starts, the first everywhere, from where it waits."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        link = holds.resource[place]
+        queues.size_R[link] = pop_key(queues.key, queues.ptr[link], queues.size_R[link])
+        queues.used_R[link] = turn
+
+
+@inner
+def add_freed(tried: int, ended: int, tasks: Tasks, holds: Holds, queues: Queues, turn: int) -> int:
+    """Add who waits first at links that have just become free to those to be tried; return how many these are."""
+    for position in range(ended):
+        hold = tasks.hold[queues.ended[position]]
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            link = holds.resource[place]
+            if queues.size_R[link] > 0:
+                first = queues.key[queues.ptr[link]] & 0xFFFFFFFF
+                if queues.tried_T[first] != turn:
+                    queues.tried_T[first] = turn
+                    queues.tried[tried] = first
+                    tried += 1
+    return tried
+
+
+@inner
+def serve_by_priority(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    events: Events,
+    queues: Queues,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    priority_T: Array,
+    bound_ns: int,
+) -> int:
+    """Serve the tasks as `run_priority_order`, one round after the other.
+
+    In a round ends what ends by now; what is ready by now is served (computations) or waits (communications); then
+    those that may start do. Only who has just become ready, or is first at a link that has just become free, can.
+    """
+    hold_T, devices = tasks.hold, len(contention_ppm_D)
+    heap_ns, heap_task = events.heap_ns, events.heap_task
+    if find_successors(task_count, tasks, holds, events) > bound_ns:
+        return -1
+    size = running = turn = makespan_ns = 0
+    for task in range(task_count):
+        if events.waiting[task] == 0:
+            size = push(heap_ns, heap_task, size, 0, task)
+    while size > 0 or running > 0:
+        now_ns = heap_ns[0] if size > 0 else queues.end_ns[0]
+        if running > 0:
+            now_ns = min(now_ns, queues.end_ns[0])
+        turn += 1
+        tried = ended = 0
+        while running > 0 and queues.end_ns[0] <= now_ns:
+            queues.ended[ended] = queues.end_task[0]
+            ended += 1
+            running = pop(queues.end_ns, queues.end_task, running)
+        while size > 0 and heap_ns[0] <= now_ns:
+            task = heap_task[0]
+            size = pop(heap_ns, heap_task, size)
+            if hold_T[task] >= devices:
+                join(task, hold_T[task], holds, queues, priority_T[task])
+                queues.tried_T[task] = turn
+                queues.tried[tried] = task
+                tried += 1
+                continue
+            size, end_ns = finish(
+                task,
+                tasks,
+                holds,
+                contention_ppm_D,
+                timeline,
+                events,
+                free_ns_R,
+                last_R,
+                debt_ns_D,
+                bound_ns,
+                size,
+            )
+            if end_ns < 0:
                 return -1
-        for place in range(ptr[task], ptr[task + 1]):
-            following = successor[place]
-            if end_ns > ready_ns[following]:
-                ready_ns[following] = end_ns
-                cause[following] = task
-            waiting[following] -= 1
-            if waiting[following] == 0:
-                size = push(heap_ns, heap_task, size, ready_ns[following], following)
+            makespan_ns = max(makespan_ns, end_ns)
+        tried = add_freed(tried, ended, tasks, holds, queues, turn)
+        for position in range(tried):
+            task = queues.tried[position]
+            if not may_start(task, hold_T[task], holds, queues, free_ns_R, now_ns, turn):
+                continue
+            leave(hold_T[task], holds, queues, turn)
+            size, end_ns = finish(
+                task,
+                tasks,
+                holds,
+                contention_ppm_D,
+                timeline,
+                events,
+                free_ns_R,
+                last_R,
+                debt_ns_D,
+                bound_ns,
+                size,
+            )
+            if end_ns < 0:
+                return -1
+            makespan_ns = max(makespan_ns, end_ns)
+            running = push(queues.end_ns, queues.end_task, running, end_ns, task)
     return makespan_ns
 
 

@@ -11,7 +11,8 @@ from graph.strategy import Configuration, Sharding
 from search import kernels
 from search.costs import ORIGIN_CODE
 from search.evaluation import NEVER_NS
-from search.kernels import Array, Buckets, Gathers, Holds, Scratch, Tasks, Timeline, Units
+from search.kernels import Array, Buckets, Gathers, Holds, Positions, Scratch, Tasks, Timeline, Units
+from search.policies import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
     from search.taskgraph import TaskGraphBuilder
@@ -47,6 +48,8 @@ class Layout:
         self.gathers = new_gathers(self, 64)
         self.scratch = _new_scratch(self, 1024, 1024, 256)
         self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
+        self._priority_T, self._bucket_T = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._positions: Positions | None = None
 
     @property
     def task_count(self) -> int:
@@ -212,7 +215,7 @@ class Layout:
     def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
         """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run).
 
-        In fifo order it is -1 where it exceeds the bound.
+        In fifo order and by priority it is -1 where it exceeds the bound.
         """
         tasks, holds = self.assemble()
         if len(self._timeline.start_ns) < self.task_count:
@@ -229,7 +232,25 @@ class Layout:
         )
         if order == "program":
             return int(kernels.run_program_order(*arguments)), self._timeline
-        return int(kernels.run_fifo_order(*arguments, bound_ns)), self._timeline
+        if order == "fifo":
+            return int(kernels.run_fifo_order(*arguments, bound_ns)), self._timeline
+        numbers = self._numbers(tasks, order)
+        return int(kernels.run_priority_order(*arguments, numbers, bound_ns)), self._timeline
+
+    def _numbers(self, tasks: Tasks, order: str) -> Array:
+        """Return the numbers that the order's policy gives to communications; valid until the next run."""
+        devices = len(self.builder.topology.devices)
+        if order != "priority":
+            policy = {"priority-tic": tic_of, "priority-tac": tac_of}[order]
+            return policy(tasks, self.task_count, devices)
+        if len(self._bucket_T) < self.task_count:
+            self._priority_T, self._bucket_T = (np.zeros(2 * self.task_count, np.int64) for _ in range(2))
+        if self._positions is None:
+            self._positions = positions(self.builder.store.wiring)
+        kernels.number_by_position(
+            self.task_count, tasks, devices, self._positions, self._priority_T, self._bucket_T
+        )
+        return self._priority_T
 
 
 def _new_tasks(tasks: int, dependencies: int) -> Tasks:

@@ -1,9 +1,15 @@
 """Predict the time of one training step.
 
-Two orders. `program`: every resource serves its tasks in program order, the order in which the runtime issues them;
-one pass, a longest path. `fifo`: tasks are served in order of (ready time, task), FlexFlow's Algorithm 1.
+Three orders. `program`: every resource serves its tasks in program order, the order in which the runtime issues them;
+one pass, a longest path. `fifo`: tasks are served in order of (ready time, task), FlexFlow's Algorithm 1. `priority`:
+computations as in `fifo`; a link takes, of the communications that are ready, the one with the smallest number (of
+equals the first task), and lets it end. Numbers are those of `search.policies`: of `layer`, with `priority-tic` and
+`priority-tac` of TIC and TAC. A communication holds all its links at once: it starts when it is the first at each of
+them and all are free, so a link may stand still, kept for one that waits for another. Time goes from instant to
+instant. At each, what ends then ends, computations that are ready are served, and then communications start, each link
+given once; where something takes no time, the instant is gone through again.
 
-In both, a task starts when all that it waits for has ended and all that it holds is free. Communication slows the
+In all, a task starts when all that it waits for has ended and all that it holds is free. Communication slows the
 compute of the devices where it ends: when a transfer or a collective of duration c starts, a device of contention
 factor f owes f * c (rounded to whole nanoseconds, halves up; f is kept in parts per million), and twice that of a
 collective in which every device sends and receives at once: all but broadcast and reduce. The next compute task that
@@ -17,11 +23,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from graph.collectives import CollectiveKind
+from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.plan import BUCKET_BYTES
 from graph.strategy import Strategy
@@ -32,7 +39,8 @@ from search.links import LinkCosts
 from search.needed import LocalCalls
 from search.taskgraph import COMPUTE_KINDS, TaskGraph, build_task_graph
 
-Order = Literal["program", "fifo"]
+Order = Literal["program", "fifo", "priority", "priority-tic", "priority-tac"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 # What peak memory rests on: the sum that the search keeps, or a walk through the devices' programs.
 Account = Literal["sum", "walk"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -86,6 +94,35 @@ class Simulation:
     def communication_s(self) -> float:
         """Seconds of all transfers and collectives together, each counted once."""
         return int(self.busy_ns[~self._is_compute].sum()) / 1e9
+
+    @cached_property
+    def bounds_ns(self) -> tuple[int, int]:
+        """The least and the most that the order can make of these tasks: all of the busiest resource, all there is."""
+        holds, hold_T = self.tasks.holds, self.tasks.hold_T
+        first, last = holds.resource_ptr[hold_T], holds.resource_ptr[hold_T + 1]
+        counts = last - first
+        places = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        busy_ns_R = np.zeros(self.tasks.resource_count, np.int64)
+        np.add.at(busy_ns_R, holds.resource[places], np.repeat(self.busy_ns, counts))
+        return int(busy_ns_R.max(initial=0)), int(self.busy_ns.sum())
+
+    @property
+    def efficiency(self) -> float:
+        """How much of what a good order can save is saved: 1 where the busiest resource never stands still.
+
+        Source: TicTac (SysML 2019), scheduling efficiency E = (U - m) / (U - L).
+        """
+        least_ns, most_ns = self.bounds_ns
+        return (most_ns - self.step_time_ns) / (most_ns - least_ns) if most_ns > least_ns else 1.0
+
+    @property
+    def speedup_potential(self) -> float:
+        """By how much running side by side can speed up what runs one after the other at most.
+
+        Source: TicTac (SysML 2019), S = (U - L) / L.
+        """
+        least_ns, most_ns = self.bounds_ns
+        return (most_ns - least_ns) / least_ns if least_ns else 0.0
 
     @cached_property
     def bytes_moved(self) -> int:
@@ -162,28 +199,40 @@ class Simulation:
         return not self.infeasible_devices
 
 
-def simulate_tasks(tasks: TaskGraph, order: Order = "program") -> Simulation:
-    """Simulate a task graph."""
+def _check_numbers(priority_T: IntArray, count: int) -> None:
+    if priority_T.shape != (count,) or priority_T.min(initial=0) < 0 or priority_T.max(initial=0) >= 2**31:
+        raise UsageError(
+            f"simulation: {priority_T.shape} numbers of communications, {priority_T.min(initial=0)} to "
+            f"{priority_T.max(initial=0)}, must be one for each of {count} tasks, from 0 to {2**31 - 1}; number them so"
+        )
+
+
+def simulate_tasks(
+    tasks: TaskGraph, order: Order = "program", *, priority_T: IntArray | None = None
+) -> Simulation:
+    """Simulate a task graph.
+
+    priority_T: the number of each task, 0 or more and below 2^31, instead of those of the order's policy.
+
+    Raises:
+        UsageError: there are other numbers of them, or other numbers; the order `priority-tac` refuses the graph.
+    """
     from search import kernels
+    from search.policies import layer, tac, tic
 
     count = tasks.task_count
-    flat = kernels.Tasks(
-        tasks.kind_T,
-        tasks.run_ns_T,
-        tasks.hold_T,
-        tasks.origin_T,
-        tasks.subject_T,
-        tasks.part_T,
-        tasks.size_bytes_T,
-        tasks.pred_ptr_T1,
-        tasks.pred_E,
-    )
     timeline = kernels.Timeline(*(np.zeros(count, np.int64) for _ in range(3)))
-    arguments = (count, flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
+    arguments = (count, tasks.flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
     if order == "program":
         makespan_ns = kernels.run_program_order(*arguments)
-    else:
+    elif order == "fifo":
         makespan_ns = kernels.run_fifo_order(*arguments, np.iinfo(np.int64).max)
+    else:
+        if priority_T is not None:
+            _check_numbers(priority_T, count)
+        else:
+            priority_T = {"priority": layer, "priority-tic": tic, "priority-tac": tac}[order](tasks)
+        makespan_ns = kernels.run_priority_order(*arguments, priority_T, np.iinfo(np.int64).max)
     return Simulation(tasks, order, int(makespan_ns), timeline.start_ns, timeline.end_ns, timeline.cause)
 
 

@@ -121,6 +121,23 @@ class TaskGraph:
         """Number of devices and links."""
         return len(self.topology.devices) + len(self.topology.links)
 
+    @property
+    def flat(self) -> Tasks:
+        """The tasks as kernels take them."""
+        from search.kernels import Tasks
+
+        return Tasks(
+            self.kind_T,
+            self.run_ns_T,
+            self.hold_T,
+            self.origin_T,
+            self.subject_T,
+            self.part_T,
+            self.size_bytes_T,
+            self.pred_ptr_T1,
+            self.pred_E,
+        )
+
     def resources(self, task: int) -> tuple[int, ...]:
         """Return what a task holds while it runs: a device, or links (numbered after the devices)."""
         hold = self.hold_T[task]

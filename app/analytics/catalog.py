@@ -37,7 +37,10 @@ _MEASURED_SHARE = "part of the predicted busy time that rests on measured costs"
 _ESTIMATED_SHARE = "part that rests on estimates fitted to measurements"
 _DATASHEET_SHARE = "part that rests on data sheets alone"
 _FEASIBLE = "whether every device's memory suffices"
-_ORDER = "order of tasks on a resource: program (the runtime's own) or fifo"
+_ORDER = (
+    "order of tasks on a resource: program (the runtime's own), fifo, or communications by priority: "
+    "priority (as P3), priority-tic or priority-tac"
+)
 _OPERATOR = "position of the operator, see operators"
 _SEARCH = "the search, see searches"
 

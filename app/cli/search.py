@@ -52,7 +52,14 @@ def search(
     beta: Annotated[
         float, typer.Option("--beta", min=0.0, help="Inverse temperature of the acceptance.")
     ] = 300.0,
-    order: Annotated[str, typer.Option("--order", help="Order on a resource: program or fifo.")] = "program",
+    order: Annotated[
+        str,
+        typer.Option(
+            "--order",
+            help="Order on a resource: program, fifo, or by priority of communications: priority (as P3), "
+            "priority-tic, priority-tac.",
+        ),
+    ] = "program",
     time_limit: Annotated[
         float | None,
         typer.Option(
@@ -296,6 +303,10 @@ def _print(report: SearchReport) -> None:
             f"at most {percent(report.gap)} above the best possible: lower bound {milliseconds(report.bound.seconds)} "
             f"({report.bound.kind}{'' if report.bound.whole else ', some operators counted as nothing'})"
         )
+    print_lines(
+        f"scheduling efficiency {percent(report.best.scheduling_efficiency)}: from all tasks one after the other, "
+        f"{1 + report.best.speedup_potential:.2f} x the work of the busiest device or link, to that work alone"
+    )
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
         print_lines(

@@ -250,7 +250,9 @@ simulations = sa.Table(
     sa.UniqueConstraint(
         "strategy_id", "topology_id", "training_id", "task_order", "cost_digest", name="uq_simulations_key"
     ),
-    sa.CheckConstraint("task_order IN ('program', 'fifo')", name="task_order"),
+    sa.CheckConstraint(
+        "task_order IN ('program', 'fifo', 'priority', 'priority-tic', 'priority-tac')", name="task_order"
+    ),
     sa.Index(None, "search_id"),
 )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from graph.canonical import digest
 
@@ -20,8 +20,10 @@ Phase = Literal["forward", "backward", "update"]
 
 SearchStatus = Literal["running", "finished", "interrupted", "failed"]
 ExecutionStatus = Literal["running", "finished", "interrupted", "failed"]
-TaskOrder = Literal["program", "fifo"]
-"""Order of tasks on a resource in a simulation: the runtime's own, or by ready time (FlexFlow, Algorithm 1)."""
+TaskOrder = Literal["program", "fifo", "priority", "priority-tic", "priority-tac"]
+"""Order of tasks on a resource in a simulation: the runtime's own, by ready time (FlexFlow, Algorithm 1), or
+communications by priority of a policy, see `search.policies`."""
+TASK_ORDERS: tuple[TaskOrder, ...] = get_args(TaskOrder)
 
 StrategySource = Literal[
     "data-parallel",

@@ -20,7 +20,7 @@ from graph.errors import DatabaseError
 if TYPE_CHECKING:
     from alembic.config import Config
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest revision, so that an open needs no Alembic; a test holds it equal to the migrations'."""
 
 # Any number that nobody else is likely to lock in the same PostgreSQL database.

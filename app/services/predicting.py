@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.db.records import (
+    TASK_ORDERS,
     GraphRecord,
     RankedStrategy,
     SimulationRecord,
@@ -344,8 +345,7 @@ def predict(
 
 def _best(store: Store, setting: Setting) -> RankedStrategy | None:
     """Return the stored strategy of the lowest prediction: in the runtime's own order, else in another."""
-    orders: tuple[TaskOrder, ...] = ("program", "fifo")
-    for order in orders:
+    for order in TASK_ORDERS:
         ranked = store.best_strategy(
             setting.graph_id, setting.topology_id, setting.training_id, task_order=order
         )

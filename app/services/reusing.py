@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from app.db.records import RankedStrategy, SearchedSetting, StrategyRecord, TaskOrder
+from app.db.records import TASK_ORDERS, RankedStrategy, SearchedSetting, StrategyRecord, TaskOrder
 from app.db.store import Store
 from app.services.predicting import Setting
 from graph.errors import StrategyError
@@ -97,8 +97,7 @@ def given_starts(store: Store, setting: Setting, references: Sequence[str]) -> l
 
 def _best_of(store: Store, other: SearchedSetting) -> list[RankedStrategy]:
     found = []
-    orders: tuple[TaskOrder, ...] = ("program", "fifo")
-    for order in orders:
+    for order in TASK_ORDERS:
         ranked = store.best_strategies(other.graph_id, other.topology_id, other.training_id, task_order=order)
         found += [one for one in ranked if one.strategy.source in _FOUND]
     return found[:1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
 from app.db.records import (
+    TASK_ORDERS,
     SearchOutcome,
     SearchRecord,
     SearchStatus,
@@ -112,7 +113,7 @@ class AlgorithmReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One strategy's predicted step."""
+    """One strategy's predicted step. Efficiency and potential are those of `search.simulator.Simulation`."""
 
     name: str
     strategy_id: int
@@ -121,6 +122,8 @@ class Prediction:
     throughput: float
     shares: dict[str, float]
     bytes_moved: int
+    scheduling_efficiency: float
+    speedup_potential: float
     peak_memory_bytes: tuple[int, ...]
     feasible: bool
 
@@ -134,6 +137,8 @@ class Prediction:
             "predicted_throughput_samples_per_s": self.throughput,
             "shares": self.shares,
             "bytes_moved": self.bytes_moved,
+            "scheduling_efficiency": self.scheduling_efficiency,
+            "speedup_potential": self.speedup_potential,
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "feasible": self.feasible,
         }
@@ -425,8 +430,10 @@ def _options(request: SearchRequest) -> mcmc.SearchOptions:
     """Check what the command line gave, before anything is imported or written."""
     from search import mcmc
 
-    if request.order not in ("program", "fifo"):
-        raise UsageError(f"--order: is {request.order}, must be program or fifo; choose one")
+    if request.order not in TASK_ORDERS:
+        raise UsageError(
+            f"--order: is {request.order}, must be one of {', '.join(TASK_ORDERS)}; choose one of them"
+        )
     for name, value, most in (
         ("--proposals", request.proposals, LARGEST_BUDGET),
         ("--chains", request.chains, LARGEST_CHAIN_COUNT),
@@ -602,6 +609,8 @@ def _prediction(
         throughput=setting.training.batch_size / simulation.step_time_s,
         shares={origin.value: simulation.shares[origin] for origin in Origin},
         bytes_moved=simulation.bytes_moved,
+        scheduling_efficiency=simulation.efficiency,
+        speedup_potential=simulation.speedup_potential,
         peak_memory_bytes=simulation.peak_memory_bytes,
         feasible=simulation.feasible,
     )

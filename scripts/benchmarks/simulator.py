@@ -2,16 +2,16 @@
 
 Of every network and number of devices: how long a simulation from scratch takes (task graph included), and what a
 proposal takes in a chain, drawing and deriving included, and how many times as long the same proposals take when each
-is simulated in full. The chain begins at data parallelism, or at 200 random moves away from it. Moves are those of one
-group (`search.moves.ONE_GROUP`): a proposal is what others call one. Costs are estimates for the devices of the
-topology p100-cluster.
+is simulated in full. The chain begins at data parallelism, or at 200 random moves away from it; how long a step of that
+start is in each order is there too. Moves are those of one group (`search.moves.ONE_GROUP`): a proposal is what others
+call one. Costs are estimates for the devices of the topology p100-cluster.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,8 @@ NETWORKS: dict[str, tuple[str, dict[str, int], int]] = {
 DEVICES = (4, 16, 64, 256)
 QUICK = (("alexnet", 16), ("nmt-40", 16))
 STARTS = ("data parallel", "random")
+# The orders of which a step of the start is simulated, and proposals are timed.
+IN_TABLE: tuple[Order, ...] = ("program", "fifo", "priority")
 RANDOM_MOVES = 200
 # Random strategies on more devices exchange so many pieces that their units outgrow the store of `search.units`.
 MOST_DEVICES_AT_RANDOM = 64
@@ -76,7 +78,9 @@ class Row:
     mean_us: float
     acceptance: float
     speedup: float
+    steps_ms: Mapping[Order, float]
     fifo_us: float
+    priority_us: float
 
 
 class Datasheet:
@@ -206,7 +210,7 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
 
     moves, strategy = Moves(graph, device_count, ONE_GROUP), started(graph, device_count, start)
     layout = builder_of(graph, device_count).layout(strategy)
-    layout.run("program")
+    steps_ms = {order: layout.run(order)[0] / 1e6 for order in IN_TABLE}
     full_s = statistics.median(_timed(lambda: layout.run("program"), PROBE_SECONDS / 2, 3))
 
     def chain(order: Order, *, in_full: bool = False) -> Chain:
@@ -215,6 +219,7 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
 
     times_s, acceptance = timed_chain(chain("program"), moves, SECONDS)
     fifo_s, _ = timed_chain(chain("fifo"), moves, PROBE_SECONDS)
+    priority_s, _ = timed_chain(chain("priority"), moves, PROBE_SECONDS)
     # The same proposals, simulated in full and not.
     in_full_s = _timed(stepping(chain("program", in_full=True), moves), 2 * PROBE_SECONDS, LEAST_PROPOSALS)
     same_s = _timed(stepping(chain("program"), moves), 0.0, len(in_full_s))
@@ -232,7 +237,9 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
         mean_us=statistics.fmean(times_s) * 1e6,
         acceptance=acceptance,
         speedup=sum(in_full_s) / sum(same_s),
+        steps_ms=steps_ms,
         fifo_us=statistics.fmean(fifo_s) * 1e6,
+        priority_us=statistics.fmean(priority_s) * 1e6,
     )
 
 
@@ -287,5 +294,7 @@ def _cells(row: Row) -> dict[str, str]:
         "a second": f"{1e6 / row.mean_us:,.0f}",
         "accepted": f"{row.acceptance:.1%}",
         "times in full": f"{row.speedup:.1f}",
+        **{f"{order} ms": f"{step_ms:,.2f}" for order, step_ms in row.steps_ms.items()},
         "fifo us": f"{row.fifo_us:,.0f}",
+        "priority us": f"{row.priority_us:,.0f}",
     }

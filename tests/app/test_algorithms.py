@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from app.db.records import TASK_ORDERS
+from search.simulator import ORDERS
 from tests.app.conftest import Command
 
 SEARCH = (
@@ -72,6 +74,26 @@ def test_all_baselines_are_compared_and_the_gain_is_over_the_best(command: Comma
     gain = fastest["predicted_step_time_s"] / best["predicted_step_time_s"]
     assert found["gain_over_best_baseline"] == pytest.approx(gain)
     assert gain >= 1
+
+
+def test_the_orders_that_are_stored_are_those_of_the_simulator() -> None:
+    assert TASK_ORDERS == ORDERS
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["priority", *(pytest.param(one, marks=pytest.mark.slow) for one in ("priority-tic", "priority-tac"))],
+)
+def test_the_order_is_that_of_the_search_and_is_stored(command: Command, database: Path, order: str) -> None:
+    best = command(*SEARCH, "--order", order, "--json").document["predictions"][0]
+    stored = rows(database, "SELECT task_order, strategy_id, step_time_s FROM simulations")
+    assert (order, best["strategy"], best["predicted_step_time_s"]) in stored
+    assert {of for of, _, _ in stored} == {order}
+    assert 0 <= best["scheduling_efficiency"] <= 1
+    assert best["speedup_potential"] >= 0
+    # What is stored can be simulated again, in its order.
+    shown = command("strategy", "show", best["digest"], "--json").document
+    assert shown["simulated_step_time_s"] == best["predicted_step_time_s"]
 
 
 def test_the_gap_is_printed(command: Command) -> None:

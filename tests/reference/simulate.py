@@ -1,4 +1,4 @@
-"""Slow, obvious simulation of a task graph in both orders; the semantics are those of `search.simulator`."""
+"""Slow, obvious simulation of a task graph in the three orders; the semantics are those of `search.simulator`."""
 
 import heapq
 from dataclasses import dataclass
@@ -66,4 +66,42 @@ def fifo_order(tasks: list[Task], contention_ppm: list[int]) -> list[tuple[int, 
         for other, task in enumerate(tasks):
             if index in task.predecessors and all(p in times for p in task.predecessors):
                 heapq.heappush(queue, (max(times[p][1] for p in task.predecessors), other))
+    return [times[index] for index in range(len(tasks))]
+
+
+def priority_order(tasks: list[Task], contention_ppm: list[int], numbers: list[int]) -> list[tuple[int, int]]:
+    """Return (start, end) of every task: computations as `fifo_order`, each link by (number, task).
+
+    From instant to instant: computations that are ready are served, those ready first, first. Then communications
+    that are ready are asked one by one, the smallest (number, task) first, whether all their links are free and none is
+    wanted by one that was asked before.
+    """
+    machine = Machine(contention_ppm)
+    times: dict[int, tuple[int, int]] = {}
+    ready_ns = {index: 0 for index, task in enumerate(tasks) if not task.predecessors}
+
+    def serve(index: int, from_ns: int) -> None:
+        times[index] = machine.serve(tasks[index], from_ns)
+        del ready_ns[index]
+        for other, task in enumerate(tasks):
+            if index in task.predecessors and all(p in times for p in task.predecessors):
+                ready_ns[other] = max(times[p][1] for p in task.predecessors)
+
+    now_ns = 0
+    while ready_ns:
+        while computations := [
+            (ns, index) for index, ns in ready_ns.items() if ns <= now_ns and tasks[index].device is not None
+        ]:
+            serve(min(computations)[1], min(computations)[0])
+        wanted: set[int] = set()
+        idle = True
+        for _, index in sorted((numbers[index], index) for index, ns in ready_ns.items() if ns <= now_ns):
+            links = set(tasks[index].resources)
+            if not links & wanted and all(machine.free_ns.get(link, 0) <= now_ns for link in links):
+                serve(index, now_ns)
+                idle = False
+            wanted |= links
+        if idle and ready_ns:
+            known = [*ready_ns.values(), *machine.free_ns.values()]
+            now_ns = min(ns for ns in known if ns > now_ns)
     return [times[index] for index in range(len(tasks))]

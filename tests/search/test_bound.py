@@ -66,10 +66,10 @@ def test_the_bound_is_not_above_the_optimum_in_larger_spaces(seed: int) -> None:
     check(seed, LARGE)
 
 
+@pytest.mark.parametrize("order", ["fifo", "priority"])
 @pytest.mark.parametrize("seed", seeds(2, 24))
-def test_the_bound_is_not_above_the_optimum_in_fifo_order(seed: int) -> None:
+def test_the_bound_is_not_above_the_optimum_where_resources_choose(seed: int, order: Order) -> None:
     one = small_problem(seed, QUICK)
-    order: Order = "fifo"
     assert lower_bound(one).time_ns <= brute_force(one, order).step_time_ns
 
 

@@ -16,12 +16,13 @@ from graph.training import Training
 from search.baselines import data_parallel
 from search.costs import CostTable
 from search.delta import Delta
-from search.evaluation import NEVER_NS, Full, Outcome
+from search.evaluation import NEVER_NS, Evaluation, Full, Outcome
 from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
 from search.moves import Moves, MoveShares
 from search.proposals import ProposalBatch, Recorder
 from search.simulator import Order
 from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
+from tests.reference import policies
 from tests.reference import simulate as reference
 from tests.search.builders import (
     SOME_MEASURED,
@@ -84,12 +85,18 @@ def reference_ns(tasks: TaskGraph, order: Order) -> int:
         )
         for task in range(tasks.task_count)
     ]
-    simulate = {"program": reference.program_order, "fifo": reference.fifo_order}[order]
-    return max(end for _, end in simulate(listed, tasks.contention_ppm_D.tolist()))
+    contention_ppm = tasks.contention_ppm_D.tolist()
+    if order == "priority":
+        times = reference.priority_order(listed, contention_ppm, policies.layer(tasks))
+    else:
+        times = {"program": reference.program_order, "fifo": reference.fifo_order}[order](
+            listed, contention_ppm
+        )
+    return max(end for _, end in times)
 
 
 class Walk(RuleBasedStateMachine):
-    """One strategy, changed step by step: by what changes, in full in both orders, and by the reference."""
+    """One strategy, changed step by step: by what changes, in full in every order, and by the reference."""
 
     @initialize(
         graph=st.sampled_from(sorted(GRAPHS)),
@@ -101,8 +108,14 @@ class Walk(RuleBasedStateMachine):
         strategy = random_mesh(self.graph, len(self.topology.devices), np.random.default_rng(seed))
         builder = builder_of(self.graph, self.topology)
         self.delta = Delta(builder.layout(strategy))
-        self.fifo = Full(builder.layout(strategy), "fifo", stops=True)
-        self.check(self.delta.current(), self.fifo.current(), NEVER_NS, NEVER_NS)
+        self.ways: dict[Order, Evaluation] = {
+            "program": self.delta,
+            "fifo": Full(builder.layout(strategy), "fifo", stops=True),
+            "priority": Full(builder.layout(strategy), "priority", stops=True),
+        }
+        self.check(
+            {order: one.current() for order, one in self.ways.items()}, dict.fromkeys(self.ways, NEVER_NS)
+        )
 
     @rule(
         seed=st.integers(0, 10**6),
@@ -130,33 +143,28 @@ class Walk(RuleBasedStateMachine):
         self.propose(move.changed, share, kept=kept)
 
     def propose(self, changed: Mapping[int, Configuration], share: float, *, kept: bool) -> None:
-        bounds_ns = [
-            NEVER_NS if share == float("inf") else int(share * one.current().step_time_ns)
-            for one in (self.delta, self.fifo)
-        ]
-        found = self.delta.propose(changed, bounds_ns[0]), self.fifo.propose(changed, bounds_ns[1])
-        self.check(*found, *bounds_ns)
-        # What was not simulated to its end cannot be kept; both stay at one strategy.
-        if kept and None not in found:
-            self.delta.accept()
-            self.fifo.accept()
-        else:
-            self.delta.reject()
-            self.fifo.reject()
-        assert self.delta.configurations == self.fifo.configurations
+        bounds_ns = {
+            order: NEVER_NS if share == float("inf") else int(share * one.current().step_time_ns)
+            for order, one in self.ways.items()
+        }
+        found = {order: one.propose(changed, bounds_ns[order]) for order, one in self.ways.items()}
+        self.check(found, bounds_ns)
+        # What was not simulated to its end cannot be kept; all stay at one strategy.
+        for one in self.ways.values():
+            if kept and None not in found.values():
+                one.accept()
+            else:
+                one.reject()
+        assert all(one.configurations == self.delta.configurations for one in self.ways.values())
 
-    def check(
-        self, program: Outcome | None, fifo: Outcome | None, program_bound_ns: int, fifo_bound_ns: int
-    ) -> None:
+    def check(self, found: dict[Order, Outcome | None], bounds_ns: dict[Order, int]) -> None:
         strategy = Strategy(self.graph.digest, tuple(self.delta.configurations))
         builder = builder_of(self.graph, self.topology)
         full, tasks = Full(builder.layout(strategy), "program").current(), builder.build(strategy)
-        outcomes: dict[Order, Outcome | None] = {"program": program, "fifo": fifo}
-        bounds_ns: dict[Order, int] = {"program": program_bound_ns, "fifo": fifo_bound_ns}
-        for order, found in outcomes.items():
+        for order, outcome in found.items():
             expected = Outcome(full.excess_bytes, reference_ns(tasks, order))
-            assert found == (expected if expected.step_time_ns <= bounds_ns[order] else None)
-            assert order == "fifo" or expected == full
+            assert outcome == (expected if expected.step_time_ns <= bounds_ns[order] else None)
+            assert order != "program" or expected == full
 
 
 def walk(examples: int, steps: int) -> None:
@@ -230,7 +238,7 @@ def check_same_walk(
         assert known_ns in (time_ns, STOPPED)
 
 
-@pytest.mark.parametrize("order", ["program", "fifo"])
+@pytest.mark.parametrize("order", ["program", "fifo", "priority"])
 @pytest.mark.parametrize("name", ["branches", "statistics"])
 def test_a_chain_makes_the_proposals_of_one_that_simulates_in_full(name: str, order: Order) -> None:
     proposals = 1500 if order == "program" else 400
@@ -247,6 +255,7 @@ def test_a_chain_makes_the_proposals_of_one_that_simulates_in_full(name: str, or
         ("gpt2", 4, "program", 20_000),
         ("inception", 4, "program", 10_000),
         ("resnet101", 2, "fifo", 2_000),
+        ("resnet101", 2, "priority", 2_000),
     ],
 )
 def test_a_long_chain_makes_the_proposals_of_one_that_simulates_in_full(

@@ -60,10 +60,10 @@ def test_it_finds_what_brute_force_finds_in_larger_spaces(seed: int) -> None:
     assert exhaustive(one, whole_space(one.graph, one.device_count)).outcome == brute_force(one, "program")
 
 
+@pytest.mark.parametrize("order", ["fifo", "priority"])
 @pytest.mark.parametrize("seed", seeds(4, 24))
-def test_it_finds_what_brute_force_finds_in_fifo_order(seed: int) -> None:
+def test_it_finds_what_brute_force_finds_where_resources_choose(seed: int, order: Order) -> None:
     one = small_problem(seed, QUICK)
-    order: Order = "fifo"
     assert exhaustive(one, whole_space(one.graph, one.device_count), order=order).outcome == brute_force(
         one, order
     )

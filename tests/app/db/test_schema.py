@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import sqlalchemy as sa
 
 from app.db import check, engine, schema
 from app.db.engine import migration_engine, resolve_url
+from app.db.records import TASK_ORDERS
 from app.db.schema import downgrade, open_database, status, upgrade
 from app.db.store import Store
 from graph.errors import DatabaseError
@@ -73,7 +75,7 @@ def test_upgrade_again_keeps_the_rows_and_downgrade_drops_them(database_url: str
 def test_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(database_url, revision="0001")
     with pytest.raises(
-        DatabaseError, match=r"schema is 0001, must be 0005; run: app db upgrade --database "
+        DatabaseError, match=r"schema is 0001, must be 0006; run: app db upgrade --database "
     ) as raised:
         open_database(database_url)
     assert "\n" not in str(raised.value)
@@ -122,6 +124,8 @@ def stored_by_0001(url: str) -> None:
             f" NULL, {moment}, NULL)"
             for number, state in enumerate(("running", "finished", "failed"), 1)
         ),
+        "INSERT INTO simulations VALUES (1, 1, 1, 1, 2, 'fifo', 'c', 1.0, 0.5, 0.25, 0.25, 1.5, 64, '[7]', true,"
+        f" {moment})",
         f"INSERT INTO traces VALUES (1, 2, 'proposals', 'x.traces/search-2/chunk-000001.parquet', 5, {moment})",
     ):
         execute(url, statement)
@@ -135,6 +139,7 @@ def stored_by_0001(url: str) -> None:
             "strategies",
             "searches",
             "executions",
+            "simulations",
             "traces",
         ):
             execute(
@@ -190,9 +195,16 @@ def test_0001_is_upgraded_and_taken_back_with_its_rows(database_url: str) -> Non
         assert store.search(2).owner is None
         assert store.search(2).lower_bound_s is None
         store.record_trace(2, "starts", "x.traces/search-2/starts-000001.parquet", 3)
+        (simulation,) = store.simulations(strategy_id=1)
+        for order in TASK_ORDERS:
+            store.put_simulation(replace(simulation, task_order=order, cost_digest="d"))
+        assert len(store.simulations(strategy_id=1)) == 1 + len(TASK_ORDERS)
     assert downgrade(database_url, revision="0001") == schema.HEAD
     after = rows_of(database_url)
-    # Only what was running is another row than before.
+    # Only what was running is another row than before. Of the simulations, those of orders that 0001 knows stay.
+    kept = [one for one in after["simulations"] if one["cost_digest"] == "d"]
+    assert [one["task_order"] for one in kept] == ["program", "fifo"]
+    after["simulations"] = [one for one in after["simulations"] if one not in kept]
     before["searches"][0]["status"] = "interrupted"
     before["executions"][0] |= {"status": "failed", "failure": "interrupted"}
     before["alembic_version"] = [{"version_num": "0001"}]

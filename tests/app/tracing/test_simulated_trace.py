@@ -29,7 +29,7 @@ def simulated(seed: int, order: Order = "program") -> Simulation:
     )
 
 
-@given(seed=st.integers(0, 10_000), order=st.sampled_from(["program", "fifo"]))
+@given(seed=st.integers(0, 10_000), order=st.sampled_from(["program", "fifo", "priority"]))
 def test_every_task_is_in_the_trace_once_for_each_resource_that_it_holds(seed: int, order: Order) -> None:
     simulation = simulated(seed, order)
     tasks = simulation.tasks
@@ -48,7 +48,7 @@ def test_every_task_is_in_the_trace_once_for_each_resource_that_it_holds(seed: i
     assert found == expected
 
 
-@given(seed=st.integers(0, 10_000), order=st.sampled_from(["program", "fifo"]))
+@given(seed=st.integers(0, 10_000), order=st.sampled_from(["program", "fifo", "priority"]))
 def test_tasks_and_waits_of_a_device_fill_the_step_without_a_gap(seed: int, order: Order) -> None:
     simulation = simulated(seed, order)
     timeline = with_waits(simulation, simulated_timeline(simulation))

@@ -1,0 +1,140 @@
+"""The compiled parts of `search.policies`, for graphs of any size; they call no kernel of another file.
+
+A task waits for tasks before it alone. Shape letters: T tasks, E dependencies, C communications.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from search.kernels import entry, inner
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NEVER = np.iinfo(np.int64).max
+
+
+@inner
+def bits_in(word: int) -> int:
+    """Return how many bits of a word are set."""
+    count = 0
+    while word != 0:
+        word &= word - 1
+        count += 1
+    return count
+
+
+@entry
+def count_communications(pred_ptr: Array, pred: Array, is_communication_T: Array) -> Array:
+    """Return how many communications each task waits for, all in all. A pass for every 62 of them."""
+    count = len(is_communication_T)
+    found_T, bits_T = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    first = 0
+    while first < count:
+        bit = 0
+        after = first
+        bits_T[:] = 0
+        for task in range(first, count):
+            word = 0
+            for place in range(pred_ptr[task], pred_ptr[task + 1]):
+                word |= bits_T[pred[place]]
+            found_T[task] += bits_in(word)
+            if is_communication_T[task] and bit < 62:
+                word |= 1 << bit
+                bit += 1
+                after = task + 1
+            bits_T[task] = word
+        if bit < 62:
+            break
+        first = after
+    return found_T
+
+
+@entry
+def least_together(
+    pred_ptr: Array, pred: Array, is_communication_T: Array, count_T: Array, time_ns_T: Array
+) -> Array:
+    """Return M+ of every communication: the least `time_ns_T` of computations after it that wait for several."""
+    least_T = np.full(len(count_T), NEVER, np.int64)
+    for task in range(len(count_T) - 1, -1, -1):
+        least = least_T[task]
+        if not is_communication_T[task] and count_T[task] > 1:
+            least = min(least, time_ns_T[task])
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            least_T[pred[place]] = min(least_T[pred[place]], least)
+    return least_T
+
+
+@inner
+def add_after(
+    one: int, sign: int, pred_ptr: Array, pred: Array, run_ns_T: Array, mark_T: Array, count_T: Array, sum_ns_T: Array,
+    only_T: Array,
+) -> None:  # fmt: skip
+    """Add a communication to what all tasks after it wait for, or take it away."""
+    mark_T[one] = one
+    for task in range(one + 1, len(mark_T)):
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            if mark_T[pred[place]] == one:
+                mark_T[task] = one
+                count_T[task] += sign
+                sum_ns_T[task] += sign * run_ns_T[one]
+                only_T[task] += sign * one
+                break
+
+
+@inner
+def comes_before(
+    one: int, other: int, run_ns_T: Array, alone_ns_T: Array, together_ns_T: Array, consumer_T: Array
+) -> bool:
+    """Return whether TAC sends a communication before another: by Johnson's rule, then M+, consumer, time, number."""
+    late, other_late = run_ns_T[one] > alone_ns_T[one], run_ns_T[other] > alone_ns_T[other]
+    if late != other_late:
+        return bool(other_late)
+    by_rule = alone_ns_T[other] - alone_ns_T[one] if late else run_ns_T[one] - run_ns_T[other]
+    if by_rule != 0:
+        return bool(by_rule < 0)
+    if together_ns_T[one] != together_ns_T[other]:
+        return bool(together_ns_T[one] < together_ns_T[other])
+    if consumer_T[one] != consumer_T[other]:
+        return bool(consumer_T[one] < consumer_T[other])
+    if run_ns_T[one] != run_ns_T[other]:
+        return bool(run_ns_T[one] < run_ns_T[other])
+    return one < other
+
+
+@entry
+def number_by_time(
+    pred_ptr: Array, pred: Array, is_communication_T: Array, run_ns_T: Array, consumer_T: Array
+) -> Array:
+    """Return the place of every communication in the order of TAC; 0 of computations.
+
+    A few passes over all dependencies for each communication.
+    """
+    count = len(run_ns_T)
+    number_T = np.zeros(count, np.int64)
+    left_C: Array = np.flatnonzero(is_communication_T)
+    mark_T = np.full(count, -1, np.int64)
+    # Of the communications that are left and that a task waits for: how many, their time, the sum of their numbers.
+    count_T, sum_ns_T = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    only_T = np.zeros(count, np.int64)
+    for one in left_C:
+        add_after(one, 1, pred_ptr, pred, run_ns_T, mark_T, count_T, sum_ns_T, only_T)
+    mark_T[:] = -1
+    alone_ns_T = np.zeros(count, np.int64)
+    for number in range(len(left_C)):
+        together_ns_T = least_together(pred_ptr, pred, is_communication_T, count_T, sum_ns_T)
+        alone_ns_T[:] = 0
+        for task in range(count):
+            if not is_communication_T[task] and count_T[task] == 1:
+                alone_ns_T[only_T[task]] += run_ns_T[task]
+        best = number
+        for place in range(number + 1, len(left_C)):
+            if comes_before(left_C[place], left_C[best], run_ns_T, alone_ns_T, together_ns_T, consumer_T):
+                best = place
+        one = left_C[best]
+        left_C[best] = left_C[number]
+        number_T[one] = number
+        add_after(one, -1, pred_ptr, pred, run_ns_T, mark_T, count_T, sum_ns_T, only_T)
+    return number_T
