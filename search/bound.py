@@ -29,6 +29,11 @@ tasks on distinct devices: it is for all strategies of such configurations, whoe
     operator that its gradient goes to. So between a path of least forwards to an operator (of any tasks, where all of
     them were looked up) and one of least backwards from it, all of its work is done. The work of the operators that
     have at least x before them and y after them is done by D devices: step >= x + work / D + y.
+(6) The work of an operator is also at least what its operations and bytes as a whole take (`graph.rules.least`) at the
+    best rate that the costs' source ever gives (`search.costs.BoundedSource`): in any configuration its tasks do at
+    least as much together. That counts where there are too many configurations to look at all tasks, and of a backward
+    where every part has one. And each element of a weight that has a gradient is updated by some device, after the
+    forward of an operator that reads it.
 
 Costs are not negative, and the cost of an update does not fall with the number of elements. Contention, the order on
 a device or a link, and memory only add to all of this. It holds in every order of simulation.
