@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph.axes import AxisKind, IterationSpace, coordinates, operand_regions
-from graph.intervals import Region, intersect_regions, volume
+from graph.intervals import IndexSet, Region, intersect, intersect_regions, volume
 from graph.strategy import Configuration
 
 
@@ -85,12 +85,17 @@ def choose_replica(tasks: Sequence[int], devices: Sequence[int], device: int, no
     return tasks[0]
 
 
+Known = dict[object, dict[tuple[int, Region], tuple[tuple[Piece, ...], bool]]]
+"""What was found of assemblies: pieces and `direct`, by the producer's form and configuration, device and region."""
+
+
 def exchange(
     producer: IterationSpace,
     output: int,
     configuration: Configuration,
     readings: Sequence[Reading],
     node_of: Sequence[int],
+    known: Known | None = None,
 ) -> tuple[Assembly, ...]:
     """Return the assemblies of one value, ordered by first reader.
 
@@ -100,9 +105,8 @@ def exchange(
         configuration: the producer's configuration.
         readings: the operators that read the value, in the order of execution.
         node_of: for each device, its node.
+        known: what was found for other values on the same nodes, and is added to: equal layers have equal exchanges.
     """
-    source_regions = operand_regions(producer.axes, producer.outputs[output], configuration.degrees)
-    groups = source_groups(producer, configuration)
     readers: dict[tuple[int, Region], list[Reader]] = {}
     for reading in readings:
         needed = operand_regions(
@@ -110,21 +114,64 @@ def exchange(
         )
         for task, (region, device) in enumerate(zip(needed, reading.configuration.devices, strict=True)):
             readers.setdefault((device, region), []).append(Reader(reading.operator, task, reading.slot))
+    known = {} if known is None else known
+    form = (producer.axes, producer.outputs[output], configuration)
+    found = known.setdefault(form, {})
+    sources: Sources | None = None
     assemblies = []
-    for (device, region), reading_tasks in readers.items():
+    for key, reading_tasks in readers.items():
+        put_together = found.get(key)
+        if put_together is None:
+            sources = Sources(producer, output, configuration) if sources is None else sources
+            put_together = found[key] = sources.pieces(*key, node_of)
+        pieces, direct = put_together
+        assemblies.append(Assembly(*key, pieces, tuple(reading_tasks), direct))
+    return tuple(assemblies)
+
+
+class Sources:
+    """The parts of one value that its producer's tasks make."""
+
+    def __init__(self, producer: IterationSpace, output: int, configuration: Configuration) -> None:
+        self._regions = operand_regions(producer.axes, producer.outputs[output], configuration.degrees)
+        self._groups = source_groups(producer, configuration)
+        self._devices = configuration.devices
+        # Of each dim: groups by the index set that they have there.
+        self._by_dim: list[dict[IndexSet, list[int]]] = []
+        for dim in range(len(self._regions[0])):
+            by_set: dict[IndexSet, list[int]] = {}
+            for place, group in enumerate(self._groups):
+                by_set.setdefault(self._regions[group[0]][dim], []).append(place)
+            self._by_dim.append(by_set)
+        self._met: dict[tuple[int, IndexSet], list[int]] = {}
+
+    def pieces(self, device: int, region: Region, node_of: Sequence[int]) -> tuple[tuple[Piece, ...], bool]:
+        """Return what a region on a device is put together from, and whether it is just one local task's output."""
         pieces = []
-        for group in groups:
-            common = intersect_regions(source_regions[group[0]], region)
+        for place in self._meeting(region):
+            group = self._groups[place]
+            common = intersect_regions(self._regions[group[0]], region)
             if common is not None:
-                task = choose_replica(group, configuration.devices, device, node_of)
-                pieces.append(Piece(task, configuration.devices[task], common))
+                task = choose_replica(group, self._devices, device, node_of)
+                pieces.append(Piece(task, self._devices[task], common))
         direct = (
             len(pieces) == 1
             and pieces[0].source_device == device
-            and source_regions[pieces[0].source_task] == region
+            and self._regions[pieces[0].source_task] == region
         )
-        assemblies.append(Assembly(device, region, tuple(pieces), tuple(reading_tasks), direct))
-    return tuple(assemblies)
+        return tuple(pieces), direct
+
+    def _meeting(self, region: Region) -> Sequence[int]:
+        """Return the groups, ascending, that have something of a region in the dim that is cut most."""
+        if not self._by_dim:
+            return range(len(self._groups))
+        dim = max(range(len(self._by_dim)), key=lambda one: len(self._by_dim[one]))
+        key = (dim, region[dim])
+        known = self._met.get(key)
+        if known is None:
+            met = (places for mine, places in self._by_dim[dim].items() if intersect(mine, region[dim]))
+            known = self._met[key] = sorted(place for places in met for place in places)
+        return known
 
 
 def piece_bytes(piece: Piece, item_bytes: int) -> int:

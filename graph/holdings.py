@@ -11,7 +11,7 @@ enough for all of them, else the longest. Some then have nothing of a small cell
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -64,14 +64,17 @@ def _classes(index_sets: Sequence[IndexSet]) -> dict[frozenset[int], IndexSet]:
             grouped.setdefault(inside, []).append((start, stop))
     distinct = list(positions.values())
     return {
-        frozenset(
-            position
-            for number, holders in enumerate(distinct)
-            if inside >> number & 1
-            for position in holders
-        ): normalize(intervals)
+        frozenset(position for number in _bits(inside) for position in distinct[number]): normalize(intervals)
         for inside, intervals in grouped.items()
     }
+
+
+def _bits(number: int) -> Iterator[int]:
+    """Yield the places of the bits that are set, ascending; of a thousand there may be one."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
 
 
 def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from graph.axes import operand_regions, tasks
 from graph.collectives import SUMMABLE, Collective, recognize
-from graph.exchange import Assembly, Reading, exchange, source_groups
+from graph.exchange import Assembly, Known, Reading, exchange, source_groups
 from graph.holdings import (
     Cell,
     cell_elements,
@@ -190,8 +190,9 @@ def build_plan(
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
     """
+    known: Known = {}
     exchanges = {
-        value.name: value_exchange(graph, strategy, value.name, node_of)
+        value.name: value_exchange(graph, strategy, value.name, node_of, known)
         for value in graph.values
         if value.kind is ValueKind.OPERATOR
     }
@@ -256,9 +257,13 @@ def _recognized(graph: OperatorGraph, value: str, assemblies: tuple[Assembly, ..
 
 
 def value_exchange(
-    graph: OperatorGraph, strategy: Strategy, value: str, node_of: Sequence[int]
+    graph: OperatorGraph,
+    strategy: Strategy,
+    value: str,
+    node_of: Sequence[int],
+    known: Known | None = None,
 ) -> tuple[Assembly, ...]:
-    """Return the assemblies of one operator's value."""
+    """Return the assemblies of one operator's value; `known`: of others on the same nodes, see `graph.exchange`."""
     index, output = graph.producer[value]
     return exchange(
         graph.operators[index].space,
@@ -266,6 +271,7 @@ def value_exchange(
         strategy.configurations[index],
         readings_of(graph, strategy, value),
         node_of,
+        known,
     )
 
 

@@ -83,6 +83,8 @@ class SharedCell:
     """A cell of a group: the weight's slot, where each holder's share is in it, and where the shares start in a slice.
 
     own: the rank's part, if it has a share. whole: the cell is all that the rank holds of the weight.
+    even: where it is, and its holders have equal shares one after the other along a dim: that dim, else -1. All of them
+        are then copied at once.
     """
 
     slot: int
@@ -90,6 +92,7 @@ class SharedCell:
     places: tuple[Selection | None, ...]
     own: int | None
     whole: bool
+    even: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,20 @@ class Group:
     length: int
     dtype: torch.dtype
     device: torch.device
+
+    def shares_in(self, flat: torch.Tensor, cell: SharedCell) -> torch.Tensor:
+        """Return the shares of an even cell in a flat tensor of all slices, [holders, ...]."""
+        first = cell.places[0]
+        if first is None:
+            raise ValueError("shares of a cell: the first holder has none, must have one of an even cell")
+        slices = flat.view(len(self.ranks), self.length)
+        shares = slices.narrow(1, cell.offset, torch.Size(first.shape).numel())
+        return shares.view(len(self.ranks), *first.shape)
+
+    def shares_of(self, weight: torch.Tensor, cell: SharedCell) -> torch.Tensor:
+        """Return the shares of an even cell in the weight, or in its gradient, [holders, ...]."""
+        shares: torch.Tensor = weight.unflatten(cell.even, (len(self.ranks), -1))
+        return shares.movedim(cell.even, 0)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -148,19 +165,34 @@ def groups_of(
             within = held[entry.weight]
             regions = shares(entry.cell)
             own = regions[ranks.index(rank)]
+            places = tuple(None if one is None else Selection(one, within, device) for one in regions)
             found.append(
                 SharedCell(
                     slots[entry.weight],
                     offset,
-                    tuple(None if one is None else Selection(one, within, device) for one in regions),
+                    places,
                     next((part.number for part in parts[entry.weight] if part.region == own), None),
                     entry.cell.region == within,
+                    _even_dim(places, within) if entry.cell.region == within else -1,
                 )
             )
             offset += share_elements(shape(entry.cell.region), len(ranks))[0]
         number = first_number + len(result)
         result.append(Group(number, ranks, tuple(found), offset, getattr(torch, dtype), device))
     return result
+
+
+def _even_dim(places: Sequence[Selection | None], within: Region) -> int:
+    """Return the dim along which equal shares of all of a weight follow each other; -1 where they do not."""
+    first = places[0]
+    if first is None or first.indexed or len(first.narrowed) != 1:
+        return -1
+    dim, _, length = first.narrowed[0]
+    follow_each_other = all(
+        one is not None and not one.indexed and one.narrowed == [(dim, place * length, length)]
+        for place, one in enumerate(places)
+    )
+    return dim if follow_each_other and len(places) * length == shape(within)[dim] else -1
 
 
 def _view(flat: torch.Tensor, start: int, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -188,7 +220,14 @@ class StartSharedSum:
         flat, result = group.empty(len(group.ranks)), group.empty(1)
         for cell in group.cells:
             gradient = state.gradients.get(cell.slot)
-            for place, selection in enumerate(cell.places):
+            if cell.even >= 0:
+                together = group.shares_in(flat, cell)
+                if gradient is None:
+                    together.zero_()
+                else:
+                    together.copy_(group.shares_of(gradient, cell))
+                del together
+            for place, selection in enumerate(cell.places if cell.even < 0 else ()):
                 if selection is None:
                     continue
                 target = _view(flat, place * group.length + cell.offset, selection.shape)
@@ -278,6 +317,9 @@ class FinishGather:
         for cell in group.cells:
             # Not the tensor itself: autograd would take its new memory for other values.
             weight = state.weights[cell.slot].data
+            if cell.even >= 0:
+                group.shares_of(weight, cell).copy_(group.shares_in(flat, cell))
+                continue
             for place, selection in enumerate(cell.places):
                 if selection is not None:
                     start = place * group.length + cell.offset

@@ -11,6 +11,8 @@ Neither torch nor SQL is known here; numba is imported when something is simulat
     search.taskgraph       build_task_graph, TaskGraph, TaskKind
     search.simulator       simulate, Simulation, Order
     search.moves           Moves, MoveShares: what a proposal changes
+    search.hybrids         hybrids, random_grid: what is proposed on many devices
+    search.routes          route_table: the routes of a topology as arrays
     search.proposals       Observer, ProposalBatch, encode_configuration, decode_configuration
     search.chain           Chain, SearchOptions: one walk
     search.mcmc            search, SearchResult: all chains of a search

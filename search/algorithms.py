@@ -162,6 +162,7 @@ def _mcmc(problem: Problem, context: Context) -> Found:
         observer=context.observers.get("mcmc"),
         local_calls=problem.local_calls,
         workers=context.workers,
+        builder=problem.builder,
     )
     return Found(
         "mcmc",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from search.costs import ORIGIN_CODE
 from search.kernels import Array, GraphArrays, Holds
 from search.links import COLLECTIVE_KINDS, ROOTED, CollectivePrice, LinkCosts
 from search.prices import Prices
+from search.routes import route_table
 
 
 def csr(rows: Iterable[Sequence[int]]) -> tuple[Array, Array]:
@@ -109,12 +109,12 @@ class GrowingArray:
         self._items = np.zeros((64, width) if width > 1 else 64, dtype)
         self._size = 0
 
-    def extend(self, items: Sequence[Any]) -> None:
+    def extend(self, items: Sequence[Any] | Array) -> None:
         """Append items (rows, where the width is more than one)."""
         size = self._size + len(items)
         while size > len(self._items):
             self._items = np.concatenate([self._items, np.zeros_like(self._items)])
-        if items:
+        if len(items):
             self._items[self._size : size] = items
         self._size = size
 
@@ -177,21 +177,19 @@ class HoldStore:
 
     def _add_devices_and_routes(self, origin: int) -> None:
         """Append what is there without any collective, all at once: of 1,024 devices there are a million routes."""
-        count = len(self.topology.devices)
-        pairs = list(itertools.product(range(count), repeat=2))
-        routes = [self.topology.route(source, destination) for source, destination in pairs]
-        total = count + len(pairs)
-        self._resource.extend([*range(count), *(count + link for route in routes for link in route)])
-        lengths = [*itertools.repeat(1, count), *map(len, routes)]
-        self._resource_ptr.extend(list(itertools.accumulate(lengths)))
-        self._end.extend(list(itertools.chain.from_iterable(pairs)))
-        self._end_ptr.extend([*itertools.repeat(0, count), *range(2, 2 * len(pairs) + 1, 2)])
-        self._latency_s.extend([(0.0, 0.0)] * total)
-        self._s_per_byte.extend([(0.0, 0.0)] * total)
-        self._is_measured.extend([False] * total)
-        self._origin.extend([origin] * total)
-        self._operation.extend([-1] * total)
-        self._flows.extend([1] * total)
+        table, count = route_table(self.topology), len(self.topology.devices)
+        pairs = count * count
+        total = count + pairs
+        self._resource.extend(np.concatenate([np.arange(count), count + table.link]))
+        self._resource_ptr.extend(np.concatenate([np.arange(1, count + 1), count + table.pointers_P1[1:]]))
+        self._end.extend(np.stack(np.divmod(np.arange(pairs), count), axis=1).reshape(-1))
+        self._end_ptr.extend(np.concatenate([np.zeros(count, np.int64), 2 * np.arange(1, pairs + 1)]))
+        self._latency_s.extend(np.zeros((total, 2)))
+        self._s_per_byte.extend(np.zeros((total, 2)))
+        self._is_measured.extend(np.zeros(total, np.bool_))
+        self._origin.extend(np.full(total, origin))
+        self._operation.extend(np.full(total, -1))
+        self._flows.extend(np.ones(total, np.int64))
 
     def _add(
         self,
@@ -261,18 +259,6 @@ class HoldStore:
             self._operation.items,
             self._flows.items,
         )
-
-
-def route_arrays(topology: Topology) -> tuple[Array, Array]:
-    """Return, for every ordered pair of devices, latency in seconds and bandwidth in bytes per second, flat."""
-    devices = len(topology.devices)
-    latency_s = np.zeros(devices * devices, np.float64)
-    bandwidth = np.full(devices * devices, np.inf, np.float64)
-    for (source, destination), route in topology.routes.items():
-        place = source * devices + destination
-        latency_s[place] = sum(topology.links[link].latency_s for link in route)
-        bandwidth[place] = min(topology.links[link].bandwidth_bytes_per_s for link in route)
-    return latency_s, bandwidth
 
 
 def contention_ppm(topology: Topology) -> Array:

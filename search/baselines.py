@@ -298,8 +298,33 @@ class Baseline:
     strategy: Strategy
 
 
+# Up to so many devices the walk begins, and proposes, as the ablation on few devices found best.
+FEW_DEVICES = 64
+# More devices than this side by side are in several nodes of every topology that comes with Soapstone.
+LONGEST_ROW = 16
+
+
+def row_lengths(device_count: int) -> tuple[int, ...]:
+    """Return the degrees of tensor parallelism that are usual on so many devices, from 2 on: they divide them."""
+    return tuple(one for one in range(2, min(LONGEST_ROW, device_count) + 1) if device_count % one == 0)
+
+
+def starting_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
+    """Return the baselines that chains start from, each strategy once.
+
+    On many devices these are data parallelism and Megatron's strategies of few devices side by side: one device, or a
+    layer's channels over all, take hundreds of times as long there, and much of a search to be simulated.
+    """
+    if device_count <= FEW_DEVICES:
+        return usual_baselines(graph, device_count)
+    found = {data_parallel(graph, device_count): "data-parallel"}
+    for row in row_lengths(device_count):
+        found.setdefault(megatron(graph, row, device_count // row), f"megatron-{row}")
+    return tuple(Baseline(name, strategy) for strategy, name in found.items())
+
+
 def usual_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
-    """Return the baselines that every network has, and that chains start from."""
+    """Return the baselines that every network has, and that chains start from on few devices."""
     return (
         Baseline("data-parallel", data_parallel(graph, device_count)),
         Baseline("expert", expert(graph, device_count)),

@@ -224,7 +224,9 @@ def write_exchange(
     reader_region: Array,
     reader_row: Array,
     row_elements: Array,
-    volume: Array,
+    common_ptr: Array,
+    common_group: Array,
+    common_elements: Array,
     node_D: Array,
     latency_s_DD: Array,
     bandwidth_DD: Array,
@@ -234,13 +236,13 @@ def write_exchange(
     """Write a value unit at `at`; return its words, or minus the words needed where the arena is too short.
 
     The same assemblies as `graph.exchange.exchange`, which is its oracle; of collectives all but holds and ns.
-    volume: elements common to a reader's region (row) and a group of replicas of the producer (column).
+    common_ptr, common_group, common_elements: of each region of readers (row), the groups of replicas of the producer
+        that have something of it, ascending, and how many elements.
     """
     devices = len(node_D)
     sources = len(source_device)
     readings = len(reader_ptr) - 1
     readers = len(reader_device)
-    groups = volume.shape[1]
     first_on_device = np.full(devices, -1, np.int64)
     next_on_device = np.empty(readers, np.int64)
     first_reader_of = np.empty(readers, np.int64)
@@ -259,9 +261,7 @@ def write_exchange(
             first_on_device[device] = found
             first_reader_of[found] = reader
             assemblies += 1
-            for group in range(groups):
-                if volume[reader_row[reader], group] > 0:
-                    pieces += 1
+            pieces += common_ptr[reader_row[reader] + 1] - common_ptr[reader_row[reader]]
         assembly_of[reader] = found
         readers_of[found] += 1
     assembly_at = at + VALUE_HEADER
@@ -296,12 +296,11 @@ def write_exchange(
         reader_start += readers_of[assembly]
         first_piece = piece
         direct = False
-        for group in range(groups):
-            if volume[row, group] <= 0:
-                continue
+        for common in range(common_ptr[row], common_ptr[row + 1]):
+            group = common_group[common]
             task = choose_replica(source_device, group * replicas, replicas, device, node_D)
             source = source_device[task]
-            size_bytes = volume[row, group] * item_bytes
+            size_bytes = common_elements[common] * item_bytes
             target = piece_at + PIECE_STRIDE * piece
             arena[target] = task
             arena[target + 3] = size_bytes

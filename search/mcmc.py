@@ -24,7 +24,7 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
-from search.baselines import data_parallel, expert, single_device
+from search.baselines import FEW_DEVICES, starting_baselines
 from search.chain import (
     EXCEEDED,
     POLISHING,
@@ -109,10 +109,12 @@ def search(
     observer: Observer | None = None,
     local_calls: LocalCalls | None = None,
     workers: int = 1,
+    builder: TaskGraphBuilder | None = None,
 ) -> SearchResult:
     """Search a fast strategy. The same arguments give the same result, unless there is a time limit.
 
-    Chains start from the given starts first, then from data parallel, expert, one device, and random strategies.
+    Chains start from the given starts first, then from data parallel, expert, one device, and random strategies; on
+    many devices from data parallel and hybrids (`search.baselines.starting_baselines`).
     Each known strategy is the start of one more chain, with the budget of one of those: they walk as they do
     without it, so that what is known never makes a search worse.
     Chains that are resumed go on from where they were, and make the proposals that they would have made; starts
@@ -120,6 +122,7 @@ def search(
     Ctrl-C ends the search with what was found so far.
     With several workers, as many processes walk the chains where that is quicker (`search.parallel`): the result is the
     same, and so is what is recorded of each chain.
+    A builder of the same graph, topology, costs, training and links keeps what was derived with it before.
 
     Raises:
         StrategyError: a given start does not fit, or nothing that was simulated fits the devices' memories.
@@ -131,7 +134,8 @@ def search(
     began = time.monotonic()
     for strategy in (*starts, *known, *(one for chain in resumed for one in (chain.current, chain.best))):
         strategy.validate(graph, len(topology.devices))
-    builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
+    if builder is None:
+        builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
     moves = Moves(graph, len(topology.devices), options.shares)
     chains: list[Chain] = []
     recorder = Recorder(observer, lambda: tuple(chain.checkpoint() for chain in chains))
@@ -144,7 +148,7 @@ def search(
             recorder.proposals = sum(chain.proposals for chain in chains)
             recorder.accepted = sum(chain.accepted for chain in chains)
         else:
-            for number, start in enumerate(_starts(moves, options, starts, known)):
+            for number, start in enumerate(_starts(builder, moves, options, starts, known)):
                 chains.append(start_chain(builder, number, start.name, start.strategy, start.rng, options))
                 if observer is not None:
                     observer.on_start(number, start.name, start.strategy, start.heads)
@@ -195,17 +199,18 @@ class Start:
 
 
 def _starts(
-    moves: Moves, options: SearchOptions, given: Sequence[Strategy], known: Sequence[Strategy]
+    builder: TaskGraphBuilder,
+    moves: Moves,
+    options: SearchOptions,
+    given: Sequence[Strategy],
+    known: Sequence[Strategy],
 ) -> list[Start]:
     """Return the start of every chain. A chain's generator depends on the seed and its number alone."""
-    graph, device_count = moves.graph, moves.device_count
     generators = [_generator(options, number) for number in range(options.chains)]
     named = [(f"given {place}", start) for place, start in enumerate(given)][: options.chains]
-    for name, make in (("data_parallel", data_parallel), ("expert", expert)):
-        if len(named) < options.chains:
-            named.append((name, make(graph, device_count)))
     if len(named) < options.chains:
-        named.append(("single_device", single_device(graph)))
+        named += _named_starts(builder, options)
+    named = named[: options.chains]
     starts = [Start(name, strategy, rng) for (name, strategy), rng in zip(named, generators, strict=False)]
     starts += [_random_start(moves, rng) for rng in generators[len(starts) :]]
     # One number further: that between is of the polishing chain.
@@ -213,6 +218,27 @@ def _starts(
     for place, strategy in enumerate(known):
         starts.append(Start(f"known {place}", strategy, _generator(options, first + place)))
     return starts
+
+
+def _named_starts(builder: TaskGraphBuilder, options: SearchOptions) -> list[tuple[str, Strategy]]:
+    """Return the baselines that chains start from.
+
+    On many devices data parallelism comes first, then the best of the others and those that are no worse than it, and
+    all of them again: random strategies are hopeless there, and take long to be derived.
+    """
+    graph, device_count = builder.graph, len(builder.topology.devices)
+    found = [(one.name.replace("-", "_"), one.strategy) for one in starting_baselines(graph, device_count)]
+    if device_count <= FEW_DEVICES:
+        return found
+    costs = [outcome(builder.layout(strategy), options.order) for _, strategy in found]
+    ranked = sorted(range(1, len(found)), key=costs.__getitem__)
+    good = [place for place in ranked if place == ranked[0] or costs[place] <= costs[0]]
+    again = [
+        (f"{found[place][0]} {turn}", found[place][1])
+        for turn in range(2, options.chains + 1)
+        for place in (*good, 0)
+    ]
+    return [found[0], *(found[place] for place in good), *again]
 
 
 def _generator(options: SearchOptions, number: int) -> np.random.Generator:

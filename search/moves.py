@@ -20,10 +20,15 @@ from graph.axes import tasks
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration
+from search.baselines import FEW_DEVICES
 from search.configurations import configured, random_draw
 from search.groups import NO_AXIS, find_groups, follow
+from search.hybrids import hybrids, random_grid
 from search.kin import like_groups, neighbours, sharing_groups
 from search.placements import Copied, Drawn, Origin, random_placement
+
+# Of moves to a hybrid, those that reach over a run of groups, and over groups like one; the rest is one group's.
+HYBRID_RUNS, HYBRID_ALIKE = 0.4, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class MoveShares:
     alike, sharing, spread: how far it reaches, over groups like it, uses of its weights, or neighbours; the rest
     changes the group alone.
     keep: of moves that reach further, those that give the others what the group does already.
+    hybrid: of all moves, those that give groups what they have in a hybrid (`search.hybrids`); the others are as above.
+    grid: of what is drawn afresh, that which fills a grid of devices.
 
     Raises:
         UsageError: a share, or a sum of shares that exclude each other, is not between 0 and 1.
@@ -46,6 +53,8 @@ class MoveShares:
     sharing: float = 0.15
     spread: float = 0.25
     keep: float = 0.5
+    hybrid: float = 0.0
+    grid: float = 0.0
 
     def __post_init__(self) -> None:
         shares = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -60,6 +69,11 @@ class MoveShares:
 
 ONE_GROUP = MoveShares(devices=0.1, copy_like=0.15, copy_neighbour=0.15, alike=0.0, sharing=0.0, spread=0.0)
 """The moves of searches that were begun before there were any that reach further."""
+
+
+def shares_for(device_count: int) -> MoveShares:
+    """Return how often a move is of a kind on so many devices."""
+    return MoveShares() if device_count <= FEW_DEVICES else MoveShares(hybrid=0.5, grid=0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +118,15 @@ class Moves:
         self._sharing = sharing_groups(graph, self.groups)
         self._read_by_head = neighbours(graph, self.groups, of_heads=True)
         self._neighbours = neighbours(graph, self.groups)
+        self._hybrids = hybrids(graph, self.groups, device_count) if self.shares.hybrid else ()
 
     def propose(self, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
         """Return a random move from the current configurations of all operators."""
         place = int(rng.integers(len(self.groups)))
         shares = self.shares
+        # Without hybrids nothing is drawn for them, here and below.
+        if self._hybrids and rng.random() < shares.hybrid:
+            return self._hybrid(place, rng)
         # Without moves that reach further nothing is drawn for them: older searches go on as they would have.
         reach = rng.random() if shares.alike + shares.sharing + shares.spread else 1.0
         if reach < shares.alike:
@@ -143,7 +161,8 @@ class Moves:
             source = self.groups[neighbour.group].head
             chosen, origin = copied(neighbour.axes, configurations[source]), Copied(source, neighbour.axes)
         if chosen is None or origin is None or chosen == current:
-            origin = random_draw(self.graph.operators[head], self.device_count, rng)
+            draw = random_grid if shares.grid and rng.random() < shares.grid else random_draw
+            origin = draw(self.graph.operators[head], self.device_count, rng)
             chosen = configured(origin, self.device_count)
         return Part((head,), chosen, origin)
 
@@ -204,6 +223,31 @@ class Moves:
                 if tasks(copy.degrees) == count:
                     return Part((self.groups[target].head,), copy, Copied(part.heads[0], back.axes))
         return None
+
+    def _hybrid(self, place: int, rng: np.random.Generator) -> Move:
+        """Give a group, some like it, or a run of groups, what each has in a hybrid."""
+        hybrid = self._hybrids[int(rng.integers(len(self._hybrids)))]
+        reach = rng.random()
+        run: Sequence[int] = range(len(self.groups))
+        if reach < HYBRID_RUNS:
+            places = self._some(run, place, rng)
+        elif reach < HYBRID_RUNS + HYBRID_ALIKE:
+            places = self._some(self._like[place], place, rng)
+        else:
+            places = (place,)
+        # Groups of one configuration are one part.
+        alike: dict[Configuration, list[int]] = {hybrid.configurations[place]: [place]}
+        for other in places:
+            if other != place:
+                alike.setdefault(hybrid.configurations[other], []).append(other)
+        found = []
+        for configuration, given in alike.items():
+            head = self.groups[given[0]].head
+            found.append(Part((head,), configuration, hybrid.origins[given[0]]))
+            if len(given) > 1:
+                heads = tuple(self.groups[other].head for other in given[1:])
+                found.append(Part(heads, configuration, Copied(head, None)))
+        return self._move(*found)
 
     def _move(self, first: Part, *others: Part) -> Move:
         changed: dict[int, Configuration] = {}

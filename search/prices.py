@@ -19,6 +19,7 @@ from graph.topology import Topology
 from search.costs import Origin
 from search.kernels import Routes, price_collective
 from search.links import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, LinkCosts
+from search.routes import route_table
 
 
 class Prices:
@@ -77,17 +78,11 @@ class Prices:
 
 
 def _routes(topology: Topology) -> Routes:
-    devices, links = len(topology.devices), topology.links
-    pairs = [
-        topology.route(source, destination) for source in range(devices) for destination in range(devices)
-    ]
-    pointers = np.zeros(len(pairs) + 1, np.int64)
-    np.cumsum([len(route) for route in pairs], out=pointers[1:])
-    latencies = [sum(links[link].latency_s for link in route) for route in pairs]
+    table, devices, links = route_table(topology), len(topology.devices), topology.links
     return Routes(
-        pointers,
-        np.array([link for route in pairs for link in route], np.int64),
-        np.array(latencies, np.float64),
+        table.pointers_P1,
+        table.link,
+        table.latency_s_P,
         np.array([link.bandwidth_bytes_per_s for link in links], np.float64),
         np.zeros(len(links), np.int64),
         np.zeros(len(links), np.bool_),

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from graph.intervals import IndexSet, Region, count
 
 # Codes beyond which distinct ones are found by sorting.
 MOST_CODES = 1 << 12
+# Pairs of regions beyond which only those are looked at that meet in one dim.
+MOST_PAIRS = 1 << 14
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -57,6 +59,14 @@ class Side:
     dims: tuple[tuple[Cut, IntArray], ...]
 
 
+class Overlaps(NamedTuple):
+    """What rows have in common with groups: for each row (pointers) the groups, ascending, and elements."""
+
+    pointers: IntArray
+    group: IntArray
+    elements: IntArray
+
+
 class Regions:
     """All cuts, sides and overlaps met so far."""
 
@@ -74,7 +84,8 @@ class Regions:
         self._region_keys: list[tuple[int, ...]] = []
         self._region_numbers: dict[tuple[int, ...], int] = {}
         self._common: dict[tuple[int, int], IntArray] = {}
-        self._volumes: dict[tuple[int, int], IntArray] = {}
+        self._meeting: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
+        self._overlaps: dict[tuple[int, int], Overlaps] = {}
         self._side_count = 0
 
     def port(self, axes: tuple[Axis, ...], operand: OperandMap) -> int:
@@ -164,16 +175,59 @@ class Regions:
             self._index_sets.append(indexes)
         return known
 
-    def volumes(self, reader: Side, source: Side, replicas: int) -> IntArray:
+    def overlaps(self, reader: Side, source: Side, replicas: int) -> Overlaps:
         """Return the elements that a reader's distinct regions (rows) and groups of replicas have in common."""
         key = (reader.number, source.number)
-        known = self._volumes.get(key)
+        known = self._overlaps.get(key)
         if known is None:
-            distinct_regions = np.ones((len(reader.row_task), len(source.row_task)), np.int64)
-            for (mine, my_place), (theirs, their_place) in zip(reader.dims, source.dims, strict=True):
-                table = self._common_elements(mine, theirs)
-                distinct_regions *= table[my_place[:, None], their_place]
-            known = self._volumes[key] = distinct_regions[:, source.row[::replicas]]
+            group_row = source.row[::replicas]
+            tables = [
+                self._common_elements(mine, theirs)
+                for (mine, _), (theirs, _) in zip(reader.dims, source.dims, strict=True)
+            ]
+            my_places = [place for _, place in reader.dims]
+            their_places = [place[group_row] for _, place in source.dims]
+            rows = len(reader.row_task)
+            if rows * len(group_row) <= MOST_PAIRS or not tables:
+                row, group = np.divmod(np.arange(rows * len(group_row)), len(group_row))
+            else:
+                row, group = self._candidates(reader, source, my_places, their_places)
+            elements = np.ones(len(row), np.int64)
+            for table, mine, theirs in zip(tables, my_places, their_places, strict=True):
+                elements *= table[mine[row], theirs[group]]
+            there = elements > 0
+            pointers = np.zeros(rows + 1, np.int64)
+            np.cumsum(np.bincount(row[there], minlength=rows), out=pointers[1:])
+            known = self._overlaps[key] = Overlaps(pointers, group[there], elements[there])
+        return known
+
+    def _candidates(
+        self, reader: Side, source: Side, my_places: Sequence[IntArray], their_places: Sequence[IntArray]
+    ) -> tuple[IntArray, IntArray]:
+        """Return all pairs of a row and a group that meet in one dim, that which the source cuts most; ascending."""
+        cuts = [len(cut.index_sets) for cut, _ in source.dims]
+        dim = cuts.index(max(cuts))
+        first, met = self._meeting_sets(reader.dims[dim][0], source.dims[dim][0])
+        mine, theirs = my_places[dim], their_places[dim]
+        # From rows to the index sets that they meet, then to the groups of each.
+        row = np.repeat(np.arange(len(mine)), first[mine + 1] - first[mine])
+        index_set = met[ranges(first[mine], first[mine + 1])]
+        groups = np.argsort(theirs, kind="stable")
+        begin = np.searchsorted(theirs[groups], np.arange(cuts[dim] + 1))
+        pair_row = np.repeat(row, begin[index_set + 1] - begin[index_set])
+        pair_group = groups[ranges(begin[index_set], begin[index_set + 1])]
+        order = np.argsort(pair_row * len(theirs) + pair_group)
+        return pair_row[order], pair_group[order]
+
+    def _meeting_sets(self, mine: Cut, theirs: Cut) -> tuple[IntArray, IntArray]:
+        """Return, for each index set of a cut, those of another that it meets: pointers and places."""
+        key = (mine.number, theirs.number)
+        known = self._meeting.get(key)
+        if known is None:
+            left, right = np.nonzero(self._common_elements(mine, theirs))
+            pointers = np.zeros(len(mine.index_sets) + 1, np.int64)
+            np.cumsum(np.bincount(left, minlength=len(mine.index_sets)), out=pointers[1:])
+            known = self._meeting[key] = pointers, right
         return known
 
     def _common_elements(self, mine: Cut, theirs: Cut) -> IntArray:
@@ -182,6 +236,28 @@ class Regions:
         if known is None:
             known = self._common[key] = common_elements(mine.index_sets, theirs.index_sets)
         return known
+
+
+def stacked(overlaps: Sequence[Overlaps]) -> Overlaps:
+    """Return the rows of several, one after the other."""
+    if len(overlaps) == 1:
+        return overlaps[0]
+    if not overlaps:
+        return Overlaps(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+    ends = np.cumsum([0, *(len(one.group) for one in overlaps)])
+    return Overlaps(
+        np.concatenate([[0], *(one.pointers[1:] + end for one, end in zip(overlaps, ends, strict=False))]),
+        np.concatenate([one.group for one in overlaps]),
+        np.concatenate([one.elements for one in overlaps]),
+    )
+
+
+def ranges(starts: IntArray, stops: IntArray) -> IntArray:
+    """Return the numbers from each start up to its stop, one range after the other."""
+    sizes = stops - starts
+    before = np.cumsum(sizes) - sizes
+    found: IntArray = np.arange(sizes.sum()) + np.repeat(starts - before, sizes)
+    return found
 
 
 def replicated(side: Side, replicas: int) -> Side:

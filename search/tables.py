@@ -32,6 +32,7 @@ from search.units import UnitStore, ValueClass
 
 if TYPE_CHECKING:
     from graph.rules.least import LeastWork
+    from search.taskgraph import TaskGraphBuilder
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FirstCall = Callable[[OperatorGraph, Operator, Degrees], LocalCall]
@@ -57,6 +58,8 @@ class Problem:
     first_call: FirstCall | None = None
     # What all tasks of an operator do together at least, forward and backward, where that is known.
     least_work: LeastWorkOf | None = None
+    # Makes its task graphs, where others have made some already; by default a new one does.
+    builder: TaskGraphBuilder | None = None
 
     @property
     def device_count(self) -> int:

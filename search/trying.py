@@ -12,6 +12,8 @@ from search.taskgraph import TaskGraphBuilder
 
 def builder_of(problem: Problem) -> TaskGraphBuilder:
     """Return what makes a problem's task graphs."""
+    if problem.builder is not None:
+        return problem.builder
     return TaskGraphBuilder(
         problem.graph,
         problem.topology,

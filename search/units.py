@@ -27,14 +27,14 @@ from search.arrays import (
     HoldStore,
     graph_arrays,
     operator_values,
-    route_arrays,
     static_values,
 )
 from search.costs import CostTable
 from search.kept import kept_bytes, kept_outputs
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
-from search.regions import IntArray, Regions, Side
+from search.regions import IntArray, Overlaps, Regions, Side, stacked
+from search.routes import route_table
 
 # Words of the arena (8 bytes each) after which it is emptied.
 ARENA_WORDS = 1 << 25
@@ -85,7 +85,7 @@ class Pattern:
     reader_region: IntArray
     reader_row: IntArray
     row_elements: IntArray
-    volume: IntArray
+    common: Overlaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,8 @@ class UnitStore:
         self._regions = Regions()
         self._kinds = [device.kind_name for device in topology.devices]
         self._node_D = np.array([device.node for device in topology.devices], np.int64)
-        self._latency_s_DD, self._bandwidth_DD = route_arrays(topology)
+        routes = route_table(topology)
+        self._latency_s_DD, self._bandwidth_DD = routes.latency_s_P, routes.bandwidth_P
         self._call_costs: dict[tuple[int, Degrees, str], IntArray] = {}
         self._classify()
         # Pages of it are taken as they are written, and kept.
@@ -307,7 +308,7 @@ class UnitStore:
             pattern.reader_region,
             pattern.reader_row,
             pattern.row_elements,
-            pattern.volume,
+            *pattern.common,
             self._node_D,
             self._latency_s_DD,
             self._bandwidth_DD,
@@ -334,16 +335,15 @@ class UnitStore:
                 self._regions.side(port.number, degrees)
                 for port, degrees in zip(of.readers, read, strict=True)
             ]
-            volumes = [self._regions.volumes(side, source, made[-1]) for side in sides]
+            common = [self._regions.overlaps(side, source, made[-1]) for side in sides]
             rows = np.cumsum([0, *(len(side.row_task) for side in sides)])
-            groups = len(source.region) // made[-1]
             known = self._patterns[key] = Pattern(
                 source.region,
                 np.cumsum([0, *(len(side.row) for side in sides)]),
                 _joined([side.region for side in sides]),
                 _joined([side.row + first for side, first in zip(sides, rows, strict=False)]),
                 _joined([side.row_elements for side in sides]),
-                np.concatenate(volumes) if volumes else np.empty((0, groups), np.int64),
+                stacked(common),
             )
         return known
 

@@ -19,7 +19,9 @@ Model = Annotated[
     str,
     typer.Option("--model", help="A network of the zoo (see app models list), or package.module:factory."),
 ]
-Preset = Annotated[str, typer.Option("--preset", help="Sizes of a zoo network: paper or small.")]
+Preset = Annotated[
+    str, typer.Option("--preset", help="Sizes of a zoo network: paper or small; of gpt2 also xl.")
+]
 BatchSize = Annotated[
     int | None,
     typer.Option(

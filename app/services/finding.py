@@ -89,6 +89,7 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
         rule_calls(),
         first_call,
         least_work,
+        setting.builder if costs is None else None,
     )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_OPERATORS = 3000
 """Operators to walk for one strategy, over all devices that differ; one takes 2 to 10 milliseconds."""
+MOST_PLACED = 250_000
+"""Operators times devices up to which it is found out which devices do the same; a plan of so many takes 5 s."""
 NEXT_TO_NOTHING = 0.002
 """The part of what a device makes, holds and sends by which devices that share a walk may differ."""
 
@@ -40,7 +42,8 @@ def footprints(
     from graph.plan import build_plan
     from runtime.footprint import UNUSED, footprint
 
-    if len(graph.operators) > most_operators:
+    placed = len(graph.operators) * len(topology.devices)
+    if len(graph.operators) > most_operators or placed > MOST_PLACED:
         return None
     plan = build_plan(graph, strategy, [device.node for device in topology.devices])
     keys = [

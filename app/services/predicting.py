@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +34,7 @@ from graph.calls import LocalCall
 from graph.canonical import canonical_json
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
-from graph.strategy import Strategy, strategy_text
+from graph.strategy import Configuration, Strategy, strategy_text
 from graph.topology import Topology, load_topology
 from graph.training import Training
 from search.costs import CostTable, Origin
@@ -42,6 +43,7 @@ from search.links import LinkCosts
 if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
     from search.simulator import Simulation
+    from search.taskgraph import TaskGraphBuilder
 
 LOCAL = "local"
 NEARLY_FULL = 0.4
@@ -133,6 +135,15 @@ class Setting:
     def topology(self) -> Topology:
         """The target's topology."""
         return self.target.topology
+
+    @cached_property
+    def builder(self) -> TaskGraphBuilder:
+        """Makes the task graphs of all that is simulated in this setting: what strategies share is derived once."""
+        from search.taskgraph import TaskGraphBuilder
+
+        return TaskGraphBuilder(
+            self.model.graph, self.topology, self.table, self.training, links=self.target.link_costs
+        )
 
 
 def without_measuring(store: Store, setting: Setting) -> CostTable:
@@ -249,14 +260,24 @@ def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) ->
 
 def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalCall]]:
     """Return the distinct calls of a strategy for each device kind that executes them."""
-    from graph.rules import local_calls
+    from graph.rules import cost_class, local_calls
 
-    graph, topology = setting.model.graph, setting.topology
+    graph = setting.model.graph
+    kinds = [device.kind_name for device in setting.topology.devices]
     found: dict[str, dict[str, LocalCall]] = {}
+    met: set[tuple[int, Configuration]] = set()
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        # Equal layers have equal calls, but for what changes no cost.
+        if (cost_class(graph, operator), configuration) in met:
+            continue
+        met.add((cost_class(graph, operator), configuration))
         calls = local_calls(graph, operator, configuration.degrees)
-        for call, device in zip(calls, configuration.devices, strict=True):
-            found.setdefault(topology.devices[device].kind_name, {})[call.digest] = call
+        here = {
+            (kinds[device], id(call)): call for call, device in zip(calls, configuration.devices, strict=True)
+        }
+        distinct = {(kind_name, replace(call, bindings=())): None for (kind_name, _), call in here.items()}
+        for kind_name, call in distinct:
+            found.setdefault(kind_name, {})[call.digest] = call
     return {kind_name: list(calls.values()) for kind_name, calls in found.items()}
 
 
@@ -295,20 +316,12 @@ def predict(
     With `walk` "always", or where the search's sum says that a device may be nearly full, peak memory is that of the
     devices' programs (`app.services.footprints`); with "never" it is the sum alone, and no torch is needed.
     """
-    from search.simulator import simulate
+    from search.simulator import simulate_tasks
 
     strategy.validate(setting.model.graph, len(setting.topology.devices))
     calls = calls_by_kind(setting, strategy)
     resolve_costs(setting, calls)
-    simulation = simulate(
-        setting.model.graph,
-        strategy,
-        setting.topology,
-        setting.table,
-        setting.training,
-        links=setting.target.link_costs,
-        order=order,
-    )
+    simulation = simulate_tasks(setting.builder.build(strategy), order)
     if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
         walked = footprints(setting.model.graph, strategy, setting.topology, setting.training)
         if walked is not None:

@@ -47,7 +47,7 @@ from graph.strategy import Strategy, strategy_text
 from graph.training import Training
 from search import algorithms, baselines
 from search.costs import Origin
-from search.moves import ONE_GROUP, MoveShares
+from search.moves import ONE_GROUP, MoveShares, shares_for
 from search.needed import needed_calls
 
 if TYPE_CHECKING:
@@ -233,6 +233,7 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
             known = [*known, *_shared_starts(store, setting, {one.strategy for one in known})]
         if not known:
             known = fitting_starts(store, setting, request.order)
+        options = replace(options, shares=shares_for(len(setting.topology.devices)))
         search_id = store.start_search(_record(request, options, setting, known))
         return _search(
             store,
@@ -571,7 +572,7 @@ def _baselines(
     found = (
         baselines.all_baselines(graph, count)
         if plan.compare_baselines
-        else baselines.usual_baselines(graph, count)
+        else baselines.starting_baselines(graph, count)
     )
     walk: Walk = "nearly full" if plan.compare_baselines else "never"
     predictions = []

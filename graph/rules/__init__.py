@@ -120,6 +120,19 @@ def operator_class(graph: OperatorGraph, operator: Operator) -> int:
     return classes[operator.name]
 
 
+def cost_class(graph: OperatorGraph, operator: Operator) -> int:
+    """Return a number that two operators of a graph share where equal degrees make local calls of equal cost of them.
+
+    Beside those of a class (`operator_class`) these are operators that differ in what they draw alone.
+    """
+    classes: dict[str, int] = graph._cache.setdefault("rules.cost_classes", {})
+    if not classes:
+        numbers: dict[object, int] = {}
+        for one in graph.operators:
+            classes[one.name] = numbers.setdefault(_form(graph, one), len(numbers))
+    return classes[operator.name]
+
+
 def whole_call(graph: OperatorGraph, operator: Operator) -> LocalCall:
     """Return what one task executes that runs the operator whole."""
     return local_calls(graph, operator, (1,) * len(operator.space.axes))[0]
@@ -130,15 +143,15 @@ def _operator_classes(graph: OperatorGraph) -> dict[str, int]:
     numbers: dict[object, int] = {}
     result: dict[str, int] = {}
     for operator in graph.operators:
-        key: tuple[object, ...] = (
-            signature(graph, operator),
-            operator.space,
-            local_gradients(graph, operator),
-        )
+        key = _form(graph, operator)
         if operator.target in DRAWING:
             key = (*key, operator.name)
         result[operator.name] = numbers.setdefault(key, len(numbers))
     return result
+
+
+def _form(graph: OperatorGraph, operator: Operator) -> tuple[object, ...]:
+    return signature(graph, operator), operator.space, local_gradients(graph, operator)
 
 
 # Operators that draw random numbers: their calls carry the operator's number.

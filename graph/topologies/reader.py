@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib import resources
 from math import isfinite
 from pathlib import Path
@@ -96,6 +97,8 @@ def read_topology(name_or_path: str | Path, nodes: int | None = None) -> Topolog
     return parse_topology(content, path.stem, str(path), nodes)
 
 
+# A command reads a topology where it checks its options, and where it needs it.
+@lru_cache(maxsize=2)
 def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -> Topology:
     """Return the topology that the YAML `text` describes; `where` names the file in errors.
 
@@ -428,11 +431,11 @@ class _Builder:
                         Link(name, "nic", capacity.bandwidth_bytes_per_s, capacity.latency_s / 2)
                     )
 
-        def nic_of(device: Device) -> int:
-            return first + 2 * (device.node * nics + device.local_index % nics)
-
+        nic_of = [first + 2 * (one.node * nics + one.local_index % nics) for one in self.devices]
+        # Pairs that leave by one NIC and arrive by another share a route.
+        between = {(out, into): (out, into + 1) for out in set(nic_of) for into in set(nic_of)}
         for source in self.devices:
+            out = nic_of[source.index]
             for destination in self.devices:
                 if source.node != destination.node:
-                    pair = (source.index, destination.index)
-                    self.routes[pair] = (nic_of(source), nic_of(destination) + 1)
+                    self.routes[source.index, destination.index] = between[out, nic_of[destination.index]]

@@ -3,7 +3,8 @@
 A factory takes a batch size and sizes and returns (module, args, kwargs); `module(*args, **kwargs)` is the scalar
 training loss, or has it as its `.loss`. Tensors are made on the current default device, so that
 `with torch.device("meta")` costs nothing. Every network has two presets: `paper`, the published sizes, and `small`, for
-tests. Reading this list imports no torch. The networks of Hugging Face's transformers (`hf-...`) need an extra.
+tests; gpt2 has `xl`, its largest published ones. Reading this list imports no torch. The networks of Hugging Face's
+transformers (`hf-...`) need an extra.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def _entry(
     *,
     factory: str = "",
     extra: str = "",
+    xl_sizes: dict[str, Any] | None = None,
 ) -> ZooEntry:
     module = name.replace("-", "_")
     presets = {
         "paper": MappingProxyType(paper_sizes),
         "small": MappingProxyType({"batch_size": 4, **small_sizes}),
+        **({} if xl_sizes is None else {"xl": MappingProxyType(xl_sizes)}),
     }
     made_by = f"graph.zoo.{factory or f'{module}:{module}'}"
     return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), made_by, extra)
@@ -147,6 +150,7 @@ _ENTRIES = (
         512,
         {},
         {"sequence": 10, "layers": 2, "hidden": 16, "heads": 4, "vocabulary": 50},
+        xl_sizes={"layers": 48, "hidden": 1600, "heads": 25},
     ),
     _entry(
         "dlrm",

@@ -103,7 +103,8 @@ def _problem(cell: Cell) -> Problem:
     from search.tables import Problem
 
     model = import_graph(
-        ModelRequest(name=cell.network, preset=cell.preset, batch_size=cell.batch_size), batch_norm="synchronized"
+        ModelRequest(name=cell.network, preset=cell.preset, batch_size=cell.batch_size),
+        batch_norm="synchronized",
     )
     topology = load_topology(cell.topology).subset(cell.devices)
     return Problem(

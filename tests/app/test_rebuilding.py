@@ -34,7 +34,7 @@ __all__ = ["walked"]
 DEVICES = 6
 GRAPHS = {"branches": branches, "unrolled": unrolled}
 # More moves of several groups than of one.
-FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
+FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3, hybrid=0.3, grid=0.3)
 
 
 @pytest.fixture

@@ -22,7 +22,10 @@ from graph.axes import (
 from graph.exchange import Reading, exchange
 from graph.holdings import cells, held_regions
 from graph.intervals import Region, intersect, normalize, positions, subtract, volume
+from graph.plan import build_plan, value_exchange
 from graph.strategy import Configuration
+from search.baselines import random_strategy
+from tests.search.builders import branches, unrolled
 
 SEEDS = range(40)
 
@@ -141,3 +144,12 @@ def test_cells_are_disjoint_cover_what_is_held_and_name_exactly_the_holders(seed
             found[element] = set(cell.devices)
     assert total == len(found)
     assert found == holders
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_has_the_exchanges_that_each_value_has_by_itself(seed: int) -> None:
+    nodes, rng = [0, 0, 0, 1, 1, 1], np.random.default_rng(seed)
+    for graph in (branches(), unrolled()):
+        strategy = random_strategy(graph, len(nodes), rng)
+        found = build_plan(graph, strategy, nodes).exchanges
+        assert found == {name: value_exchange(graph, strategy, name, nodes) for name in graph.producer}

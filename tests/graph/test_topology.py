@@ -1,5 +1,6 @@
 """Topologies: routes, times and digests, and what a malformed file says."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -465,3 +466,9 @@ def test_yaml_that_repeats_a_key_or_never_ends_is_one_line(tmp_path: Path, conte
 def test_more_devices_than_routes_can_be_kept_for_are_refused() -> None:
     with pytest.raises(TopologyError, match="at most 4096"):
         load_topology("p100-cluster", nodes=10_000_000)
+
+
+@pytest.mark.parametrize("name", packaged_topologies())
+def test_the_text_is_canonical_json(name: str) -> None:
+    text = load_topology(name).to_json()
+    assert json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) == text

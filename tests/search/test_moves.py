@@ -23,6 +23,8 @@ KINDS = {
     "alike": MoveShares(alike=1.0, sharing=0.0, spread=0.0),
     "sharing": MoveShares(alike=0.0, sharing=1.0, spread=0.0),
     "spread": MoveShares(alike=0.0, sharing=0.0, spread=1.0),
+    "hybrid": MoveShares(hybrid=1.0),
+    "many": MoveShares(hybrid=0.5, grid=0.75),
     "default": MoveShares(),
 }
 GRAPHS = {"branches": branches(), "statistics": statistics(), "unrolled": unrolled()}

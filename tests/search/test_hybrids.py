@@ -1,0 +1,107 @@
+"""What chains start from and propose on many devices, and that a search there gets better than both."""
+
+import numpy as np
+import pytest
+
+from graph.axes import AxisKind, tasks
+from graph.strategy import Configuration
+from graph.training import Training
+from search.baselines import FEW_DEVICES, first_axis, row_lengths, starting_baselines, usual_baselines
+from search.configurations import configured
+from search.costs import CostTable
+from search.groups import find_groups, follow
+from search.hybrids import hybrids, random_grid
+from search.mcmc import SearchOptions, SearchResult, search
+from search.moves import MoveShares, shares_for
+from search.simulator import simulate
+from tests.search.builders import MadeUpCosts, branches, devices, local_calls, two_layers, unrolled
+
+MANY = 72
+GRAPHS = {"branches": branches(), "unrolled": unrolled(), "two layers": two_layers(144, 48)}
+
+
+@pytest.mark.parametrize("count", [6, 8, MANY])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_random_grid_is_legal_and_keeps_rows_on_devices_side_by_side(name: str, count: int) -> None:
+    graph, rng = GRAPHS[name], np.random.default_rng(3)
+    whole = set()
+    for operator in graph.operators:
+        axes, sample = operator.space.axes, first_axis(operator, AxisKind.SAMPLE)
+        for _ in range(40):
+            drawn = configured(random_grid(operator, count, rng), count)
+            assert len(drawn.devices) == len(set(drawn.devices)) <= count
+            assert all(
+                degree <= axis.size or axis.kind is AxisKind.REPLICA
+                for degree, axis in zip(drawn.degrees, axes, strict=True)
+            )
+            if sample is None or tasks(drawn.degrees) < count:
+                continue
+            parts = np.array(drawn.devices).reshape(drawn.degrees)
+            rows = np.moveaxis(parts, sample, 0).reshape(drawn.degrees[sample], -1)
+            row = count // drawn.degrees[sample]
+            assert rows.tolist() == np.arange(count).reshape(-1, row).tolist()
+            whole.add(row)
+    assert name != "two layers" or whole == {1, *row_lengths(count)}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_hybrids_differ_and_come_from_what_they_are_drawn_as(name: str) -> None:
+    graph = GRAPHS[name]
+    groups = find_groups(graph)
+    found = hybrids(graph, groups, MANY)
+    assert len({one.configurations for one in found}) == len(found) > 1
+    for hybrid in found:
+        assert hybrid.configurations == tuple(configured(one, MANY) for one in hybrid.origins)
+        chosen: dict[int, Configuration] = {}
+        for group, configuration in zip(groups, hybrid.configurations, strict=True):
+            chosen |= follow(group, configuration)
+        assert sorted(chosen) == list(range(len(graph.operators)))
+
+
+def test_few_devices_begin_and_move_as_ever() -> None:
+    graph = GRAPHS["two layers"]
+    assert starting_baselines(graph, FEW_DEVICES) == usual_baselines(graph, FEW_DEVICES)
+    assert shares_for(FEW_DEVICES) == MoveShares()
+
+
+def test_many_devices_begin_at_data_parallelism_and_short_rows_each_once() -> None:
+    graph = GRAPHS["two layers"]
+    found = starting_baselines(graph, MANY)
+    assert [one.name for one in found] == ["data-parallel", *(f"megatron-{row}" for row in row_lengths(MANY))]
+    assert len({one.strategy for one in found}) == len(found)
+    for one in found:
+        one.strategy.validate(graph, MANY)
+
+
+def run(seed: int, workers: int = 1) -> SearchResult:
+    return search(
+        GRAPHS["two layers"],
+        devices(MANY),
+        CostTable(MadeUpCosts(1e-9)),
+        Training(144),
+        SearchOptions(proposals=120, chains=3, seed=seed, shares=shares_for(MANY)),
+        local_calls=local_calls,
+        workers=workers,
+    )
+
+
+def test_a_search_on_many_devices_gets_better_than_what_it_starts_from() -> None:
+    result = run(0)
+    assert result.chains[0].start == "data_parallel"
+    assert result.chains[1].start.startswith("megatron_")
+    assert result.step_time_s < min(chain.initial_s for chain in result.chains)
+    again = simulate(
+        GRAPHS["two layers"],
+        result.strategy,
+        devices(MANY),
+        CostTable(MadeUpCosts(1e-9)),
+        Training(144),
+        local_calls=local_calls,
+    )
+    assert again.step_time_s == result.step_time_s
+
+
+def test_a_search_on_many_devices_gives_the_same_again_however_many_walk_it() -> None:
+    first, second, apart = run(4), run(4), run(4, workers=2)
+    assert first.strategy == second.strategy == apart.strategy
+    assert first.chains == second.chains == apart.chains
