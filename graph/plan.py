@@ -10,9 +10,12 @@ So nothing can deadlock: a wait on one rank is always for something that stands 
     forward of the operators that only renew buffers, in the same way; the exchange that renews buffers where they
     are read; the optimizer's update; the collection of the weights whose update was shared.
 
+Of a group of operators whose activations are not kept (`graph.recomputation`), each device makes its own again just
+before the backward of the group's last operator; nothing is sent again.
+
 Weights that are kept in shares are gathered before the first operator that reads them, and before the backward of the
-last one, several operators' together; the next gather begins before the operators of this one, so that one is always
-under way.
+last one (or before that one's group is made again), several operators' together; the next gather begins before the
+operators of this one, so that one is always under way.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from graph.holdings import (
 )
 from graph.intervals import Region
 from graph.operators import OperatorGraph, ValueKind
+from graph.recomputation import needed_at
 from graph.strategy import Sharding, Strategy
 
 # As in DistributedDataParallel (PyTorch's default of 25 MiB): large enough to amortize a collective's latency,
@@ -135,6 +139,16 @@ class Plan:
         """For each weight, what its holders share."""
         return {
             weight.name: self.strategy.sharding_of(number) for number, weight in enumerate(self.graph.weights)
+        }
+
+    @cached_property
+    def recomputed_before(self) -> dict[int, tuple[int, ...]]:
+        """For each operator before whose backward a group is made again, the group's operators that have a backward."""
+        return {
+            group.last: tuple(
+                index for index in range(group.first, group.last + 1) if any(self.active[index])
+            )
+            for group in self.strategy.recomputation
         }
 
     def updated(self, weight: str) -> list[tuple[int, Region]]:
@@ -439,7 +453,7 @@ def _gathers(
         forward.setdefault(min(users), []).append(weight.name)
         reached = [index for index in users if any(active[index])]
         if reached:
-            backward.setdefault(max(reached), []).append(weight.name)
+            backward.setdefault(needed_at(strategy.recomputation, max(reached)), []).append(weight.name)
     return (
         _units(graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes),
         _units(

@@ -1,4 +1,5 @@
-"""Strategy S: one configuration for every operator, and for every weight whether its holders share it.
+"""Strategy S: one configuration for every operator, for every weight whether its holders share it, and which
+activations are made again in the backward (`graph.recomputation`).
 
 Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
 (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
@@ -18,6 +19,12 @@ from graph.axes import AxisKind, Degrees, tasks
 from graph.canonical import canonical_json, digest
 from graph.errors import StrategyError
 from graph.operators import Operator, OperatorGraph
+from graph.recomputation import (
+    Recomputation,
+    check_recomputation,
+    recomputation_from_json,
+    recomputation_to_json,
+)
 
 FORMAT = 1
 
@@ -56,11 +63,13 @@ class Strategy:
     """A configuration for every operator, in the graph's order, bound to the graph by its digest.
 
     sharding: one entry for each of the graph's weights, or none at all where no weight is shared.
+    recomputation: the groups of operators whose activations are made again in the backward.
     """
 
     graph_digest: str
     configurations: tuple[Configuration, ...]
     sharding: tuple[Sharding, ...] = ()
+    recomputation: Recomputation = ()
 
     def __post_init__(self) -> None:
         if self.sharding and all(level is Sharding.NONE for level in self.sharding):
@@ -72,14 +81,15 @@ class Strategy:
         return self.sharding[weight] if self.sharding else Sharding.NONE
 
     def with_configurations(self, configurations: tuple[Configuration, ...]) -> Strategy:
-        """Return a strategy of other configurations, its weights shared alike."""
+        """Return a strategy of other configurations; weights are shared, and activations made again, alike."""
         return replace(self, configurations=configurations)
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
         """Return the strategy as a document for humans: degrees by axis name, degrees of one left out.
 
-        So are weights of which nothing is shared.
+        So are weights of which nothing is shared, and recomputation where there is none.
         """
+        names = [operator.name for operator in graph.operators]
         shared = {
             weight.name: level.value
             for weight, level in zip(graph.weights, self.sharding, strict=False)
@@ -87,6 +97,11 @@ class Strategy:
         }
         return {
             **({"sharding": shared} if shared else {}),
+            **(
+                {"recomputation": recomputation_to_json(names, self.recomputation)}
+                if self.recomputation
+                else {}
+            ),
             "format": FORMAT,
             "graph": self.graph_digest,
             "operators": {
@@ -104,7 +119,7 @@ class Strategy:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over graph digest, degrees and devices, and over what is shared where anything is."""
+        """sha256 over graph digest, degrees and devices, and over what is shared or made again where anything is."""
         document: list[Any] = [
             FORMAT,
             self.graph_digest,
@@ -112,6 +127,8 @@ class Strategy:
         ]
         if self.sharding:
             document.append({"sharding": [level.value for level in self.sharding]})
+        if self.recomputation:
+            document.append({"recomputation": [[group.first, group.last] for group in self.recomputation]})
         return digest(document)
 
     @property
@@ -138,6 +155,7 @@ class Strategy:
         for operator, configuration in zip(graph.operators, self.configurations, strict=True):
             check_configuration(operator, configuration, device_count)
         check_sharding(graph, self.sharding)
+        check_recomputation(graph, self.recomputation)
 
 
 def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None:
@@ -227,7 +245,13 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     configurations = tuple(
         _configuration(operator, entries.get(operator.name)) for operator in graph.operators
     )
-    strategy = Strategy(str(document.get("graph")), configurations, _sharding(document, graph))
+    places = {operator.name: place for place, operator in enumerate(graph.operators)}
+    strategy = Strategy(
+        str(document.get("graph")),
+        configurations,
+        _sharding(document, graph),
+        recomputation_from_json(document.get("recomputation", []), places),
+    )
     strategy.validate(graph, device_count)
     return strategy
 

@@ -97,6 +97,26 @@ class Unrecorded:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """An instruction of the forward that is run again in the backward; what it made before is gone since.
+
+    made: the slots of what it makes.
+    """
+
+    inner: Instruction
+    made: Slots
+
+    @property
+    def touches(self) -> Slots:
+        """Those of the instruction."""
+        return self.inner.touches
+
+    def run(self, state: StepState) -> None:
+        """Run the instruction: dropout draws by the step's number, and so the same."""
+        self.inner.run(state)
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Waits for pieces and puts a region together from them and from the rank's own tensors.
 

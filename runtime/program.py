@@ -2,6 +2,9 @@
 
 All ranks walk the plan's events in the same order, so nothing can deadlock: a wait is always for something that
 stands earlier in the common order.
+
+Of a group of operators whose activations are not kept, the forward runs unrecorded, and what nobody outside needs is
+released at once; in the backward the same calls run again, recorded, from what entered the group.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from graph.calls import LocalCall
 from graph.intervals import Region, shape
 from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Bucket, Plan
+from graph.recomputation import group_numbers
 from graph.rules import local_calls
 from graph.strategy import Sharding
 from profiler.operators import compile_call
@@ -86,6 +90,9 @@ class _Compiler:
         self.parts = parts_of(plan, rank)
         self.held = {name: plan.held[name][rank] for name in self.layout.held}
         self.gathering = Gathering(plan, self.layout, self.parts, device)
+        self._group_of = group_numbers(plan.graph, plan.strategy.recomputation)
+        # For each leaf, the groups of the operators that read it; -1 stands for those of no group.
+        self._leaf_readers: dict[int, set[int]] = {}
         self._last_shared: Group | None = None
         self._updated_groups: list[Group] = []
 
@@ -94,11 +101,15 @@ class _Compiler:
         inputs = self.segments.connect(
             (node for group in nodes for node, _ in group), self._leaf_targets(), self.layout
         )
+        for node, slots in inputs.items():
+            for made, read in zip(node.inputs, slots, strict=True):
+                if made != read:
+                    self._leaf_readers.setdefault(read, set()).add(self._group_of[node.operator])
         self._expect_messages()
         # What only renews buffers comes last: its messages (statistics of all devices) then hold nobody up.
         self._forward(self.graph.order.of_loss, nodes, inputs)
         self._loss()
-        finished = self._backward()
+        finished = self._backward(nodes, inputs)
         self._forward(self.graph.order.of_buffers, nodes, inputs)
         self._renew_buffers()
         self.instructions.extend(finished)
@@ -220,13 +231,11 @@ class _Compiler:
                         self.exchanges.receive(local, local.value, differentiable=active)
                     )
             for node, make in nodes[index]:
-                instruction = make(inputs[node])
-                self.instructions.append(instruction if node.active else steps.Unrecorded(instruction))
-                pairs = tuple(
-                    (slot, self.segments.leaves[slot])
-                    for slot in node.outputs
-                    if slot in self.segments.leaves
-                )
+                made_again = self._is_made_again(node)
+                instruction = make(node.inputs if made_again else inputs[node])
+                recorded = node.active and not made_again
+                self.instructions.append(instruction if recorded else steps.Unrecorded(instruction))
+                pairs = self._leaves_of(node, made_again=False)
                 if pairs:
                     self.instructions.append(steps.Detach(pairs))
             self.instructions.extend(self.gathering.after_forward(index))
@@ -240,6 +249,22 @@ class _Compiler:
                 )
             )
 
+    def _is_made_again(self, node: Node) -> bool:
+        return node.active and self._group_of[node.operator] >= 0
+
+    def _leaves_of(self, node: Node, *, made_again: bool) -> tuple[tuple[int, int], ...]:
+        """The leaves of what a node makes: in the forward, or those made again, which its group alone reads."""
+        found = []
+        for slot in node.outputs:
+            leaf = self.segments.leaves.get(slot)
+            if leaf is not None:
+                within = self._is_made_again(node) and self._leaf_readers[leaf] <= {
+                    self._group_of[node.operator]
+                }
+                if within == made_again:
+                    found.append((slot, leaf))
+        return tuple(found)
+
     def _loss(self) -> None:
         parts = self._loss_parts()
         if parts:
@@ -247,7 +272,9 @@ class _Compiler:
 
     # ---- backward
 
-    def _backward(self) -> list[Instruction]:
+    def _backward(
+        self, nodes: list[list[tuple[Node, Make]]], inputs: dict[Node, tuple[int, ...]]
+    ) -> list[Instruction]:
         """Append the backward; return what finishes the sums of gradients that it starts."""
         started: list[Reduction] = []
         finishing: list[Instruction] = []
@@ -257,6 +284,8 @@ class _Compiler:
         first = {segment.first: number for number, segment in self.segments.by_number.items()}
         for index in range(len(self.graph.operators) - 1, -1, -1):
             self.instructions.extend(self.gathering.before_backward(index))
+            for operator in self.plan.recomputed_before.get(index, ()):
+                self._make_again(nodes[operator], inputs)
             if index in first:
                 self._differentiate(first[index])
             self.instructions.extend(self.exchanges.issue_gradients(index))
@@ -273,6 +302,18 @@ class _Compiler:
                 self.instructions.extend(StartReduction(reduction) for reduction in made)
                 finishing.extend(FinishReduction(reduction) for reduction in made)
         return finishing
+
+    def _make_again(self, nodes: list[tuple[Node, Make]], inputs: dict[Node, tuple[int, ...]]) -> None:
+        """Append an operator's recorded steps once more, this time for autograd."""
+        for node, make in nodes:
+            if not node.active:
+                continue
+            self.instructions.append(steps.Recompute(make(inputs[node]), node.outputs))
+            pairs = self._leaves_of(node, made_again=True)
+            if pairs:
+                self.instructions.append(
+                    steps.Recompute(steps.Detach(pairs), tuple(leaf for _, leaf in pairs))
+                )
 
     def _share(self, bucket: Bucket, finishing: list[Instruction]) -> None:
         """Append the sum of a bucket in shares; its last end is noted in `finishing`."""
@@ -347,20 +388,20 @@ class _Compiler:
                 self.instructions.append(steps.Renew(slot, reading.slot))
 
     def _with_releases(self) -> list[Instruction]:
-        """The instructions, each followed by the release of what nothing later needs."""
+        """The instructions, each followed by the release of what nothing needs any more, or before it is made again."""
         kept = {reading.slot for reading in self.layout.readings.values()}
         kept.update(local.slot for local in self.layout.empty)
-        last: dict[int, int] = {}
-        for position, instruction in enumerate(self.instructions):
-            for slot in instruction.touches:
-                last[slot] = position
-        released: dict[int, list[int]] = {}
-        for slot, position in last.items():
-            if slot not in kept:
-                released.setdefault(position, []).append(slot)
         result: list[Instruction] = []
-        for position, instruction in enumerate(self.instructions):
+        needed: set[int] = set()
+        for instruction in reversed(self.instructions):
+            released = tuple(
+                slot for slot in dict.fromkeys(instruction.touches) if slot not in needed and slot not in kept
+            )
+            if released:
+                result.append(steps.Release(released))
             result.append(instruction)
-            if position in released:
-                result.append(steps.Release(tuple(released[position])))
+            needed.update(instruction.touches)
+            if isinstance(instruction, steps.Recompute):
+                needed.difference_update(instruction.made)
+        result.reverse()
         return result

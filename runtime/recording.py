@@ -225,6 +225,10 @@ class _Names:
 
     def labels(self, instruction: steps.Instruction) -> tuple[Label, Label, Label | None]:
         """Return what an instruction does, what it may wait for, and what its backward does (None: nothing)."""
+        if isinstance(instruction, steps.Recompute):
+            label, waits_for, backward = self.labels(instruction.inner)
+            again = Label("recompute", label.subject, f"recompute {label.name.removeprefix('forward ')}")
+            return again if label.kind == "forward" else label, waits_for, backward
         recorded = not isinstance(instruction, steps.Unrecorded)
         inner = instruction.inner if isinstance(instruction, steps.Unrecorded) else instruction
         match inner:
@@ -292,6 +296,8 @@ class _Names:
 
 def _made(instruction: steps.Instruction) -> steps.Slots:
     """Return the slots of the tensors that an instruction makes within autograd."""
+    if isinstance(instruction, steps.Recompute):
+        return _made(instruction.inner)
     if isinstance(instruction, steps.Call):
         return instruction.outputs
     return (instruction.target,) if isinstance(instruction, steps.Assemble) else ()

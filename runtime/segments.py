@@ -2,8 +2,9 @@
 
 A segment is a run of the rank's operators, in topological order, that autograd differentiates as a unit. The rank
 cuts before operator o wherever it takes part in a message or a synchronization that the plan issues after backward
-of o: what it sends is then complete, and what it receives comes before the segments that need it. The forward
-needs no cuts; its messages are issued between the operators.
+of o: what it sends is then complete, and what it receives comes before the segments that need it. It also cuts before
+and after a group of operators that is made again in the backward, so that no segment is partly kept. The forward needs
+no cuts; its messages are issued between the operators.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def cuts(plan: Plan, layout: Layout) -> tuple[int, ...]:
         begun = [gather for _, gather in gathers_begun(plan.backward_gathers, operator)]
         if any(layout.rank in one.devices for one in (*begun, *plan.backward_gathers[operator])):
             found.add(operator + 1)
+    for group in plan.strategy.recomputation:
+        found.update((group.first, group.last + 1))
     return tuple(sorted(found))
 
 

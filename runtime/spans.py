@@ -9,12 +9,12 @@ WEIGHTS = "weights"
 WEIGHT_GRADIENTS = "all-reduces of weight gradients"
 LATE_MESSAGES = "messages still under way"
 
-KINDS = ("forward", "backward", "update", "wait", "copy", "runtime")
+KINDS = ("forward", "backward", "recompute", "update", "wait", "copy", "runtime")
 """Kinds of spans.
 
-forward, backward: a task of an operator. update: of weights. wait: for something that comes from another rank.
-copy: packing what is sent, putting together what came, starting messages. runtime: autograd's own work between
-operators, releases, bookkeeping, and the recording itself.
+forward, backward: a task of an operator. recompute: its forward once more, in the backward. update: of weights.
+wait: for something that comes from another rank. copy: packing what is sent, putting together what came, starting
+messages. runtime: autograd's own work between operators, releases, bookkeeping, and the recording itself.
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from graph.axes import AxisKind, Degrees, tasks
 from graph.errors import StrategyError
 from graph.operators import Operator, OperatorGraph
+from graph.recomputation import recomputation_from_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.groups import find_groups, follow
 
@@ -36,10 +37,12 @@ def adapt(document: Mapping[str, Any], made_for: int, graph: OperatorGraph, devi
         operator = graph.operators[group.head]
         chosen |= follow(group, _adapted(operator, entries[operator.name], made_for, device_count))
     shared: Mapping[str, str] = document.get("sharding", {})
+    places = {operator.name: place for place, operator in enumerate(graph.operators)}
     strategy = Strategy(
         graph.digest,
         tuple(chosen[index] for index in range(len(graph.operators))),
         tuple(Sharding(shared.get(weight.name, Sharding.NONE)) for weight in graph.weights),
+        recomputation_from_json(document.get("recomputation", []), places),
     )
     strategy.validate(graph, device_count)
     return strategy

@@ -224,6 +224,12 @@ def _sharding(problem: Problem, context: Context) -> Found:
     return _tried("sharding", share_weights, problem, context)
 
 
+def _recomputation(problem: Problem, context: Context) -> Found:
+    from search.recomputing import recompute
+
+    return _tried("recomputation", recompute, problem, context)
+
+
 def _random(problem: Problem, context: Context) -> Found:
     from search.greedy import random_search
 
@@ -257,5 +263,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "exhaustive": _exhaustive,
     "greedy": _greedy,
     "sharding": _sharding,
+    "recomputation": _recomputation,
     "random": _random,
 }

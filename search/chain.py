@@ -13,6 +13,7 @@ import numpy as np
 
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
+from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding, Strategy
 from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation
 from search.moves import Move, Moves, MoveShares
@@ -107,8 +108,9 @@ class Chain:
     accepted: int = 0
     gained_at: int = 0
     stop_without_gain: bool = field(default=False, kw_only=True)
-    # What is shared of each weight: as in the start.
+    # What is shared of each weight, and what is made again: as in the start.
     sharding: tuple[Sharding, ...] = field(default=(), kw_only=True)
+    recomputation: Recomputation = field(default=(), kw_only=True)
 
     @property
     def done(self) -> bool:
@@ -193,13 +195,16 @@ class Chain:
         """Return all that another process needs to go on with the chain; to be called between two proposals."""
         return ResumedChain(
             self.checkpoint(),
-            Strategy(graph.digest, tuple(self.evaluation.configurations), self.sharding),
+            self._strategy(graph, tuple(self.evaluation.configurations)),
             self.best_strategy(graph),
         )
 
     def best_strategy(self, graph: OperatorGraph) -> Strategy:
         """Return the best that the chain has found so far."""
-        return Strategy(graph.digest, self.best.configurations, self.sharding)
+        return self._strategy(graph, self.best.configurations)
+
+    def _strategy(self, graph: OperatorGraph, configurations: tuple[Configuration, ...]) -> Strategy:
+        return Strategy(graph.digest, configurations, self.sharding, self.recomputation)
 
     def follow(self, walked: ResumedChain) -> None:
         """Take the counts, the times and the best of this chain as another process walked it.
@@ -265,6 +270,7 @@ def start_chain(
         Best(initial, strategy.configurations),
         stop_without_gain=options.stop_without_gain,
         sharding=strategy.sharding,
+        recomputation=strategy.recomputation,
     )
     if name == POLISHING:
         chain.budget = options.polish_proposals

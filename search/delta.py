@@ -125,8 +125,8 @@ class Delta:
         while True:
             end, first = kernels.prepare(
                 wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, layout.scratch,
-                self._buckets, self._gathers, builder.bucket_bytes, builder.state_tensors, self._place_of,
-                everything,
+                self._buckets, layout.groups, self._gathers, builder.bucket_bytes, builder.state_tensors,
+                self._place_of, everything,
             )  # fmt: skip
             if end == -2:
                 sizes = 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight)
@@ -137,8 +137,8 @@ class Delta:
                 number = first // self._checkpoints.stride
                 makespan_ns, end = kernels.walk_program_order(
                     wiring, units, arena, holds, builder.contention_ppm_D, self._pool, end, new, self._buckets,
-                    self._gathers, layout.scratch.counts[2], self._updates(new.elements_D), self._keeps_ends,
-                    self._checkpoints, number, bound_ns,
+                    layout.groups, self._gathers, layout.scratch.counts[2], self._updates(new.elements_D),
+                    self._keeps_ends, self._checkpoints, number, bound_ns,
                 )  # fmt: skip
                 if makespan_ns != -2:
                     break
@@ -148,7 +148,9 @@ class Delta:
         self._proposed_end, self._number = end, number
         if makespan_ns < 0:
             return None
-        over = new.memory_D - builder.capacity_bytes_D
+        peak_D = new.memory_D.copy()
+        kernels.add_again(new.again_2GD, peak_D)
+        over = peak_D - builder.capacity_bytes_D
         self._proposed = Outcome(int(np.maximum(over, 0).sum()), int(makespan_ns))
         return self._proposed
 
@@ -186,5 +188,6 @@ def _new_versions(layout: Layout, resources: int) -> Versions:
         operator_active=np.zeros(operators, np.int64),
         elements_D=np.zeros(devices, np.int64),
         memory_D=np.zeros(devices, np.int64),
+        again_2GD=np.zeros(layout.scratch.again_2GD.shape, np.int64),
         load_ns_R=np.zeros(resources, np.int64),
     )

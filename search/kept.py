@@ -10,10 +10,12 @@ with what autograd saves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
+from graph.recomputation import Recomputation, group_numbers
 from search.groups import base_name, is_view
 
 _NOTHING = frozenset(
@@ -52,6 +54,18 @@ _GATES = {"lstm_cell": 5, "gru_cell": 7}
 _INDEX_BYTES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """Which outputs of an operator are memory of their own that lasts.
+
+    kept: until the backward. again: of an operator whose group is made again, which are there from then to its
+    backward, those among them that are kept as well; None where it is in no group: what its backward needs is kept.
+    """
+
+    kept: tuple[bool, ...]
+    again: tuple[bool, ...] | None = None
+
+
 def kept_outputs(graph: OperatorGraph) -> tuple[tuple[bool, ...], ...]:
     """Return, for each operator, which of its outputs are memory of their own that lasts until the backward."""
     kept: set[str] = set()
@@ -69,6 +83,49 @@ def kept_outputs(graph: OperatorGraph) -> tuple[tuple[bool, ...], ...]:
             flags = (False,) * len(flags)
         result.append(flags)
     return tuple(reversed(result))
+
+
+def lasting_outputs(graph: OperatorGraph, recomputation: Recomputation) -> tuple[Lasting, ...]:
+    """Return, for each operator, which of its outputs last where groups of operators are made again in the backward.
+
+    Kept is what enters a group, whether its reader keeps it or not, and what operators of no group keep.
+    """
+    group_of = group_numbers(graph, recomputation)
+    kept: set[str] = set()
+    again: set[str] = set()
+    result: list[Lasting] = []
+    for index in range(len(graph.operators) - 1, -1, -1):
+        operator = graph.operators[index]
+        grouped = group_of[index] >= 0 and graph.has_backward(operator)
+        if graph.has_backward(operator):
+            slots = kept_inputs(operator, graph.gradient_inputs(operator))
+            for slot, name in enumerate(operator.inputs):
+                if grouped and not _is_made_within(graph, group_of, index, name):
+                    kept.add(name)
+                elif slot in slots:
+                    (again if grouped else kept).add(name)
+            if keeps_output(operator):
+                (again if grouped else kept).update(operator.outputs)
+        flags = tuple(name in kept for name in operator.outputs)
+        then = tuple(name in kept or name in again for name in operator.outputs) if grouped else None
+        if is_view(operator):
+            if any(flags):
+                kept.update(operator.inputs[:1])
+            if then is not None and any(then):
+                # Where the base is made outside, it has entered, and is kept.
+                again.update(operator.inputs[:1])
+            flags = (False,) * len(flags)
+            then = None if then is None else flags
+        result.append(Lasting(flags, then))
+    return tuple(reversed(result))
+
+
+def _is_made_within(graph: OperatorGraph, group_of: Sequence[int], reader: int, name: str) -> bool:
+    """Return whether a value that an operator of a group reads is made again with it."""
+    if name not in graph.producer:
+        return False
+    maker, _ = graph.producer[name]
+    return group_of[maker] == group_of[reader] and graph.has_backward(graph.operators[maker])
 
 
 def kept_inputs(operator: Operator, wanted: tuple[bool, ...]) -> list[int]:
@@ -90,10 +147,13 @@ def keeps_output(operator: Operator) -> bool:
     return not (is_view(operator) or name in _NOTHING | _INPUTS | _FACTORS)
 
 
-def kept_bytes(outputs: Sequence[bool], call: LocalCall) -> int:
-    """Return the bytes that a task leaves for the backward; `outputs` are those of `kept_outputs`."""
-    own = sum(spec.size_bytes for spec, kept in zip(call.outputs, outputs, strict=True) if kept)
-    return own + extra_bytes(call)
+def kept_bytes(outputs: Lasting, call: LocalCall) -> tuple[int, int]:
+    """Return the bytes that a task leaves for the backward, and those that are there once it is made again."""
+    own = sum(spec.size_bytes for spec, kept in zip(call.outputs, outputs.kept, strict=True) if kept)
+    if outputs.again is None:
+        return own + extra_bytes(call), 0
+    again = sum(spec.size_bytes for spec, lasts in zip(call.outputs, outputs.again, strict=True) if lasts)
+    return own, again + extra_bytes(call)
 
 
 def extra_bytes(call: LocalCall) -> int:

@@ -5,7 +5,8 @@ those are double expressions without fastmath, and are rounded once.
 
 Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
 
-    operator unit   0 tasks, 1 replicas, then a task: device, forward ns, backward ns, output bytes, origin
+    operator unit   0 tasks, 1 replicas, then a task: device, forward ns, backward ns, bytes kept for the
+                    backward, origin, bytes that are there only from when its group is made again to its backward
     value unit      0 assemblies, 1 pieces, 2 readers, 3 source tasks, 4 remote pieces, 5 readings,
                     6 where source tasks start, 7 collectives, 8 remote pieces that no collective serves, then
                     an assembly: device, bytes copied, first piece, first reader, collective or -1 (one more
@@ -35,12 +36,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UPDATE = range(7)
 COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
 FORWARD_GATHER, BACKWARD_GATHER, UPDATE_GATHER = range(10, 13)
+RECOMPUTE = 13
 # Codes of `graph.strategy.Sharding`, in its order.
 SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 # Codes of `graph.collectives.CollectiveKind`.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
 FEWEST_DEVICES = 3
-OPERATOR_HEADER, OPERATOR_STRIDE = 2, 5
+OPERATOR_HEADER, OPERATOR_STRIDE = 2, 6
 VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 9, 5, 8, 10
 # The word of a value unit that counts its collectives.
 VALUE_COLLECTIVES = 7
@@ -156,6 +158,15 @@ class Tasks(NamedTuple):
     pred: Array
 
 
+class Groups(NamedTuple):
+    """Groups of operators that are made again in the backward (`graph.recomputation`)."""
+
+    of_O: Array  # an operator: the number of its group, or -1
+    first_O: Array  # an operator: the first one of the group of which it is the last, or -1
+    last_O: Array  # an operator: the last one of its group; itself where it is in none
+    ended_O: Array  # an operator: how many groups are all before it
+
+
 class Scratch(NamedTuple):
     """What the layout knows about operators' tasks and values' assemblies, flat."""
 
@@ -174,6 +185,9 @@ class Scratch(NamedTuple):
     gradient_collective: Array
     elements_D: Array
     memory_D: Array
+    # A group: bytes that are there once it is made again, and those that what lies between its end and the next one's
+    # keeps.
+    again_2GD: Array
     counts: Array  # 0 tasks, 1 dependencies, 2 buckets, 3 bucket entries
 
 
@@ -677,12 +691,15 @@ def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch
 
 
 @quick_entry
-def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, state_tensors: int) -> None:
+def weigh(
+    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, groups: Groups, state_tensors: int
+) -> None:
     """Find the elements that each device updates, and its peak memory (rule: `search.simulator.Simulation`)."""
     elements_D = scratch.elements_D
     memory_D = scratch.memory_D
     elements_D[:] = 0
     memory_D[:] = 0
+    scratch.again_2GD[:] = 0
     for static in range(graph.static_count):
         at = units.static_at[static]
         trained = False
@@ -698,15 +715,39 @@ def weigh(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, stat
             memory_D[device] += kept * graph.static_item_bytes[static]
     for operator in range(len(units.operator_at)):
         at = units.operator_at[operator] + OPERATOR_HEADER
+        group, ended = groups.of_O[operator], groups.ended_O[operator]
         for task in range(arena[units.operator_at[operator]]):
             if scratch.active[scratch.task_base[operator] + task]:
-                memory_D[arena[at + OPERATOR_STRIDE * task]] += arena[at + OPERATOR_STRIDE * task + 3]
+                word = at + OPERATOR_STRIDE * task
+                memory_D[arena[word]] += arena[word + 3]
+                if group >= 0:
+                    scratch.again_2GD[0, group, arena[word]] += arena[word + 5]
+                if ended > 0:
+                    scratch.again_2GD[1, ended - 1, arena[word]] += arena[word + 3]
     for value in range(graph.value_count):
         at = units.value_at[value]
+        ended = groups.ended_O[graph.producer[value]]
         for assembly in range(arena[at]):
             if scratch.last_reader[scratch.assembly_base[value] + assembly] >= 0:
                 where = at + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
                 memory_D[arena[where]] += arena[where + 1]
+                if ended > 0:
+                    scratch.again_2GD[1, ended - 1, arena[where]] += arena[where + 1]
+    add_again(scratch.again_2GD, memory_D)
+
+
+@quick_entry
+def add_again(again_2GD: Array, memory_D: Array) -> None:
+    """Add to what is kept what is there beyond it while that group is made again at which most is.
+
+    By then all that lies behind the group is gone.
+    """
+    for device in range(len(memory_D)):
+        most = later = 0
+        for group in range(again_2GD.shape[1] - 1, -1, -1):
+            later += again_2GD[1, group, device]
+            most = max(most, again_2GD[0, group, device] - later)
+        memory_D[device] += most
 
 
 @entry
@@ -792,7 +833,13 @@ def fill_buckets(
 
 @entry
 def find_gathers(
-    graph: GraphArrays, units: Units, arena: Array, operator_active: Array, gathers: Gathers, least_bytes: int
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    operator_active: Array,
+    groups: Groups,
+    gathers: Gathers,
+    least_bytes: int,
 ) -> bool:
     """Find what is gathered before which operator, as `graph.plan` does; return False where arrays are too short."""
     gathers.first_2O[:] = 0
@@ -812,7 +859,7 @@ def find_gathers(
         gathers.weight_2W[0, weight] = graph.weight_user[first]
         for user in range(first, last):
             if operator_active[graph.weight_user[user]]:
-                gathers.weight_2W[1, weight] = graph.weight_user[user]
+                gathers.weight_2W[1, weight] = groups.last_O[graph.weight_user[user]]
     if found == 0:
         return True
     operators = len(units.operator_at)
@@ -1063,11 +1110,11 @@ def lay_out_forward(
             word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
             device = arena[word]
             put(tasks, n, FORWARD, arena[word + 1], device, arena[word + 4], operator, task, 0)
+            gathers.latest_D[device] = n
             if gathers.counts[1]:
                 e = add_gathers(graph, tasks, holds, gathers, 0, operator, device, e)
                 if e < 0:
                     return False
-                gathers.latest_D[device] = n
             for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
                 value = graph.slot_value[slot]
                 if value < 0:
@@ -1155,6 +1202,56 @@ def add_readers(
 
 
 @inner
+def lay_out_again(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    scratch: Scratch,
+    tasks: Tasks,
+    holds: Holds,
+    gathers: Gathers,
+    first: int,
+    last: int,
+) -> bool:
+    """Write the forward tasks of a group that are made again; return False where arrays are too short.
+
+    What they read is on their device. Each waits for what the device computes before it, that none comes too early
+    where tasks are not served in program order.
+    """
+    n, e = scratch.counts[0], scratch.counts[1]
+    for operator in range(first, last + 1):
+        at = units.operator_at[operator]
+        if n + arena[at] > len(tasks.kind):
+            return False
+        for task in range(arena[at]):
+            flat = scratch.task_base[operator] + task
+            if not scratch.active[flat]:
+                continue
+            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+            device = arena[word]
+            put(tasks, n, RECOMPUTE, arena[word + 1], device, arena[word + 4], operator, task, 0)
+            # Where the backward of the task looks for it.
+            scratch.backward_task[flat] = n
+            if e + 2 > len(tasks.pred):
+                return False
+            tasks.pred[e] = gathers.latest_D[device]
+            e += 1
+            if gathers.blocked_D[device] >= 0:
+                tasks.pred[e] = gathers.blocked_D[device]
+                e += 1
+            if gathers.counts[1]:
+                e = add_gathers(graph, tasks, holds, gathers, 1, operator, device, e)
+                if e < 0:
+                    return False
+            gathers.latest_D[device] = n
+            n += 1
+            tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+    return True
+
+
+@inner
 def lay_out_operator_backward(
     graph: GraphArrays,
     units: Units,
@@ -1162,6 +1259,7 @@ def lay_out_operator_backward(
     scratch: Scratch,
     tasks: Tasks,
     holds: Holds,
+    groups: Groups,
     gathers: Gathers,
     operator: int,
 ) -> bool:
@@ -1176,11 +1274,12 @@ def lay_out_operator_backward(
             continue
         word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
         put(tasks, n, BACKWARD, arena[word + 2], arena[word], arena[word + 4], operator, task, 0)
-        scratch.backward_task[flat] = n
         if e + 1 > len(tasks.pred):
             return False
-        tasks.pred[e] = scratch.forward_base[operator] + task
+        made_again = groups.of_O[operator] >= 0
+        tasks.pred[e] = scratch.backward_task[flat] if made_again else scratch.forward_base[operator] + task
         e += 1
+        scratch.backward_task[flat] = n
         device = arena[word]
         if gathers.blocked_D[device] >= 0:
             if e + 1 > len(tasks.pred):
@@ -1191,7 +1290,7 @@ def lay_out_operator_backward(
             e = add_gathers(graph, tasks, holds, gathers, 1, operator, device, e)
             if e < 0:
                 return False
-            gathers.latest_D[device] = n
+        gathers.latest_D[device] = n
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
             value = graph.output_value[output]
             unit = units.value_at[value]
@@ -1406,16 +1505,27 @@ def lay_out_backward(
     tasks: Tasks,
     holds: Holds,
     buckets: Buckets,
+    groups: Groups,
     gathers: Gathers,
     link_origin: int,
 ) -> bool:
-    """Write backward tasks, gradient transfers and all-reduces; return False where arrays are too short."""
+    """Write backward tasks, what is made again before them, gradient transfers and all-reduces.
+
+    Returns False where arrays are too short.
+    """
     member_D = np.full(len(scratch.memory_D), -1, np.int64)
     position = 0
     for operator in range(len(units.operator_at) - 1, -1, -1):
         if gathers.counts[1] and not lay_out_gathers(scratch, tasks, holds, gathers, 1, operator):
             return False
-        if not lay_out_operator_backward(graph, units, arena, scratch, tasks, holds, gathers, operator):
+        first = groups.first_O[operator]
+        if first >= 0 and not lay_out_again(
+            graph, units, arena, scratch, tasks, holds, gathers, first, operator
+        ):
+            return False
+        if not lay_out_operator_backward(
+            graph, units, arena, scratch, tasks, holds, groups, gathers, operator
+        ):
             return False
         if not lay_out_gradient_collectives(graph, units, arena, scratch, tasks, holds, operator):
             return False
@@ -2322,7 +2432,8 @@ class Versions(NamedTuple):
     ends_at: Array  # O: when each forward task ends (of operators that renew a buffer)
     operator_active: Array  # O
     elements_D: Array
-    memory_D: Array
+    memory_D: Array  # but for what is made again
+    again_2GD: Array  # as in `Scratch`
     load_ns_R: Array  # of all tasks but all-reduces of buckets and updates
 
 
@@ -2474,7 +2585,9 @@ def add_load(holds: Holds, hold: int, run_ns: int, load_ns_R: Array) -> None:
 
 
 @inner
-def weigh_operator(arena: Array, at: int, pool: Array, active_at: int, sign: int, versions: Versions) -> None:
+def weigh_operator(
+    arena: Array, at: int, pool: Array, active_at: int, group: int, ended: int, sign: int, versions: Versions
+) -> None:
     """Add (sign 1) or take away (-1) the time and the activations of an operator's tasks."""
     for task in range(arena[at]):
         word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
@@ -2482,12 +2595,24 @@ def weigh_operator(arena: Array, at: int, pool: Array, active_at: int, sign: int
         if pool[active_at + task]:
             versions.memory_D[device] += sign * arena[word + 3]
             run_ns += arena[word + 2]
+            if group >= 0:
+                versions.again_2GD[0, group, device] += sign * arena[word + 5]
+                run_ns += arena[word + 1]
+            if ended > 0:
+                versions.again_2GD[1, ended - 1, device] += sign * arena[word + 3]
         versions.load_ns_R[device] += sign * run_ns
 
 
 @inner
 def weigh_value(
-    arena: Array, unit: int, pool: Array, last_at: int, sign: int, holds: Holds, versions: Versions
+    arena: Array,
+    unit: int,
+    pool: Array,
+    last_at: int,
+    ended: int,
+    sign: int,
+    holds: Holds,
+    versions: Versions,
 ) -> None:
     """Add or take away a value's transfers and collectives, and its assemblies; `last_at` -1: no gradient."""
     if last_at >= 0:
@@ -2495,6 +2620,8 @@ def weigh_value(
             if pool[last_at + assembly] >= 0:
                 where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
                 versions.memory_D[arena[where]] += sign * arena[where + 1]
+                if ended > 0:
+                    versions.again_2GD[1, ended - 1, arena[where]] += sign * arena[where + 1]
     if arena[unit + 4] == 0:
         return
     load_ns_R = versions.load_ns_R
@@ -2557,6 +2684,7 @@ def weigh_changes(
     old: Versions,
     new: Versions,
     holds: Holds,
+    groups: Groups,
     state_tensors: int,
     everything: int,
 ) -> None:
@@ -2564,15 +2692,17 @@ def weigh_changes(
     for operator in range(len(units.operator_at)):
         was, now = old_units.operator_at[operator], units.operator_at[operator]
         if everything or was != now or old.active_at[operator] != new.active_at[operator]:
+            group, ended = groups.of_O[operator], groups.ended_O[operator]
             if not everything:
-                weigh_operator(arena, was, pool, old.active_at[operator], -1, new)
-            weigh_operator(arena, now, pool, new.active_at[operator], 1, new)
+                weigh_operator(arena, was, pool, old.active_at[operator], group, ended, -1, new)
+            weigh_operator(arena, now, pool, new.active_at[operator], group, ended, 1, new)
     for value in range(len(units.value_at)):
         was, now = old_units.value_at[value], units.value_at[value]
         if everything or was != now or old.last_at[value] != new.last_at[value]:
+            ended = groups.ended_O[graph.producer[value]]
             if not everything:
-                weigh_value(arena, was, pool, old.last_at[value], -1, holds, new)
-            weigh_value(arena, now, pool, new.last_at[value], 1, holds, new)
+                weigh_value(arena, was, pool, old.last_at[value], ended, -1, holds, new)
+            weigh_value(arena, now, pool, new.last_at[value], ended, 1, holds, new)
     for static in range(graph.static_count):
         was, now = old_units.static_at[static], units.static_at[static]
         trained_before = is_trained(graph, static, old.operator_active)
@@ -2596,6 +2726,9 @@ def copy_versions(source: Versions, target: Versions) -> None:
     for device in range(len(source.elements_D)):
         target.elements_D[device] = source.elements_D[device]
         target.memory_D[device] = source.memory_D[device]
+        for which in range(2):
+            for group in range(source.again_2GD.shape[1]):
+                target.again_2GD[which, group, device] = source.again_2GD[which, group, device]
     for resource in range(len(source.load_ns_R)):
         target.load_ns_R[resource] = source.load_ns_R[resource]
 
@@ -2613,6 +2746,7 @@ def prepare(
     new: Versions,
     scratch: Scratch,
     buckets: Buckets,
+    groups: Groups,
     gathers: Gathers,
     bucket_bytes: int,
     state_tensors: int,
@@ -2632,6 +2766,7 @@ def prepare(
         dirty[:] = 2
         for sums in (new.memory_D, new.elements_D, new.load_ns_R):
             sums[:] = 0
+        new.again_2GD[:] = 0
     else:
         copy_versions(old, new)
         for operator in range(len(units.operator_at)):
@@ -2646,11 +2781,11 @@ def prepare(
     pool_end = find_changed_activity(graph, units, arena, pool, pool_end, new, dirty)
     if pool_end < 0:
         return -1, 0
-    weigh_changes(graph, old_units, units, arena, pool, old, new, holds, state_tensors, everything)
+    weigh_changes(graph, old_units, units, arena, pool, old, new, holds, groups, state_tensors, everything)
     scratch.operator_active[:] = new.operator_active
     if not fill_buckets(graph, units, arena, scratch, buckets, bucket_bytes):
         return -2, 0
-    if not find_gathers(graph, units, arena, scratch.operator_active, gathers, bucket_bytes):
+    if not find_gathers(graph, units, arena, scratch.operator_active, groups, gathers, bucket_bytes):
         return -3, 0
     if everything == 0:
         for weight in range(graph.weight_count):
@@ -3003,6 +3138,37 @@ def walk_gradients(
 
 
 @inner
+def walk_again(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    versions: Versions,
+    gathers: Gathers,
+    first: int,
+    last: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> int:
+    """Serve the forward tasks of a group that are made again; return the latest end, or -1 beyond the bound."""
+    for operator in range(first, last + 1):
+        at, active_at = units.operator_at[operator], versions.active_at[operator]
+        for task in range(arena[at]):
+            if pool[active_at + task]:
+                word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+                ready_ns = gathers.blocked_D[arena[word]]
+                if gathers.counts[1]:
+                    ready_ns = max(ready_ns, gathered_ns(graph, holds, gathers, 1, operator, arena[word]))
+                end_ns = compute(machine, arena[word], ready_ns, arena[word + 1], bound_ns)
+                if end_ns < 0:
+                    return -1
+                latest_ns = max(latest_ns, end_ns)
+    return latest_ns
+
+
+@inner
 def walk_operator_backward(
     graph: GraphArrays,
     units: Units,
@@ -3110,6 +3276,7 @@ def walk_backward(
     versions: Versions,
     walk: Walk,
     buckets: Buckets,
+    groups: Groups,
     gathers: Gathers,
     bucket_count: int,
     latest_ns: int,
@@ -3135,6 +3302,23 @@ def walk_backward(
     for operator in range(len(units.operator_at) - 1, -1, -1):
         if gathers.counts[1]:
             latest_ns = walk_gathers(holds, machine, gathers, 1, operator, latest_ns, bound_ns)
+            if latest_ns < 0:
+                return -1
+        if groups.first_O[operator] >= 0:
+            latest_ns = walk_again(
+                graph,
+                units,
+                arena,
+                holds,
+                machine,
+                pool,
+                versions,
+                gathers,
+                groups.first_O[operator],
+                operator,
+                latest_ns,
+                bound_ns,
+            )
             if latest_ns < 0:
                 return -1
         if versions.operator_active[operator]:
@@ -3255,6 +3439,7 @@ def walk_program_order(
     pool_end: int,
     versions: Versions,
     buckets: Buckets,
+    groups: Groups,
     gathers: Gathers,
     bucket_count: int,
     update_ns_D: Array,
@@ -3313,8 +3498,8 @@ def walk_program_order(
         return -1 if latest_ns < 0 else -2, pool_end
     kept_end = pool_end
     latest_ns = walk_backward(
-        graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, gathers, bucket_count,
-        latest_ns, bound_ns,
+        graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, groups, gathers,
+        bucket_count, latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0:
         return latest_ns, kept_end

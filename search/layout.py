@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graph.recomputation import Recomputation, group_numbers
 from graph.strategy import Configuration, Sharding
 from search import kernels
 from search.costs import ORIGIN_CODE
 from search.evaluation import NEVER_NS
-from search.kernels import Array, Buckets, Gathers, Holds, Positions, Scratch, Tasks, Timeline, Units
+from search.kernels import Array, Buckets, Gathers, Groups, Holds, Positions, Scratch, Tasks, Timeline, Units
 from search.policies import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Undo = tuple[list[tuple[int, Configuration]], list[tuple[int, int, int]]]
 class Layout:
     """The task graph of one strategy. `change` replaces configurations, `undo` takes a change back.
 
-    What is shared of the weights stays, unless `share` changes it.
+    What is shared of the weights stays, unless `share` changes it; what is made again stays, unless `recompute` does.
     """
 
     def __init__(
@@ -32,8 +33,12 @@ class Layout:
         builder: TaskGraphBuilder,
         configurations: Sequence[Configuration],
         sharding: Sequence[Sharding] = (),
+        recomputation: Recomputation = (),
     ) -> None:
         self.builder = builder
+        self._recomputation = recomputation
+        self._lasting = builder.store.lasting(recomputation)
+        self.groups = _new_groups(builder, recomputation)
         self.configurations = list(configurations)
         wiring = builder.store.wiring
         self._sharding = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
@@ -97,7 +102,7 @@ class Layout:
         for index, configuration in changed.items():
             kept_units.append((0, index, int(self.units.operator_at[index])))
             self.units.operator_at[index] = (
-                store.operator_unit(index, configuration)
+                store.operator_unit(index, configuration, self._lasting[index])
                 if codes is None
                 else store.empty_operator_unit(configuration, codes[index])
             )
@@ -122,6 +127,16 @@ class Layout:
             self._sharding[weight] = sharing
             self.units.static_at[weight] = self._static_unit(weight)
 
+    def recompute(self, recomputation: Recomputation) -> None:
+        """Make other groups again; all units are found anew, so that it is none of the steps that `undo` takes back."""
+        if recomputation == self._recomputation:
+            return
+        self._recomputation = recomputation
+        self._lasting = self.builder.store.lasting(recomputation)
+        self.groups = _new_groups(self.builder, recomputation)
+        self.scratch = self.scratch._replace(again_2GD=_new_again(self))
+        self._generation = -1
+
     def _static_unit(self, place: int) -> int:
         return self.builder.store.static_unit(place, self.configurations, self._sharding[place])
 
@@ -139,7 +154,7 @@ class Layout:
         if self._generation == store.generation:
             return
         for index, configuration in enumerate(self.configurations):
-            self.units.operator_at[index] = store.operator_unit(index, configuration)
+            self.units.operator_at[index] = store.operator_unit(index, configuration, self._lasting[index])
         for place in range(len(store.value_classes)):
             self.units.value_at[place] = store.value_unit(place, self.configurations)
         for place in range(len(store.static_classes)):
@@ -154,7 +169,7 @@ class Layout:
         self._count()
         arena, units, wiring = store.arena, self.units, store.wiring
         kernels.find_activity(wiring, units, arena, self.scratch)
-        kernels.weigh(wiring, units, arena, self.scratch, self.builder.state_tensors)
+        kernels.weigh(wiring, units, arena, self.scratch, self.groups, self.builder.state_tensors)
         if len(self._buckets.filling) < len(holds.origin):
             self._buckets = new_buckets(
                 len(self._buckets.hold), len(self._buckets.entry_weight), 2 * len(holds.origin)
@@ -166,7 +181,7 @@ class Layout:
                 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight), len(self._buckets.filling)
             )
         active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
-        while not kernels.find_gathers(wiring, units, arena, active, self.gathers, least_bytes):
+        while not kernels.find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
         update_ns_D, update_origin_D = self.builder.updates(self.scratch.elements_D)
         while not self._lay_out(holds, update_ns_D, update_origin_D):
@@ -198,13 +213,13 @@ class Layout:
         loss_operators, operators = wiring.loss_operators, len(wiring.order)
         scratch.counts[:2] = 0
         tasks.pred_ptr[0] = 0
-        gathers, buckets = self.gathers, self._buckets
+        groups, gathers, buckets = self.groups, self.gathers, self._buckets
         for marks in (gathers.latest_D, gathers.blocked_D, gathers.reduced_D):
             marks[:] = -1
         forward, backward = kernels.lay_out_forward, kernels.lay_out_backward
         return bool(
             forward(wiring, units, arena, scratch, tasks, holds, gathers, origin, 0, loss_operators)
-            and backward(wiring, units, arena, scratch, tasks, holds, buckets, gathers, origin)
+            and backward(wiring, units, arena, scratch, tasks, holds, buckets, groups, gathers, origin)
             and forward(
                 wiring, units, arena, scratch, tasks, holds, gathers, origin, loss_operators, operators
             )
@@ -251,6 +266,22 @@ class Layout:
             self.task_count, tasks, devices, self._positions, self._priority_T, self._bucket_T
         )
         return self._priority_T
+
+
+def _new_groups(builder: TaskGraphBuilder, recomputation: Recomputation) -> Groups:
+    operators = len(builder.graph.operators)
+    first, last = np.full(operators, -1, np.int64), np.arange(operators)
+    ended = np.zeros(operators, np.int64)
+    for group in recomputation:
+        first[group.last] = group.first
+        last[group.first : group.last + 1] = group.last
+        ended[group.last + 1 :] += 1
+    return Groups(np.array(group_numbers(builder.graph, recomputation), np.int64), first, last, ended)
+
+
+def _new_again(layout: Layout) -> Array:
+    groups = int(layout.groups.of_O.max(initial=-1)) + 1
+    return np.zeros((2, groups, len(layout.builder.topology.devices)), np.int64)
 
 
 def _new_tasks(tasks: int, dependencies: int) -> Tasks:
@@ -323,5 +354,6 @@ def _new_scratch(layout: Layout, tasks: int, assemblies: int, collectives: int) 
         gradient_collective=np.zeros(collectives, np.int64),
         elements_D=np.zeros(devices, np.int64),
         memory_D=np.zeros(devices, np.int64),
+        again_2GD=_new_again(layout),
         counts=np.zeros(4, np.int64),
     )

@@ -52,11 +52,13 @@ class Simulation:
 
     start_ns, end_ns: of every task. cause: the task that each one had to wait for last, -1 for none.
 
-    Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is
-    alive: weights (with gradient and optimizer state where they are trained; of what is shared its share), buffers
-    and inputs that its tasks read; what its tasks keep for their backward (`search.kept`); and the assemblies that
-    carry a gradient and are not just one local task's output. It is a sum, quick to bring up to date in the search's
-    loop; what a program takes in truth, `app.services.footprints` finds.
+    Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is alive:
+    weights (with gradient and optimizer state where they are trained; of what is shared its share), buffers and inputs
+    that its tasks read; what its tasks keep for their backward (`search.kept`); and the assemblies that carry a
+    gradient and are not just one local task's output. Of a group of operators that is made again in the backward it
+    counts what enters and what others need; and, where that is more, what is there once some group is made again: what
+    the group's backward needs instead of what lies behind the group. It is a sum, quick to bring up to date in the
+    search's loop; what a program takes in truth, `app.services.footprints` finds.
     """
 
     tasks: TaskGraph

@@ -5,7 +5,8 @@ Tasks stand in program order, and a dependency always points backwards:
     forward of every operator that the loss depends on: its tasks, then the collectives of its outputs, then a
         transfer for every remote piece of every assembly that no collective serves;
     backward in reverse: the tasks that have a backward, then the collectives and the transfers of the gradients that
-        are now complete, then the all-reduces of the buckets that are now full;
+        are now complete, then the all-reduces of the buckets that are now full; before the last operator of a group
+        that is made again, the forward tasks of the group that have a backward, once more;
     forward of the operators that only renew buffers, likewise; the collectives and the transfers that renew buffers;
     one update for each device that updates weights; an all-gather for each bucket of which the update was shared.
 
@@ -17,9 +18,11 @@ A forward task waits for all pieces of what it reads; a collective for all tasks
 backward task for its own forward and for the gradients of all assemblies that it feeds; the gradient of an assembly
 for the backward of all its readers; an all-reduce of a bucket for the backward of all readers of its weights on its
 devices; an update for the all-reduces of buckets and for the backwards of its device. A forward or backward task waits
-for the gathers of what it reads, a gather for what its devices have computed so far. The sum of a bucket whose
-gradients are shared waits for the one before on its devices, and so does all that these devices compute in the backward
-after it: no device has more than two of them in its hands. The gather of updated shares waits for the updates.
+for the gathers of what it reads, a gather for what its devices have computed so far. A forward task that is made again
+waits for what its device computes before it: what it reads is there. Its backward waits for it. The sum of a bucket
+whose gradients are shared waits for the one before on its devices, and so does all that these devices compute in the
+backward after it: no device has more than two of them in its hands. The gather of updated shares waits for the
+updates.
 
 Source: FlexFlow (arXiv:1807.05358) section 5.1, with forward, backward, gradient transfers, collectives and
 updates apart.
@@ -67,9 +70,10 @@ class TaskKind(IntEnum):
     FORWARD_GATHER = 10
     BACKWARD_GATHER = 11
     UPDATE_GATHER = 12
+    RECOMPUTE = 13
 
 
-COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE)
+COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE, TaskKind.RECOMPUTE)
 
 
 _ABOUT_BUCKETS = {TaskKind.SYNCHRONIZE: "bucket", TaskKind.UPDATE_GATHER: "weights of bucket"}
@@ -86,9 +90,9 @@ class TaskGraph:
 
     kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.costs.ORIGINS`.
     hold_T: what the task holds, see `resources`.
-    subject_T: the operator of a forward or backward or before which weights are gathered, the value of a transfer or
-        collective (renewed buffers after the values that operators make), the bucket of its sum or of the gather after
-        its update, the device of an update.
+    subject_T: the operator of a forward (also one made again) or backward or before which weights are gathered, the
+        value of a transfer or collective (renewed buffers after the values that operators make), the bucket of its sum
+        or of the gather after its update, the device of an update.
     part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
@@ -176,7 +180,7 @@ class TaskGraph:
         kind = TaskKind(int(self.kind_T[task]))
         subject = int(self.subject_T[task])
         ends = self.ends(task)
-        if kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+        if kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE):
             return f"{kind.name.lower()} {operators[subject]}[{int(self.part_T[task])}]"
         if kind is TaskKind.UPDATE:
             return f"update device {subject}"
@@ -265,7 +269,7 @@ class TaskGraphBuilder:
         """Return a layout of a validated strategy."""
         from search.layout import Layout
 
-        return Layout(self, strategy.configurations, self.sharding(strategy))
+        return Layout(self, strategy.configurations, self.sharding(strategy), strategy.recomputation)
 
     def sharding(self, strategy: Strategy) -> tuple[Sharding, ...]:
         """Return what is shared of each weight."""

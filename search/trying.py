@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from graph.strategy import Strategy
+from search.kernels import Array
 from search.layout import Layout
 from search.mcmc import Outcome, outcome
 from search.simulator import Order
@@ -25,14 +28,21 @@ def builder_of(problem: Problem) -> TaskGraphBuilder:
 
 
 class Best:
-    """Simulates strategies and keeps the best, the first of equals."""
+    """Simulates strategies and keeps the best, the first of equals. `latest`: what the latest one costs."""
 
     def __init__(self, problem: Problem, order: Order) -> None:
         self.builder = builder_of(problem)
         self.found: tuple[Outcome, Strategy] | None = None
         self.simulated = 0
         self._order = order
+        self.latest = Outcome(0, 0)
         self._layout: Layout | None = None
+
+    @property
+    def latest_peak_bytes_D(self) -> Array:  # noqa: N802 - the shape suffix
+        """The peak bytes of each device under the latest strategy."""
+        devices = len(self.builder.capacity_bytes_D)
+        return np.zeros(devices, np.int64) if self._layout is None else self._layout.peak_memory_D.copy()
 
     def take(self, strategy: Strategy) -> bool:
         """Simulate a strategy; return whether it is the best so far.
@@ -44,12 +54,13 @@ class Best:
             self._layout = self.builder.layout(strategy)
         else:
             before = self._layout.configurations
+            self._layout.recompute(strategy.recomputation)
             self._layout.share(dict(enumerate(self.builder.sharding(strategy))))
             self._layout.change(
                 {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
             )
         self.simulated += 1
-        cost = outcome(self._layout, self._order)
+        cost = self.latest = outcome(self._layout, self._order)
         if self.found is not None and not cost < self.found[0]:
             return False
         self.found = cost, strategy

@@ -20,6 +20,7 @@ from graph.collectives import BACKWARD, SUMMABLE, CollectiveKind
 from graph.holdings import cells, cover, share_elements
 from graph.intervals import shape, volume
 from graph.operators import OperatorGraph
+from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding
 from graph.topology import Topology
 from search import kernels
@@ -30,7 +31,7 @@ from search.arrays import (
     static_values,
 )
 from search.costs import CostTable
-from search.kept import kept_bytes, kept_outputs
+from search.kept import Lasting, kept_bytes, kept_outputs, lasting_outputs
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
 from search.regions import IntArray, Overlaps, Regions, Side, stacked
@@ -119,7 +120,9 @@ class UnitStore:
         self._node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
         self._latency_s_DD, self._bandwidth_DD = routes.latency_s_P, routes.bandwidth_P
-        self._call_costs: dict[tuple[int, Degrees, str], IntArray] = {}
+        self._call_costs: dict[tuple[int, Degrees, str, int], IntArray] = {}
+        self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
+        self._lasting_number: dict[Lasting | None, int] = {None: 0}
         self._classify()
         # Pages of it are taken as they are written, and kept.
         self.arena = np.zeros(ARENA_WORDS + (ARENA_WORDS >> 2), np.int64)
@@ -220,13 +223,30 @@ class UnitStore:
             arena[: self._end] = self.arena[: self._end]
             self.arena = arena
 
-    def operator_unit(self, index: int, configuration: Configuration) -> int:
-        """Return where an operator's unit starts.
+    def lasting(self, recomputation: Recomputation) -> tuple[Lasting | None, ...]:
+        """Return, for each operator, what lasts of its outputs where groups are made again; None: the same as else."""
+        known = self._lasting.get(recomputation)
+        if known is None:
+            known = tuple(
+                None if one.again is None and one.kept == kept else one
+                for one, kept in zip(lasting_outputs(self.graph, recomputation), self._kept, strict=True)
+            )
+            self._lasting[recomputation] = known
+            for one in known:
+                self._lasting_number.setdefault(one, len(self._lasting_number))
+        return known
+
+    def operator_unit(self, index: int, configuration: Configuration, lasting: Lasting | None = None) -> int:
+        """Return where an operator's unit starts; `lasting`: see there.
 
         Raises:
             CostError: a local call has no cost on its device's kind.
         """
-        key = (self.operator_class[index], self.configuration(configuration))
+        key = (
+            self.operator_class[index],
+            self.configuration(configuration),
+            *(() if lasting is None else (self._lasting_number[lasting], _EMPTY)),
+        )
         known = self._units.get(key)
         if known is not None:
             return known
@@ -235,7 +255,7 @@ class UnitStore:
         words[:, 0] = configuration.devices
         kinds = [self._kinds[device] for device in configuration.devices]
         for kind in dict.fromkeys(kinds):
-            costs = self._costs(index, configuration.degrees, kind)
+            costs = self._costs(index, configuration.degrees, kind, lasting)
             here = np.array([one == kind for one in kinds], np.bool_)
             words[here, 1:] = costs[here]
         header = np.array([count, configuration.degrees[-1]], np.int64)
@@ -258,29 +278,30 @@ class UnitStore:
         known = self._units.get((_EMPTY,))
         return self._place((_EMPTY,), [0] * kernels.VALUE_HEADER) if known is None else known
 
-    def _costs(self, index: int, degrees: Degrees, kind: str) -> IntArray:
-        """Return forward ns, backward ns, bytes kept for the backward and origin of every task (rows)."""
+    def _costs(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
+        """Return what the arena's operator unit has of every task (rows), but for its device."""
         if degrees[-1] > 1:
-            return np.repeat(self._costs(index, (*degrees[:-1], 1), kind), degrees[-1], axis=0)
-        key = (self.operator_class[index], degrees, kind)
+            return np.repeat(self._costs(index, (*degrees[:-1], 1), kind, lasting), degrees[-1], axis=0)
+        key = (self.operator_class[index], degrees, kind, self._lasting_number[lasting])
         known = self._call_costs.get(key)
         if known is None:
             operator = self.graph.operators[index]
             calls = self._local_calls(self.graph, operator, degrees)
             keys, distinct = _distinct(calls)
             by_call = dict(zip(distinct, self.costs.costs(list(distinct.values()), kind), strict=True))
-            kept = self._kept[index]
+            outputs = Lasting(self._kept[index]) if lasting is None else lasting
             summed = self.graph.summed_slots[index]
-            rows = {
-                key: (
-                    by_call[key].forward_ns,
-                    self.costs.backward_ns(by_call[key], call, summed, kind),
-                    kept_bytes(kept, call),
-                    by_call[key].origin,
+            rows = {}
+            for one, call in distinct.items():
+                kept, again = kept_bytes(outputs, call)
+                rows[one] = (
+                    by_call[one].forward_ns,
+                    self.costs.backward_ns(by_call[one], call, summed, kind),
+                    kept,
+                    by_call[one].origin,
+                    again,
                 )
-                for key, call in distinct.items()
-            }
-            known = np.array([rows[key] for key in keys], np.int64)
+            known = np.array([rows[one] for one in keys], np.int64)
             self._call_costs[key] = known
         return known
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +20,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from app.services.recomputing import RecomputationReport
 
 
 def speaks() -> bool:
@@ -66,6 +69,16 @@ def ratio(value: float | None) -> str:
 def mebibytes(size_bytes: float | None) -> str:
     """Return bytes as MiB; a dash where there are none."""
     return "-" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def recomputation_line(report: RecomputationReport) -> str:
+    """Return in a line what is made again in the backward, what that costs and what it saves."""
+    count = len(report.groups)
+    return (
+        f"made again in the backward: {count} group{'' if count == 1 else 's'}, {report.operators} of "
+        f"{report.all_operators} operators; {milliseconds(report.added_s)} a step more, and "
+        f"{mebibytes(report.saved_bytes)} less on the fullest device (roughly)"
+    )
 
 
 class TerminalProgress:

@@ -44,6 +44,15 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help=f"Record {RECORDED_STEPS} more steps, for app trace.")
     ] = False,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            "--recompute",
+            help="all: make every activation again in the backward, in groups of the network; none: keep all. Default: "
+            "as the strategy says.",
+            show_default=False,
+        ),
+    ] = None,
     on_miss: Annotated[
         str, typer.Option("--on-miss", help="A cost that the prediction lacks: measure, estimate or fail.")
     ] = "measure",
@@ -105,6 +114,7 @@ def run(
         limit_s=limit,
         topology=topology,
         recorded=RECORDED_STEPS if profile else 0,
+        recompute=recompute,
     )
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         report = run_strategy(request, database, progress)
@@ -141,6 +151,9 @@ def _print(report: RunReport) -> None:
         f"prediction error {percent(report.relative_error)}; loss {report.first_loss:.4f} in the first step, "
         f"{report.last_loss:.4f} in the last"
     )
+    if report.recomputed:
+        groups = f"{len(report.recomputed)} group{'' if len(report.recomputed) == 1 else 's'}"
+        print_lines(f"activations of {groups} of operators were made again in the backward")
     if report.fullest is not None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"

@@ -89,8 +89,8 @@ def search(
         str,
         typer.Option(
             "--algorithm",
-            help="mcmc, optcnn, exhaustive, greedy, random or sharding; several joined by commas, each a start of the "
-            "next.",
+            help="mcmc, optcnn, exhaustive, greedy, random, sharding or recomputation; several joined by commas, each "
+            "a start of the next.",
         ),
     ] = "mcmc",
     compare_baselines: Annotated[
@@ -105,6 +105,14 @@ def search(
         typer.Option(
             "--share-weights",
             help="Let devices share optimizer state (ZeRO) or weights (FSDP) that several hold, where it is better.",
+        ),
+    ] = False,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Where a strategy does not fit the memory, drop activations in the forward and make them again in the "
+            "backward.",
         ),
     ] = False,
     workers: Annotated[
@@ -176,6 +184,7 @@ def search(
         compare_baselines=compare_baselines,
         workers=workers,
         share_weights=share_weights,
+        recompute=recompute,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -238,7 +247,14 @@ def _print_next(report: SearchReport, model: ModelRequest, device: str | None, d
 
 
 def _print(report: SearchReport) -> None:
-    from app.cli.output import mebibytes, milliseconds, percent, print_lines, print_table
+    from app.cli.output import (
+        mebibytes,
+        milliseconds,
+        percent,
+        print_lines,
+        print_table,
+        recomputation_line,
+    )
 
     made = report.proposals - (report.resumed_at or 0)
     rate = made / report.seconds if report.seconds > 0 else 0.0
@@ -307,6 +323,8 @@ def _print(report: SearchReport) -> None:
         f"scheduling efficiency {percent(report.best.scheduling_efficiency)}: from all tasks one after the other, "
         f"{1 + report.best.speedup_potential:.2f} x the work of the busiest device or link, to that work alone"
     )
+    if report.recomputation is not None:
+        print_lines(recomputation_line(report.recomputation))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
         print_lines(

@@ -164,7 +164,14 @@ def show_strategy(
 
     Example: app strategy show 3
     """
-    from app.cli.output import TerminalProgress, print_json, print_lines, print_table, speaks
+    from app.cli.output import (
+        TerminalProgress,
+        print_json,
+        print_lines,
+        print_table,
+        recomputation_line,
+        speaks,
+    )
     from app.services import strategies
 
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
@@ -173,6 +180,9 @@ def show_strategy(
         print_json(shown.to_json())
         return
     print_lines(_headline(shown))
+    if shown.recomputation is not None:
+        print_lines(recomputation_line(shown.recomputation))
+        print_lines(*(f"  {first} to {last}" for first, last in shown.recomputation.groups[: rows or None]))
     chosen = sorted(shown.operators, key=lambda one: -(one.cost.total_s if one.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
@@ -198,7 +208,14 @@ def diff_strategies(
 
     Example: app strategy diff 3 1
     """
-    from app.cli.output import TerminalProgress, print_json, print_lines, print_table, speaks
+    from app.cli.output import (
+        TerminalProgress,
+        print_json,
+        print_lines,
+        print_table,
+        recomputation_line,
+        speaks,
+    )
     from app.services import strategies
 
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
@@ -206,7 +223,10 @@ def diff_strategies(
     if as_json:
         print_json(found.to_json())
         return
-    print_lines(f"A: {_headline(found.one)}", f"B: {_headline(found.other)}")
+    for side, shown in (("A", found.one), ("B", found.other)):
+        print_lines(f"{side}: {_headline(shown)}")
+        if shown.recomputation is not None:
+            print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
     if not found.operators:
         print_lines("no operator differs")
         return

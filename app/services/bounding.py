@@ -47,13 +47,16 @@ class Bounding:
             self._beside.connection.close()
             self._beside = None
 
-    def bound(self, found: Sequence[Found], progress: Progress, *, shared: bool) -> Bound:
+    def bound(
+        self, found: Sequence[Found], progress: Progress, *, shared: bool, recomputed: bool = False
+    ) -> Bound:
         """Return what an algorithm proved, else the lower bound.
 
         Args:
             found: what the algorithms found.
             progress: hears of it.
             shared: whether strategies whose weights are shared are in the space.
+            recomputed: whether those that make activations again are, which may fit where others do not.
         """
         progress.begin("bounding the step time from below", None)
         try:
@@ -64,7 +67,7 @@ class Bounding:
         finally:
             progress.end()
         for one in found:
-            if one.bound_s is not None and one.bound_s > best.seconds and not shared:
+            if one.bound_s is not None and one.bound_s > best.seconds and not shared and not recomputed:
                 best = Bound(round(one.bound_s * 1e9), f"{one.algorithm} over the whole space", whole=True)
         return best
 

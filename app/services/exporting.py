@@ -85,5 +85,10 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
             f"strategy {record.digest[:12]}: shares weights, must share none to be a DTensor plan; export it as a file "
             "of Soapstone, or export another one"
         )
+    if strategy.recomputation:
+        raise StrategyError(
+            f"strategy {record.digest[:12]}: makes activations again, must keep all to be a DTensor plan; export it as "
+            "a file of Soapstone, or export another one"
+        )
     origin = Origin(graph.name, strategy.digest, graph.digest, factory, keywords)
     return source_text(make_plan(graph, strategy, module, args, kwargs), origin)

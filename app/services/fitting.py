@@ -6,7 +6,7 @@ none of these may fit, and few proposals do not lead from there to one that does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from app.db.records import StrategyRecord, StrategySource, TaskOrder
 from app.db.store import Store
@@ -17,9 +17,12 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text
 from search import baselines
 from search.algorithms import simulated
+from search.recomputing import recompute
 
 # Of every weight at most: itself, its gradient, the gradient's place in a flat tensor, and two tensors of a state.
 _COPIES = 5
+MOST_SIMULATIONS = 400
+"""To find a start that fits by making activations again."""
 
 
 def fitting_starts(store: Store, setting: Setting, order: TaskOrder) -> list[KnownStart]:
@@ -40,6 +43,21 @@ def fitting_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Kno
             if source == "megatron":
                 break
     return found
+
+
+def recomputed_starts(
+    store: Store, setting: Setting, order: TaskOrder, known: Sequence[KnownStart]
+) -> list[KnownStart]:
+    """Return, stored, the best strategy that fits by making activations again, where that is better than what fits."""
+    there = tuple(one.strategy for one in known)
+    tried = recompute(problem_of(setting), there, most=MOST_SIMULATIONS, order=order)
+    strategy = tried.strategy
+    if tried.outcome.excess_bytes or not strategy.recomputation or strategy in there:
+        return []
+    graph, count = setting.model.graph, len(setting.topology.devices)
+    document = strategy_text(strategy, graph)
+    store.put_strategy(StrategyRecord(strategy.digest, setting.graph_id, count, document, "search"))
+    return [KnownStart(strategy.digest, strategy, "activations that are made again")]
 
 
 def _candidates(graph: OperatorGraph, count: int) -> Iterator[tuple[StrategySource, str, Strategy]]:

@@ -22,6 +22,7 @@ from graph.axes import tasks
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError, UsageError
 from graph.operators import ValueKind
+from graph.recomputation import recomputation_from_json, recomputation_to_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.chain import POLISHING
 from search.groups import Group, follow
@@ -277,17 +278,18 @@ def resumed_chains(
 ) -> list[ResumedChain]:
     """Return the chains of a stopped search as they were written last; none if nothing was written.
 
-    known: the strategies that the search was begun with. Chains share of the weights what their starts do.
+    known: the strategies that the search was begun with. Chains share of the weights, and make again, what their starts
+        do.
     """
     result: list[ResumedChain] = []
     for was in reader.checkpoint():
         place = known_place(was.start)
-        sharding = known[place].sharding if place is not None and place < len(known) else ()
+        like = known[place] if place is not None and place < len(known) else Strategy(graph_digest, ())
         if was.start == POLISHING and result:
             # It began with the best of those before it.
-            sharding = min(result, key=lambda chain: tuple(chain.checkpoint.best)).best.sharding
+            like = min(result, key=lambda chain: tuple(chain.checkpoint.best)).best
         current, best = (
-            Strategy(graph_digest, reader.configurations(was.number, step), sharding)
+            like.with_configurations(reader.configurations(was.number, step))
             for step in (was.proposals, was.best_at)
         )
         result.append(ResumedChain(was, current, best))
@@ -317,22 +319,25 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         chain, step = reader.best()
     chain = chain or 0
     step = reader.last_step(chain) if step is None else step
-    shared = _shared(store, search, reader, chain)
+    start = _start_document(store, search, reader, chain)
+    shared: dict[str, str] = start.get("sharding", {})
     sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
-    strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding)
+    places = {name: place for place, name in enumerate(_operator_names(graph))}
+    again = recomputation_from_json(start.get("recomputation", []), places)
+    strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, again)
     record = _record(store, search, graph, strategy)
     return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
 
 
-def _shared(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, str]:
-    """Return what a chain shares of which weights: what its start does."""
+def _start_document(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, Any]:
+    """Return the strategy that a chain began with, if it was a known one: what it shares and makes again stays."""
     known = search.options.get("known", [])
     starts = {one.number: one.start for one in reader.checkpoint()}
     # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
     place = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
     if place is None or not 0 <= place < len(known):
         return {}
-    found: dict[str, str] = json.loads(store.strategy(known[place]["digest"]).document).get("sharding", {})
+    found: dict[str, Any] = json.loads(store.strategy(known[place]["digest"]).document)
     return found
 
 
@@ -340,6 +345,11 @@ def _weight_names(graph: GraphRecord) -> list[str]:
     """Return the names of a stored graph's weights, in their order (`OperatorGraph.to_json`)."""
     values = json.loads(graph.document)["values"]
     return [name for name, _, kind, _ in values if kind == ValueKind.WEIGHT]
+
+
+def _operator_names(graph: GraphRecord) -> list[str]:
+    """Return the names of a stored graph's operators, in their order."""
+    return [operator["name"] for operator in json.loads(graph.document)["operators"]]
 
 
 def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: Strategy) -> StrategyRecord:
@@ -350,8 +360,10 @@ def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: St
         for name, level in zip(_weight_names(graph), strategy.sharding, strict=False)
         if level is not Sharding.NONE
     }
+    again = recomputation_to_json([operator["name"] for operator in operators], strategy.recomputation)
     document = {
         **({"sharding": shared} if shared else {}),
+        **({"recomputation": again} if again else {}),
         "format": FORMAT,
         "graph": graph.digest,
         "operators": {

@@ -1,7 +1,8 @@
-"""Sharing more where what was found does not fit after all.
+"""Sharing more, or making more again, where what was found does not fit after all.
 
-Algorithm `sharding` goes by the sum of memory that a search keeps, and shares no more than must be. A device's program
-may take more than the sum says (`app.services.footprints`): then by so much less memory is left to the sum.
+Algorithms `sharding` and `recomputation` go by the sum of memory that a search keeps, and do no more than must be. A
+device's program may take more than the sum says (`app.services.footprints`): then by so much less memory is left to the
+sum.
 """
 
 from __future__ import annotations
@@ -13,20 +14,33 @@ from app.services.finding import problem_of
 from app.services.predicting import Setting
 from graph.strategy import Strategy
 from graph.topology import Topology
+from search.greedy import Tried
 from search.mcmc import SearchOptions
-from search.sharing import share_weights
 
 ROUNDS = 3
-"""What is shared differently takes more beyond its sum by another amount, though seldom by much."""
+"""A strategy that is changed takes more beyond its sum by another amount, though seldom by much."""
 
 # The bytes that each device takes: by its program, or by the sum.
 Peaks = Callable[[Strategy], Sequence[int]]
 
 
-def shared_to_fit(
-    setting: Setting, strategy: Strategy, options: SearchOptions, walked: Peaks, summed: Peaks
+def made_to_fit(
+    setting: Setting,
+    strategy: Strategy,
+    change: Callable[..., Tried],
+    options: SearchOptions,
+    walked: Peaks,
+    summed: Peaks,
 ) -> Strategy:
-    """Return the strategy with so much of its weights shared that all programs fit, or the last that was tried.
+    """Return the strategy changed so far that all programs fit, or the last that was tried.
+
+    Args:
+        setting: what it is for.
+        strategy: the strategy.
+        change: `search.sharing.share_weights` or `search.recomputing.recompute`.
+        options: of the search.
+        walked: the bytes of each device by its program.
+        summed: those by the sum.
 
     Raises:
         CostError: a local call has no cost.
@@ -36,9 +50,7 @@ def shared_to_fit(
             max(0, most - least) for most, least in zip(walked(strategy), summed(strategy), strict=True)
         ]
         problem = replace(problem_of(setting), topology=_with_less(setting.topology, beyond))
-        tried = share_weights(
-            problem, (strategy,), most=max(1, options.proposals), order=options.order
-        ).strategy
+        tried = change(problem, (strategy,), most=max(1, options.proposals), order=options.order).strategy
         if tried == strategy:
             break
         strategy = tried

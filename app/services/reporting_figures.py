@@ -22,6 +22,7 @@ SLICES_SHOWN = 20_000
 KIND_COLORS = {
     "forward": "#2f7ed8",
     "backward": "#0d4f8b",
+    "recompute": "#76a5e3",
     "update": "#7a5195",
     "wait": "#d9d9d9",
     "transfer": "#f28e2b",

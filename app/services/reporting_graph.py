@@ -150,6 +150,6 @@ def _operator_times_ns(simulated: Timeline) -> dict[str, int]:
     times: dict[str, int] = defaultdict(int)
     for slices in simulated.devices:
         for one in slices:
-            if one.kind in ("forward", "backward"):
+            if one.kind in ("forward", "backward", "recompute"):
                 times[one.subject] += one.duration_ns
     return times

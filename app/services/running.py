@@ -18,6 +18,7 @@ from app.services.models import ImportedModel, ModelRequest, import_graph
 from app.services.precisions import in_precision
 from app.services.predicting import LOCAL, Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.progress import Progress
+from app.services.recomputing import check_choice, with_choice
 from app.services.tracing_store import write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
 from graph.strategy import Strategy
@@ -40,7 +41,7 @@ LONGEST_TIMEOUT_S = 1e8
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What `app run` was asked for."""
+    """What `app run` was asked for. `recompute`: see `app.services.recomputing.CHOICES`; None: as the strategy says."""
 
     model: ModelRequest
     strategy: str
@@ -57,6 +58,7 @@ class RunRequest:
     limit_s: float | None = None
     topology: str = LOCAL
     recorded: int = 0
+    recompute: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class RunReport:
 
     `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
     empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
+    `recomputed`: the first and the last operator of each group that was made again in the backward.
     """
 
     execution_id: int
@@ -116,6 +119,7 @@ class RunReport:
     failure: str | None
     memory: tuple[DeviceMemory, ...]
     memory_account: str
+    recomputed: tuple[tuple[str, str], ...] = ()
 
     @property
     def relative_error(self) -> float:
@@ -148,6 +152,7 @@ class RunReport:
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
             "losses": [self.first_loss, self.last_loss],
+            "recomputed": [list(pair) for pair in self.recomputed],
             "memory_account": self.memory_account,
             "memory": [
                 {
@@ -216,6 +221,7 @@ def _check(request: RunRequest) -> None:
         raise UsageError(
             f"--timeout: is {request.timeout_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
         )
+    check_choice(request.recompute)
     if request.limit_s is not None and not 0 < request.limit_s < LONGEST_TIMEOUT_S:
         raise UsageError(
             f"--limit: is {request.limit_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
@@ -334,6 +340,7 @@ def run_on(
     # Workers that measure what the prediction lacks end here: the run needs their cores.
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
+        strategy = with_choice(model.graph, strategy, request.recompute)
         strategy_id, simulation = predict(store, setting, strategy, source, walk="always")
     execution_id = store.start_execution(
         ExecutionRecord(
@@ -414,6 +421,7 @@ def _finish(
 ) -> RunReport:
     deviations = None
     failure = None
+    names = [operator.name for operator in setting.model.graph.operators]
     if result.verification is not None:
         from runtime.verify import by_severity
 
@@ -456,6 +464,7 @@ def _finish(
             for predicted, peak in zip(simulation.peak_memory_bytes, result.peaks, strict=False)
         ),
         memory_account=simulation.account,
+        recomputed=tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
     )
 
 

@@ -23,7 +23,7 @@ from app.db.store import Store
 from app.services.bounding import bounding
 from app.services.costs import OnMiss
 from app.services.finding import Plan, find, worker_count
-from app.services.fitting import fitting_starts
+from app.services.fitting import fitting_starts, recomputed_starts
 from app.services.machine import Processor
 from app.services.models import ImportedModel, ModelRequest, import_graph
 from app.services.predicting import (
@@ -40,7 +40,8 @@ from app.services.predicting import (
 )
 from app.services.progress import Progress
 from app.services.rebuilding import TraceReader, resumed_chains
-from app.services.refitting import shared_to_fit
+from app.services.recomputing import RecomputationReport, recomputation_report
+from app.services.refitting import made_to_fit
 from app.services.reusing import KnownStart, given_starts, known_starts, start_of
 from graph.errors import UsageError
 from graph.strategy import Strategy, strategy_text
@@ -49,6 +50,8 @@ from search import algorithms, baselines
 from search.costs import Origin
 from search.moves import ONE_GROUP, MoveShares, shares_for
 from search.needed import needed_calls
+from search.recomputing import recompute
+from search.sharing import share_weights
 
 if TYPE_CHECKING:
     from search import mcmc
@@ -71,7 +74,8 @@ class SearchRequest:
     for what is known. `algorithm` names algorithms joined by commas, each of which starts from what those before it
     found. `compare_baselines` simulates all baselines that the network has, and not only what chains start from.
     `share_weights`: chains start also from data parallelism that shares its weights, and of what is found in the end
-    it is searched what to share.
+    it is searched what to share. `recompute`: where a strategy does not fit, it is searched what to make again in the
+    backward, for a start of a chain and for what is found in the end.
     """
 
     model: ModelRequest
@@ -94,6 +98,7 @@ class SearchRequest:
     compare_baselines: bool = False
     workers: int | None = None
     share_weights: bool = False
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,7 @@ class SearchReport:
     bound: Bound | None = None
     estimate_errors: tuple[float, ...] = field(default=())
     cost_environments: tuple[Mapping[str, Any], ...] = field(default=())
+    recomputation: RecomputationReport | None = None
 
     @property
     def estimate_error(self) -> float | None:
@@ -210,6 +216,7 @@ class SearchReport:
             "estimate_error": self.estimate_error,
             "cost_environments": [dict(one) for one in self.cost_environments],
             "best_baseline": self.best_baseline.name,
+            "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }
 
@@ -233,6 +240,10 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
             known = [*known, *_shared_starts(store, setting, {one.strategy for one in known})]
         if not known:
             known = fitting_starts(store, setting, request.order)
+        if request.recompute:
+            progress.begin("searching what to make again in the backward", None)
+            known = [*known, *recomputed_starts(store, setting, request.order, known)]
+            progress.end()
         options = replace(options, shares=shares_for(len(setting.topology.devices)))
         search_id = store.start_search(_record(request, options, setting, known))
         return _search(
@@ -393,15 +404,21 @@ def _check_same(stored: SearchRecord, setting: Setting) -> None:
 
 
 def _algorithms(request: SearchRequest) -> tuple[str, ...]:
-    """Return the algorithms of a search: at its end, where it may share weights, that which says of which ones."""
+    """Return the algorithms of a search: at its end those that say which weights to share and what to make again."""
     names = algorithms.parsed(request.algorithm)
-    if "sharding" in names[:-1] and "mcmc" in names[names.index("sharding") :]:
-        # The trace of the walk says what was shared of a known strategy alone.
-        raise UsageError(
-            "--algorithm: sharding comes before mcmc, must come after it; give --share-weights, from whose strategies "
-            "mcmc starts too"
-        )
-    return (*names, "sharding") if request.share_weights and "sharding" not in names else names
+    for name, option, asked in (
+        ("sharding", "--share-weights", request.share_weights),
+        ("recomputation", "--recompute", request.recompute),
+    ):
+        if name in names and "mcmc" in names[names.index(name) :]:
+            # The trace of the walk says what was shared, or made again, of a known strategy alone.
+            raise UsageError(
+                f"--algorithm: {name} comes before mcmc, must come after it; give {option}, from whose strategies "
+                "mcmc starts too"
+            )
+        if asked and name not in names:
+            names = (*names, name)
+    return names
 
 
 def _shared_starts(store: Store, setting: Setting, there: Collection[Strategy]) -> list[KnownStart]:
@@ -476,7 +493,12 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
             chains = [chain for one in found for chain in one.chains]
             shared = shared or best.digest in {one.digest for one in known if one.name in ("zero", "fsdp")}
             # Whoever interrupts a search does not wait for more.
-            bound = None if found[-1].interrupted else below.bound(found, progress, shared=shared)
+            recomputed = "recomputation" in plan.names or any(one.strategy.recomputation for one in found)
+            bound = (
+                None
+                if found[-1].interrupted
+                else below.bound(found, progress, shared=shared, recomputed=recomputed)
+            )
         outcome = SearchOutcome(
             proposals=sum(one.proposals for one in found),
             accepted=sum(one.accepted for one in found),
@@ -512,7 +534,33 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
         bound=bound,
         estimate_errors=setting.source.estimate_errors,
         cost_environments=cost_environments(store, setting),
+        recomputation=_recomputation(store, setting, plan, best),
     )
+
+
+def _recomputation(
+    store: Store, setting: Setting, plan: Plan, best: Prediction
+) -> RecomputationReport | None:
+    """Return what the best strategy makes again, with what that costs and saves; None: nothing."""
+    from search.simulator import simulate
+
+    graph = setting.model.graph
+    strategy = start_of(setting, store.strategy(best.digest)).strategy
+    if not strategy.recomputation:
+        return None
+    made_again, kept = (
+        simulate(
+            graph,
+            one,
+            setting.topology,
+            setting.table,
+            setting.training,
+            links=setting.target.link_costs,
+            order=plan.options.order,
+        )
+        for one in (strategy, replace(strategy, recomputation=()))
+    )
+    return recomputation_report(graph, strategy, made_again, kept)
 
 
 def _algorithm_report(found: algorithms.Found) -> AlgorithmReport:
@@ -534,14 +582,18 @@ def _best(
     search's own sum of a memory was too low, and what was found does not fit, a known start that does is taken.
     """
     found = _predicted("found", strategy, "search", store, setting, plan)
-    if not found.feasible and "sharding" in plan.names:
+    changes = (("sharding", share_weights), ("recomputation", recompute))
+    for change in [one for name, one in changes if name in plan.names]:
+        if found.feasible:
+            break
 
         def peaks(one: Strategy, walk: Walk) -> tuple[int, ...]:
             return _predicted("found", one, "search", store, setting, plan, walk).peak_memory_bytes
 
-        strategy = shared_to_fit(
+        strategy = made_to_fit(
             setting,
             strategy,
+            change,
             plan.options,
             lambda one: peaks(one, "nearly full"),
             lambda one: peaks(one, "never"),

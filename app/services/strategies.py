@@ -18,6 +18,7 @@ from app.db.records import GraphRecord, SimulationRecord, StrategyRecord
 from app.db.store import Store
 from app.services.models import ModelRequest, import_graph
 from app.services.progress import Progress
+from app.services.recomputing import RecomputationReport, recomputation_report
 from app.services.tracing_case import Case, imported_graph, simulated_case
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
@@ -70,6 +71,7 @@ class ShownStrategy:
     """A stored strategy. `step_s` and costs are None where nothing of its graph was ever simulated.
 
     shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
+    recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
     """
 
     record: StrategyRecord
@@ -80,6 +82,7 @@ class ShownStrategy:
     operators: tuple[ShownOperator, ...]
     shared: Mapping[str, OperatorCost]
     sharding: Mapping[str, str] = field(default_factory=dict)
+    recomputation: RecomputationReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON document."""
@@ -106,6 +109,7 @@ class ShownStrategy:
             ],
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
             "sharding": dict(self.sharding),
+            "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
         }
 
 
@@ -314,6 +318,7 @@ def _shown(
     costs: Mapping[str, OperatorCost] = {}
     shared: Mapping[str, OperatorCost] = {}
     step_s = None
+    recomputation = None
     if setting is None:
         graph = graph or imported_graph(graph_record)
         strategy = strategy_from_json(json.loads(record.document), graph, record.device_count)
@@ -331,6 +336,8 @@ def _shown(
         )
         graph, strategy, step_s = case.graph, case.strategy, case.simulation.step_time_s
         costs, shared = operator_costs(case)
+        if case.kept is not None:
+            recomputation = recomputation_report(graph, strategy, case.simulation, case.kept)
     return (
         ShownStrategy(
             record,
@@ -344,6 +351,7 @@ def _shown(
             ),
             shared,
             json.loads(record.document).get("sharding", {}),
+            recomputation,
         ),
         graph,
     )
@@ -375,7 +383,7 @@ def operator_costs(case: Case) -> tuple[dict[str, OperatorCost], dict[str, Opera
     for task in range(tasks.task_count):
         kind, subject = subjects.kind_and_subject(task)
         duration_ns = int(simulation.end_ns[task]) - int(simulation.start_ns[task])
-        if kind in ("forward", "backward", "update"):
+        if kind in ("forward", "backward", "recompute", "update"):
             computing[subject][int(tasks.resources(task)[0])] += duration_ns
             continue
         value = subject.removeprefix("gradient of ")

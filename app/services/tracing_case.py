@@ -6,7 +6,7 @@ Nothing is measured here and nothing is stored: what has no cost is estimated.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on a topology under a training, and its simulation."""
+    """A strategy on a topology under a training, and its simulation.
+
+    kept: that of the same strategy with all activations kept; None where none are made again.
+    """
 
     record: StrategyRecord
     graph: OperatorGraph
@@ -42,6 +45,7 @@ class Case:
     simulation: Simulation
     topology_id: int
     training_id: int
+    kept: Simulation | None = None
 
 
 def execution_case(store: Store, execution: ExecutionRecord, progress: Progress) -> Case:
@@ -138,13 +142,16 @@ def simulated_case(
         for kind in topology.kinds:
             say_used(store, kind.name, training.precision, progress)
     progress.begin("simulating", None)
+    costs, links = CostTable(source), target.link_costs
     try:
-        simulation = simulate(
-            graph, strategy, topology, CostTable(source), training, links=target.link_costs, order=order
-        )
+        simulation = simulate(graph, strategy, topology, costs, training, links=links, order=order)
+        kept = None
+        if strategy.recomputation:
+            plain = replace(strategy, recomputation=())
+            kept = simulate(graph, plain, topology, costs, training, links=links, order=order)
     finally:
         progress.end()
-    return Case(record, graph, topology, training, strategy, simulation, topology_id, training_id)
+    return Case(record, graph, topology, training, strategy, simulation, topology_id, training_id, kept)
 
 
 def _costs(

@@ -19,7 +19,7 @@ END_OF_STEP = "the end of the step"
 class Slice:
     """One thing that a device or link did.
 
-    kind: forward, backward, update, wait, transfer, collective, or what else the runtime spends time on.
+    kind: forward, backward, recompute, update, wait, transfer, collective, or what else the runtime spends time on.
     subject: the operator, value or bucket that it is about. `name`: for people, the same in both timelines.
     start_ns, end_ns: from the start of the step.
     """
@@ -136,7 +136,7 @@ class Subjects:
         kind = TaskKind(int(self._tasks.kind_T[task]))
         number = int(self._tasks.subject_T[task])
         match kind:
-            case TaskKind.FORWARD | TaskKind.BACKWARD:
+            case TaskKind.FORWARD | TaskKind.BACKWARD | TaskKind.RECOMPUTE:
                 return kind.name.lower(), self._operators[number]
             case TaskKind.UPDATE:
                 return "update", WEIGHTS

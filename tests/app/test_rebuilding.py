@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from search.baselines import fsdp
 from search.delta import Delta
 from search.moves import ONE_GROUP, Move, MoveShares, copied
 from search.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
+from search.recomputing import everything
 from tests.app.walks import Walked, begin, read, rows, walk, walked
 from tests.runtime.strategies import seeds
 from tests.search.builders import branches, random_anywhere, unrolled
@@ -156,10 +158,10 @@ def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None
 @pytest.mark.parametrize("seed", seeds(1, 4))
 @pytest.mark.usefixtures("small_pieces")
 def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed: int) -> None:
-    """Proposal by proposal, whatever the moment, and twice in a row; one chain shares its weights."""
+    """Proposal by proposal, whatever the moment, and twice in a row; one chain shares weights and makes much again."""
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(seed))
-    known = [odd, fsdp(graph, DEVICES)]
+    known = [odd, replace(fsdp(graph, DEVICES), recomputation=everything(graph))]
     options = mcmc.SearchOptions(proposals=300, chains=4, seed=seed, beta=20, polish_proposals=30, shares=FAR)
     whole = begin(store, options)
     expected = walk(store, whole, graph, DEVICES, options, known=known)
@@ -183,6 +185,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(store: Store, seed:
     assert (result.proposals, result.accepted) == (expected.proposals, expected.accepted)
     assert result.chains == expected.chains
     assert {chain.start for chain in result.chains if chain.strategy.sharding} >= {"known 1"}
+    assert {chain.start for chain in result.chains if chain.strategy.recomputation} >= {"known 1"}
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from app.db.store import Store
 from app.services.predicting import Setting, Target
-from app.services.refitting import shared_to_fit
+from app.services.refitting import made_to_fit
 from graph.strategy import Strategy
 from search.baselines import data_parallel
 from search.costs import CostTable
 from search.mcmc import SearchOptions
+from search.sharing import share_weights
 from search.taskgraph import TaskGraphBuilder
 from tests.app.test_reusing import setting_of
 from tests.search.builders import MadeUpCosts, devices, two_layers
@@ -37,13 +38,10 @@ def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> No
         return tuple(size + 200 for size in summed(setting, strategy))
 
     assert max(walked(found)) > most + 100
-    fitted = shared_to_fit(
-        setting, found, SearchOptions(proposals=100), walked, lambda one: summed(setting, one)
-    )
+    options = SearchOptions(proposals=100)
+    fitted = made_to_fit(setting, found, share_weights, options, walked, lambda one: summed(setting, one))
     assert fitted.sharding
     assert max(walked(fitted)) <= most + 100
     # What fits is left as it is.
-    assert (
-        shared_to_fit(setting, fitted, SearchOptions(proposals=100), walked, lambda one: summed(setting, one))
-        == fitted
-    )
+    again = made_to_fit(setting, fitted, share_weights, options, walked, lambda one: summed(setting, one))
+    assert again == fitted

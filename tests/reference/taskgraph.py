@@ -1,6 +1,6 @@
 """Slow, obvious derivation of the task graph of a strategy from `graph.plan`, by names instead of arrays."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +15,8 @@ from graph.strategy import Sharding, Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.costs import CostSource, OperatorCost
-from search.kept import extra_bytes, kept_outputs
+from search.groups import is_view
+from search.kept import extra_bytes, keeps_output, kept_inputs, kept_outputs
 from search.links import LinkCosts
 from tests.reference.links import collective_price
 
@@ -99,6 +100,10 @@ class Deriver:
             self.forward(index)
         for index in range(len(self.graph.operators) - 1, -1, -1):
             self.gathers("backward", self.plan.backward_gathers, index)
+            for group in self.strategy.recomputation:
+                if group.last == index:
+                    for other in range(group.first, group.last + 1):
+                        self.recompute(other)
             self.backward(index)
             self.gradient_collectives(index)
             self.gradient_transfers(index)
@@ -121,13 +126,32 @@ class Deriver:
             for number, gather in enumerate(of_operators[other]):
                 waits: set[Key] = set()
                 for device in gather.devices:
-                    computed = [
-                        task.key
-                        for task in self.tasks
-                        if task.key[0] in ("forward", "backward") and task.resources == (device,)
-                    ]
-                    waits |= set(computed[-1:])
+                    waits |= self.latest(device)
                 self.whole_cells((f"{side} gather", other, number), gather.devices, gather.size_bytes, waits)
+
+    def latest(self, device: int) -> set[Key]:
+        """The last task so far that a device computes."""
+        kinds = ("forward", "backward", "recompute")
+        computed = [task.key for task in self.tasks if task.key[0] in kinds and task.resources == (device,)]
+        return set(computed[-1:])
+
+    def recompute(self, index: int) -> None:
+        """The tasks of an operator that have a backward, once more."""
+        for task, device in enumerate(self.strategy.configurations[index].devices):
+            if self.plan.active[index][task]:
+                waits = self.latest(device) | set(self.shared_sums(device)[-2:-1])
+                waits |= self.gathered("backward", self.plan.backward_gathers, index, device)
+                run_ns = nanoseconds(self.cost(index, task).forward_s)
+                self.tasks.append(
+                    Task(("recompute", index, task), run_ns, (device,), (), 0, frozenset(waits))
+                )
+
+    def group_of(self, index: int) -> int | None:
+        """Which group an operator is in."""
+        for number, group in enumerate(self.strategy.recomputation):
+            if index in range(group.first, group.last + 1):
+                return number
+        return None
 
     def whole_cells(self, key: Key, devices: tuple[int, ...], size_bytes: int, waits: Iterable[Key]) -> None:
         price = collective_price(self.topology, devices, self.links, CollectiveKind.ALL_GATHER, None)
@@ -274,7 +298,8 @@ class Deriver:
         for task, device in enumerate(self.strategy.configurations[index].devices):
             if not self.plan.active[index][task]:
                 continue
-            waits: set[Key] = {("forward", index, task)}
+            made_again = self.group_of(index) is not None
+            waits: set[Key] = {("recompute" if made_again else "forward", index, task)}
             for name in operator.outputs:
                 for position, assembly in enumerate(self.plan.exchanges[name]):
                     if not self.plan.active_assemblies[name][position]:
@@ -378,9 +403,14 @@ class Deriver:
         return sum(volume(region) for owner, region in self.plan.updated(weight) if owner == device)
 
     def peak_memory(self) -> list[int]:
-        """Return the bytes of each device: static tensors, what tasks keep for their backward, assemblies."""
+        """Return the bytes of each device: static tensors, what tasks keep for their backward, assemblies.
+
+        And what is there while that group is made again at which most is; what lies behind it is gone then.
+        """
         total = [0] * len(self.topology.devices)
-        kept = kept_outputs(self.graph)
+        again = [[0] * len(total) for _ in self.strategy.recomputation]
+        behind = [[0] * len(total) for _ in self.strategy.recomputation]
+        kept = kept_outputs(self.graph) if not again else None
         state = OPTIMIZER_STATE[self.training.optimizer]
         for value in self.graph.values:
             if value.kind is not ValueKind.OPERATOR:
@@ -394,12 +424,75 @@ class Deriver:
         for index, configuration in enumerate(self.strategy.configurations):
             for task, device in enumerate(configuration.devices):
                 if self.plan.active[index][task]:
-                    total[device] += extra_bytes(self.calls[index][task])
-                    for spec, lasts in zip(self.calls[index][task].outputs, kept[index], strict=True):
-                        total[device] += lasts * prod(spec.shape) * spec.item_bytes
+                    group = self.group_of(index)
+                    extra = extra_bytes(self.calls[index][task])
+                    (total if group is None else again[group])[device] += extra
+                    for number, earlier in enumerate(self.strategy.recomputation):
+                        if group is None and index > earlier.last:
+                            behind[number][device] += extra
+                    for place, spec in enumerate(self.calls[index][task].outputs):
+                        size_bytes = prod(spec.shape) * spec.item_bytes
+                        name = self.graph.operators[index].outputs[place]
+                        lasts = self.is_kept(name) if kept is None else kept[index][place]
+                        total[device] += lasts * size_bytes
+                        for number, earlier in enumerate(self.strategy.recomputation):
+                            behind[number][device] += lasts * size_bytes * (index > earlier.last)
+                        if group is not None and (lasts or self.is_kept_within(name, group)):
+                            again[group][device] += size_bytes
         for name, assemblies in self.plan.exchanges.items():
             for position, assembly in enumerate(assemblies):
                 if self.plan.active_assemblies[name][position] and not assembly.direct:
                     item_bytes = self.graph.value_by_name[name].spec.item_bytes
                     total[assembly.device] += volume(assembly.region) * item_bytes
-        return total
+                    for number, earlier in enumerate(self.strategy.recomputation):
+                        if self.graph.producer[name][0] > earlier.last:
+                            behind[number][assembly.device] += volume(assembly.region) * item_bytes
+        groups = range(len(again))
+        return [
+            max([size, *(size - behind[group][device] + again[group][device] for group in groups)])
+            for device, size in enumerate(total)
+        ]
+
+    def aliases(self, name: str) -> set[str]:
+        """A value and all that share its memory, if it is memory of its own; else nothing."""
+        index, _ = self.graph.producer[name]
+        if is_view(self.graph.operators[index]):
+            return set()
+        found = {name}
+        for operator in self.graph.operators:
+            if is_view(operator) and operator.inputs[0] in found:
+                found.update(operator.outputs)
+        return found
+
+    def keepers(self, name: str) -> Iterator[tuple[int, str]]:
+        """The operators whose backward needs the memory of a value, and by which name."""
+        names = self.aliases(name)
+        for index, operator in enumerate(self.graph.operators):
+            if self.graph.has_backward(operator):
+                slots = kept_inputs(operator, self.graph.gradient_inputs(operator))
+                needed = [operator.inputs[slot] for slot in slots]
+                needed += operator.outputs if keeps_output(operator) else ()
+                for one in needed:
+                    if one in names:
+                        yield index, one
+
+    def enters(self, name: str, reader: int) -> bool:
+        """Whether what an operator of a group reads is not made again with the group."""
+        index, _ = self.graph.producer[name]
+        within = self.group_of(index) == self.group_of(reader)
+        return not within or not self.graph.has_backward(self.graph.operators[index])
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a value's memory lasts from the forward to the backward."""
+        if any(self.group_of(index) is None or self.enters(one, index) for index, one in self.keepers(name)):
+            return True
+        return any(
+            one in operator.inputs and self.group_of(index) is not None and self.enters(one, index)
+            for index, operator in enumerate(self.graph.operators)
+            for one in self.aliases(name)
+            if self.graph.has_backward(operator)
+        )
+
+    def is_kept_within(self, name: str, group: int) -> bool:
+        """Whether a value's memory is needed by a backward of its own group."""
+        return any(self.group_of(index) == group for index, _ in self.keepers(name))

@@ -28,7 +28,7 @@ from runtime.models import ModelReference
 from runtime.pool import LocalPool
 from runtime.verify import RUN_LOSS
 from tests.runtime.oracle import compare, make_job, train_plain
-from tests.runtime.strategies import by_kind, random_strategy, seeds
+from tests.runtime.strategies import by_kind, random_groups, random_strategy, seeds
 
 SEED = 5
 DATA_PARALLEL = "data parallel"
@@ -105,14 +105,17 @@ def cases(quick: int, full: int) -> list[Any]:
     return [DATA_PARALLEL, *seeds(quick, full)]
 
 
-def check_network(pool: LocalPool, name: str, choice: str | int) -> None:
-    """Run three training steps of a network on two processes, and compare."""
+def check_network(pool: LocalPool, name: str, choice: str | int, *, makes_much_again: bool = False) -> None:
+    """Run three training steps of a network on two processes, and compare; perhaps with random groups made again."""
     network = network_of(name, choice)
     graph = graph_of(network)
     if choice == DATA_PARALLEL:
         strategy = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
     else:
         strategy = random_strategy(graph, 2, zlib.crc32(f"{name} random {choice}".encode()))
+    if makes_much_again:
+        groups = random_groups(graph, zlib.crc32(f"{name} groups {choice}".encode()))
+        strategy = replace(strategy, recomputation=groups)
     job = replace(make_job(graph, strategy, network.reference, optimizer="sgd"), seed=SEED)
     result = pool.run(job)
     assert result.verification is not None

@@ -10,6 +10,7 @@ import pytest
 
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operators import Operator, OperatorGraph
+from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Configuration, Strategy
 
 MOST_TASKS = 8
@@ -102,3 +103,21 @@ def _regular_degrees(
             if axis.kind is kind and fits and tasks(tuple(degrees)) * left <= device_count:
                 degrees[index] = left
     return tuple(degrees)
+
+
+def groups_of(graph: OperatorGraph, size: int) -> Recomputation:
+    """Return groups of so many operators that make up the graph."""
+    count = len(graph.operators)
+    return tuple(Recomputed(first, min(first + size, count) - 1) for first in range(0, count, size))
+
+
+def random_groups(graph: OperatorGraph, seed: int) -> Recomputation:
+    """Return groups of random lengths, now and then with operators between them that are in none."""
+    generator = random.Random(seed)
+    groups, first = [], 0
+    while first < len(graph.operators):
+        last = min(first + generator.choice((0, 1, 2, 4, 8)), len(graph.operators) - 1)
+        if generator.random() < 0.75:
+            groups.append(Recomputed(first, last))
+        first = last + 1
+    return tuple(groups)

@@ -26,7 +26,7 @@ from runtime.models import ModelReference
 from runtime.peaks import bytes_alive, measure_peak
 from runtime.pool import LocalPool
 from tests.runtime.oracle import SEED, graph_of, reference
-from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
+from tests.runtime.strategies import by_kind, groups_of, in_turn, random_groups, random_strategy, seeds
 
 MEGABYTE = 1 << 20
 # What a process keeps between jobs is not there in a walk.
@@ -85,6 +85,22 @@ def test_a_split_batch_takes_what_the_walk_says(pool: LocalPool, name: str) -> N
 @pytest.mark.parametrize("seed", seeds(1, 8))
 def test_random_strategies_take_what_the_walk_says(pool: LocalPool, name: str, seed: int) -> None:
     strategy = random_strategy(graph_of(name, batch_size=BATCHES[name]), 2 + 2 * (seed % 2), seed)
+    check_against_a_run(pool, name, strategy, "momentum")
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 5])
+def test_what_is_made_again_takes_what_the_walk_says(pool: LocalPool, name: str, size: int) -> None:
+    graph = graph_of(name, batch_size=BATCHES[name])
+    plain = by_kind(graph, [AxisKind.SAMPLE], [0, 1])
+    check_against_a_run(pool, name, replace(plain, recomputation=groups_of(graph, size)), "adam")
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("seed", seeds(0, 8))
+def test_random_groups_take_what_the_walk_says(pool: LocalPool, name: str, seed: int) -> None:
+    graph = graph_of(name, batch_size=BATCHES[name])
+    strategy = replace(random_strategy(graph, 2, seed), recomputation=random_groups(graph, seed))
     check_against_a_run(pool, name, strategy, "momentum")
 
 

@@ -42,12 +42,17 @@ SHARED = [
     Case("convolutions", "adam", 2, 2, "accumulated", Sharding.PARAMETERS),
     Case("recurrent", "adamw", 3, 3, "resumed", Sharding.PARAMETERS),
 ]
-QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED]}
+MADE_AGAIN = [
+    Case("convolutions", "momentum", 5, 3, "accumulated", made_again=True),
+    Case("recurrent", "adamw", 6, 3, "resumed", Sharding.PARAMETERS, made_again=True),
+]
+QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED, *MADE_AGAIN]}
 FULL = {size: cases_of(size, EVERY, 100) for size in (2, 3)}
 
 
 def name_of(case: Case) -> str:
-    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing}"
+    again = "-made again" if case.made_again else ""
+    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing}{again}"
 
 
 def train_everywhere(cases: dict[int, list[Case]], folders: pytest.TempPathFactory) -> dict[Case, list[Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from graph.errors import SoapstoneError
 from graph.strategy import Sharding
 from search.baselines import shared
 from tests.runtime.oracle import graph_of, reference
-from tests.runtime.strategies import by_kind, in_turn, random_strategy
+from tests.runtime.strategies import by_kind, in_turn, random_groups, random_strategy
 
 SEED = 5
 STEPS = 4
@@ -32,7 +32,8 @@ class Case:
     """A module, an optimizer, the seed of a random strategy over so many devices, and how the steps are done.
 
     way: "plain"; "resumed" (after half of the steps under another strategy); "accumulated" (two batches a step).
-    sharing: of a split batch in place of the random strategy, what of the weights is shared.
+    sharing: of a split batch in place of the random strategy, what of the weights is shared. made_again: random groups
+        of operators are made again in the backward.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Case:
     devices: int
     way: str = "plain"
     sharing: Sharding = Sharding.NONE
+    made_again: bool = False
 
 
 def make_optimizer(kind: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -78,6 +80,8 @@ def train(case: Case) -> dict[str, Any]:
         if case.sharing is not Sharding.NONE and seed == case.strategy:
             split = by_kind(graph, [AxisKind.SAMPLE], range(case.devices))
             strategy = shared(graph, split, case.sharing)
+        if case.made_again:
+            strategy = replace(strategy, recomputation=random_groups(graph, seed))
         return runtime.parallelize(
             module,
             strategy,

@@ -49,6 +49,7 @@ KINDS = {
     "forward gather": TaskKind.FORWARD_GATHER,
     "backward gather": TaskKind.BACKWARD_GATHER,
     "update gather": TaskKind.UPDATE_GATHER,
+    "recompute": TaskKind.RECOMPUTE,
 }
 
 
@@ -68,7 +69,7 @@ def built(graph: OperatorGraph, strategy: Strategy, topology: Topology, links: L
 def subject(graph: OperatorGraph, key: reference.Key) -> int:
     """The number by which the arrays name what a reference task is about."""
     kind, name = key[0], key[1]
-    if kind in ("forward", "backward", "synchronize", "update") or str(kind).endswith("gather"):
+    if kind in ("forward", "backward", "recompute", "synchronize", "update") or str(kind).endswith("gather"):
         return int(name)
     values = [value.name for value in operator_values(graph)]
     values += [buffer for buffer, _ in graph.buffer_updates]

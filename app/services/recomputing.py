@@ -1,0 +1,79 @@
+"""What a strategy makes again in its backward, what that costs, and what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from graph.errors import UsageError
+from graph.strategy import Strategy
+
+if TYPE_CHECKING:
+    from graph.operators import OperatorGraph
+    from search.simulator import Simulation
+
+CHOICES = ("all", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputationReport:
+    """Groups of operators that are made again, by the names of the first and the last of each.
+
+    operators: how many have a backward, and so are made again, in all groups; of `all_operators`.
+    added_s: seconds that the step takes longer than with all activations kept, as simulated.
+    saved_bytes: by how much the fullest device needs less then, by the simulator's sum (`docs/memory.md`).
+    """
+
+    groups: tuple[tuple[str, str], ...]
+    operators: int
+    all_operators: int
+    added_s: float
+    saved_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return {**asdict(self), "groups": [list(pair) for pair in self.groups]}
+
+
+def recomputation_report(
+    graph: OperatorGraph, strategy: Strategy, made_again: Simulation, kept: Simulation
+) -> RecomputationReport:
+    """Return what a strategy makes again.
+
+    Args:
+        graph: its graph.
+        strategy: the strategy.
+        made_again: its simulation, with the simulator's own sum of memory.
+        kept: that of the same strategy with all activations kept.
+    """
+    names = [operator.name for operator in graph.operators]
+    return RecomputationReport(
+        tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
+        sum(
+            graph.has_backward(operator)
+            for group in strategy.recomputation
+            for operator in graph.operators[group.first : group.last + 1]
+        ),
+        len(names),
+        made_again.step_time_s - kept.step_time_s,
+        max(kept.peak_memory_bytes) - max(made_again.peak_memory_bytes),
+    )
+
+
+def check_choice(choice: str | None) -> None:
+    """Refuse what `--recompute` of `app run` does not know.
+
+    Raises:
+        UsageError: it is neither of the choices.
+    """
+    if choice is not None and choice not in CHOICES:
+        raise UsageError(f"--recompute: is {choice}, must be {' or '.join(CHOICES)}; choose one")
+
+
+def with_choice(graph: OperatorGraph, strategy: Strategy, choice: str | None) -> Strategy:
+    """Return a strategy with all activations made again, in as many groups as take little memory; none; or as it is."""
+    from search.recomputing import everything
+
+    if choice is None:
+        return strategy
+    return replace(strategy, recomputation=everything(graph) if choice == "all" else ())
