@@ -49,7 +49,8 @@ def made_to_fit(
         beyond = [
             max(0, most - least) for most, least in zip(walked(strategy), summed(strategy), strict=True)
         ]
-        problem = replace(problem_of(setting), topology=_with_less(setting.topology, beyond))
+        # Not the builder of the setting, which knows of all the memory.
+        problem = replace(problem_of(setting), topology=_with_less(setting.topology, beyond), builder=None)
         tried = change(problem, (strategy,), most=max(1, options.proposals), order=options.order).strategy
         if tried == strategy:
             break
