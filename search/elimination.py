@@ -64,8 +64,9 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], limit: int = LARGE
     Raises:
         TooWide: a table would have more entries.
     """
-    live = dict(enumerate(factors))
-    left = set(range(len(sizes)))
+    # A variable of one value is no dim of a table, which has 64 at most.
+    live = {key: _without_single(factor, sizes) for key, factor in enumerate(factors)}
+    left = {variable for variable, size in enumerate(sizes) if size > 1}
     eliminated: list[tuple[int, tuple[int, ...], Array]] = []
     widest = 0
     while left:
@@ -79,11 +80,17 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], limit: int = LARGE
         eliminated.append((variable, scope, best))
         left.remove(variable)
         widest = max(widest, len(scope))
-    chosen: dict[int, int] = {}
+    chosen = dict.fromkeys(set(range(len(sizes))) - {variable for variable, _, _ in eliminated}, 0)
     for variable, scope, best in reversed(eliminated):
         chosen[variable] = int(best[tuple(chosen[one] for one in scope)])
     value = sum(int(factor.table) for factor in live.values())
     return Minimum(value, tuple(chosen[variable] for variable in range(len(sizes))), widest)
+
+
+def _without_single(factor: Factor, sizes: Sequence[int]) -> Factor:
+    """Return a function without its variables that have one value."""
+    scope = tuple(one for one in factor.scope if sizes[one] > 1)
+    return Factor(scope, factor.table.reshape(tuple(sizes[one] for one in scope)))
 
 
 def _cheapest(

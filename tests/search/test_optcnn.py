@@ -205,6 +205,15 @@ def test_chains_need_no_function_of_more_than_one_variable() -> None:
     assert minimize([4] * 21, chain).widest == 1
 
 
+def test_variables_of_one_value_cost_no_dim() -> None:
+    """On one device each group has one choice, and one of NMT's has more neighbours than an array has dims."""
+    star = [Factor((0, other), np.array([[3], [1]])) for other in range(1, 70)]
+    found = minimize([2, *[1] * 69], star)
+    assert (found.value, found.chosen, found.widest) == (69, (1, *[0] * 69), 0)
+    alone = minimize([1] * 70, [Factor((0, other), np.array([[2]])) for other in range(1, 70)])
+    assert (alone.value, alone.chosen) == (138, (0,) * 70)
+
+
 def test_a_core_that_is_too_large_is_refused() -> None:
     rng = np.random.default_rng(0)
     clique = [Factor(pair, rng.integers(0, 9, (6, 6))) for pair in itertools.combinations(range(6), 2)]
