@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log, log2
 from statistics import median
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from profiler.interpolation import Interpolation
 from profiler.measure import Phase, phases
 from profiler.products import PRODUCTS, matrices
 from profiler.updates import is_update, update_bytes, update_flops
+
+if TYPE_CHECKING:
+    from graph.rules.least import LeastWork, WorkPhase
 
 Origin = Literal["estimated", "datasheet"]
 
@@ -181,7 +184,7 @@ class Estimator:
         error = median(abs(exp(middle - one) - 1) for one in of_type) if len(of_type) > 1 else None
         return Estimate(bound * exp(middle), "estimated", len(of_type), error)
 
-    def least_s(self, call: LocalCall, phase: Phase, flops: float, size_bytes: float) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork) -> float:
         """Return seconds that no calls into which `call` may be cut take together in one phase.
 
         Cut, an operator's calls are of its own type (whatever the overload; a product may become another), or of
@@ -191,9 +194,8 @@ class Estimator:
 
         Args:
             call: the whole operator's.
-            phase: that is asked for; not an update.
-            flops: what all of them together compute, at least.
-            size_bytes: what all of them together move, at least.
+            phase: that is asked for.
+            work: what all of them together do, at least.
         """
         of_types = [
             ratios
@@ -203,7 +205,7 @@ class Estimator:
         medians = [median(of_all)] if (of_all := self.ratios.get(("", phase))) else [0.0]
         ratio = min([*(ratios[0] for ratios in of_types), *medians])
         precision = work_of(call, phase).precision
-        return roofline_s(Work(flops, size_bytes, precision), self.kind) * exp(ratio)
+        return roofline_s(Work(work.flops, work.size_bytes, precision), self.kind) * exp(ratio)
 
     def error_of(self, family: Family) -> float | None:
         """Return the median relative error of a family's estimates, each measurement left out; None of a single one."""

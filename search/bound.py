@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2, prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -64,7 +64,7 @@ from search.spaces import all_degrees, count_degrees, count_whole, whole_space
 from search.tables import Array, Problem, Tables
 
 if TYPE_CHECKING:
-    from graph.rules.least import LeastWork
+    from graph.rules.least import LeastWork, WorkPhase
 
 # Pairs of configurations, over all edges, up to which every pair is looked at.
 MOST_PAIRED = 100_000
@@ -381,11 +381,11 @@ class _BestTimes:
             return 0
         call = self.first_call(graph, operator, (1,) * len(operator.space.axes))
         forward, backward = problem.least_work(graph, operator)
-        works: list[tuple[Literal["forward", "backward"], LeastWork]] = [("forward", forward)]
+        works: list[tuple[WorkPhase, LeastWork]] = [("forward", forward)]
         if active and call.has_backward:
             works.append(("backward", backward))
         total_s = sum(
-            min(problem.costs.least_s(call, phase, work.flops, work.size_bytes, kind) for kind in self.kinds)
+            min(problem.costs.least_s(call, phase, work, kind) for kind in self.kinds)
             for phase, work in works
         )
         # Each task's times are rounded, by at most half a nanosecond.

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from graph.calls import LocalCall
 from graph.errors import CostError
+
+if TYPE_CHECKING:
+    from graph.rules.least import LeastWork, WorkPhase
 
 
 class Origin(StrEnum):
@@ -59,21 +62,13 @@ class CostSource(Protocol):
 class BoundedSource(Protocol):
     """What a source may be beside: one that knows how little its costs can be."""
 
-    def least_s(
-        self,
-        call: LocalCall,
-        phase: Literal["forward", "backward"],
-        flops: float,
-        size_bytes: float,
-        kind_name: str,
-    ) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds that no calls into which a call may be cut take together, in one phase.
 
         Args:
             call: the whole operator's.
             phase: that is asked for.
-            flops: floating-point operations of all of them together, at least.
-            size_bytes: bytes that all of them together move, at least.
+            work: what all of them together do, at least.
             kind_name: of the device that executes them.
         """
         ...
@@ -200,21 +195,14 @@ class CostTable:
         found = self._source.resolve(calls, kind_name)
         return [_checked(call, cost, kind_name) for call, cost in zip(calls, found, strict=True)]
 
-    def least_s(
-        self,
-        call: LocalCall,
-        phase: Literal["forward", "backward"],
-        flops: float,
-        size_bytes: float,
-        kind_name: str,
-    ) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds that no calls into which a call may be cut take together: 0 where the source knows none.
 
         See `BoundedSource`.
         """
         if not isinstance(self._source, BoundedSource):
             return 0.0
-        return self._source.least_s(call, phase, flops, size_bytes, kind_name)
+        return self._source.least_s(call, phase, work, kind_name)
 
     def backward_ns(self, cost: CallCost, call: LocalCall, summed: Sequence[int], kind_name: str) -> int:
         """Return what a call's backward takes, and adding its gradients of the slots `summed` to other readers' ones.

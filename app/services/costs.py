@@ -16,6 +16,7 @@ from graph.topology import DeviceKind
 from search.costs import OperatorCost, Origin
 
 if TYPE_CHECKING:
+    from graph.rules.least import LeastWork, WorkPhase
     from profiler.estimate import Estimator
     from profiler.workers import CallResult
 
@@ -157,19 +158,12 @@ class DatabaseCosts:
         self._obtain(calls, kind_name)
         return [self._cost(call) for call in calls]
 
-    def least_s(
-        self,
-        call: LocalCall,
-        phase: Literal["forward", "backward"],
-        flops: float,
-        size_bytes: float,
-        kind_name: str,
-    ) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds that no calls into which a call may be cut take together, measured or estimated."""
         # What took no time at all says nothing of how little others take.
         if kind_name != self._kind.name or self._least_measured_s <= 0:
             return 0.0
-        return self._fitted().least_s(call, phase, flops, size_bytes)
+        return self._fitted().least_s(call, phase, work)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which an optimizer updates one of many weights of a dtype."""
@@ -273,16 +267,9 @@ class CostsByKind:
         """Return a cost for each call on devices of one kind."""
         return self._sources[kind_name].resolve(calls, kind_name)
 
-    def least_s(
-        self,
-        call: LocalCall,
-        phase: Literal["forward", "backward"],
-        flops: float,
-        size_bytes: float,
-        kind_name: str,
-    ) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds that no calls into which a call may be cut take together on devices of one kind."""
-        return self._sources[kind_name].least_s(call, phase, flops, size_bytes, kind_name)
+        return self._sources[kind_name].least_s(call, phase, work, kind_name)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""

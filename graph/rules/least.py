@@ -7,11 +7,14 @@ or made by some task. A task may do more (an overlap of windows, a partial sum),
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from graph.axes import read_elements
 from graph.operators import Operator, OperatorGraph
 from graph.rules import rule_for, whole_call
 from graph.rules.common import BaseRule, used_slots
+
+WorkPhase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)

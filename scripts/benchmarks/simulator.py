@@ -20,9 +20,9 @@ from scripts.benchmarks.result import Measurement, Result, measurement
 if TYPE_CHECKING:
     from graph.calls import LocalCall
     from graph.operators import OperatorGraph
+    from graph.rules.least import LeastWork, WorkPhase
     from graph.strategy import Strategy
     from graph.topology import DeviceKind, Topology
-    from profiler.measure import Phase
     from search.costs import OperatorCost, Origin
     from search.mcmc import Chain
     from search.moves import Moves
@@ -108,13 +108,11 @@ class Datasheet:
     def take(self, given: None) -> None:
         """Nothing is kept of what is given out."""
 
-    def least_s(
-        self, call: LocalCall, phase: Phase, flops: float, size_bytes: float, kind_name: str
-    ) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds that no calls into which a call may be cut take together."""
         from profiler.estimate import Estimator
 
-        return Estimator.fit(self._kinds[kind_name], ()).least_s(call, phase, flops, size_bytes)
+        return Estimator.fit(self._kinds[kind_name], ()).least_s(call, phase, work)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
         """Return the estimate of an update."""

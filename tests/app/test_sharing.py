@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from tests.app.conftest import Command
 
+ARGUMENTS = (
+    "--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "2", "--fresh",
+)  # fmt: skip
+
 
 def test_a_chain_that_shares_weights_is_rebuilt_as_it_was(command: Command) -> None:
-    arguments = (
-        "--model",
-        "mlp",
-        "--preset",
-        "small",
-        "--topology",
-        "p100-cluster",
-        "--devices",
-        "2",
-        "--fresh",
-    )
     found = command(
         "search",
-        *arguments,
+        *ARGUMENTS,
         "--proposals",
         "8",
         "--chains",
@@ -40,18 +33,7 @@ def test_a_chain_that_shares_weights_is_rebuilt_as_it_was(command: Command) -> N
 
 
 def test_a_chain_that_is_not_there_is_refused_in_one_line(command: Command) -> None:
-    arguments = (
-        "--model",
-        "mlp",
-        "--preset",
-        "small",
-        "--topology",
-        "p100-cluster",
-        "--devices",
-        "2",
-        "--fresh",
-    )
-    found = command("search", *arguments, "--proposals", "8", "--json").document
+    found = command("search", *ARGUMENTS, "--proposals", "8", "--json").document
     refused = command("strategy", "rebuild", str(found["search"]), "--chain", "99", "--step", "0")
     assert refused.code == 2
     assert "has no chain 99" in refused.errors

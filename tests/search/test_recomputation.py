@@ -21,7 +21,6 @@ from search.recomputing import blocks, recompute
 from search.simulator import Simulation, simulate
 from search.tables import Problem
 from search.taskgraph import TaskKind
-from tests.reference import taskgraph as reference
 from tests.search.builders import (
     MadeUpCosts,
     devices,
@@ -31,8 +30,8 @@ from tests.search.builders import (
     unrolled,
 )
 from tests.search.test_delta import GRAPHS, TOPOLOGIES, builder_of, reference_ns
-from tests.search.test_sharding import sharded
-from tests.search.test_taskgraph import BUCKET_BYTES, LINKS, TRAINING, built, check_equal
+from tests.search.test_sharding import PAIRS, check_plans, sharded
+from tests.search.test_taskgraph import LINKS, TRAINING
 
 
 def random_groups(graph: OperatorGraph, rng: np.random.Generator) -> Recomputation:
@@ -56,26 +55,10 @@ def strategies_of(graph: OperatorGraph, count: int, seed: int, times: int) -> li
     return found
 
 
-# Each graph on one topology; the others only under scripts/test --all.
-PAIRS = [
-    pytest.param(
-        name, topology, id=f"{name} on {topology}", marks=() if (row + column) % 3 == 0 else pytest.mark.slow
-    )
-    for row, name in enumerate(GRAPHS)
-    for column, topology in enumerate(TOPOLOGIES)
-]
-
-
 @pytest.mark.parametrize(("name", "topology"), PAIRS)
 def test_task_graph_is_the_plan(name: str, topology: str) -> None:
     graph, machines = GRAPHS[name], TOPOLOGIES[topology]
-    for strategy in strategies_of(graph, len(machines.devices), 5, 4):
-        deriver = reference.Deriver(
-            graph, strategy, machines, MadeUpCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS
-        )
-        tasks = built(graph, strategy, machines, LINKS)
-        check_equal(tasks, deriver.derive())
-        assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
+    check_plans(graph, machines, strategies_of(graph, len(machines.devices), 5, 4))
 
 
 @pytest.mark.parametrize(("name", "topology"), PAIRS)

@@ -11,11 +11,11 @@ import pytest
 from graph.calls import LocalCall
 from graph.operators import OperatorGraph
 from graph.rules import first_call, local_calls
-from graph.rules.least import least_work
+from graph.rules.least import LeastWork, WorkPhase, least_work
 from graph.strategy import Strategy
 from graph.topology import DeviceKind
 from graph.training import Training
-from profiler.estimate import Estimator, Observation, work_of
+from profiler.estimate import Estimator, Observation, roofline_s, work_of
 from profiler.measure import Phase, phases
 from profiler.updates import update_call, update_s_per_element
 from search import bound
@@ -59,11 +59,9 @@ class Estimated:
         estimate = self.estimator.estimate(update_call(optimizer, dtype=dtype), "update")
         return update_s_per_element(estimate.time_s), Origin.ESTIMATED
 
-    def least_s(
-        self, call: LocalCall, phase: Phase, flops: float, size_bytes: float, kind_name: str
-    ) -> float:
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         assert kind_name == self.estimator.kind.name
-        return self.estimator.least_s(call, phase, flops, size_bytes)
+        return self.estimator.least_s(call, phase, work)
 
 
 def measured(graph: OperatorGraph, count: int, rng: np.random.Generator) -> list[Observation]:
@@ -74,9 +72,8 @@ def measured(graph: OperatorGraph, count: int, rng: np.random.Generator) -> list
         for call in dict.fromkeys(local_calls(graph, operator, configuration.degrees)):
             for phase in phases(call):
                 if rng.random() < 0.3:
-                    work = work_of(call, phase)
-                    roofline_s = Estimator.fit(KIND, []).least_s(call, phase, work.flops, work.size_bytes)
-                    found.append(Observation(call, phase, roofline_s * float(np.exp(rng.uniform(-1.1, 1.1)))))
+                    time_s = roofline_s(work_of(call, phase), KIND)
+                    found.append(Observation(call, phase, time_s * float(np.exp(rng.uniform(-1.1, 1.1)))))
     return found
 
 
@@ -129,5 +126,7 @@ def test_costs_of_a_source_that_knows_no_least_count_as_nothing() -> None:
     graph = imported("mlp")
     one = problem(graph, 4)
     call = first_call(graph, graph.operators[0], (1,) * len(graph.operators[0].space.axes))
-    assert one.costs.least_s(call, "forward", 1e9, 1e6, KIND.name) > 0
-    assert CostTable(Plain(Estimated(KIND, ()))).least_s(call, "forward", 1e9, 1e6, KIND.name) == 0
+    assert one.costs.least_s(call, "forward", LeastWork(1e9, 10**6), KIND.name) > 0
+    assert (
+        CostTable(Plain(Estimated(KIND, ()))).least_s(call, "forward", LeastWork(1e9, 10**6), KIND.name) == 0
+    )
