@@ -240,6 +240,12 @@ class HoldStore:
             known = self._sets[kind, members, root] = SetHold(number, price)
         return known
 
+    def member_counts(self, holds: Array) -> Array:
+        """Return how many devices are the ends of each of some holds."""
+        ends = self._end_ptr.items
+        counts: Array = ends[holds + 1] - ends[holds]
+        return counts
+
     @property
     def count(self) -> int:
         """Number of holds so far."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,12 +82,18 @@ class Layout:
         self.builder.store.make_room()
         return self.replace(changed)
 
-    def replace(self, changed: Mapping[int, Configuration], codes: Mapping[int, int] | None = None) -> Undo:
+    def replace(
+        self,
+        changed: Mapping[int, Configuration],
+        codes: Mapping[int, int] | None = None,
+        left_out: Collection[int] = (),
+    ) -> Undo:
         """Change as `change`, all units staying where they are; the store may grow beyond its limit.
 
         codes: of each changed operator, which of its tasks have a backward: `ACTIVE`, `PARTLY_ACTIVE`, 0 for none. The
             change is then made in part: changed operators take no time, what they make goes nowhere, and buffers stay
             as they are. A simulation takes no longer than of all of it, and says nothing of memory.
+        left_out: weights that nobody holds in a change that is made in part.
 
         Raises:
             CostError: a local call has no cost.
@@ -115,8 +121,15 @@ class Layout:
         for place in dict.fromkeys(p for index in changed for p in builder.touched_statics[index]):
             if codes is None or place < store.wiring.weight_count:
                 kept_units.append((2, place, int(self.units.static_at[place])))
-                self.units.static_at[place] = self._static_unit(place)
+                self.units.static_at[place] = (
+                    store.empty_static_unit() if place in left_out else self._static_unit(place)
+                )
         return kept_configurations, kept_units
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the holders of any weight share something of it."""
+        return any(one is not Sharding.NONE for one in self._sharding)
 
     def share(self, changed: Mapping[int, Sharding]) -> None:
         """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""

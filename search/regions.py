@@ -73,6 +73,7 @@ class Regions:
     def __init__(self) -> None:
         self._ports: dict[tuple[tuple[Axis, ...], OperandMap], int] = {}
         self._port_keys: list[tuple[tuple[Axis, ...], OperandMap]] = []
+        self._cutting: list[tuple[int, ...] | None] = []
         self.clear()
 
     def clear(self) -> None:
@@ -95,7 +96,12 @@ class Regions:
         if known is None:
             known = self._ports[key] = len(self._port_keys)
             self._port_keys.append(key)
+            self._cutting.append(cutting_axes(axes, operand))
         return known
+
+    def cutting_axes(self, port: int) -> tuple[int, ...] | None:
+        """Return what the function of this name says of an operand map."""
+        return self._cutting[port]
 
     def region(self, number: int) -> Region:
         """Return the region of a number."""
@@ -236,6 +242,21 @@ class Regions:
         if known is None:
             known = self._common[key] = common_elements(mine.index_sets, theirs.index_sets)
         return known
+
+
+def cutting_axes(axes: Sequence[Axis], operand: OperandMap) -> tuple[int, ...] | None:
+    """Return the axes whose parts cut an operand into disjoint regions, one for every combination of them.
+
+    None where its regions may overlap, or leave something out.
+    """
+    found: list[int] = []
+    for factor in itertools.chain.from_iterable(operand):
+        if factor.axis is None:
+            continue
+        if not factor.is_identity or factor.size != axes[factor.axis].size or factor.axis in found:
+            return None
+        found.append(factor.axis)
+    return tuple(found)
 
 
 def stacked(overlaps: Sequence[Overlaps]) -> Overlaps:

@@ -141,6 +141,7 @@ class UnitStore:
         self._patterns: dict[tuple[int, Degrees, tuple[Degrees, ...]], Pattern] = {}
         self._configurations: dict[Configuration, int] = {}
         self._units: dict[tuple[int, ...], int] = {}
+        self._set_sizes: dict[int, frozenset[int]] = {}
 
     def make_room(self) -> None:
         """Empty the arena if it is full; `generation` then changes."""
@@ -277,6 +278,11 @@ class UnitStore:
         """Return where the unit of a value starts that goes nowhere."""
         known = self._units.get((_EMPTY,))
         return self._place((_EMPTY,), [0] * kernels.VALUE_HEADER) if known is None else known
+
+    def empty_static_unit(self) -> int:
+        """Return where the unit of a weight starts that nobody holds."""
+        known = self._units.get((_EMPTY, _EMPTY))
+        return self._place((_EMPTY, _EMPTY), [0] * kernels.STATIC_HEADER) if known is None else known
 
     def _costs(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
         """Return what the arena's operator unit has of every task (rows), but for its device."""
@@ -427,6 +433,28 @@ class UnitStore:
         for device in elements_of:
             words += [device, kept[device], updated[device]]
         return self._place(key, words + cell_words)
+
+    def set_size(self, place: int, configurations: Sequence[Configuration]) -> int | None:
+        """Return how many devices sum the gradient of each part of a weight; None where that takes its unit to tell."""
+        readers = self.static_classes[place].readers
+        if len(readers) > 1:
+            return None
+        axes = self._regions.cutting_axes(readers[0].number)
+        configuration = configurations[readers[0].operator]
+        devices = configuration.devices
+        if axes is None or len(set(devices)) < len(devices):
+            return None
+        return len(devices) // prod(configuration.degrees[axis] for axis in axes)
+
+    def set_sizes(self, at: int) -> frozenset[int]:
+        """Return how many devices there are in each of the sums of a weight whose unit starts there."""
+        known = self._set_sizes.get(at)
+        if known is None:
+            holders, cells = self.arena[at : at + 2].tolist()
+            start = at + kernels.STATIC_HEADER + kernels.HOLDER_STRIDE * holders
+            holds = self.arena[start : start + kernels.CELL_STRIDE * cells : kernels.CELL_STRIDE]
+            known = self._set_sizes[at] = frozenset(self.holds.member_counts(holds).tolist())
+        return known
 
     def holdings(
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool

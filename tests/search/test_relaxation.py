@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from graph.operators import OperatorGraph
-from graph.strategy import Strategy
+from graph.operators import OperatorGraph, ValueKind
+from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology
 from scripts.benchmarks import simulator
 from search.activity import active_operators
@@ -21,6 +21,7 @@ from search.relaxation import Relaxation
 from search.taskgraph import TaskGraphBuilder, TaskKind
 from tests.search.builders import (
     SOME_MEASURED,
+    GraphBuilder,
     MadeUpCosts,
     cluster,
     devices,
@@ -127,6 +128,54 @@ def test_so_it_is_with_networks_of_the_zoo(name: str, nodes: int, counted: type[
     strategy = data_parallel(graph, len(topology.devices))
     check_at_their_bounds(builder_of(graph, topology), strategy, 40, seed=1)
     assert counted.tried > 40
+
+
+def layers(widths: Sequence[int]) -> OperatorGraph:
+    """Linear layers of these widths, one after the other."""
+    builder = GraphBuilder()
+    made = builder.value("input.0", (8, 8), ValueKind.INPUT)
+    for number, width in enumerate(widths):
+        made = builder.linear(f"layer{number}", made, width)
+    builder.loss(made)
+    return builder.finish()
+
+
+@pytest.mark.parametrize("base_s", [1e-5, 3e-5])
+def test_a_weight_that_completes_a_bucket_is_not_left_out(base_s: float) -> None:
+    """Without it the large weight that it waits with would be summed far later: with the first layers' weights."""
+    graph = layers([2] * 10 + [500, 16])
+    builder = TaskGraphBuilder(
+        graph,
+        devices(8),
+        CostTable(MadeUpCosts(seconds_per_element=1e-10, base_s=base_s)),
+        TRAINING,
+        bucket_bytes=4 * (2 * 500 + 500 * 16),
+        local_calls=local_calls,
+    )
+    strategy = data_parallel(graph, 8)
+    delta, full = Delta(builder.layout(strategy)), Full(builder.layout(strategy), "program")
+    changed = {10: Configuration(strategy.configurations[10].degrees, (1, 0, 2, 3, 4, 5, 6, 7))}
+    expected = full.propose(changed, 2**62)
+    assert expected is not None
+    assert delta.propose(changed, expected.step_time_ns) == expected
+
+
+def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over_their_devices() -> None:
+    graph = layers([8, 8, 8])
+    layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
+    layout.refresh()
+    relaxation, middle = Relaxation(layout), layout.configurations[1]
+    held = layout.units.static_at[1]
+    for degrees, count, is_left_out in [
+        ((4, 1, 1, 1), 4, True),
+        ((4, 2, 1, 1), 8, True),
+        ((8, 1, 1, 1), 8, False),
+    ]:
+        undo = relaxation.replace({1: Configuration(degrees, middle.devices[:count])})
+        assert undo is not None
+        assert (layout.builder.store.set_sizes(int(layout.units.static_at[1])) == frozenset()) is is_left_out
+        layout.undo(undo)
+        assert layout.units.static_at[1] == held
 
 
 def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Counted]) -> None:
