@@ -204,7 +204,11 @@ def carried(axes: tuple[int, ...], degrees: Degrees) -> tuple[Degrees, tuple[int
 def follow(group: Group, configuration: Configuration) -> dict[int, Configuration]:
     """Return the configurations of all operators of a group, the head's included, by operator index."""
     result = {group.head: configuration}
+    devices_of: dict[tuple[int, ...], tuple[int, ...]] = {}
     for member in group.members:
         degrees, sources = carried(member.axes, configuration.degrees)
-        result[member.operator] = Configuration(degrees, tuple(configuration.devices[k] for k in sources))
+        devices = devices_of.get(sources)
+        if devices is None:
+            devices = devices_of[sources] = tuple(map(configuration.devices.__getitem__, sources))
+        result[member.operator] = Configuration(degrees, devices)
     return result

@@ -276,4 +276,4 @@ def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:
         if axis != NO_AXIS:
             sources = [task + part * strides[axis] for task in sources for part in range(degrees[axis])]
     mine = tuple(degrees[axis] if axis != NO_AXIS else 1 for axis in axes)
-    return Configuration((*mine, 1), tuple(configuration.devices[task] for task in sources))
+    return Configuration((*mine, 1), tuple(map(configuration.devices.__getitem__, sources)))

@@ -71,8 +71,8 @@ def place(placement: Strided | Permuted, count: int, device_count: int) -> tuple
 
 def strided_devices(start: int, stride: int, count: int, device_count: int) -> tuple[int, ...]:
     """Return `count` entries from place `start` on, round and round, of 0, stride, 2 stride, ..., 1, stride + 1, ..."""
-    ordered = _ordered(stride, device_count)
-    return tuple(ordered[(start + task) % device_count] for task in range(count))
+    ordered, start = _ordered(stride, device_count), start % device_count
+    return (ordered[start:] + ordered * (count // device_count + 1))[:count]
 
 
 @lru_cache(maxsize=1 << 11)
