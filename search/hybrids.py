@@ -1,8 +1,11 @@
-"""Data and tensor parallelism on one grid of devices: what is worth proposing where there are many of them.
+"""What people would use on a number of devices: worth proposing for parts of a network.
+
+A hybrid gives every group of operators a configuration. On few devices it is a baseline, or data parallelism on some of
+them; a walk by random configurations seldom meets these, since half of what they say must change at once.
 
 Of a thousand devices a random configuration is hopeless: ten prime factors dealt to any axes send everything
 everywhere. What people use there is a grid: samples over its rows, one more axis over its columns, a row being devices
-side by side. A hybrid gives every group such a configuration, the rows being as long everywhere.
+side by side. There a hybrid gives every group such a configuration, the rows being as long everywhere.
 
 Source: Megatron-LM (arXiv:1909.08053), section 3, and Narayanan et al. (arXiv:2104.04473) for tensor parallelism
 within a node and data parallelism between nodes; giving parts of it to parts of a network is ours.
@@ -17,8 +20,17 @@ import numpy as np
 
 from graph.axes import AxisKind, tasks
 from graph.operators import Operator, OperatorGraph
-from graph.strategy import Configuration
-from search.baselines import data_parallel, first_axis, megatron, row_lengths
+from graph.strategy import Configuration, Strategy
+from search.baselines import (
+    FEW_DEVICES,
+    data_parallel,
+    expert,
+    first_axis,
+    global_map,
+    megatron,
+    operator_placement,
+    row_lengths,
+)
 from search.groups import Group
 from search.placements import Drawn, Strided, recognized
 
@@ -32,11 +44,11 @@ class Hybrid:
 
 
 def hybrids(graph: OperatorGraph, groups: Sequence[Group], device_count: int) -> tuple[Hybrid, ...]:
-    """Return data parallelism and Megatron's strategies with rows of every length, each once."""
-    strategies = [
-        data_parallel(graph, device_count),
-        *(megatron(graph, row, device_count // row) for row in row_lengths(device_count)),
-    ]
+    """Return hybrids of a graph, each once, without those that no family of device lists gives.
+
+    On many devices these are data parallelism and Megatron's strategies with rows of every length.
+    """
+    strategies = (_on_few if device_count <= FEW_DEVICES else _on_many)(graph, device_count)
     found: dict[tuple[Configuration, ...], Hybrid] = {}
     for strategy in strategies:
         given = tuple(strategy.configurations[group.head] for group in groups)
@@ -47,6 +59,30 @@ def hybrids(graph: OperatorGraph, groups: Sequence[Group], device_count: int) ->
         if len(origins) == len(given):
             found.setdefault(given, Hybrid(given, origins))
     return tuple(found.values())
+
+
+def _on_many(graph: OperatorGraph, device_count: int) -> list[Strategy]:
+    return [
+        data_parallel(graph, device_count),
+        *(megatron(graph, row, device_count // row) for row in row_lengths(device_count)),
+    ]
+
+
+def _on_few(graph: OperatorGraph, device_count: int) -> list[Strategy]:
+    divisors = [one for one in range(2, device_count + 1) if device_count % one == 0]
+    return [
+        data_parallel(graph, device_count),
+        expert(graph, device_count),
+        operator_placement(graph, device_count),
+        *(megatron(graph, row, device_count // row) for row in divisors),
+        *(
+            global_map(graph, kind, row, device_count // row)
+            for kind in (AxisKind.PARAMETER, AxisKind.ATTRIBUTE)
+            for row in divisors
+        ),
+        # On fewer of them exchanges are cheaper.
+        *(data_parallel(graph, device_count // share) for share in divisors),
+    ]
 
 
 def random_grid(operator: Operator, device_count: int, rng: np.random.Generator) -> Drawn:

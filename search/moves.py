@@ -73,7 +73,7 @@ ONE_GROUP = MoveShares(devices=0.1, copy_like=0.15, copy_neighbour=0.15, alike=0
 
 def shares_for(device_count: int) -> MoveShares:
     """Return how often a move is of a kind on so many devices."""
-    return MoveShares() if device_count <= FEW_DEVICES else MoveShares(hybrid=0.5, grid=0.75)
+    return MoveShares(hybrid=0.25) if device_count <= FEW_DEVICES else MoveShares(hybrid=0.5, grid=0.75)
 
 
 @dataclass(frozen=True, slots=True)

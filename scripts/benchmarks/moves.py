@@ -2,7 +2,7 @@
 
 And what the temperature is worth: walks with all kinds of moves that are hotter and colder. Every chain has as much
 processor time, begins with nothing in the memo, and is alone: what it has found by then is compared with what the
-full set of `search.moves.MoveShares` has found from the same start with the same seed. Costs are estimates for the
+full set of `search.moves.shares_for` has found from the same start with the same seed. Costs are estimates for the
 devices of the topology p100-cluster.
 """
 
@@ -68,14 +68,14 @@ class Row:
 def variants() -> dict[str, Variant]:
     """Return walks by name: with all moves, all but a kind, of one group, drawn afresh alone; at other temperatures."""
     from search.mcmc import SearchOptions
-    from search.moves import MoveShares
+    from search.moves import MoveShares, shares_for
 
-    full, beta = MoveShares(), SearchOptions().beta
+    full, beta = shares_for(DEVICES), SearchOptions().beta
     shares = {ALL: full}
     for field in fields(full):
         if getattr(full, field.name):
             shares[f"without {field.name}"] = replace(full, **{field.name: 0.0})
-    shares["one group at a time"] = replace(full, alike=0.0, sharing=0.0, spread=0.0)
+    shares["one group at a time"] = replace(full, alike=0.0, sharing=0.0, spread=0.0, hybrid=0.0)
     shares["fresh draws alone"] = MoveShares(**{field.name: 0.0 for field in fields(full)})
     found = {name: Variant(one, beta) for name, one in shares.items()}
     return found | {f"beta {other:g}": Variant(full, other) for other in BETAS if other != beta}

@@ -7,7 +7,7 @@ import pytest
 from scripts.benchmarks import moves
 from scripts.benchmarks.moves import ALL, Row, of, ratio, table, variants
 from search.mcmc import SearchOptions
-from search.moves import MoveShares
+from search.moves import MoveShares, shares_for
 
 
 def row(variant: str, best_s: float, *, network: str = "a", seed: int = 0, proposals: int = 100) -> Row:
@@ -38,7 +38,7 @@ def test_the_table_has_a_column_for_each_network() -> None:
 
 
 def test_every_kind_of_move_is_left_out_once() -> None:
-    full, beta = MoveShares(), SearchOptions().beta
+    full, beta = shares_for(moves.DEVICES), SearchOptions().beta
     all_variants = variants()
     colder = {name: one for name, one in all_variants.items() if one.beta != beta}
     assert all(one.shares == full and f"{one.beta:g}" in name for name, one in colder.items())
@@ -46,7 +46,7 @@ def test_every_kind_of_move_is_left_out_once() -> None:
     assert found.pop(ALL) == full
     assert found.pop("fresh draws alone") == MoveShares(0, 0, 0, 0, 0, 0, 0)
     one_group = found.pop("one group at a time")
-    assert (one_group.alike, one_group.sharing, one_group.spread) == (0, 0, 0)
+    assert (one_group.alike, one_group.sharing, one_group.spread, one_group.hybrid) == (0, 0, 0, 0)
     assert one_group.copy_like == full.copy_like
     assert set(found) == {f"without {name}" for name in full.__slots__ if getattr(full, name)}
     assert all(getattr(shares, name.split()[1]) == 0 for name, shares in found.items())

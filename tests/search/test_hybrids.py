@@ -6,13 +6,23 @@ import pytest
 from graph.axes import AxisKind, tasks
 from graph.strategy import Configuration
 from graph.training import Training
-from search.baselines import FEW_DEVICES, first_axis, row_lengths, starting_baselines, usual_baselines
+from search.baselines import (
+    FEW_DEVICES,
+    all_baselines,
+    data_parallel,
+    first_axis,
+    random_strategy,
+    row_lengths,
+    starting_baselines,
+    usual_baselines,
+)
 from search.configurations import configured
 from search.costs import CostTable
 from search.groups import find_groups, follow
 from search.hybrids import hybrids, random_grid
 from search.mcmc import SearchOptions, SearchResult, search
-from search.moves import MoveShares, shares_for
+from search.moves import Moves, MoveShares, shares_for
+from search.placements import recognized
 from search.simulator import simulate
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, two_layers, unrolled
 
@@ -58,10 +68,41 @@ def test_hybrids_differ_and_come_from_what_they_are_drawn_as(name: str) -> None:
         assert sorted(chosen) == list(range(len(graph.operators)))
 
 
-def test_few_devices_begin_and_move_as_ever() -> None:
+def test_few_devices_begin_at_the_usual_baselines() -> None:
     graph = GRAPHS["two layers"]
     assert starting_baselines(graph, FEW_DEVICES) == usual_baselines(graph, FEW_DEVICES)
-    assert shares_for(FEW_DEVICES) == MoveShares()
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 8, FEW_DEVICES])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_on_few_devices_every_baseline_without_sharing_is_a_hybrid_but_stanza_and_reductions(
+    name: str, count: int
+) -> None:
+    graph = GRAPHS[name]
+    groups = find_groups(graph)
+    found = {one.configurations for one in hybrids(graph, groups, count)}
+    for baseline in all_baselines(graph, count):
+        if baseline.strategy.sharding or baseline.name == "stanza" or baseline.name.endswith("-reduction"):
+            continue
+        given = tuple(baseline.strategy.configurations[group.head] for group in groups)
+        # Configurations on devices that no family of device lists gives cannot be recorded.
+        assert given in found or any(recognized(one.devices, count) is None for one in given)
+    if count > 1:
+        assert len(found) > 1
+
+
+def test_a_walk_from_a_random_strategy_reaches_data_parallelism_by_hybrids() -> None:
+    graph = GRAPHS["two layers"]
+    moves = Moves(graph, 8, MoveShares(hybrid=1.0))
+    rng = np.random.default_rng(0)
+    strategy = random_strategy(graph, 8, rng)
+    configurations, wanted = list(strategy.configurations), data_parallel(graph, 8).configurations
+    for _ in range(2_000):
+        for index, one in moves.propose(configurations, rng).changed.items():
+            if one == wanted[index]:
+                configurations[index] = one
+    heads = [group.head for group in moves.groups]
+    assert [configurations[head] for head in heads] == [wanted[head] for head in heads]
 
 
 def test_many_devices_begin_at_data_parallelism_and_short_rows_each_once() -> None:
