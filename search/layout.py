@@ -42,6 +42,8 @@ class Layout:
         self.configurations = list(configurations)
         wiring = builder.store.wiring
         self._sharding = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
+        # Whether the holders of any weight share something of it.
+        self.is_shared = any(one is not Sharding.NONE for one in sharding)
         self.units = Units(
             np.zeros(len(self.configurations), np.int64),
             np.zeros(len(builder.store.value_classes), np.int64),
@@ -126,11 +128,6 @@ class Layout:
                 )
         return kept_configurations, kept_units
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the holders of any weight share something of it."""
-        return any(one is not Sharding.NONE for one in self._sharding)
-
     def share(self, changed: Mapping[int, Sharding]) -> None:
         """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""
         self.refresh()
@@ -139,6 +136,7 @@ class Layout:
                 continue
             self._sharding[weight] = sharing
             self.units.static_at[weight] = self._static_unit(weight)
+        self.is_shared = any(one is not Sharding.NONE for one in self._sharding)
 
     def recompute(self, recomputation: Recomputation) -> None:
         """Make other groups again; all units are found anew, so that it is none of the steps that `undo` takes back."""
