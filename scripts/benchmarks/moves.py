@@ -140,7 +140,7 @@ def walked(
     from search.proposals import Recorder
     from search.taskgraph import TaskGraphBuilder
 
-    topology = load_topology(TOPOLOGY).subset(devices)
+    topology = topology_of(devices)
     rows: list[Row] = []
     # What is worked out once a graph would be charged to the first: it walks twice, and the second walk counts.
     for name in (next(iter(chosen)), *chosen):
