@@ -146,6 +146,9 @@ def parts(space: IterationSpace, degrees: Degrees, coordinate: Sequence[int]) ->
 
 def dim_indexes(dim: Dim, points: Sequence[Interval]) -> IndexSet:
     """Return the indexes of a dim that a task iterating over `points` touches."""
+    if len(dim) == 1 and dim[0].size > 0:  # nearly always; to look it up would take longer
+        axis = dim[0].axis
+        return dim[0].touched((0, 1) if axis is None else points[axis])
     return _indexes(dim, tuple([points[factor.axis] for factor in dim if factor.axis is not None]))
 
 

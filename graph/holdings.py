@@ -45,28 +45,27 @@ def cover(regions: Sequence[Region]) -> Region:
     )
 
 
-def _classes(index_sets: Sequence[IndexSet]) -> dict[frozenset[int], IndexSet]:
-    """Return the indexes of one dim grouped by which of `index_sets` contain them."""
-    positions: dict[IndexSet, list[int]] = {}
-    for position, indexes in enumerate(index_sets):
-        positions.setdefault(indexes, []).append(position)
-    # One sweep over all bounds: at each, some of the distinct sets (bits) begin or end.
+def _classes(index_sets: Sequence[IndexSet]) -> list[tuple[int, IndexSet]]:
+    """Return the indexes of one dim by which of `index_sets` contain them: the places of these as bits."""
+    placed: dict[IndexSet, int] = {}
+    for place, indexes in enumerate(index_sets):
+        placed[indexes] = placed.get(indexes, 0) | 1 << place
+    # One sweep over all bounds: at each, some of the distinct sets begin or end, and with them their places.
     turns: dict[int, int] = {}
-    for number, indexes in enumerate(positions):
+    for indexes, places in placed.items():
         for interval in indexes:
             for bound in interval:
-                turns[bound] = turns.get(bound, 0) ^ (1 << number)
+                turns[bound] = turns.get(bound, 0) ^ places
     grouped: dict[int, list[tuple[int, int]]] = {}
     inside = 0
     for start, stop in itertools.pairwise(sorted(turns)):
         inside ^= turns[start]
         if inside:
             grouped.setdefault(inside, []).append((start, stop))
-    distinct = list(positions.values())
-    return {
-        frozenset(position for number in _bits(inside) for position in distinct[number]): normalize(intervals)
+    return [
+        (inside, tuple(intervals) if len(intervals) == 1 else normalize(intervals))
         for inside, intervals in grouped.items()
-    }
+    ]
 
 
 def _bits(number: int) -> Iterator[int]:
@@ -83,18 +82,19 @@ def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
     first = held[devices[0]]
     if all(held[device] == first for device in devices):
         return (Cell(first, tuple(devices)),)
-    per_dim = [_classes([held[device][dim] for device in devices]) for dim in range(len(first))]
-    result = []
-    for combination in itertools.product(*(classes.items() for classes in per_dim)):
-        members = frozenset.intersection(*(members for members, _ in combination))
-        if members:
-            result.append(
-                Cell(
-                    tuple(indexes for _, indexes in combination),
-                    tuple(devices[position] for position in sorted(members)),
-                )
-            )
-    return tuple(result)
+    # Dim by dim, what is left of the holders (bits) with each combination so far.
+    found: list[tuple[int, Region]] = [((1 << len(devices)) - 1, ())]
+    for dim in range(len(first)):
+        classes = _classes([held[device][dim] for device in devices])
+        found = [
+            (both, (*region, indexes))
+            for members, region in found
+            for inside, indexes in classes
+            if (both := members & inside)
+        ]
+    return tuple(
+        [Cell(region, tuple([devices[place] for place in _bits(members)])) for members, region in found]
+    )
 
 
 def with_every_element(held: Mapping[int, Region], sizes: Sequence[int]) -> dict[int, Region]:

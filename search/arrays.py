@@ -12,7 +12,7 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
-from search.costs import ORIGIN_CODE
+from search.costs import ORIGIN_CODE, ORIGINS
 from search.kernels import Array, GraphArrays, Holds
 from search.links import COLLECTIVE_KINDS, ROOTED, CollectivePrice, LinkCosts
 from search.prices import Prices
@@ -134,6 +134,11 @@ class GrowingArray:
         return self._size
 
 
+# Of every kind of collective, by its code, how many messages each device is an end of at once: in all but those with a
+# root every device sends and receives at the same time.
+FLOWS = tuple(1 if kind in ROOTED else 2 for kind in COLLECTIVE_KINDS)
+
+
 @dataclass(frozen=True, slots=True)
 class SetHold:
     """The hold of one kind of collective over a set of devices: its number, and what it costs."""
@@ -154,7 +159,7 @@ class HoldStore:
         self._is_measured = GrowingArray(np.bool_)
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
-        self._sets: dict[tuple[CollectiveKind, tuple[int, ...], int | None], SetHold] = {}
+        self._sets: dict[tuple[int, int, bytes], int] = {}
         self._resource_ptr.extend([0])
         self._end_ptr.extend([0])
         self._add_devices_and_routes(ORIGIN_CODE[links.transfers])
@@ -191,29 +196,34 @@ class HoldStore:
         self._operation.extend(np.full(total, -1))
         self._flows.extend(np.ones(total, np.int64))
 
-    def _add(
-        self,
-        resources: Sequence[int],
-        ends: Sequence[int],
-        latency_s: tuple[float, float],
-        s_per_byte: tuple[float, float],
-        origin: int,
-        operation: int = -1,
-        flows: int = 1,
-        *,
-        is_measured: bool = False,
-    ) -> int:
-        self._resource.extend(resources)
-        self._resource_ptr.extend([len(self._resource)])
-        self._end.extend(ends)
-        self._end_ptr.extend([len(self._end)])
-        self._latency_s.extend([latency_s])
-        self._s_per_byte.extend([s_per_byte])
-        self._is_measured.extend([is_measured])
-        self._origin.extend([origin])
-        self._operation.extend([operation])
-        self._flows.extend([flows])
-        return len(self._origin) - 1
+    def numbers(self, sets: Sequence[tuple[int, int, Array]]) -> list[int]:
+        """Return the numbers of the holds of collectives; those that are new are priced together.
+
+        sets: of each the code of its kind (its place in `COLLECTIVE_KINDS`), its root or -1, its devices (ascending).
+        """
+        keys = [(code, root, members.tobytes()) for code, root, members in sets]
+        new: dict[tuple[int, int, bytes], tuple[int, int, Array]] = {}
+        for key, one in zip(keys, sets, strict=True):
+            if key not in self._sets:
+                new.setdefault(key, one)
+        if new:
+            self._sets.update(zip(new, range(len(self._origin), len(self._origin) + len(new)), strict=True))
+            self._add(list(new.values()))
+        return [self._sets[key] for key in keys]
+
+    def _add(self, sets: Sequence[tuple[int, int, Array]]) -> None:
+        codes, roots, members = zip(*sets, strict=True)
+        prices = self._prices.table(codes, roots, members)
+        self._resource_ptr.extend(prices.link_ptr[1:] + len(self._resource))
+        self._resource.extend(prices.link + len(self.topology.devices))
+        self._end_ptr.extend(np.cumsum([len(one) for one in members]) + len(self._end))
+        self._end.extend(np.concatenate(members))
+        self._latency_s.extend(prices.latency_s_K2)
+        self._s_per_byte.extend(prices.s_per_byte_K2)
+        self._is_measured.extend(prices.is_measured_K)
+        self._origin.extend(prices.origin_K)
+        self._operation.extend(codes)
+        self._flows.extend([FLOWS[code] for code in codes])
 
     def device_set(
         self,
@@ -222,23 +232,29 @@ class HoldStore:
         root: int | None = None,
     ) -> SetHold:
         """Return the hold of a collective over `members` (ascending), and its price."""
-        known = self._sets.get((kind, members, root))
-        if known is None:
-            price = self._prices.of(members, kind, root)
-            resources = [len(self.topology.devices) + link for link in price.links]
-            number = self._add(
-                resources,
-                members,
-                price.latency_s,
-                price.s_per_byte,
-                ORIGIN_CODE[price.origin],
-                COLLECTIVE_KINDS.index(kind),
-                # In all others, every device sends and receives at the same time.
-                1 if kind in ROOTED else 2,
-                is_measured=price.is_measured,
-            )
-            known = self._sets[kind, members, root] = SetHold(number, price)
-        return known
+        code = COLLECTIVE_KINDS.index(kind)
+        (number,) = self.numbers([(code, -1 if root is None else root, np.array(members, np.int64))])
+        first, last = self._resource_ptr.items[number : number + 2].tolist()
+        price = CollectivePrice(
+            tuple(self._latency_s.items[number].tolist()),
+            tuple(self._s_per_byte.items[number].tolist()),
+            tuple((self._resource.items[first:last] - len(self.topology.devices)).tolist()),
+            ORIGINS[self._origin.items[number]],
+            is_measured=bool(self._is_measured.items[number]),
+        )
+        return SetHold(number, price)
+
+    def durations_ns(self, numbers: Sequence[int], size_bytes: Array) -> Array:
+        """Return the nanoseconds of collectives by their numbers, as `CollectivePrice.duration_ns` does."""
+        latency_s, s_per_byte = self._latency_s.items[numbers], self._s_per_byte.items[numbers]
+        # Where there is no second algorithm it takes forever, and for nothing it is not known how long.
+        with np.errstate(invalid="ignore"):
+            first = latency_s[:, 0] + size_bytes * s_per_byte[:, 0]
+            second = latency_s[:, 1] + size_bytes * s_per_byte[:, 1]
+            counts = np.where(self._is_measured.items[numbers], second > first, second < first)
+        taken = np.where(counts, second, first)
+        durations_ns: Array = (taken * 1e9 + 0.5).astype(np.int64)
+        return durations_ns
 
     def member_counts(self, holds: Array) -> Array:
         """Return how many devices are the ends of each of some holds."""

@@ -3670,27 +3670,49 @@ def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[fl
 
 
 @quick_entry
-def price_collective(
-    routes: Routes, kind: int, members: Array, root: int
-) -> tuple[float, float, float, float]:
-    """Return latency and seconds per byte of two algorithms, the first's and then the second's, see `search.prices`.
+def price_collectives(
+    routes: Routes,
+    kind_K: Array,
+    root_K: Array,
+    member_ptr: Array,
+    member: Array,
+    line_K4: Array,
+    used_KL: Array,
+) -> None:
+    """Write latency and seconds per byte of two algorithms of K collectives, and which links each holds.
 
-    members: in ring order. root: the place of a broadcast's or reduce's root among them, else 0.
+    kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
+    ring order, and pointers. line_K4: the first algorithm's, and then the second's, see `search.prices`.
     """
-    routes.is_used[:] = False
-    size = len(members)
-    if kind == ALL_TO_ALL:
-        latency_s, s_per_byte = price_pairwise(routes, members)
-        return latency_s, s_per_byte, latency_s, s_per_byte
-    hops = shift(routes, members, 1)
-    use_links(routes, hops)
-    latency_s, s_per_byte = price_step(routes, hops)
-    ring_s, ring_s_per_byte = (size - 1) * latency_s, (size - 1) / size * s_per_byte
-    if kind in (BROADCAST, REDUCE):
-        tree_s, tree_s_per_byte, part_s, part_s_per_byte = price_tree(routes, members, root, kind)
-        return tree_s, tree_s_per_byte, part_s + ring_s, part_s_per_byte + ring_s_per_byte
-    share = 1.0 if kind == ALL_REDUCE else 0.5
-    halving_s = halving_s_per_byte = np.inf
-    if size & (size - 1) == 0:
-        halving_s, halving_s_per_byte = price_halving(routes, members)
-    return 2 * share * ring_s, 2 * share * ring_s_per_byte, share * halving_s, share * halving_s_per_byte
+    for number in range(len(kind_K)):
+        kind, members, line = (
+            kind_K[number],
+            member[member_ptr[number] : member_ptr[number + 1]],
+            line_K4[number],
+        )
+        size = len(members)
+        routes.is_used[:] = False
+        if kind == ALL_TO_ALL:
+            line[0], line[1] = price_pairwise(routes, members)
+            line[2], line[3] = line[0], line[1]
+        else:
+            hops = shift(routes, members, 1)
+            use_links(routes, hops)
+            latency_s, s_per_byte = price_step(routes, hops)
+            ring_s, ring_s_per_byte = (size - 1) * latency_s, (size - 1) / size * s_per_byte
+            if kind in (BROADCAST, REDUCE):
+                root = 0
+                while members[root] != root_K[number]:
+                    root += 1
+                line[0], line[1], line[2], line[3] = price_tree(routes, members, root, kind)
+                line[2] += ring_s
+                line[3] += ring_s_per_byte
+            else:
+                share = 1.0 if kind == ALL_REDUCE else 0.5
+                line[0], line[1] = 2 * share * ring_s, 2 * share * ring_s_per_byte
+                line[2] = line[3] = np.inf
+                if size & (size - 1) == 0:
+                    halving_s, halving_s_per_byte = price_halving(routes, members)
+                    line[2], line[3] = share * halving_s, share * halving_s_per_byte
+        for link in range(len(routes.is_used)):
+            used_KL[number, link] = routes.is_used[link]

@@ -11,15 +11,27 @@ All of these are linear in N; of a measured collective the higher of two lines c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
-from search.costs import Origin
-from search.kernels import Routes, price_collective
+from search.costs import ORIGIN_CODE, ORIGINS, Origin
+from search.kernels import Array, Routes, price_collectives
 from search.links import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, LinkCosts
 from search.routes import route_table
+
+
+class PriceTable(NamedTuple):
+    """Prices of K collectives, see `CollectivePrice`; the links of each by pointers, the origin by its code."""
+
+    latency_s_K2: Array
+    s_per_byte_K2: Array
+    link_ptr: Array
+    link: Array
+    origin_K: Array
+    is_measured_K: Array
 
 
 class Prices:
@@ -28,6 +40,7 @@ class Prices:
     def __init__(self, topology: Topology, costs: LinkCosts) -> None:
         self._costs = costs
         self._routes = _routes(topology)
+        self._formulas = ORIGIN_CODE[costs.formulas]
 
     def of(
         self,
@@ -52,29 +65,66 @@ class Prices:
         """
         if kind in ROOTED and root is None:
             raise ValueError(f"price of a {kind.value}: no root given, must be one of {tuple(members)}")
-        place = list(members).index(root) if kind in ROOTED and root is not None else 0
-        first_s, first_s_per_byte, second_s, second_s_per_byte = price_collective(
-            self._routes, COLLECTIVE_KINDS.index(kind), np.array(members, np.int64), place
+        found = self.table(
+            [COLLECTIVE_KINDS.index(kind)], [-1 if root is None else root], [np.array(members, np.int64)]
         )
-        links = tuple(np.flatnonzero(self._routes.is_used).tolist())
+        (latency_s,), (s_per_byte,) = found.latency_s_K2.tolist(), found.s_per_byte_K2.tolist()
+        return CollectivePrice(
+            tuple(latency_s),
+            tuple(s_per_byte),
+            tuple(found.link.tolist()),
+            ORIGINS[found.origin_K[0]],
+            is_measured=bool(found.is_measured_K[0]),
+        )
+
+    def table(self, codes: Sequence[int], roots: Sequence[int], members: Sequence[Array]) -> PriceTable:
+        """Return the prices of several collectives, see `of`.
+
+        Args:
+            codes: what each of them is, by its place in `COLLECTIVE_KINDS`.
+            roots: the device of each that is its root; -1 where it needs none.
+            members: the devices of each, in ring order.
+        """
+        count = len(codes)
+        member_ptr = np.zeros(count + 1, np.int64)
+        np.cumsum([len(one) for one in members], out=member_ptr[1:])
+        line, used = np.empty((count, 4)), np.empty((count, len(self._routes.is_used)), np.bool_)
+        price_collectives(
+            self._routes,
+            np.array(codes, np.int64),
+            np.array(roots, np.int64),
+            member_ptr,
+            np.concatenate(members),
+            line,
+            used,
+        )
+        latency_s, s_per_byte = line[:, ::2], line[:, 1::2]
+        number, link = used.nonzero()
+        link_ptr = number.searchsorted(np.arange(count + 1))
+        origin = np.full(count, self._formulas, np.int64)
+        is_measured = np.zeros(count, np.bool_)
+        if self._costs.by_size or self._costs.by_members:
+            for place, (code, one) in enumerate(zip(codes, members, strict=True)):
+                lines = self._measured(COLLECTIVE_KINDS[code], one.tolist())
+                if lines is not None:
+                    latency_s[place], s_per_byte[place], source = lines
+                    origin[place], is_measured[place] = ORIGIN_CODE[source], True
+        return PriceTable(latency_s, s_per_byte, link_ptr, link, origin, is_measured)
+
+    def _measured(
+        self, kind: CollectiveKind, members: Sequence[int]
+    ) -> tuple[tuple[float, float], tuple[float, float], Origin] | None:
+        """Return latencies and seconds per byte of what was measured, and what they rest on; None where nothing was."""
         share, origin = 1.0, Origin.MEASURED
         measured = self._costs.measured(kind, members)
         if measured is None and kind in HALVES:
             share, origin = 0.5, Origin.ESTIMATED
             measured = self._costs.measured(CollectiveKind.ALL_REDUCE, members)
-        if measured is not None:
-            line = measured.line
-            large = line if measured.large is None else measured.large
-            return CollectivePrice(
-                (share * line[0], share * large[0]),
-                (share * line[1], share * large[1]),
-                links,
-                origin,
-                is_measured=True,
-            )
-        return CollectivePrice(
-            (first_s, second_s), (first_s_per_byte, second_s_per_byte), links, self._costs.formulas
-        )
+        if measured is None:
+            return None
+        line = measured.line
+        large = line if measured.large is None else measured.large
+        return (share * line[0], share * large[0]), (share * line[1], share * large[1]), origin
 
 
 def _routes(topology: Topology) -> Routes:

@@ -8,7 +8,7 @@ depends on few axes and recurs in most sides. So overlaps are products of small 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -30,7 +30,11 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 class Cut:
     """One dim under given degrees: its distinct index sets, and the place among them of every combination of
     parts of the axes that it follows (`axes`, ascending; row-major). Of each index set: its number among all met
-    so far, and how many indexes it has."""
+    so far, and how many indexes it has.
+
+    is_plain: every combination has an index set of its own, in order.
+    is_apart: index sets are intervals that have nothing in common, ascending, none empty.
+    """
 
     number: int
     axes: tuple[int, ...]
@@ -38,25 +42,47 @@ class Cut:
     place: IntArray
     set_number: IntArray
     elements: IntArray
+    is_plain: bool
+    is_apart: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The distinct regions of an operand under given degrees of the axes that it follows. Equal ones have one number.
+
+    axes: the followed axes, ascending.
+    place: for every combination of their parts (row-major, one dim an axis), which row has its region.
+    region: for each row, the number of its region (`Regions.region`).
+    elements: for each row, those of its region.
+    dims: for each dim, its cut, and for each row the place of its index set.
+    is_apart: no two regions have anything in common, and none is empty; they ascend, the first dim counting most.
+    """
+
+    number: int
+    axes: tuple[int, ...]
+    place: IntArray
+    region: IntArray
+    elements: IntArray
+    dims: tuple[tuple[Cut, IntArray], ...]
+    is_apart: bool
+
+    def sizes(self, row: int) -> tuple[int, ...]:
+        """Return the sizes of a row's region."""
+        return tuple([int(cut.elements[place[row]]) for cut, place in self.dims])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
     """One operand under given degrees. Sides that differ in replicas alone have one number.
 
-    region: for each task, the number of its region (`Regions.region`).
-    row: for each task, the place of its region among the side's distinct ones.
-    row_task: for each distinct region, the first task that has it.
-    row_elements: for each distinct region, its elements.
-    dims: for each dim, its cut, and for each distinct region the place of its index set.
+    row: for each task, which of the rows has its region.
+    region: for each task, the number of its region.
     """
 
     number: int
-    region: IntArray
+    rows: Rows
     row: IntArray
-    row_task: IntArray
-    row_elements: IntArray
-    dims: tuple[tuple[Cut, IntArray], ...]
+    region: IntArray
 
 
 class Overlaps(NamedTuple):
@@ -67,37 +93,64 @@ class Overlaps(NamedTuple):
     elements: IntArray
 
 
+class _Numbering(dict[Any, int]):
+    """Numbers of keys, in the order in which they are first asked for, and in `listed` the keys."""
+
+    def __init__(self) -> None:
+        self.listed: list[Any] = []
+
+    def __missing__(self, key: object) -> int:
+        number = self[key] = len(self)
+        self.listed.append(key)
+        return number
+
+
+class _Port(NamedTuple):
+    """An operand of an operator's axes: those that it follows (ascending), and of each dim its number and its axes."""
+
+    axes: tuple[Axis, ...]
+    operand: OperandMap
+    followed: tuple[int, ...]
+    dims: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 class Regions:
     """All cuts, sides and overlaps met so far."""
 
     def __init__(self) -> None:
-        self._ports: dict[tuple[tuple[Axis, ...], OperandMap], int] = {}
-        self._port_keys: list[tuple[tuple[Axis, ...], OperandMap]] = []
+        self._port_numbers = _Numbering()
+        self._dim_numbers = _Numbering()
+        self._ports: list[_Port] = []
         self._cutting: list[tuple[int, ...] | None] = []
         self.clear()
 
     def clear(self) -> None:
         """Forget all but the ports."""
-        self._cuts: dict[tuple[object, ...], Cut] = {}
+        self._cuts: dict[tuple[int, Degrees], Cut] = {}
+        self._rows: dict[tuple[int, Degrees], Rows] = {}
+        self._rows_of_cuts: dict[tuple[int, ...], Rows] = {}
         self._sides: dict[tuple[int, Degrees], Side] = {}
-        self._index_sets: list[IndexSet] = []
-        self._set_numbers: dict[IndexSet, int] = {}
-        self._region_keys: list[tuple[int, ...]] = []
-        self._region_numbers: dict[tuple[int, ...], int] = {}
+        self._side_numbers = _Numbering()
+        self._set_numbers = _Numbering()
+        self._region_numbers = _Numbering()
         self._common: dict[tuple[int, int], IntArray] = {}
         self._meeting: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
         self._overlaps: dict[tuple[int, int], Overlaps] = {}
-        self._side_count = 0
 
     def port(self, axes: tuple[Axis, ...], operand: OperandMap) -> int:
         """Return the number of an operand map over given axes."""
-        key = (axes, operand)
-        known = self._ports.get(key)
-        if known is None:
-            known = self._ports[key] = len(self._port_keys)
-            self._port_keys.append(key)
+        number = self._port_numbers[axes, operand]
+        if number == len(self._ports):
+            followed = [
+                tuple(sorted({factor.axis for factor in dim if factor.axis is not None})) for dim in operand
+            ]
+            dims = tuple(
+                (self._dim_numbers[dim, tuple(axes[axis] for axis in mine)], mine)
+                for dim, mine in zip(operand, followed, strict=True)
+            )
             self._cutting.append(cutting_axes(axes, operand))
-        return known
+            self._ports.append(_Port(axes, operand, tuple(sorted({*itertools.chain(*followed)})), dims))
+        return number
 
     def cutting_axes(self, port: int) -> tuple[int, ...] | None:
         """Return what the function of this name says of an operand map."""
@@ -105,124 +158,186 @@ class Regions:
 
     def region(self, number: int) -> Region:
         """Return the region of a number."""
-        return tuple(self._index_sets[one] for one in self._region_keys[number])
+        index_sets: list[IndexSet] = self._set_numbers.listed
+        return tuple([index_sets[one] for one in self._region_numbers.listed[number]])
+
+    def number(self, region: Region) -> int:
+        """Return the number of a region."""
+        return self._region_numbers[tuple([self._set_numbers[indexes] for indexes in region])]
 
     def side(self, port: int, degrees: Degrees) -> Side:
         """Return an operand under given degrees."""
         known = self._sides.get((port, degrees))
         if known is None:
-            if degrees[-1] > 1:
-                known = replicated(self.side(port, (*degrees[:-1], 1)), degrees[-1])
-            else:
-                known = self._make_side(port, degrees)
-            self._sides[port, degrees] = known
+            rows = self._rows_of(port, degrees)
+            # What does not split the operand repeats it.
+            shape = [1] * len(degrees)
+            for axis in rows.axes:
+                shape[axis] = degrees[axis]
+            row = (rows.place.reshape(shape) + np.zeros(degrees, np.int64)).reshape(-1)
+            number = self._side_numbers[rows.number, degrees[:-1]]
+            known = self._sides[port, degrees] = Side(number, rows, row, rows.region[row])
         return known
 
-    def _make_side(self, port: int, degrees: Degrees) -> Side:
-        axes, operand = self._port_keys[port]
-        cuts = [self._cut(axes, dim, degrees) for dim in operand]
-        # A task's region as one number: the places of its index sets, the first dim's counting most.
-        code = np.zeros((1,) * len(degrees), np.int64)
-        for cut in cuts:
-            shape = [degrees[axis] if axis in cut.axes else 1 for axis in range(len(degrees))]
-            code = code * len(cut.index_sets) + cut.place.reshape(shape)
-        codes, row_task, row = distinct(
-            np.broadcast_to(code, degrees).reshape(-1), prod(len(cut.index_sets) for cut in cuts)
-        )
-        row_elements = np.ones(len(codes), np.int64)
-        keys = np.empty((len(codes), len(cuts)), np.int64)
-        dims = []
-        for position in reversed(range(len(cuts))):
-            cut = cuts[position]
-            codes, place = np.divmod(codes, len(cut.index_sets))
-            row_elements *= cut.elements[place]
-            keys[:, position] = cut.set_number[place]
-            dims.append((cut, place))
-        numbers = [self._number(tuple(key)) for key in keys.tolist()]
-        self._side_count += 1
-        region = np.array(numbers, np.int64)[row]
-        return Side(self._side_count, region, row, row_task, row_elements, tuple(reversed(dims)))
-
-    def _number(self, key: tuple[int, ...]) -> int:
-        """Return the number of the region that is a product of index sets of these numbers."""
-        known = self._region_numbers.get(key)
+    def _rows_of(self, port: int, degrees: Degrees) -> Rows:
+        of = self._ports[port]
+        key = (port, tuple([degrees[axis] for axis in of.followed]))
+        known = self._rows.get(key)
         if known is None:
-            known = self._region_numbers[key] = len(self._region_keys)
-            self._region_keys.append(key)
+            cuts = [
+                self._cut(number, of.axes, dim, mine, tuple([degrees[axis] for axis in mine]))
+                for dim, (number, mine) in zip(of.operand, of.dims, strict=True)
+            ]
+            cut_numbers = tuple([cut.number for cut in cuts])
+            known = self._rows_of_cuts.get(cut_numbers)
+            if known is None:
+                known = self._make_rows(cuts, of.followed, key[1])
+                self._rows_of_cuts[cut_numbers] = known
+            self._rows[key] = known
         return known
 
-    def _cut(self, axes: tuple[Axis, ...], dim: Dim, degrees: Degrees) -> Cut:
-        followed = tuple(sorted({factor.axis for factor in dim if factor.axis is not None}))
-        key = (dim, followed, tuple((axes[axis], degrees[axis]) for axis in followed))
-        known = self._cuts.get(key)
+    def _make_rows(self, cuts: Sequence[Cut], axes: tuple[int, ...], degrees: Degrees) -> Rows:
+        counts = [len(cut.index_sets) for cut in cuts]
+        # A row as one number: the places of its index sets, the first dim's counting most.
+        possible = prod(counts)
+        if all(cut.is_plain for cut in cuts) and axes == tuple(axis for cut in cuts for axis in cut.axes):
+            codes = place = np.arange(possible)
+        else:
+            code = np.zeros((1,) * len(axes), np.int64)
+            for cut in cuts:
+                shape = [
+                    degree if axis in cut.axes else 1 for axis, degree in zip(axes, degrees, strict=True)
+                ]
+                code = code * len(cut.index_sets) + cut.place.reshape(shape)
+            codes, place = distinct(code.reshape(-1), possible)
+        nowhere = np.zeros(len(codes), np.int64)
+        elements = nowhere + 1
+        places: list[IntArray] = []
+        keys: list[Iterable[int]] = []
+        stride = possible
+        for cut, sets in zip(cuts, counts, strict=True):
+            stride //= sets
+            if sets == 1:
+                places.append(nowhere)
+                keys.append([int(cut.set_number[0])] * len(codes))
+                elements *= cut.elements[0]
+            else:
+                place_here = codes // stride % sets
+                places.append(place_here)
+                keys.append(cut.set_number[place_here].tolist())
+                elements *= cut.elements[place_here]
+        numbers = [self._region_numbers[key] for key in (zip(*keys, strict=True) if keys else [()])]
+        return Rows(
+            len(self._rows_of_cuts),
+            axes,
+            place,
+            np.array(numbers, np.int64),
+            elements,
+            tuple(zip(cuts, places, strict=True)),
+            all(cut.is_apart for cut in cuts),
+        )
+
+    def _cut(
+        self, number: int, axes: tuple[Axis, ...], dim: Dim, followed: tuple[int, ...], degrees: Degrees
+    ) -> Cut:
+        """Return a dim (of that number among all over their axes) under degrees of the axes that it follows."""
+        known = self._cuts.get((number, degrees))
         if known is None:
             points = [(0, 1)] * len(axes)
-            found: dict[IndexSet, int] = {}
+            found = _Numbering()
             place = []
-            for parts in itertools.product(*(range(degrees[axis]) for axis in followed)):
-                for axis, part in zip(followed, parts, strict=True):
-                    points[axis] = part_of(axes[axis], degrees[axis], part)
-                place.append(found.setdefault(dim_indexes(dim, points), len(found)))
+            for parts in itertools.product(*map(range, degrees)):
+                for axis, degree, part in zip(followed, degrees, parts, strict=True):
+                    points[axis] = part_of(axes[axis], degree, part)
+                place.append(found[dim_indexes(dim, points)])
             known = Cut(
                 len(self._cuts),
                 followed,
-                tuple(found),
+                tuple(found.listed),
                 np.array(place, np.int64),
-                np.array([self._set_number(indexes) for indexes in found], np.int64),
+                np.array([self._set_numbers[indexes] for indexes in found], np.int64),
                 np.array([count(indexes) for indexes in found], np.int64),
+                len(found) == len(place),
+                all(len(indexes) == 1 for indexes in found)
+                and all(one[0][1] <= other[0][0] for one, other in itertools.pairwise(found)),
             )
-            self._cuts[key] = known
-        return known
-
-    def _set_number(self, indexes: IndexSet) -> int:
-        known = self._set_numbers.get(indexes)
-        if known is None:
-            known = self._set_numbers[indexes] = len(self._index_sets)
-            self._index_sets.append(indexes)
+            self._cuts[number, degrees] = known
         return known
 
     def overlaps(self, reader: Side, source: Side, replicas: int) -> Overlaps:
         """Return the elements that a reader's distinct regions (rows) and groups of replicas have in common."""
-        key = (reader.number, source.number)
+        key = (reader.rows.number, source.number)
         known = self._overlaps.get(key)
         if known is None:
-            group_row = source.row[::replicas]
-            tables = [
-                self._common_elements(mine, theirs)
-                for (mine, _), (theirs, _) in zip(reader.dims, source.dims, strict=True)
-            ]
-            my_places = [place for _, place in reader.dims]
-            their_places = [place[group_row] for _, place in source.dims]
-            rows = len(reader.row_task)
-            if rows * len(group_row) <= MOST_PAIRS or not tables:
-                row, group = np.divmod(np.arange(rows * len(group_row)), len(group_row))
+            theirs = source.row[::replicas]
+            if len(reader.rows.region) * len(theirs) <= MOST_PAIRS:
+                known = self._all_overlaps(reader.rows, source.rows, theirs)
             else:
-                row, group = self._candidates(reader, source, my_places, their_places)
-            elements = np.ones(len(row), np.int64)
-            for table, mine, theirs in zip(tables, my_places, their_places, strict=True):
-                elements *= table[mine[row], theirs[group]]
-            there = elements > 0
-            pointers = np.zeros(rows + 1, np.int64)
-            np.cumsum(np.bincount(row[there], minlength=rows), out=pointers[1:])
-            known = self._overlaps[key] = Overlaps(pointers, group[there], elements[there])
+                known = self._some_overlaps(reader.rows, source.rows, theirs)
+            self._overlaps[key] = known
         return known
 
+    def _all_overlaps(self, mine: Rows, theirs: Rows, group_row: IntArray) -> Overlaps:
+        """Return overlaps, looking at all pairs of a row and a group (of which `group_row` is the row)."""
+        # Few dims are split on both sides: the others count row by row, group by group, or for all alike.
+        by_row: int | IntArray = 1
+        by_group: int | IntArray = 1
+        both: int | IntArray = 1
+        for (my_cut, my_place), (their_cut, their_place) in zip(mine.dims, theirs.dims, strict=True):
+            table = self._common_elements(my_cut, their_cut)
+            if len(table) == 1:
+                one = table[0, 0] if table.shape[1] == 1 else table[0].take(their_place.take(group_row))
+                by_group = by_group * one
+            elif table.shape[1] == 1:
+                by_row = by_row * table[:, 0].take(my_place)
+            else:
+                both = both * table.take(their_place.take(group_row), 1).take(my_place, 0)
+        rows, groups = len(mine.region), len(group_row)
+        common = np.empty((rows, groups), np.int64)
+        np.multiply(both, by_group, out=common)
+        if isinstance(by_row, np.ndarray):
+            common *= by_row[:, None]
+        there = common.reshape(-1)
+        pairs = there.nonzero()[0]
+        pointers = pairs.searchsorted(np.arange(0, rows * groups + 1, groups))
+        return Overlaps(pointers, pairs % groups, there[pairs])
+
+    def _some_overlaps(self, mine: Rows, theirs: Rows, group_row: IntArray) -> Overlaps:
+        """Return what `_all_overlaps` does, looking at pairs alone that meet in one dim."""
+        my_places = [place for _, place in mine.dims]
+        their_places = [place[group_row] for _, place in theirs.dims]
+        rows = len(mine.region)
+        if mine.dims:
+            row, group = self._candidates(mine, theirs, my_places, their_places)
+        else:
+            row, group = np.divmod(np.arange(rows * len(group_row)), len(group_row))
+        elements = np.ones(len(row), np.int64)
+        cuts = [
+            (my_cut, their_cut) for (my_cut, _), (their_cut, _) in zip(mine.dims, theirs.dims, strict=True)
+        ]
+        for (my_cut, their_cut), my_place, their_place in zip(cuts, my_places, their_places, strict=True):
+            elements *= self._common_elements(my_cut, their_cut)[my_place[row], their_place[group]]
+        there = elements > 0
+        pointers = np.zeros(rows + 1, np.int64)
+        np.cumsum(np.bincount(row[there], minlength=rows), out=pointers[1:])
+        return Overlaps(pointers, group[there], elements[there])
+
     def _candidates(
-        self, reader: Side, source: Side, my_places: Sequence[IntArray], their_places: Sequence[IntArray]
+        self, mine: Rows, theirs: Rows, my_places: Sequence[IntArray], their_places: Sequence[IntArray]
     ) -> tuple[IntArray, IntArray]:
         """Return all pairs of a row and a group that meet in one dim, that which the source cuts most; ascending."""
-        cuts = [len(cut.index_sets) for cut, _ in source.dims]
+        cuts = [len(cut.index_sets) for cut, _ in theirs.dims]
         dim = cuts.index(max(cuts))
-        first, met = self._meeting_sets(reader.dims[dim][0], source.dims[dim][0])
-        mine, theirs = my_places[dim], their_places[dim]
+        first, met = self._meeting_sets(mine.dims[dim][0], theirs.dims[dim][0])
+        my_place, their_place = my_places[dim], their_places[dim]
         # From rows to the index sets that they meet, then to the groups of each.
-        row = np.repeat(np.arange(len(mine)), first[mine + 1] - first[mine])
-        index_set = met[ranges(first[mine], first[mine + 1])]
-        groups = np.argsort(theirs, kind="stable")
-        begin = np.searchsorted(theirs[groups], np.arange(cuts[dim] + 1))
+        row = np.repeat(np.arange(len(my_place)), first[my_place + 1] - first[my_place])
+        index_set = met[ranges(first[my_place], first[my_place + 1])]
+        groups = np.argsort(their_place, kind="stable")
+        begin = np.searchsorted(their_place[groups], np.arange(cuts[dim] + 1))
         pair_row = np.repeat(row, begin[index_set + 1] - begin[index_set])
         pair_group = groups[ranges(begin[index_set], begin[index_set + 1])]
-        order = np.argsort(pair_row * len(theirs) + pair_group)
+        order = np.argsort(pair_row * len(their_place) + pair_group)
         return pair_row[order], pair_group[order]
 
     def _meeting_sets(self, mine: Cut, theirs: Cut) -> tuple[IntArray, IntArray]:
@@ -281,33 +396,19 @@ def ranges(starts: IntArray, stops: IntArray) -> IntArray:
     return found
 
 
-def replicated(side: Side, replicas: int) -> Side:
-    """Return a side without replicas as it is with so many: the replicas of a task follow each other."""
-    return Side(
-        side.number,
-        np.repeat(side.region, replicas),
-        np.repeat(side.row, replicas),
-        side.row_task * replicas,
-        side.row_elements,
-        side.dims,
-    )
-
-
-def distinct(codes: IntArray, possible: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return distinct codes ascending, where each stands first, and for every code the place of its like.
+def distinct(codes: IntArray, possible: int) -> tuple[IntArray, IntArray]:
+    """Return distinct codes ascending, and for every code the place of its like.
 
     codes: whole numbers below `possible`.
     """
     if possible > MOST_CODES:
-        found, first, place = np.unique(codes, return_index=True, return_inverse=True)
-        return found, first, place
-    first = np.full(possible, -1, np.int64)
-    # Of several the last one is kept: the first, backwards.
-    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)
-    is_there = first >= 0
+        found, place = np.unique(codes, return_inverse=True)
+        return found, place
+    is_there = np.zeros(possible, np.bool_)
+    is_there[codes] = True
     if is_there.all():
-        return np.arange(possible), first, codes
-    return np.flatnonzero(is_there), first[is_there], (np.cumsum(is_there) - 1)[codes]
+        return np.arange(possible), codes
+    return np.flatnonzero(is_there), (np.cumsum(is_there) - 1)[codes]
 
 
 def common_elements(left: Sequence[IndexSet], right: Sequence[IndexSet]) -> IntArray:

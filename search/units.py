@@ -14,11 +14,10 @@ from math import prod
 
 import numpy as np
 
-from graph.axes import Degrees, tasks
+from graph.axes import Degrees
 from graph.calls import LocalCall
 from graph.collectives import BACKWARD, SUMMABLE, CollectiveKind
-from graph.holdings import cells, cover, share_elements
-from graph.intervals import shape, volume
+from graph.holdings import share_elements
 from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding
@@ -30,19 +29,26 @@ from search.arrays import (
     operator_values,
     static_values,
 )
-from search.costs import CostTable
+from search.costs import CallCost, CostTable
+from search.holders import REGIONS, Holders, SharedCell
 from search.kept import Lasting, kept_bytes, kept_outputs, lasting_outputs
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
-from search.regions import IntArray, Overlaps, Regions, Side, stacked
+from search.regions import IntArray, Overlaps, Regions, stacked
 from search.routes import route_table
 
 # Words of the arena (8 bytes each) after which it is emptied.
 ARENA_WORDS = 1 << 25
 # Of the kernels.
 SHARING_CODE = {level: code for code, level in enumerate(Sharding)}
-# More regions than there ever are.
-_REGIONS = 1 << 32
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = (
+    COLLECTIVE_KINDS.index(kind)
+    for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+)
+# Of each kind, by its code, the code of its backward.
+BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECTIVE_KINDS)
+# Configurations after which it is forgotten which objects were met; equal ones keep their number.
+MOST_OBJECTS = 1 << 14
 # Instead of a class, in the keys of units of which most is left out; codes of their operators are not positive.
 _EMPTY = -1
 
@@ -89,14 +95,6 @@ class Pattern:
     common: Overlaps
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What distinct holders of a weight hold: elements of each, and sizes of cells, by the places of their holders."""
-
-    elements: tuple[int, ...]
-    cells: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-
 class UnitStore:
     """All memo units met so far, for one graph on one topology."""
 
@@ -116,11 +114,15 @@ class UnitStore:
         self.generation = 0
         self._local_calls = local_calls
         self._regions = Regions()
-        self._kinds = [device.kind_name for device in topology.devices]
+        self._holders = Holders(self._regions)
+        kinds = [device.kind_name for device in topology.devices]
+        self._kind_names = list(dict.fromkeys(kinds))
+        self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
         self._node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
         self._latency_s_DD, self._bandwidth_DD = routes.latency_s_P, routes.bandwidth_P
         self._call_costs: dict[tuple[int, Degrees, str, int], IntArray] = {}
+        self._cost_rows: dict[tuple[int, str, str, int], tuple[int, int, int, int, int]] = {}
         self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
         self._lasting_number: dict[Lasting | None, int] = {None: 0}
         self._classify()
@@ -136,12 +138,15 @@ class UnitStore:
         )
         self._end = 0
         self._regions.clear()
-        self._held: dict[tuple[tuple[int, ...], ...], Held] = {}
-        self._held_by_side: dict[int, tuple[Held, list[int]]] = {}
+        self._holders.clear()
         self._patterns: dict[tuple[int, Degrees, tuple[Degrees, ...]], Pattern] = {}
         self._configurations: dict[Configuration, int] = {}
+        self._objects: dict[int, tuple[Configuration, int]] = {}
+        self._devices: list[IntArray] = []
+        self._needs: dict[tuple[int, int], IntArray] = {}
         self._units: dict[tuple[int, ...], int] = {}
         self._set_sizes: dict[int, frozenset[int]] = {}
+        self._static_units: dict[tuple[int, int, bool, bytes], int] = {}
 
     def make_room(self) -> None:
         """Empty the arena if it is full; `generation` then changes."""
@@ -204,7 +209,17 @@ class UnitStore:
 
     def configuration(self, configuration: Configuration) -> int:
         """Return the number of a configuration, valid within a generation."""
-        return self._configurations.setdefault(configuration, len(self._configurations))
+        met = self._objects.get(id(configuration))
+        if met is not None:
+            return met[1]
+        number = self._configurations.setdefault(configuration, len(self._configurations))
+        if number == len(self._devices):
+            self._devices.append(np.array(configuration.devices, np.int64))
+        if len(self._objects) >= MOST_OBJECTS:
+            self._objects.clear()
+        # An object that is kept is the only one of its id.
+        self._objects[id(configuration)] = configuration, number
+        return number
 
     def _place(self, key: tuple[int, ...], words: Sequence[int] | IntArray) -> int:
         at = self._reserve(len(words))
@@ -251,27 +266,35 @@ class UnitStore:
         known = self._units.get(key)
         if known is not None:
             return known
-        count = tasks(configuration.degrees)
-        words = np.empty((count, kernels.OPERATOR_STRIDE), np.int64)
-        words[:, 0] = configuration.devices
-        kinds = [self._kinds[device] for device in configuration.devices]
-        for kind in dict.fromkeys(kinds):
-            costs = self._costs(index, configuration.degrees, kind, lasting)
-            here = np.array([one == kind for one in kinds], np.bool_)
-            words[here, 1:] = costs[here]
-        header = np.array([count, configuration.degrees[-1]], np.int64)
-        return self._place(key, np.concatenate([header, words.reshape(-1)]))
+        devices = self._devices[key[1]]
+        words = kernels.OPERATOR_HEADER + kernels.OPERATOR_STRIDE * len(devices)
+        kinds = self._kind_D[devices]
+        costs = self._costs(index, configuration.degrees, self._kind_names[kinds[0]], lasting)
+        if (kinds != kinds[0]).any():
+            costs = costs.copy()
+            for kind in dict.fromkeys(kinds.tolist()):
+                of_kind = self._costs(index, configuration.degrees, self._kind_names[kind], lasting)
+                costs[kinds == kind] = of_kind[kinds == kind]
+        at = self._units[key] = self._reserve(words)
+        unit = self.arena[at : at + words]
+        unit[0], unit[1] = len(devices), configuration.degrees[-1]
+        rows = unit[kernels.OPERATOR_HEADER :].reshape(len(devices), kernels.OPERATOR_STRIDE)
+        rows[:, 0], rows[:, 1:] = devices, costs
+        return at
 
     def empty_operator_unit(self, configuration: Configuration, code: int) -> int:
         """Return where the unit of an operator starts that takes no time; the code stands for its costs' origin."""
         key = (_EMPTY + code, self.configuration(configuration))
         known = self._units.get(key)
         if known is None:
-            words = np.zeros((len(configuration.devices), kernels.OPERATOR_STRIDE), np.int64)
-            words[:, 0] = configuration.devices
-            words[:, 4] = code
-            header = np.array([len(words), configuration.degrees[-1]], np.int64)
-            known = self._place(key, np.concatenate([header, words.reshape(-1)]))
+            devices = self._devices[key[1]]
+            words = kernels.OPERATOR_HEADER + kernels.OPERATOR_STRIDE * len(devices)
+            known = self._units[key] = self._reserve(words)
+            unit = self.arena[known : known + words]
+            unit[:] = 0
+            unit[0], unit[1] = len(devices), configuration.degrees[-1]
+            unit[kernels.OPERATOR_HEADER :: kernels.OPERATOR_STRIDE] = devices
+            unit[kernels.OPERATOR_HEADER + 4 :: kernels.OPERATOR_STRIDE] = code
         return known
 
     def empty_value_unit(self) -> int:
@@ -291,24 +314,36 @@ class UnitStore:
         key = (self.operator_class[index], degrees, kind, self._lasting_number[lasting])
         known = self._call_costs.get(key)
         if known is None:
-            operator = self.graph.operators[index]
-            calls = self._local_calls(self.graph, operator, degrees)
-            keys, distinct = _distinct(calls)
-            by_call = dict(zip(distinct, self.costs.costs(list(distinct.values()), kind), strict=True))
-            outputs = Lasting(self._kept[index]) if lasting is None else lasting
-            summed = self.graph.summed_slots[index]
-            rows = {}
-            for one, call in distinct.items():
-                kept, again = kept_bytes(outputs, call)
-                rows[one] = (
-                    by_call[one].forward_ns,
-                    self.costs.backward_ns(by_call[one], call, summed, kind),
-                    kept,
-                    by_call[one].origin,
-                    again,
-                )
-            known = np.array([rows[one] for one in keys], np.int64)
+            calls = self._local_calls(self.graph, self.graph.operators[index], degrees)
+            # Equal calls are one object, as a rule.
+            distinct = {id(call): call for call in calls}
+            found = self.costs.costs(list(distinct.values()), kind)
+            rows = np.array(
+                [
+                    self._cost_row(index, call, cost, kind, lasting)
+                    for call, cost in zip(distinct.values(), found, strict=True)
+                ],
+                np.int64,
+            )
+            if len(distinct) == 1:
+                known = np.repeat(rows, len(calls), axis=0)
+            else:
+                place = {one: number for number, one in enumerate(distinct)}
+                known = rows[[place[id(call)] for call in calls]]
             self._call_costs[key] = known
+        return known
+
+    def _cost_row(
+        self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
+    ) -> tuple[int, int, int, int, int]:
+        """Return what the arena's operator unit has of a task that executes a call."""
+        key = (self.operator_class[index], call.digest, kind, self._lasting_number[lasting])
+        known = self._cost_rows.get(key)
+        if known is None:
+            outputs = Lasting(self._kept[index]) if lasting is None else lasting
+            kept, again = kept_bytes(outputs, call)
+            backward_ns = self.costs.backward_ns(cost, call, self.graph.summed_slots[index], kind)
+            known = self._cost_rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again
         return known
 
     def value_unit(self, place: int, configurations: Sequence[Configuration]) -> int:
@@ -321,17 +356,18 @@ class UnitStore:
         of = self.value_classes[place]
         made_by = configurations[of.producer.operator]
         read_by = [configurations[port.operator] for port in of.readers]
-        key = (of.number, self.configuration(made_by), *(self.configuration(c) for c in read_by))
+        key = (of.number, self.configuration(made_by), *[self.configuration(c) for c in read_by])
         known = self._units.get(key)
         if known is not None:
             return known
+        source_devices = self._devices[key[1]]
         pattern = self._pattern(of, made_by.degrees, tuple(c.degrees for c in read_by))
         arguments = (
-            np.array(made_by.devices, np.int64),
+            source_devices,
             pattern.source_region,
             made_by.degrees[-1],
             pattern.reader_ptr,
-            np.array([device for c in read_by for device in c.devices], np.int64),
+            _joined([self._devices[number] for number in key[2:]]),
             pattern.reader_region,
             pattern.reader_row,
             pattern.row_elements,
@@ -348,7 +384,7 @@ class UnitStore:
             words = kernels.write_exchange(self.arena, self._end, *arguments)
         at = self._reserve(words)
         if self.arena[at + kernels.VALUE_COLLECTIVES]:
-            self._price_collectives(at, made_by.devices)
+            self._price_collectives(at, source_devices)
         self._units[key] = at
         return at
 
@@ -363,18 +399,17 @@ class UnitStore:
                 for port, degrees in zip(of.readers, read, strict=True)
             ]
             common = [self._regions.overlaps(side, source, made[-1]) for side in sides]
-            rows = np.cumsum([0, *(len(side.row_task) for side in sides)])
             known = self._patterns[key] = Pattern(
                 source.region,
-                np.cumsum([0, *(len(side.row) for side in sides)]),
+                _ends([len(side.row) for side in sides]),
                 _joined([side.region for side in sides]),
-                _joined([side.row + first for side, first in zip(sides, rows, strict=False)]),
-                _joined([side.row_elements for side in sides]),
+                _stacked([side.row for side in sides], [len(side.rows.region) for side in sides]),
+                _joined([side.rows.elements for side in sides]),
                 stacked(common),
             )
         return known
 
-    def _price_collectives(self, at: int, source_devices: Sequence[int]) -> None:
+    def _price_collectives(self, at: int, source_devices: IntArray) -> None:
         """Write holds and durations of a value unit's collectives, forward and backward."""
         arena = self.arena
         stride = kernels.COLLECTIVE_STRIDE
@@ -383,21 +418,32 @@ class UnitStore:
         rows = arena[start : start + stride * (found + 1)].reshape(found + 1, stride)
         assembly_at = start + stride * (found + 1)
         task_at = assembly_at + int(rows[found, 4])
-        for row, following in itertools.pairwise(rows):
-            code, root, _, priced_bytes, first_assembly, first_task = row[:6].tolist()
-            served = arena[assembly_at + first_assembly : assembly_at + int(following[4])]
-            sources = arena[task_at + first_task : task_at + int(following[5])]
-            readers = arena[at + kernels.VALUE_HEADER + kernels.ASSEMBLY_STRIDE * served]
-            members = {source_devices[task] for task in sources.tolist()}.union(readers.tolist())
-            devices, kind = tuple(sorted(members)), COLLECTIVE_KINDS[code]
-            there = self.holds.device_set(devices, kind, root if root >= 0 else None)
-            back = self.holds.device_set(devices, BACKWARD[kind], root if root >= 0 else None)
-            row[6:] = (
-                there.number,
-                there.price.duration_ns(priced_bytes),
-                back.number,
-                back.price.duration_ns(priced_bytes),
+        served = arena[assembly_at:task_at]
+        sources = source_devices[arena[task_at : task_at + int(rows[found, 5])]]
+        readers = arena[at + kernels.VALUE_HEADER + kernels.ASSEMBLY_STRIDE * served]
+        # Of every collective the distinct devices, ascending.
+        devices = len(self._node_D)
+        number = np.arange(found)
+        members = np.unique(
+            np.concatenate(
+                [
+                    np.repeat(number, np.diff(rows[:, 4])) * devices + readers,
+                    np.repeat(number, np.diff(rows[:, 5])) * devices + sources,
+                ]
             )
+        )
+        bounds = np.searchsorted(members, np.arange(found + 1) * devices).tolist()
+        members %= devices
+        sets = []
+        for (code, root), (first, last) in zip(
+            rows[:found, :2].tolist(), itertools.pairwise(bounds), strict=True
+        ):
+            sets += [(code, root, members[first:last]), (BACKWARD_CODE[code], root, members[first:last])]
+        holds = self.holds.numbers(sets)
+        rows[:found, 6], rows[:found, 8] = holds[::2], holds[1::2]
+        priced_bytes = np.repeat(rows[:found, 3], 2)
+        durations_ns = self.holds.durations_ns(holds, priced_bytes)
+        rows[:found, 7], rows[:found, 9] = durations_ns[::2], durations_ns[1::2]
 
     def static_unit(
         self, place: int, configurations: Sequence[Configuration], sharing: Sharding = Sharding.NONE
@@ -406,33 +452,66 @@ class UnitStore:
         of = self.static_classes[place]
         read_by = [configurations[port.operator] for port in of.readers]
         code = SHARING_CODE[sharing] if of.synchronized else 0
-        key = (of.number, code, *(self.configuration(c) for c in read_by))
+        key = (of.number, code, *[self.configuration(c) for c in read_by])
         known = self._units.get(key)
-        if known is not None:
-            return known
-        elements_of, held_by_several = self._holdings(of.readers, read_by, synchronized=of.synchronized)
+        if known is None:
+            needed = self._needed(of.readers, read_by)
+            # Many configurations, of many operators, need the same of the same devices; more hold the same.
+            held = needed
+            need_key = held_key = (of.item_bytes, code, of.synchronized, needed.tobytes())
+            known = self._static_units.get(need_key)
+            if known is None:
+                held = self._holders.covered(needed)
+                if held is not needed:
+                    held_key = (*need_key[:3], held.tobytes())
+                    known = self._static_units.get(held_key)
+            if known is None:
+                found = self._found(of.readers, read_by, needed, held)
+                known = self._make_static_unit(of, code, *found)
+            self._units[key] = self._static_units[need_key] = self._static_units[held_key] = known
+        return known
+
+    def _make_static_unit(
+        self, of: StaticClass, code: int, devices: IntArray, elements: IntArray, cells: list[SharedCell]
+    ) -> int:
+        if not of.synchronized:
+            cells = []
         # Of each device the elements that it keeps, and those that it updates.
-        kept, updated = dict(elements_of), dict(elements_of)
-        cell_words: list[int] = []
-        for members, sizes in held_by_several:
-            if sharing is Sharding.NONE:
-                summed, gathered = self.holds.device_set(members).number, -1
-                travelling = prod(sizes)
+        kept = updated = elements
+        if code:
+            kept, updated = elements.copy(), elements.copy()
+        sets: list[tuple[int, int, IntArray]] = []
+        travelling = []
+        for cell in cells:
+            if code == 0:
+                sets.append((ALL_REDUCE, -1, cell.devices))
+                travelling.append(cell.elements)
+                continue
+            sets += [(REDUCE_SCATTER, -1, cell.devices), (ALL_GATHER, -1, cell.devices)]
+            shares = share_elements(cell.sizes(), len(cell.devices))
+            travelling.append(len(shares) * shares[0])
+            others = cell.elements - np.array(shares, np.int64)
+            places = np.searchsorted(devices, cell.devices)
+            updated[places] -= others
+            if code == SHARING_CODE[Sharding.PARAMETERS]:
+                kept[places] -= others
+        holds = self.holds.numbers(sets)
+        cells_at = kernels.STATIC_HEADER + kernels.HOLDER_STRIDE * len(devices)
+        words = cells_at + kernels.CELL_STRIDE * len(cells)
+        at = self._reserve(words)
+        unit = self.arena[at : at + words]
+        unit[: kernels.STATIC_HEADER] = len(devices), len(cells), code
+        rows = unit[kernels.STATIC_HEADER : cells_at].reshape(len(devices), kernels.HOLDER_STRIDE)
+        rows[:, 0], rows[:, 1], rows[:, 2] = devices, kept, updated
+        if cells:
+            rows = unit[cells_at:].reshape(len(cells), kernels.CELL_STRIDE)
+            rows[:, 1] = travelling
+            rows[:, 1] *= of.item_bytes
+            if code == 0:
+                rows[:, 0], rows[:, 2] = holds, -1
             else:
-                summed = self.holds.device_set(members, CollectiveKind.REDUCE_SCATTER).number
-                gathered = self.holds.device_set(members, CollectiveKind.ALL_GATHER).number
-                shares = share_elements(sizes, len(members))
-                travelling = len(members) * shares[0]
-                for device, own in zip(members, shares, strict=True):
-                    others = prod(sizes) - own
-                    updated[device] -= others
-                    if sharing is Sharding.PARAMETERS:
-                        kept[device] -= others
-            cell_words += [summed, travelling * of.item_bytes, gathered]
-        words = [len(elements_of), len(held_by_several), code]
-        for device in elements_of:
-            words += [device, kept[device], updated[device]]
-        return self._place(key, words + cell_words)
+                rows[:, 0], rows[:, 2] = holds[::2], holds[1::2]
+        return at
 
     def set_size(self, place: int, configurations: Sequence[Configuration]) -> int | None:
         """Return how many devices sum the gradient of each part of a weight; None where that takes its unit to tell."""
@@ -460,96 +539,58 @@ class UnitStore:
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
     ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
         """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
-        elements_of, shared = self._holdings(ports, read_by, synchronized=synchronized)
-        return list(elements_of.items()), [(members, prod(sizes)) for members, sizes in shared]
-
-    def _holdings(
-        self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
-    ) -> tuple[dict[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Return elements by holder, and (devices, sizes) of all cells that several hold."""
-        sides = [self._regions.side(port.number, c.degrees) for port, c in zip(ports, read_by, strict=True)]
-        if len(sides) == 1 and len(set(read_by[0].devices)) == len(read_by[0].devices):
-            return self._held_by_one(sides[0], read_by[0].devices, synchronized=synchronized)
-        numbers = _joined([side.region for side in sides])
-        devices = np.array([device for c in read_by for device in c.devices], np.int64)
-        # Of every device the distinct regions that it needs; devices that need the same hold the same.
-        device_P, number_P = np.divmod(np.unique(devices * _REGIONS + numbers), _REGIONS)
-        needed: dict[int, list[int]] = {}
-        for device, number in zip(device_P.tolist(), number_P.tolist(), strict=True):
-            needed.setdefault(device, []).append(number)
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for device, regions in needed.items():
-            alike.setdefault(tuple(regions), []).append(device)
-        keys = tuple(sorted(alike))
-        known = self._held.get(keys)
-        if known is None:
-            known = self._held[keys] = self._hold(keys)
-        elements_of = dict(zip(keys, known.elements, strict=True))
-        holders = {device: elements_of[tuple(regions)] for device, regions in needed.items()}
-        if not synchronized:
-            return holders, []
-        shared = [
-            (tuple(sorted(device for place in places for device in alike[keys[place]])), sizes)
-            for places, sizes in known.cells
-        ]
-        return holders, [(members, sizes) for members, sizes in shared if len(members) > 1]
-
-    def _held_by_one(
-        self, side: Side, devices: Sequence[int], *, synchronized: bool
-    ) -> tuple[dict[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Return holders and cells as `_holdings` does, of one reading whose tasks are on different devices."""
-        known = self._held_by_side.get(side.number)
-        if known is None:
-            numbers = side.region[side.row_task].tolist()
-            place_of = {number: place for place, number in enumerate(sorted(numbers))}
-            held = self._hold([(number,) for number in place_of])
-            known = self._held_by_side[side.number] = held, [place_of[number] for number in numbers]
-        held, place_of_row = known
-        places = [place_of_row[row] for row in side.row.tolist()]
-        holders = {
-            device: held.elements[place] for device, place in sorted(zip(devices, places, strict=True))
-        }
-        if not synchronized:
-            return holders, []
-        alike: list[list[int]] = [[] for _ in place_of_row]
-        for device, place in zip(devices, places, strict=True):
-            alike[place].append(device)
-        shared = [
-            (tuple(sorted(device for place in cell for device in alike[place])), sizes)
-            for cell, sizes in held.cells
-        ]
-        return holders, [(members, sizes) for members, sizes in shared if len(members) > 1]
-
-    def _hold(self, keys: Sequence[tuple[int, ...]]) -> Held:
-        """Return what holders of these sets of regions (numbers) hold, each set by a holder of its own."""
-        held = {
-            place: cover([self._regions.region(number) for number in numbers])
-            for place, numbers in enumerate(keys)
-        }
-        found = cells(held) if held else ()
-        return Held(
-            tuple(volume(region) for region in held.values()),
-            tuple((cell.devices, shape(cell.region)) for cell in found),
+        needed = self._needed(ports, read_by)
+        devices, elements, cells = self._found(ports, read_by, needed, self._holders.covered(needed))
+        return (
+            list(zip(devices.tolist(), elements.tolist(), strict=True)),
+            [(tuple(cell.devices.tolist()), cell.elements) for cell in cells] if synchronized else [],
         )
+
+    def _found(
+        self, ports: Sequence[Port], read_by: Sequence[Configuration], needed: IntArray, held: IntArray
+    ) -> tuple[IntArray, IntArray, list[SharedCell]]:
+        """Return devices, elements of each and cells that several hold; `needed`, `held`: of `Holders.covered`."""
+        if len(ports) == 1 and held is needed and len(held) == len(read_by[0].devices):
+            side = self._regions.side(ports[0].number, read_by[0].degrees)
+            if side.rows.is_apart:
+                return self._holders.by_rows(self._devices[self.configuration(read_by[0])], side)
+        return self._holders.find(held)
+
+    def _needed(self, ports: Sequence[Port], read_by: Sequence[Configuration]) -> IntArray:
+        """Return what devices need: distinct codes, device * `holders.REGIONS` + region, ascending."""
+        # Steps of an unrolled network often read alike.
+        found = {
+            (port.number, self.configuration(configuration)): configuration.degrees
+            for port, configuration in zip(ports, read_by, strict=True)
+        }
+        needs = []
+        for key, degrees in found.items():
+            known = self._needs.get(key)
+            if known is None:
+                region = self._regions.side(key[0], degrees).region
+                known = self._needs[key] = _ascending(self._devices[key[1]] * REGIONS + region)
+            needs.append(known)
+        return needs[0] if len(needs) == 1 else _ascending(_joined(needs))
 
 
 def _joined(pieces: Sequence[IntArray]) -> IntArray:
+    if len(pieces) == 1:
+        return pieces[0]
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
-def _distinct(calls: Sequence[LocalCall]) -> tuple[list[int], dict[int, LocalCall]]:
-    """Return a key for each call, and the first call of each key: calls of one key are equal."""
-    known: dict[tuple[object, ...], int] = {}
-    first: dict[int, LocalCall] = {}
-    by_object: dict[int, int] = {}
-    keys = []
-    for call in calls:
-        key = by_object.get(id(call))
-        if key is None:
-            # Within one operator's calls this is as good as the digest, and much cheaper.
-            what = (call.arguments, call.inputs, call.outputs, call.gradients)
-            key = known.setdefault(what, len(known))
-            by_object[id(call)] = key
-            first.setdefault(key, call)
-        keys.append(key)
-    return keys, first
+def _stacked(pieces: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
+    """Return numbers below these sizes, piece after piece, each counted on from where the one before ends."""
+    ends = itertools.accumulate(sizes, initial=0)
+    return _joined([piece + end if end else piece for piece, end in zip(pieces, ends, strict=False)])
+
+
+def _ends(sizes: Sequence[int]) -> IntArray:
+    return np.array([*itertools.accumulate(sizes, initial=0)], np.int64)
+
+
+def _ascending(codes: IntArray) -> IntArray:
+    """Return distinct codes, ascending."""
+    codes = np.sort(codes)
+    is_next = codes[1:] != codes[:-1]
+    return codes if is_next.all() else codes[np.concatenate(([True], is_next))]

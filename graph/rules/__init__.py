@@ -12,7 +12,7 @@ from dataclasses import replace
 from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, tasks
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
-from graph.rules.alike import alike
+from graph.rules.alike import Kind, Kinds
 from graph.rules.base import Part, Signature
 from graph.rules.common import BaseRule, is_whole
 from graph.rules.registry import is_known, rule_for, rule_name
@@ -162,12 +162,25 @@ def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> t
     interned: dict[LocalCall, LocalCall] = graph._cache.setdefault("rules.interned", {})
     if len(interned) > CACHED_CONFIGURATIONS:
         interned.clear()
-    if rule_for(operator.target).by_size:
-        first, place = alike(operator.space, degrees)
-    else:
-        first = place = list(range(tasks(degrees)))
-    calls = [call_of(graph, operator, degrees, task) for task in first]
-    calls = [interned.setdefault(call, call) for call in calls]
+    if not rule_for(operator.target).by_size:
+        each = [call_of(graph, operator, degrees, task) for task in range(tasks(degrees))]
+        return tuple([interned.setdefault(call, call) for call in each])
+    number = operator_class(graph, operator)
+    kinds_of: dict[int, Kinds] = graph._cache.setdefault("rules.kinds", {})
+    if number not in kinds_of:
+        kinds_of[number] = Kinds(operator.space)
+    # Under other degrees there are parts of the same kinds: their calls are there already.
+    by_kind: dict[tuple[int, Kind], LocalCall] = graph._cache.setdefault("rules.by_kind", {})
+    if len(by_kind) > CACHED_CONFIGURATIONS:
+        by_kind.clear()
+    first, kinds, place = kinds_of[number].alike(degrees)
+    calls = []
+    for task, kind in zip(first, kinds, strict=True):
+        call = by_kind.get((number, kind))
+        if call is None:
+            call = call_of(graph, operator, degrees, task)
+            call = by_kind[number, kind] = interned.setdefault(call, call)
+        calls.append(call)
     return tuple([calls[one] for one in place])
 
 

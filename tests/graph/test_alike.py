@@ -37,12 +37,13 @@ def test_every_task_of_a_zoo_network_has_the_call_that_is_made_for_it_alone(name
     generator = random.Random(f"{name} {seed}")
     kept = made = 0
     for operator in {(one.target, one.arguments, one.space): one for one in graph.operators}.values():
-        degrees = random_degrees(operator.space, generator)
-        calls = rules.local_calls(graph, operator, degrees)
-        parts = rules.parts(operator, degrees)
-        assert parts == tuple(rules.part(operator, degrees, task) for task in range(len(parts)))
-        alone = tuple(rules.call_of(graph, operator, degrees, task) for task in range(len(parts)))
-        assert calls == alone
-        kept += len({id(call) for call in calls})
-        made += len(set(alone))
+        # Degrees of one operator share the calls of their parts.
+        for degrees in {random_degrees(operator.space, generator) for _ in range(3)}:
+            calls = rules.local_calls(graph, operator, degrees)
+            parts = rules.parts(operator, degrees)
+            assert parts == tuple(rules.part(operator, degrees, task) for task in range(len(parts)))
+            alone = tuple(rules.call_of(graph, operator, degrees, task) for task in range(len(parts)))
+            assert calls == alone
+            kept += len({id(call) for call in calls})
+            made += len(set(alone))
     assert kept == made
