@@ -105,8 +105,7 @@ def compare(
         UsageError: there is no such search.
         DatabaseError: DuckDB cannot read the database.
     """
-    connection = connect(database)
-    try:
+    with connect(database) as connection:
         if search is not None:
             known = connection.execute("SELECT count(*) FROM searches WHERE id = ?", [search]).fetchone()
             if known == (0,):
@@ -116,8 +115,6 @@ def compare(
         parameters = {"model": model, "topology": topology, "search": search}
         rows = connection.execute(_ROWS, parameters).fetchall()
         accuracy = connection.execute(_ACCURACY, parameters).fetchall()
-    finally:
-        connection.close()
     return Comparison(tuple(ComparisonRow(*row) for row in rows), tuple(Accuracy(*row) for row in accuracy))
 
 

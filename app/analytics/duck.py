@@ -12,13 +12,15 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
 from app.db.engine import Database
+from app.db.reading import reading
 from app.db.records import TraceRecord
 from app.db.rows import ADDED_COLUMNS
 from app.db.store import Store
@@ -29,24 +31,34 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
 
-def connect(database: Database) -> duckdb.DuckDBPyConnection:
-    """Return a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
+@contextmanager
+def connect(database: Database) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Give a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
 
-    The views are those of `app.analytics.catalog`. The proposals are those registered by now; a registered
-    chunk that is no longer there, or is not in a trace folder beside the database, is left out, and
-    `traces.present` says so. Moments are UTC. Close the connection when done.
+    The views are those of `app.analytics.catalog`. The proposals are those registered by now, also while searches go
+    on: their files stay until the end (`app.db.reading`). A registered chunk that is not there by now, or is not in
+    a trace folder beside the database, is left out, and `traces.present` says so. Moments are UTC.
 
-    Idle connections of `database` are closed first, and none may be used until the DuckDB connection is
-    closed: DuckDB brings its own SQLite, and closing a file through one copy of SQLite drops the locks that
-    another copy in the same process holds on it (sqlite.org, "How To Corrupt An SQLite Database File", 2.2.1).
+    Idle connections of `database` are closed first, and none may be used until the end: DuckDB brings its own SQLite,
+    and closing a file through one copy of SQLite drops the locks that another copy in the same process holds on it
+    (sqlite.org, "How To Corrupt An SQLite Database File", 2.2.1).
 
     Raises:
         DatabaseError: the extension is not installed, or DuckDB cannot read the database.
     """
+    with reading(Store(database)) as traces:
+        database.dispose()
+        connection = _connected(database, traces)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+def _connected(database: Database, traces: list[TraceRecord]) -> duckdb.DuckDBPyConnection:
+    """Return what `connect` gives."""
     import duckdb
 
-    traces = Store(database).traces()
-    database.dispose()
     connection = duckdb.connect(
         ":memory:", config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )

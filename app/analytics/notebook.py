@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -10,6 +11,7 @@ from app.analytics.catalog import CATALOG
 from app.analytics.duck import connect
 from app.analytics.guard import check_query
 from app.db import schema
+from app.db.engine import Database
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,15 +22,22 @@ if TYPE_CHECKING:
 class Analysis:
     """All that is stored, read only; a context manager that closes it.
 
-    It sees the database as it is when a query runs, and the proposals that were on disk when it was opened.
+    It sees the database as it is when a query runs, and the proposals that were on disk when it was opened. Their files
+    stay until it is closed: read what a query answers before.
 
     Example:
         with open_database() as database:
             frame = database.frame("executions")
     """
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self.connection = connection
+    def __init__(self, database: Database) -> None:
+        """Connect; connections of `database` are closed, and may not be used meanwhile.
+
+        Raises:
+            DatabaseError: DuckDB cannot read the database.
+        """
+        self._opened = ExitStack()
+        self.connection: duckdb.DuckDBPyConnection = self._opened.enter_context(connect(database))
         """The DuckDB connection itself: locked (no other files, no settings), the database attached read-only."""
 
     @property
@@ -72,7 +81,7 @@ class Analysis:
 
     def close(self) -> None:
         """Close the connection; a second call does nothing."""
-        self.connection.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -95,6 +104,6 @@ def open_database(database: str | os.PathLike[str] | None = None) -> Analysis:
     """
     opened = schema.open_database(database)
     try:
-        return Analysis(connect(opened))
+        return Analysis(opened)
     finally:
         opened.dispose()

@@ -2,8 +2,8 @@
 
 A chunk is written under a temporary name, renamed, and then registered: whoever finds it in `traces` finds it
 whole. Its name says which flushes it holds: `chunk-000007` the seventh, `chunk-000001-000016` the first sixteen,
-merged. A merged chunk is registered, and its parts are forgotten, in one transaction; only then they are deleted.
-So a file that nobody registered, left by a kill, explains itself: see `recover`.
+merged. A merged chunk is registered, and its parts are forgotten, in one transaction; only then they are deleted,
+once nobody reads them (`app.db.readers`). So a file that is not registered explains itself: see `recover`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.db import owners
+from app.db import owners, readers
 from app.db.columns import view
 from app.db.records import TraceKind, TraceRecord
 from graph.errors import DatabaseError
@@ -182,7 +182,7 @@ def read_text(path: Path, key: bytes) -> str | None:
 def merge(
     store: RunStore, search_id: int, kind: TraceKind, parts: Sequence[Chunk]
 ) -> tuple[Chunk, list[Path]]:
-    """Make one chunk of several neighbours; return it, and the files that nobody needs any more.
+    """Make one chunk of several neighbours; return it, and the files of those, which may be read still.
 
     Proposals are sorted by chain and step: so they are small, and a chain is read without the others.
     """
@@ -227,11 +227,11 @@ def due(chunks: Sequence[Chunk]) -> list[Chunk]:
     """
     if not chunks:
         return []
-    level = chunks[-1].level
-    alike = [chunk for chunk in chunks if chunk.level == level and chunk.rows < LARGEST_ROWS]
-    newest = alike[-FAN_IN:]
+    newest = list(chunks[-FAN_IN:])
+    # Others of this size before a larger one (left by a kill, or too large together) are no neighbours of these.
+    alike = all(chunk.level == chunks[-1].level and chunk.rows < LARGEST_ROWS for chunk in newest)
     together = sum(chunk.rows for chunk in newest) <= LARGEST_ROWS
-    return newest if len(newest) == FAN_IN and together and newest[-1] == chunks[-1] else []
+    return newest if len(newest) == FAN_IN and alike and together else []
 
 
 def leftovers(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -252,7 +252,8 @@ def recover(store: RunStore, search_id: int) -> None:
     """Put the trace of a search in order that was killed.
 
     What was written but not registered is registered; what is registered in another chunk, and what was not
-    written to its end, is deleted.
+    written to its end, is deleted (the former stays while somebody reads: a later reader deletes it). Nobody may
+    write to the trace meanwhile: the search must be this process's (`RunStore.end_orphans`, `resume_search`).
 
     Raises:
         DatabaseError: a file cannot be deleted.
@@ -275,6 +276,7 @@ def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path
     known = registered(store, search_id, kind)
     names = {chunk.name for chunk in known}
     files = [chunk_of(STEMS[kind], path.name) for path in folder.iterdir()]
+    replaced: list[Path] = []
     for chunk in sorted(chunk for chunk in files if chunk is not None and chunk.name not in names):
         path = folder / chunk.name
         parts = [other for other in known if chunk.covers(other)]
@@ -289,8 +291,11 @@ def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path
             old = [relative(store, folder / part.name) for part in parts]
             store.replace_traces(search_id, kind, old, relative(store, path), rows)
             known = [other for other in known if other not in parts] + [chunk]
+        elif any(other.covers(chunk) for other in known):
+            replaced.append(path)
         else:
             path.unlink(missing_ok=True)
+    readers.delete_unread(store.database.trace_folder, replaced)
 
 
 def _rows(path: Path) -> int | None:
@@ -302,8 +307,3 @@ def _rows(path: Path) -> int | None:
         return int(parquet.read_metadata(path).num_rows)
     except (pa.ArrowException, OSError):
         return None
-
-
-def chunk_paths(store: RunStore, traces: Sequence[TraceRecord], kind: TraceKind) -> list[Path]:
-    """Return the files of the registered chunks of one kind."""
-    return [store.database.trace_root / trace.path for trace in traces if trace.kind == kind]

@@ -38,8 +38,7 @@ class Store(CostStore, NounStore, RunStore):
         """
         store = cls(open_database(database))
         try:
-            for search_id in store.end_orphans():
-                recover(store, search_id)
+            store.end_orphans(lambda search_id: recover(store, search_id))
         except BaseException:
             store.close()
             raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -94,27 +95,40 @@ class RunStore(StorePart):
         self._watch(table, search_id)
         return before
 
-    def end_orphans(self) -> list[int]:
-        """Mark as interrupted what is running in no process any more; return the ids of the searches among it."""
+    def end_orphans(self, mend: Callable[[int], None] | None = None) -> list[int]:
+        """Mark as interrupted what is running in no process any more; return the ids of the searches among it.
+
+        mend: called with each of these searches while it is still running, in this process: until it returns,
+            nobody else can go on with the search.
+        """
         now = utc_now()
-        dead: dict[str, list[int]] = {}
+        dead: dict[str, list[sa.RowMapping]] = {}
         with self.read() as connection:
             for table in (models.searches, models.executions):
                 query = sa.select(table.c.id, table.c.owner, table.c.alive_at).where(
                     table.c.status == "running"
                 )
-                rows = connection.execute(query).all()
-                dead[table.name] = [row.id for row in rows if owners.is_dead(row.owner, row.alive_at, now)]
-        ended: dict[str, list[int]] = {}
-        for table in (models.searches, models.executions):
-            if not dead[table.name]:
+                rows = connection.execute(query).mappings()
+                dead[table.name] = [row for row in rows if owners.is_dead(row["owner"], row["alive_at"], now)]
+        for row in dead["executions"]:
+            ended_at = row["alive_at"] or now
+            self._change_owned(models.executions, row["id"], row["owner"], _interrupted(ended_at))
+        ended: list[int] = []
+        mine = owners.this_process()
+        for row in dead["searches"]:
+            # Others may find it at the same moment: one of them takes it.
+            taken = {"owner": mine, "alive_at": now}
+            if not self._change_owned(models.searches, row["id"], row["owner"], taken):
                 continue
-            orphans = sa.and_(table.c.id.in_(dead[table.name]), table.c.status == "running")
-            moment = sa.func.coalesce(table.c.alive_at, now)
-            change = table.update().where(orphans).values(status="interrupted", finished_at=moment)
-            with self.write() as connection:
-                ended[table.name] = list(connection.execute(change.returning(table.c.id)).scalars())
-        return sorted(ended.get("searches", []))
+            try:
+                if mend is not None:
+                    mend(row["id"])
+            finally:
+                last = {"owner": row["owner"], "alive_at": row["alive_at"]}
+                ended_at = row["alive_at"] or now
+                self._change_owned(models.searches, row["id"], mine, {**last, **_interrupted(ended_at)})
+            ended.append(row["id"])
+        return ended
 
     def search(self, search_id: int) -> SearchRecord:
         """Return the search with that id.
@@ -319,9 +333,21 @@ class RunStore(StorePart):
                 table = models.metadata.tables[name]
                 connection.execute(table.update().where(table.c.id == number).values(alive_at=utc_now()))
 
+    def _change_owned(self, table: sa.Table, number: int, owner: str | None, row: dict[str, Any]) -> bool:
+        """Change a running row if its owner is still this one; return whether it was."""
+        owned = sa.and_(
+            table.c.id == number, table.c.status == "running", table.c.owner.is_not_distinct_from(owner)
+        )
+        with self.write() as connection:
+            return connection.execute(table.update().where(owned).values(row)).rowcount == 1
+
     def _change_search(self, search_id: int, row: dict[str, Any]) -> None:
         table = models.searches
         with self.write() as connection:
             changed = connection.execute(table.update().where(table.c.id == search_id).values(row))
         if changed.rowcount == 0:
             self.search(search_id)  # says that there is none
+
+
+def _interrupted(moment: datetime) -> dict[str, Any]:
+    return {"status": "interrupted", "finished_at": moment}

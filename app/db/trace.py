@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from app.db import chunks
+from app.db import chunks, readers
 from app.db.records import SearchOutcome, TraceKind, TraceRecord
 from app.db.rows import (
     EntryRow,
@@ -57,7 +57,7 @@ class ProposalTrace:
             raise chunks.unwritable(self._folder, error) from None
         chunks.recover(store, search_id)
         self._chunks = {kind: chunks.registered(store, search_id, kind) for kind in chunks.STEMS}
-        # Merged already, but somebody who just read their names may be about to read them.
+        # Parts of merged chunks that are still there, because somebody reads.
         self._replaced: list[Path] = []
         self._lock = threading.Lock()
         # One thread writes at a time, while others go on adding.
@@ -130,7 +130,6 @@ class ProposalTrace:
             for kind in chunks.STEMS:
                 for run in chunks.leftovers(self._chunks[kind]):
                     self._merge(kind, run)
-            self._drop_replaced()
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +207,6 @@ class ProposalTrace:
             known = self._chunks[one.kind]
             known += chunks.chunks_of([one], one.kind)
             while newest := chunks.due(known):
-                self._drop_replaced()
                 self._merge(one.kind, newest)
 
     def _merge(self, kind: TraceKind, parts: list[chunks.Chunk]) -> None:
@@ -217,11 +215,11 @@ class ProposalTrace:
         place = known.index(parts[0])
         known[place : place + len(parts)] = [merged]
         self._replaced += files
-
-    def _drop_replaced(self) -> None:
-        replaced, self._replaced = self._replaced, []
-        for path in replaced:
-            path.unlink(missing_ok=True)
+        try:
+            if readers.delete_unread(self._store.database.trace_folder, self._replaced):
+                self._replaced = []
+        except OSError as error:
+            raise chunks.unwritable(self._folder, error) from None
 
     def _proposal_table(self, search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
         text = None if self._checkpoint is None else self._checkpoint()

@@ -76,9 +76,5 @@ def _opened(database: str | None) -> Iterator[Database]:
 
 @contextmanager
 def _answered(database: Database, sql: str, limit_s: float | None) -> Iterator[Answer]:
-    connection = connect(database)
-    try:
-        with answer(connection, sql, limit_s=limit_s) as found:
-            yield found
-    finally:
-        connection.close()
+    with connect(database) as connection, answer(connection, sql, limit_s=limit_s) as found:
+        yield found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
+from app.db.reading import reading
 from app.db.records import GraphRecord, SearchRecord, StrategyRecord
 from app.db.rows import ADDED_COLUMNS
 from app.db.store import Store
@@ -46,7 +47,7 @@ class Visited:
 
 
 class TraceReader:
-    """Reads the trace of one search.
+    """Reads the trace of one search, as it is now; while others may write to it, within `app.db.reading`.
 
     Raises (all methods):
         UsageError: there is no such chain or step.
@@ -56,8 +57,10 @@ class TraceReader:
     def __init__(self, store: Store, search_id: int) -> None:
         self._folder = chunks.trace_folder(store, search_id)
         self._search_id = search_id
+        # Of one moment: proposals that are registered later may have configurations that are, too.
+        traces = store.traces(search_id=search_id)
         self._paths = {
-            kind: [self._folder / chunk.name for chunk in chunks.registered(store, search_id, kind)]
+            kind: [self._folder / chunk.name for chunk in sorted(chunks.chunks_of(traces, kind))]
             for kind in chunks.STEMS
         }
         self._entries: dict[int, dict[str, Any]] = {}
@@ -314,19 +317,20 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         raise DatabaseError(
             f"search {search_id}: its graph is not in database {store.database.name}, must be"
         )
-    reader = TraceReader(store, search_id)
-    if chain is None and step is None:
-        chain, step = reader.best()
-    chain = chain or 0
-    step = reader.last_step(chain) if step is None else step
-    start = _start_document(store, search, reader, chain)
-    shared: dict[str, str] = start.get("sharding", {})
-    sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
-    places = {name: place for place, name in enumerate(_operator_names(graph))}
-    again = recomputation_from_json(start.get("recomputation", []), places)
-    strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, again)
-    record = _record(store, search, graph, strategy)
-    return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
+    with reading(store):
+        reader = TraceReader(store, search_id)
+        if chain is None and step is None:
+            chain, step = reader.best()
+        chain = chain or 0
+        step = reader.last_step(chain) if step is None else step
+        start = _start_document(store, search, reader, chain)
+        shared: dict[str, str] = start.get("sharding", {})
+        sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
+        places = {name: place for place, name in enumerate(_operator_names(graph))}
+        again = recomputation_from_json(start.get("recomputation", []), places)
+        strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, again)
+        record = _record(store, search, graph, strategy)
+        return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
 
 
 def _start_document(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, Any]:

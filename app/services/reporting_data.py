@@ -108,16 +108,13 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
     Raises:
         DatabaseError: DuckDB cannot read the database.
     """
-    connection = connect(database)
-    try:
+    with connect(database) as connection:
         return ReportData(
             _summaries(connection, wanted),
             tuple(_curve(connection, row) for row in _searches(connection, wanted)),
             _pairs(connection, wanted),
             _costs(connection),
         )
-    finally:
-        connection.close()
 
 
 # What a step is beside its network: batch size, number format, optimizer.

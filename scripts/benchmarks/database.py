@@ -203,12 +203,11 @@ def _ingestion(model: ImportedModel, total: int, pool: int) -> list[Measurement]
             taken_s = time.perf_counter() - began
         written_s = time.perf_counter() - began
         size = _size(store, search_id)
-        connection = connect(store.database)
-        found = connection.execute("SELECT count(*), sum(step) FROM proposals").fetchone()
-        if found != (total, total * (total + 1) // 2):
-            raise RuntimeError(f"database: {found} are count and sum of the steps of {total} proposals")
-        group_by_s = _fastest(lambda: connection.execute(GROUP_BY).fetchall(), 5)
-        connection.close()
+        with connect(store.database) as connection:
+            found = connection.execute("SELECT count(*), sum(step) FROM proposals").fetchone()
+            if found != (total, total * (total + 1) // 2):
+                raise RuntimeError(f"database: {found} are count and sum of the steps of {total} proposals")
+            group_by_s = _fastest(lambda: connection.execute(GROUP_BY).fetchall(), 5)
     return [
         measurement("proposals taken", total / taken_s, "/s"),
         measurement("proposals written, chunks merged", total / written_s, "/s"),

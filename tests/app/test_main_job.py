@@ -100,15 +100,13 @@ def test_every_proposal_is_stored_and_its_configuration_can_be_read(command: Com
         "search", *INCEPTION, "--topology", "p100-cluster", "--devices", "4", "--proposals", "150", "--json"
     )
     assert outcome.code == 0, outcome
-    with Store.open(database) as store:
-        connection = connect(store.database)
+    with Store.open(database) as store, connect(store.database) as connection:
         counted = connection.execute("SELECT count(*), sum(accepted::INT) FROM proposals").fetchall()
         joined = connection.execute(
             "SELECT operator.axes, meaning.degrees, meaning.devices FROM proposals AS proposal "
             "JOIN proposal_devices AS meaning USING (search, configuration) "
             "JOIN operators AS operator ON operator.position = proposal.operator"
         ).fetchall()
-        connection.close()
     assert counted == [(outcome.document["proposals"], outcome.document["accepted"])]
     assert len(joined) == outcome.document["proposals"]
     for axes, degrees, devices in joined:

@@ -119,9 +119,8 @@ def test_every_configuration_is_read_in_sql(store: Store) -> None:
     base = dict(zip(entries["configuration"], entries["base"], strict=True))
     assert any(base.get(code) is not None for code in base.values()), "a copy of a copy"
     expected = TraceReader(store, search_id).decode(base)
-    connection = connect(store.database)
-    found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
-    connection.close()
+    with connect(store.database) as connection:
+        found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
     assert {code: Configuration(tuple(degrees), tuple(listed)) for code, degrees, listed in found} == expected
 
 
@@ -149,9 +148,8 @@ def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None
     assert all(entry.family != "listed" for entry in entries)
     with ProposalTrace(store, search_id) as trace_:
         trace_.add_entries(entries)
-    connection = connect(store.database)
-    found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
-    connection.close()
+    with connect(store.database) as connection:
+        found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
     assert {code: Configuration(tuple(degrees), tuple(listed)) for code, degrees, listed in found} == expected
 
 
@@ -206,12 +204,10 @@ def test_an_older_search_is_rebuilt_read_in_sql_and_goes_on(store: Store, walked
     assert reader.configurations(1, last) == walked.visited[1, last]
 
     def in_sql() -> list[tuple[int, int]]:
-        connection = connect(store.database)
-        found = connection.execute(
-            f"SELECT count(*), count(other_operators) FROM proposals WHERE search = {stopped}"
-        ).fetchall()
-        connection.close()
-        return found
+        with connect(store.database) as connection:
+            return connection.execute(
+                f"SELECT count(*), count(other_operators) FROM proposals WHERE search = {stopped}"
+            ).fetchall()
 
     assert in_sql() == [(89, 0)]
     result = walk(store, stopped, graph, DEVICES, alone, resumed=True)
@@ -226,14 +222,13 @@ def test_every_change_of_a_proposal_is_read_in_sql(store: Store) -> None:
     options = mcmc.SearchOptions(proposals=300, chains=2, seed=3, beta=3, shares=FAR)
     search_id = begin(store, options)
     walk(store, search_id, unrolled(), DEVICES, options)
-    connection = connect(store.database)
-    found = connection.execute(
-        "SELECT chain, step, other_operator, degrees, devices FROM ("
-        "SELECT search, chain, step, unnest(other_operators) AS other_operator, "
-        "unnest(other_configurations) AS configuration FROM proposals) "
-        "JOIN proposal_devices USING (search, configuration)"
-    ).fetchall()
-    connection.close()
+    with connect(store.database) as connection:
+        found = connection.execute(
+            "SELECT chain, step, other_operator, degrees, devices FROM ("
+            "SELECT search, chain, step, unnest(other_operators) AS other_operator, "
+            "unnest(other_configurations) AS configuration FROM proposals) "
+            "JOIN proposal_devices USING (search, configuration)"
+        ).fetchall()
     expected = {
         (*key, operator, configuration)
         for key, row in rows(store, search_id).items()

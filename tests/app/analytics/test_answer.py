@@ -19,9 +19,9 @@ LATE = "SELECT CASE WHEN x < 3000000 THEN x ELSE error('late') END AS y FROM ran
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     with Store.open(tmp_path / "test.sqlite") as store:
-        connection = connect(store.database)
-    yield connection
-    connection.close()
+        database = store.database
+    with connect(database) as connection:
+        yield connection
 
 
 def interrupted_rows(connection: duckdb.DuckDBPyConnection, sql: str) -> int:

@@ -194,11 +194,10 @@ def test_frame_has_the_rows(store: Store, scene: Scene) -> None:
 
 
 def test_best_per_model_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
-    connection = connect(store.database)
-    rows = connection.execute(
-        "SELECT model, topology, batch_size, best_predicted_strategy, best_predicted_s, predicted_speedup,"
-        " best_measured_strategy, best_measured_median_s, measured_speedup, strategies FROM best_per_model"
-    ).fetchall()
-    connection.close()
+    with connect(store.database) as connection:
+        rows = connection.execute(
+            "SELECT model, topology, batch_size, best_predicted_strategy, best_predicted_s, predicted_speedup,"
+            " best_measured_strategy, best_measured_median_s, measured_speedup, strategies FROM best_per_model"
+        ).fetchall()
     best = samples.strategy(scene.graph_id, 2).digest
     assert rows == [("inception", "local", 8, best, 1.0, 2.0, best, 0.8, 3.125, 4)]

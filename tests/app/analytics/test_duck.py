@@ -53,22 +53,18 @@ def proposals(first_step: int, count: int) -> ProposalBatch:
 
 def query(store: Store, sql: str) -> list[tuple[Any, ...]]:
     """Return the rows of one query over the store."""
-    connection = connect(store.database)
-    try:
+    with connect(store.database) as connection:
         return connection.execute(sql).fetchall()
-    finally:
-        connection.close()
 
 
 def test_views_are_those_of_the_catalog_and_empty_in_an_empty_database(store: Store) -> None:
-    connection = connect(store.database)
-    listed = connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal").fetchall()
-    assert sorted(name for (name,) in listed) == sorted(CATALOG)
-    for name, view in CATALOG.items():
-        found = connection.execute(f"SELECT * FROM {name}")
-        assert [column[0] for column in found.description or ()] == list(view.columns), name
-        assert found.fetchall() == []
-    connection.close()
+    with connect(store.database) as connection:
+        listed = connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal").fetchall()
+        assert sorted(name for (name,) in listed) == sorted(CATALOG)
+        for name, view in CATALOG.items():
+            found = connection.execute(f"SELECT * FROM {name}")
+            assert [column[0] for column in found.description or ()] == list(view.columns), name
+            assert found.fetchall() == []
 
 
 def test_columns_of_the_traces_are_those_of_the_chunks(store: Store) -> None:
@@ -215,17 +211,14 @@ def test_moments_are_utc(store: Store) -> None:
 
 def test_store_is_attached_read_only(store: Store) -> None:
     store.put_graph(samples.graph())
-    connection = connect(store.database)
-    with pytest.raises(duckdb.Error, match=r"(?i)read-only"):
+    with connect(store.database) as connection, pytest.raises(duckdb.Error, match=r"(?i)read-only"):
         connection.execute("DELETE FROM store.graphs")
-    connection.close()
     assert store.table_counts()["graphs"] == 1
 
 
 def test_what_is_written_later_is_seen(store: Store, database_url: str) -> None:
-    connection = connect(store.database)
-    assert connection.execute("SELECT count(*) FROM strategies").fetchall() == [(0,)]
-    connection.close()
+    with connect(store.database) as connection:
+        assert connection.execute("SELECT count(*) FROM strategies").fetchall() == [(0,)]
     scene = Scene.stored(store)
     store.put_strategy(samples.strategy(scene.graph_id, 0))
     assert query(store, "SELECT count(*) FROM strategies") == [(1,)]
@@ -243,18 +236,18 @@ def test_names_with_quotes(tmp_path: Path) -> None:
 def test_password_is_not_shown(store: Store) -> None:
     """DuckDB shows what it has attached, and by which text."""
     with_password = replace(store.database, url=store.database.url.set(password="sesame's \\"))
-    connection = connect(with_password)
-    shown = connection.execute("SELECT * FROM duckdb_databases()").fetchall()
-    assert connection.execute("SELECT count(*) FROM graphs").fetchall() == [(0,)]
-    connection.close()
+    with connect(with_password) as connection:
+        shown = connection.execute("SELECT * FROM duckdb_databases()").fetchall()
+        assert connection.execute("SELECT count(*) FROM graphs").fetchall() == [(0,)]
     assert "sesame" not in str(shown)
 
 
 def test_missing_extension_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = open_database(tmp_path / "x.sqlite")
     monkeypatch.setattr(duckdb, "__version__", "0.0.1")
-    with pytest.raises(
-        DatabaseError, match=r"pip install duckdb-extension-sqlite-scanner==0\.0\.1"
-    ) as raised:
-        connect(database)
+    with (
+        pytest.raises(DatabaseError, match=r"pip install duckdb-extension-sqlite-scanner==0\.0\.1") as raised,
+        connect(database),
+    ):
+        pass
     assert "\n" not in str(raised.value)

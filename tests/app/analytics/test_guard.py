@@ -65,14 +65,13 @@ def test_hostile_queries_are_refused_in_one_line_and_touch_nothing(
     python_variable = CANARY
     assert python_variable
     got_through, messages = [], []
-    connection = connect(store.database)
-    for sql in hostile_queries(folder, database_url):
-        try:
-            with answer(connection, sql) as found:
-                got_through.append((sql, list(rows(found))))
-        except UsageError as error:
-            messages.append(str(error))
-    connection.close()
+    with connect(store.database) as connection:
+        for sql in hostile_queries(folder, database_url):
+            try:
+                with answer(connection, sql) as found:
+                    got_through.append((sql, list(rows(found))))
+            except UsageError as error:
+                messages.append(str(error))
     assert got_through == []
     assert [message for message in messages if "\n" in message or CANARY in message] == []
     assert fingerprints(folder) == before
@@ -95,36 +94,34 @@ def test_hostile_queries_are_sql(tmp_path: Path) -> None:
 
 
 def test_harmless_queries_run(store: Store) -> None:
-    connection = connect(store.database)
-    for sql in HARMLESS:
-        # SQLite's schema is main; PostgreSQL's public.
-        text = sql.replace("store.main.", "store.") if "post" in store.database.url.drivername else sql
-        with answer(connection, text) as found:
-            assert sum(batch.num_rows for batch in found.batches) >= 0, text
-    connection.close()
+    with connect(store.database) as connection:
+        for sql in HARMLESS:
+            # SQLite's schema is main; PostgreSQL's public.
+            text = sql.replace("store.main.", "store.") if "post" in store.database.url.drivername else sql
+            with answer(connection, text) as found:
+                assert sum(batch.num_rows for batch in found.batches) >= 0, text
 
 
 def test_lock_alone_stops_all_but_what_the_scanners_open_by_themselves(store: Store, tmp_path: Path) -> None:
     lay_out(tmp_path / "other")
     csv, parquet = tmp_path / "other" / "other.csv", tmp_path / "other" / "other.parquet"
-    connection = connect(store.database)
-    for sql in (
-        f"FROM '{csv}'",
-        f"FROM read_text('{csv}')",
-        f"FROM read_parquet('{parquet}')",
-        f"FROM glob('{csv.parent}/*')",
-        f"COPY (SELECT 1) TO '{csv.parent}/new.csv'",
-        f"ATTACH '{csv.parent}/new.duckdb'",
-        "SET enable_external_access = true",
-        "SET lock_configuration = false",
-        f"PRAGMA profile_output = '{csv.parent}/profile'",
-        "INSTALL httpfs",
-        "LOAD httpfs",
-        "FROM csv",
-    ):
-        with pytest.raises(duckdb.Error):
-            connection.execute(sql)
-    connection.close()
+    with connect(store.database) as connection:
+        for sql in (
+            f"FROM '{csv}'",
+            f"FROM read_text('{csv}')",
+            f"FROM read_parquet('{parquet}')",
+            f"FROM glob('{csv.parent}/*')",
+            f"COPY (SELECT 1) TO '{csv.parent}/new.csv'",
+            f"ATTACH '{csv.parent}/new.duckdb'",
+            "SET enable_external_access = true",
+            "SET lock_configuration = false",
+            f"PRAGMA profile_output = '{csv.parent}/profile'",
+            "INSTALL httpfs",
+            "LOAD httpfs",
+            "FROM csv",
+        ):
+            with pytest.raises(duckdb.Error):
+                connection.execute(sql)
     assert sorted(path.name for path in csv.parent.iterdir()) == [
         "other.csv",
         "other.parquet",
@@ -151,11 +148,10 @@ def test_refusals_say_what_to_do() -> None:
 
 def test_every_function_that_reads_or_changes_more_than_its_arguments_is_known(store: Store) -> None:
     """Fails where a newer DuckDB brings such a function: it must then be judged, and refused or listed here."""
-    connection = connect(store.database)
-    listed = connection.execute(
-        "SELECT DISTINCT function_name, function_type, stability FROM duckdb_functions()"
-    ).fetchall()
-    connection.close()
+    with connect(store.database) as connection:
+        listed = connection.execute(
+            "SELECT DISTINCT function_name, function_type, stability FROM duckdb_functions()"
+        ).fetchall()
     random = {"random", "uuid", "uuidv4", "uuidv7", "gen_random_uuid", "error", "sleep_ms"}
     about_itself = {
         "current_connection_id",

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from app.db import chunks, models, owners
@@ -229,6 +231,30 @@ def test_large_chunks_are_left_alone(store: Store, monkeypatch: pytest.MonkeyPat
             trace.add(batch(10 * number, 10))
     assert [chunk.rows for chunk in chunks.registered(store, search, "proposals")] == [20, 20, 10]
     assert files(store, search) == names(store, search)
+
+
+@given(
+    flushes=st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=80),
+    fan_in=st.integers(2, 4),
+)
+def test_only_neighbours_become_one(flushes: list[tuple[int, bool]], fan_in: int) -> None:
+    """Also where a kill came between the last chunk and the merge that was due, or chunks are too large together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "FAN_IN", fan_in)
+        patch.setattr(chunks, "LARGEST_ROWS", 40)
+        known: list[chunks.Chunk] = []
+        for number, (count, killed) in enumerate(flushes, 1):
+            known.append(chunks.Chunk(number, number, chunks.chunk_name("chunk", number, number), count))
+            while not killed and (newest := chunks.due(known)):
+                assert newest == known[-fan_in:]
+                first, last = newest[0].first, newest[-1].last
+                name = chunks.chunk_name("chunk", first, last)
+                known[-fan_in:] = [chunks.Chunk(first, last, name, sum(one.rows for one in newest))]
+        for run in chunks.leftovers(known):
+            place = known.index(run[0])
+            assert known[place : place + len(run)] == run
+        assert [one.first for one in known] == [1, *(one.last + 1 for one in known[:-1])]
+        assert sum(one.rows for one in known) == sum(count for count, _ in flushes)
 
 
 def test_the_newest_checkpoint_and_outcome_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
