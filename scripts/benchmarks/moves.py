@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graph.strategy import Configuration, Strategy
     from search.moves import Moves, MoveShares
 
-TOPOLOGY, DEVICES = "p100-cluster", 16
+DEVICES = 16
 NETWORKS = (
     "mlp", "alexnet", "vgg16", "inception", "resnet101", "densenet121", "rnntc", "rnnlm", "nmt", "bert-large",
     "gpt2", "dlrm", "candle-uno",
@@ -94,7 +94,7 @@ def run(*, quick: bool) -> Result:
                 rows += walked(graph, batch_size, devices, start, seed, seconds, variants())
     return Result(
         benchmark="moves",
-        conditions={"topology": TOPOLOGY, "devices": devices, "processor seconds a chain": seconds},
+        conditions={"topology": "p100-cluster", "devices": devices, "processor seconds a chain": seconds},
         measurements=[
             measurement(f"{one}: step time over that of all moves, geometric mean", ratio(of(rows, one)), "")
             for one in variants()
@@ -131,9 +131,8 @@ def walked(
     """Return what a chain of each variant finds from one start."""
     import numpy as np
 
-    from graph.topology import load_topology
     from graph.training import Training
-    from scripts.benchmarks.simulator import Datasheet
+    from scripts.benchmarks.simulator import Datasheet, topology_of
     from search.costs import CostTable
     from search.mcmc import SearchOptions, start_chain
     from search.moves import Moves
