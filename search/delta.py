@@ -11,13 +11,14 @@ Source: FlexFlow (arXiv:1807.05358) section 5.3 for the idea; restart, bounds an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from graph.strategy import Configuration
 from search import kernels
 from search.evaluation import NEVER_NS, Outcome
-from search.kernels import Array, Checkpoints, Units, Versions
+from search.kernels import Checkpoints, Machines, Units, Versions
 from search.layout import Layout, Undo, new_buckets, new_gathers
 from search.relaxation import Relaxation
 
@@ -26,11 +27,26 @@ CHECKPOINTS = 32
 POOL_WORDS = 1 << 12
 
 
+@dataclass(frozen=True, slots=True)
+class Mechanisms:
+    """What saves time; results are the same without. Turned off to measure what each is worth.
+
+    restart: from a checkpoint. bound: where it is sure to be exceeded, the simulation stops. relaxation: part of a
+    proposal is tried first. folding: what all devices do alike is served together.
+    """
+
+    restart: bool = True
+    bound: bool = True
+    relaxation: bool = True
+    folding: bool = True
+
+
 class Delta:
     """Program order, simulated from the first change on and up to the bound."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, mechanisms: Mechanisms = Mechanisms()) -> None:
         self.layout = layout
+        self._mechanisms = mechanisms
         builder = layout.builder
         self._wiring = wiring = builder.store.wiring
         operators = len(layout.configurations)
@@ -40,7 +56,7 @@ class Delta:
         self._place_of[wiring.order] = np.arange(operators)
         self._keeps_ends = np.zeros(operators, np.bool_)
         self._keeps_ends[wiring.producer[wiring.value_count :]] = True
-        stride = max(1, -(-wiring.loss_operators // CHECKPOINTS))
+        stride = max(1, -(-wiring.loss_operators // (CHECKPOINTS if mechanisms.restart else 1)))
         count = wiring.loss_operators // stride + 1
         row = np.zeros((count, 2, 2 * resources + devices + 1), np.int64)
         self._checkpoints = Checkpoints(row, np.zeros(count, np.int64), stride)
@@ -53,8 +69,9 @@ class Delta:
         self._gathers = new_gathers(layout, 64)
         self._old_units = Units(*(array.copy() for array in layout.units))
         self._generation = -1
-        self._updated_D = np.full(devices, -1, np.int64)
-        self._update_ns_D = np.zeros(devices, np.int64)
+        self._machines = Machines(
+            builder.contention_ppm_D, np.asarray(builder.capacity_bytes_D, np.int64), builder.update_s_D
+        )
         self._current = self._proposed = Outcome(0, 0)
         self._undo: Undo = ([], [])
 
@@ -75,10 +92,11 @@ class Delta:
             CostError: a local call has no cost.
         """
         self._renew()
-        part = self._relaxation.replace(changed) if bound_ns < NEVER_NS else None
+        tries = bound_ns < NEVER_NS and self._mechanisms.relaxation
+        part = self._relaxation.replace(changed) if tries else None
         if part is not None:
             self._undo = part
-            exceeds = self._evaluate(bound_ns, everything=0) is None
+            exceeds = self._evaluate(bound_ns, everything=0, is_part=True) is None
             self._relaxation.decided(exceeds=exceeds)
             if exceeds:
                 return None
@@ -114,7 +132,7 @@ class Delta:
         self.accept()
         self._generation = store.generation
 
-    def _evaluate(self, bound_ns: int, *, everything: int) -> Outcome | None:
+    def _evaluate(self, bound_ns: int, *, everything: int, is_part: bool = False) -> Outcome | None:
         builder, layout = self.layout.builder, self.layout
         arena, units, wiring = builder.store.arena, layout.units, self._wiring
         holds = builder.store.holds.arrays()
@@ -123,42 +141,26 @@ class Delta:
             self._buckets = new_buckets(*sizes, 2 * len(holds.origin))
         old, new = self._versions
         while True:
-            end, first = kernels.prepare(
-                wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, layout.scratch,
-                self._buckets, layout.groups, self._gathers, builder.bucket_bytes, builder.state_tensors,
-                self._place_of, everything,
+            makespan_ns, end, number, excess_bytes = kernels.evaluate_program_order(
+                wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, self._buckets,
+                layout.groups, self._gathers, self._machines, self._place_of, self._keeps_ends,
+                self._checkpoints, builder.bucket_bytes, builder.state_tensors, everything,
+                int(self._mechanisms.folding), int(not is_part), bound_ns if self._mechanisms.bound else NEVER_NS,
             )  # fmt: skip
-            if end == -2:
+            if makespan_ns == -2:
+                self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
+            elif makespan_ns == -3:
                 sizes = 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight)
                 self._buckets = new_buckets(*sizes, len(self._buckets.filling))
-            elif end == -3:
+            elif makespan_ns == -4:
                 self._gathers = new_gathers(layout, 2 * len(self._gathers.hold))
-            elif end >= 0:
-                number = first // self._checkpoints.stride
-                makespan_ns, end = kernels.walk_program_order(
-                    wiring, units, arena, holds, builder.contention_ppm_D, self._pool, end, new, self._buckets,
-                    layout.groups, self._gathers, layout.scratch.counts[2], self._updates(new.elements_D),
-                    self._keeps_ends, self._checkpoints, number, bound_ns,
-                )  # fmt: skip
-                if makespan_ns != -2:
-                    break
-                end = -1
-            if end == -1:
-                self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
+            else:
+                break
         self._proposed_end, self._number = end, number
-        if makespan_ns < 0:
+        if not 0 <= makespan_ns <= bound_ns:
             return None
-        peak_D = new.memory_D.copy()
-        kernels.add_again(new.again_2GD, peak_D)
-        over = peak_D - builder.capacity_bytes_D
-        self._proposed = Outcome(int(np.maximum(over, 0).sum()), int(makespan_ns))
+        self._proposed = Outcome(excess_bytes, makespan_ns)
         return self._proposed
-
-    def _updates(self, elements_D: Array) -> Array:
-        if not np.array_equal(elements_D, self._updated_D):
-            self._updated_D = elements_D.copy()
-            self._update_ns_D, _ = self.layout.builder.updates(elements_D)
-        return self._update_ns_D
 
     def _compact(self) -> None:
         if len(self._spare) != len(self._pool):
@@ -190,4 +192,6 @@ def _new_versions(layout: Layout, resources: int) -> Versions:
         memory_D=np.zeros(devices, np.int64),
         again_2GD=np.zeros(layout.scratch.again_2GD.shape, np.int64),
         load_ns_R=np.zeros(resources, np.int64),
+        alike_ns_2O=np.zeros((2, operators), np.int64),
+        meets_2O=np.zeros((2, operators), np.int64),
     )

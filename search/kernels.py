@@ -51,6 +51,14 @@ STATIC_HEADER, HOLDER_STRIDE, CELL_STRIDE = 3, 3, 3
 # replicas of each part some have, nobody knows which.
 ACTIVE, PARTLY_ACTIVE = -1, -2
 PARTS_PER_MILLION = 1_000_000
+# How an operator meets other devices: not at all; so that all of its tasks wait for one collective, or none of them,
+# and all of them take part in one; otherwise.
+APART, TOGETHER, SCATTERED = range(3)
+# The words of `Machine.owed`. To when each device is free are to be added, and from what it has left to be taken;
+# whether all devices are free at the same time, and then the most that one of them has left; whether something
+# was computed that paid no debt yet. Then a hold that was served alone of late, or -1: when it is free, what is to be
+# taken from what its resources have left, and the most that one of these had left before.
+FREE_OWED, LEFT_OWED, EVEN, MOST_LEFT, COMPUTED, HELD, HELD_END, HELD_OWED, HELD_LEFT = range(9)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -80,6 +88,20 @@ def inner(function: Function) -> Function:
     compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(
         function
     )
+    return compiled
+
+
+def hot(function: Function) -> Function:
+    """Compile as `inner` does, into every kernel that calls it: a call hands over each array as seven words."""
+    compiled: Function = _njit(
+        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True
+    )(function)
+    return compiled
+
+
+def section(function: Function) -> Function:
+    """Make a kernel that one kernel calls, once, a piece of its text: by itself it would be compiled twice."""
+    compiled: Function = _njit(inline="always")(function)
     return compiled
 
 
@@ -188,7 +210,7 @@ class Scratch(NamedTuple):
     # A group: bytes that are there once it is made again, and those that what lies between its end and the next one's
     # keeps.
     again_2GD: Array
-    counts: Array  # 0 tasks, 1 dependencies, 2 buckets, 3 bucket entries
+    counts: Array  # 0 tasks, 1 dependencies
 
 
 class Buckets(NamedTuple):
@@ -205,6 +227,7 @@ class Buckets(NamedTuple):
     order: Array
     sharing: Array  # what the holders of its cells share
     gather: Array  # the hold that gathers their shares, or -1
+    counts: Array  # 0 buckets, 1 entries
 
 
 class Gathers(NamedTuple):
@@ -483,6 +506,21 @@ def write_collectives(
 
 
 @inner_with_arrays
+def are_distinct(numbers: Array, places: Array) -> bool:
+    """Return whether the numbers at some places differ; sorting takes two seconds to compile."""
+    slots = 2 * len(places)
+    seen = np.full(slots, -1, np.int64)
+    for place in places:
+        slot = numbers[place] % slots
+        while seen[slot] >= 0 and seen[slot] != numbers[place]:
+            slot = (slot + 1) % slots
+        if seen[slot] >= 0:
+            return False
+        seen[slot] = numbers[place]
+    return True
+
+
+@inner_with_arrays
 def kind_of(
     arena: Array,
     at: int,
@@ -541,7 +579,7 @@ def kind_of(
         return -1
     if sums and same_tasks and same_region:
         return ALL_REDUCE
-    if sums and same_tasks and level and len(np.unique(region[group])) == len(group):
+    if sums and same_tasks and level and are_distinct(region, group):
         return REDUCE_SCATTER
     return ALL_GATHER if same_tasks and same_region and even else ALL_TO_ALL
 
@@ -736,7 +774,7 @@ def weigh(
     add_again(scratch.again_2GD, memory_D)
 
 
-@quick_entry
+@inner
 def add_again(again_2GD: Array, memory_D: Array) -> None:
     """Add to what is kept what is there beyond it while that group is made again at which most is.
 
@@ -752,7 +790,12 @@ def add_again(again_2GD: Array, memory_D: Array) -> None:
 
 @entry
 def fill_buckets(
-    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, buckets: Buckets, bucket_bytes: int
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    operator_active: Array,
+    buckets: Buckets,
+    bucket_bytes: int,
 ) -> bool:
     """Fill the gradient buckets as `graph.plan` does; return False where the arrays are too short.
 
@@ -764,9 +807,7 @@ def fill_buckets(
     for weight in range(graph.weight_count):
         for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
             operator = graph.weight_user[user]
-            if scratch.operator_active[operator] and (
-                complete_at[weight] < 0 or operator < complete_at[weight]
-            ):
+            if operator_active[operator] and (complete_at[weight] < 0 or operator < complete_at[weight]):
                 complete_at[weight] = operator
         if complete_at[weight] >= 0:
             ptr[complete_at[weight] + 1] += 1
@@ -826,8 +867,8 @@ def fill_buckets(
             buckets.after[bucket] = 0
             buckets.order[closed] = bucket
             closed += 1
-    scratch.counts[2] = opened
-    scratch.counts[3] = entries
+    buckets.counts[0] = opened
+    buckets.counts[1] = entries
     return True
 
 
@@ -1531,7 +1572,7 @@ def lay_out_backward(
             return False
         if not lay_out_gradient_transfers(graph, units, arena, scratch, tasks, operator, link_origin):
             return False
-        while position < scratch.counts[2] and buckets.after[buckets.order[position]] == operator:
+        while position < buckets.counts[0] and buckets.after[buckets.order[position]] == operator:
             if not lay_out_bucket(
                 graph, units, arena, scratch, tasks, holds, buckets, gathers, position, member_D
             ):
@@ -1566,7 +1607,7 @@ def write_update_gathers(
     while task >= 0 and tasks.kind[task] == UPDATE:
         task_D[tasks.hold[task]] = task
         task -= 1
-    for position in range(scratch.counts[2]):
+    for position in range(buckets.counts[0]):
         bucket = buckets.order[position]
         if buckets.sharing[bucket] != SHARED_UPDATE:
             continue
@@ -2435,6 +2476,10 @@ class Versions(NamedTuple):
     memory_D: Array  # but for what is made again
     again_2GD: Array  # as in `Scratch`
     load_ns_R: Array  # of all tasks but all-reduces of buckets and updates
+    # An operator, of its forward and of its backward: how long every task takes, where each device has one and these
+    # are alike, else -1; and how it meets other devices (`APART`, `TOGETHER`, `SCATTERED`).
+    alike_ns_2O: Array
+    meets_2O: Array
 
 
 class Checkpoints(NamedTuple):
@@ -2448,6 +2493,14 @@ class Checkpoints(NamedTuple):
     stride: int
 
 
+class Machines(NamedTuple):
+    """What is known of devices beside their links."""
+
+    contention_ppm_D: Array
+    capacity_bytes_D: Array
+    update_s_D: Array  # seconds in which an element is updated
+
+
 class Machine(NamedTuple):
     """The resources while they are simulated."""
 
@@ -2457,15 +2510,26 @@ class Machine(NamedTuple):
     total_ns_R: Array  # what they have to do in all
     contention_ppm_D: Array
     contended: bool  # whether any device is slowed by communication
+    # What is not yet in the arrays above, see the constants that name its words.
+    owed: Array
 
 
 class Walk(NamedTuple):
-    """Room for one simulation."""
+    """Room for one simulation.
+
+    What is the same for all tasks of an operator, or for all assemblies of a value, is one number; what is in the pool
+    counts beside it.
+    """
 
     sync_end_D: Array  # when the last all-reduce that a device takes part in ends
     member_D: Array
-    task_at: Array  # O: in the pool, when a task's gradients are there, then when its backward ends
+    task_at: Array  # O: in the pool, when a task's gradients are there, then when its backward ends; or -1
     gradient_at: Array  # V: in the pool, when an assembly's gradient is there
+    gradients_ns_O: Array  # when the gradients that come to all tasks are there
+    gradient_ns_V: Array  # when the gradients that all tasks make are there
+    end_ns_O: Array  # when the backward of all tasks ends, -1 where each has its own end
+    is_awaited_O: Array  # whether a bucket waits for an operator's backward
+    close_B: Array  # a position: the operator whose backward ends after all others that the bucket waits for, or -1
 
 
 @inner
@@ -2644,6 +2708,80 @@ def weigh_value(
 
 
 @inner
+def weigh_alike(
+    arena: Array, at: int, pool: Array, active_at: int, versions: Versions, operator: int
+) -> None:
+    """Find how long an operator's tasks take where each device has one and all are alike."""
+    devices = len(versions.memory_D)
+    versions.alike_ns_2O[:, operator] = -1
+    if arena[at] != devices:
+        return
+    for task in range(devices):
+        word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+        # In any other order of devices tasks count as different.
+        if arena[word] != task or arena[word + 1] != arena[at + OPERATOR_HEADER + 1]:
+            return
+    versions.alike_ns_2O[0, operator] = arena[at + OPERATOR_HEADER + 1]
+    for task in range(devices):
+        word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+        if not pool[active_at + task] or arena[word + 2] != arena[at + OPERATOR_HEADER + 2]:
+            return
+    versions.alike_ns_2O[1, operator] = arena[at + OPERATOR_HEADER + 2]
+
+
+@inner
+def meeting(arena: Array, unit: int) -> int:
+    """Return how those that make and those that read a value meet."""
+    if arena[unit + 4] == 0:
+        return APART
+    if arena[unit + VALUE_COLLECTIVES] != 1 or arena[unit + 8] != 0:
+        return SCATTERED
+    following = collectives_of(arena, unit) + COLLECTIVE_STRIDE
+    serves_all = arena[following + 4] == arena[unit] and arena[following + 5] == arena[unit + 3]
+    return TOGETHER if serves_all else SCATTERED
+
+
+@inner
+def meeting_back(graph: GraphArrays, arena: Array, unit: int, pool: Array, last_at: int, value: int) -> int:
+    """Return how they meet where gradients go back."""
+    if arena[unit + 4] == 0 or not graph.needs_gradient[value]:
+        return APART
+    goes_as_one = meeting(arena, unit) == TOGETHER and pool[last_at + arena[unit]] >= 0
+    return TOGETHER if goes_as_one else SCATTERED
+
+
+@inner
+def find_meetings(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    versions: Versions,
+    operator: int,
+    keeps_ends: Array,
+) -> None:
+    """Find how an operator meets other devices."""
+    there = back = APART
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        value = graph.slot_value[slot]
+        if value >= 0:
+            unit, last_at = units.value_at[value], versions.last_at[value]
+            there = max(there, meeting(arena, unit))
+            back = max(back, meeting_back(graph, arena, unit, pool, last_at, value))
+    for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+        value = graph.output_value[output]
+        unit, last_at = units.value_at[value], versions.last_at[value]
+        there = max(there, meeting(arena, unit))
+        back = max(back, meeting_back(graph, arena, unit, pool, last_at, value))
+    if keeps_ends[operator]:
+        for value in range(graph.value_count, graph.value_count + graph.buffer_count):
+            if graph.producer[value] == operator and arena[units.value_at[value] + 4] > 0:
+                there = SCATTERED
+    versions.meets_2O[0, operator] = there
+    versions.meets_2O[1, operator] = back
+
+
+@inner
 def is_trained(graph: GraphArrays, static: int, operator_active: Array) -> int:
     """Return whether a static tensor is a weight that some operator's backward gives a gradient."""
     if static < graph.weight_count:
@@ -2686,9 +2824,15 @@ def weigh_changes(
     holds: Holds,
     groups: Groups,
     state_tensors: int,
+    keeps_ends: Array,
+    dirty: Array,
     everything: int,
 ) -> None:
-    """Bring the sums in `new` from those of the old strategy (or from nothing) to those of the new one."""
+    """Bring the sums in `new` from those of the old strategy (or from nothing) to those of the new one.
+
+    And find anew how operators meet, where that may have changed. dirty: of operators, is overwritten.
+    """
+    dirty[:] = everything
     for operator in range(len(units.operator_at)):
         was, now = old_units.operator_at[operator], units.operator_at[operator]
         if everything or was != now or old.active_at[operator] != new.active_at[operator]:
@@ -2696,6 +2840,7 @@ def weigh_changes(
             if not everything:
                 weigh_operator(arena, was, pool, old.active_at[operator], group, ended, -1, new)
             weigh_operator(arena, now, pool, new.active_at[operator], group, ended, 1, new)
+            weigh_alike(arena, now, pool, new.active_at[operator], new, operator)
     for value in range(len(units.value_at)):
         was, now = old_units.value_at[value], units.value_at[value]
         if everything or was != now or old.last_at[value] != new.last_at[value]:
@@ -2703,6 +2848,12 @@ def weigh_changes(
             if not everything:
                 weigh_value(arena, was, pool, old.last_at[value], ended, -1, holds, new)
             weigh_value(arena, now, pool, new.last_at[value], ended, 1, holds, new)
+            dirty[graph.producer[value]] = 1
+            for reading in range(graph.reading_ptr[value], graph.reading_ptr[value + 1]):
+                dirty[graph.reading_operator[reading]] = 1
+    for operator in range(len(units.operator_at)):
+        if dirty[operator]:
+            find_meetings(graph, units, arena, pool, new, operator, keeps_ends)
     for static in range(graph.static_count):
         was, now = old_units.static_at[static], units.static_at[static]
         trained_before = is_trained(graph, static, old.operator_active)
@@ -2720,6 +2871,9 @@ def copy_versions(source: Versions, target: Versions) -> None:
         target.active_at[operator] = source.active_at[operator]
         target.ends_at[operator] = source.ends_at[operator]
         target.operator_active[operator] = source.operator_active[operator]
+        for side in range(2):
+            target.alike_ns_2O[side, operator] = source.alike_ns_2O[side, operator]
+            target.meets_2O[side, operator] = source.meets_2O[side, operator]
     for value in range(len(source.last_at)):
         target.last_at[value] = source.last_at[value]
         target.ready_at[value] = source.ready_at[value]
@@ -2733,7 +2887,7 @@ def copy_versions(source: Versions, target: Versions) -> None:
         target.load_ns_R[resource] = source.load_ns_R[resource]
 
 
-@entry
+@section
 def prepare(
     graph: GraphArrays,
     old_units: Units,
@@ -2744,18 +2898,18 @@ def prepare(
     pool_end: int,
     old: Versions,
     new: Versions,
-    scratch: Scratch,
     buckets: Buckets,
     groups: Groups,
     gathers: Gathers,
     bucket_bytes: int,
     state_tensors: int,
     place_of: Array,
+    keeps_ends: Array,
     everything: int,
 ) -> tuple[int, int]:
     """Make `new` that of the strategy that has `units`, all but times, from `old`; and fill its buckets.
 
-    Returns the pool's new end (-1 where the pool is too short, -2 where the buckets are, -3 where the gathers are), and
+    Returns the pool's new end (-2 where the pool is too short, -3 where the buckets are, -4 where the gathers are), and
     the first place in the order of operators whose forward, or the exchanges that follow it, are not those of the old
     strategy.
     """
@@ -2778,15 +2932,21 @@ def prepare(
                 producer = graph.producer[value]
                 dirty[producer] = max(dirty[producer], 1)
                 first = min(first, place_of[producer])
+        for value in range(graph.value_count, graph.value_count + graph.buffer_count):
+            was, now = old_units.value_at[value], units.value_at[value]
+            if was != now and arena[was + 4] == 0 and arena[now + 4] > 0:
+                # Nobody has asked yet when the producer's tasks end.
+                first = min(first, place_of[graph.producer[value]])
     pool_end = find_changed_activity(graph, units, arena, pool, pool_end, new, dirty)
     if pool_end < 0:
-        return -1, 0
-    weigh_changes(graph, old_units, units, arena, pool, old, new, holds, groups, state_tensors, everything)
-    scratch.operator_active[:] = new.operator_active
-    if not fill_buckets(graph, units, arena, scratch, buckets, bucket_bytes):
         return -2, 0
-    if not find_gathers(graph, units, arena, scratch.operator_active, groups, gathers, bucket_bytes):
+    weigh_changes(
+        graph, old_units, units, arena, pool, old, new, holds, groups, state_tensors, keeps_ends, dirty, everything
+    )  # fmt: skip
+    if not fill_buckets(graph, units, arena, new.operator_active, buckets, bucket_bytes):
         return -3, 0
+    if not find_gathers(graph, units, arena, new.operator_active, groups, gathers, bucket_bytes):
+        return -4, 0
     if everything == 0:
         for weight in range(graph.weight_count):
             was, now = old_units.static_at[weight], units.static_at[weight]
@@ -2797,8 +2957,133 @@ def prepare(
 
 
 @inner
+def settle_held(holds: Holds, machine: Machine) -> None:
+    """Write to its resources what the hold that was served alone of late has done."""
+    owed, hold = machine.owed, machine.owed[HELD]
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        machine.free_ns_R[holds.resource[place]] = owed[HELD_END]
+        machine.left_ns_R[holds.resource[place]] -= owed[HELD_OWED]
+    owed[HELD] = -1
+
+
+@inner
+def settle(machine: Machine) -> None:
+    """Write to the devices what they have computed together.
+
+    When a device is free and what it has left are the same sum as before, so that nothing new exceeds the bound, but
+    for debts: these are checked with the device's next task, or at the end.
+    """
+    owed = machine.owed
+    if owed[COMPUTED]:
+        for device in range(len(machine.debt_ns_D)):
+            machine.free_ns_R[device] += owed[FREE_OWED]
+            machine.left_ns_R[device] -= owed[LEFT_OWED]
+            if machine.contended:
+                # The first task after a communication has paid it, without waiting for anything.
+                machine.free_ns_R[device] += machine.debt_ns_D[device]
+                machine.debt_ns_D[device] = 0
+        owed[MOST_LEFT] -= owed[LEFT_OWED]
+        owed[FREE_OWED] = owed[LEFT_OWED] = owed[COMPUTED] = 0
+
+
+@inner
+def settle_links(holds: Holds, machine: Machine) -> None:
+    """Write to links and devices all that a communication by itself must find there."""
+    if machine.owed[HELD] >= 0:
+        settle_held(holds, machine)
+    if machine.contended:
+        settle(machine)
+
+
+@inner
+def carry_together(
+    holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int, bound_ns: int
+) -> int:
+    """Serve a collective as `carry` does.
+
+    Of several over the same devices, one after the other, the links are written once.
+    """
+    owed = machine.owed
+    if owed[HELD] != hold:
+        if owed[HELD] >= 0:
+            settle_held(holds, machine)
+        owed[HELD], owed[HELD_END], owed[HELD_OWED], owed[HELD_LEFT] = hold, 0, 0, 0
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            resource = holds.resource[place]
+            owed[HELD_END] = max(owed[HELD_END], machine.free_ns_R[resource])
+            owed[HELD_LEFT] = max(owed[HELD_LEFT], machine.left_ns_R[resource])
+    if machine.contended:
+        settle(machine)
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+            device = holds.end[place]
+            slowed = machine.contention_ppm_D[device] * holds.flows[hold] * run_ns + PARTS_PER_MILLION // 2
+            machine.debt_ns_D[device] += slowed // PARTS_PER_MILLION
+    end_ns = max(ready_ns, owed[HELD_END]) + run_ns
+    owed[HELD_END] = end_ns
+    owed[HELD_OWED] += run_ns
+    return int(end_ns) if end_ns <= bound_ns - (owed[HELD_LEFT] - owed[HELD_OWED]) else -1
+
+
+@inner
+def find_even(machine: Machine) -> None:
+    """Find whether all devices are free at the same time; `settle` has run."""
+    owed = machine.owed
+    owed[EVEN] = 0
+    if machine.contended:
+        return
+    most_left = 0
+    for device in range(len(machine.debt_ns_D)):
+        if machine.free_ns_R[device] != machine.free_ns_R[0]:
+            return
+        most_left = max(most_left, machine.left_ns_R[device])
+    owed[EVEN], owed[MOST_LEFT] = 1, most_left
+
+
+@inner
+def compute_everywhere(machine: Machine, ready_ns: int, run_ns: int, bound_ns: int) -> int:
+    """Serve a task on every device, all being free at the same time; return their end, or -1 as `compute` does."""
+    owed = machine.owed
+    free_ns = machine.free_ns_R[0] + owed[FREE_OWED]
+    end_ns = max(ready_ns, free_ns) + run_ns
+    owed[FREE_OWED] += end_ns - free_ns
+    owed[LEFT_OWED] += run_ns
+    owed[COMPUTED] = 1
+    return int(end_ns) if end_ns <= bound_ns - (owed[MOST_LEFT] - owed[LEFT_OWED]) else -1
+
+
+@hot
+def owe(owed: Array, run_ns: int) -> None:
+    """Serve a task on every device that waits for nothing and that nobody waits for: no end is asked for."""
+    owed[FREE_OWED] += run_ns
+    owed[LEFT_OWED] += run_ns
+    owed[COMPUTED] = 1
+
+
+@inner
+def compute_apart(machine: Machine, arena: Array, at: int, word: int, pool: Array, active_at: int) -> None:
+    """Serve the tasks of an operator that wait for nothing and that nobody waits for, before what is owed.
+
+    Such a task makes a device free later by as much as it has less left: nothing new exceeds the bound.
+    word: where a task has its time. active_at: where the pool has which tasks there are, or -1.
+    """
+    machine.owed[EVEN] = 0
+    for task in range(arena[at]):
+        if active_at < 0 or pool[active_at + task]:
+            place = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+            device, task_ns = arena[place], arena[place + word]
+            machine.left_ns_R[device] -= task_ns
+            if machine.contended:
+                task_ns += machine.debt_ns_D[device]
+                machine.debt_ns_D[device] = 0
+            machine.free_ns_R[device] += task_ns
+
+
+@hot
 def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
-    """Serve a transfer or a collective; return its end, or -1 where the makespan is sure to exceed the bound."""
+    """Serve a transfer or a collective; return its end, or -1 where the makespan is sure to exceed the bound.
+
+    `settle_links` has run.
+    """
     first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
     begin_ns = ready_ns
     for place in range(first, last):
@@ -2819,7 +3104,7 @@ def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int,
     return end_ns if end_ns <= bound_ns - longest_ns else -1
 
 
-@inner
+@hot
 def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
     """Serve a task of a device; return its end, or -1 where the makespan is sure to exceed the bound."""
     begin_ns = max(ready_ns, machine.free_ns_R[device])
@@ -2854,17 +3139,22 @@ def walk_collectives(
     ready_at: int,
     latest_ns: int,
     bound_ns: int,
+    together_ns: int = 0,
 ) -> int:
-    """Serve the collectives of a value whose producer's tasks end at `ends_at`; return the latest end or -1."""
+    """Serve the collectives of a value whose producer's tasks end at `ends_at`; return the latest end or -1.
+
+    ends_at: in the pool; -1 where they all end at `together_ns`.
+    """
     found = arena[unit + VALUE_COLLECTIVES]
     member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
     source_at = member_at + arena[member_at - COLLECTIVE_STRIDE + 4] if found else 0
     for collective in range(found):
         where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
-        ready_ns = 0
-        for source in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
-            ready_ns = max(ready_ns, pool[ends_at + arena[source_at + source]])
-        end_ns = carry(holds, machine, arena[where + 6], ready_ns, arena[where + 7], bound_ns)
+        ready_ns = together_ns
+        if ends_at >= 0:
+            for source in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
+                ready_ns = max(ready_ns, pool[ends_at + arena[source_at + source]])
+        end_ns = carry_together(holds, machine, arena[where + 6], ready_ns, arena[where + 7], bound_ns)
         if end_ns < 0:
             return -1
         latest_ns = max(latest_ns, end_ns)
@@ -2889,6 +3179,8 @@ def walk_transfers(
     transfers = arena[unit + 8]
     if transfers == 0:
         return latest_ns
+    if machine.owed[HELD] >= 0 or machine.contended:
+        settle_links(holds, machine)
     piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
     for word in range(piece_at, piece_at + PIECE_STRIDE * arena[unit + 1], PIECE_STRIDE):
         if not 0 <= arena[word + 4] < transfers:
@@ -2918,6 +3210,7 @@ def walk_forward(
     checkpoints: Checkpoints,
     first_place: int,
     last_place: int,
+    folds: int,
     latest_ns: int,
     bound_ns: int,
 ) -> tuple[int, int]:
@@ -2928,13 +3221,29 @@ def walk_forward(
     """
     for order_place in range(first_place, last_place):
         if order_place > first_place and order_place % checkpoints.stride == 0:
-            save_checkpoint(checkpoints, order_place // checkpoints.stride, machine, latest_ns)
+            save_checkpoint(checkpoints, order_place // checkpoints.stride, holds, machine, latest_ns)
         operator = graph.order[order_place]
         if gathers.counts[1]:
             latest_ns = walk_gathers(holds, machine, gathers, 0, operator, latest_ns, bound_ns)
             if latest_ns < 0:
                 return -1, pool_end
         at = units.operator_at[operator]
+        alike_ns, meets = versions.alike_ns_2O[0, operator], versions.meets_2O[0, operator]
+        if folds and meets == APART:
+            if alike_ns >= 0:
+                owe(machine.owed, alike_ns)
+            else:
+                compute_apart(machine, arena, at, 1, pool, -1)
+            continue
+        if folds and meets == TOGETHER and alike_ns >= 0 and machine.owed[EVEN]:
+            latest_ns, pool_end = walk_together(
+                graph, units, arena, holds, machine, pool, pool_end, versions, operator, latest_ns, bound_ns
+            )
+            if latest_ns < 0 or pool_end < 0:
+                return latest_ns, pool_end
+            continue
+        if machine.owed[COMPUTED]:
+            settle(machine)
         count = arena[at]
         words = 2 * count
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
@@ -2953,6 +3262,9 @@ def walk_forward(
                 return -1, pool_end
             pool[ends_at + task] = end_ns
             latest_ns = max(latest_ns, end_ns)
+        machine.owed[EVEN] = 0
+        if alike_ns >= 0:
+            find_even(machine)
         fill = ends_at + count
         sends = False
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
@@ -2971,6 +3283,8 @@ def walk_forward(
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
             value = graph.output_value[output]
             unit, ready_at = units.value_at[value], versions.ready_at[value]
+            if arena[unit + VALUE_COLLECTIVES] == 0:
+                continue
             latest_ns = walk_collectives(
                 arena, holds, machine, pool, unit, ends_at, ready_at, latest_ns, bound_ns
             )
@@ -2979,11 +3293,56 @@ def walk_forward(
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
             value = graph.output_value[output]
             unit, ready_at = units.value_at[value], versions.ready_at[value]
+            if arena[unit + 8] == 0:
+                continue
             latest_ns = walk_transfers(
                 arena, holds, machine, pool, unit, ends_at, ready_at, latest_ns, bound_ns
             )
             if latest_ns < 0:
                 return -1, pool_end
+    return latest_ns, pool_end
+
+
+@inner
+def walk_together(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    machine: Machine,
+    pool: Array,
+    pool_end: int,
+    versions: Versions,
+    operator: int,
+    latest_ns: int,
+    bound_ns: int,
+) -> tuple[int, int]:
+    """Serve the forward tasks of an operator that are alike, all devices being free at the same time.
+
+    Returns as `walk_forward` does.
+    """
+    ready_ns = 0
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        value = graph.slot_value[slot]
+        if value >= 0 and arena[units.value_at[value] + 4] > 0:
+            # One collective makes all of it.
+            ready_ns = max(ready_ns, pool[versions.ready_at[value]])
+    end_ns = compute_everywhere(machine, ready_ns, versions.alike_ns_2O[0, operator], bound_ns)
+    if end_ns < 0:
+        return -1, pool_end
+    for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+        value = graph.output_value[output]
+        unit = units.value_at[value]
+        if arena[unit + 4] > 0:
+            if pool_end + arena[unit] > len(pool):
+                return latest_ns, -1
+            versions.ready_at[value] = pool_end
+            latest_ns = walk_collectives(
+                arena, holds, machine, pool, unit, -1, pool_end, latest_ns, bound_ns, end_ns
+            )
+            if latest_ns < 0:
+                return -1, pool_end
+            pool_end += arena[unit]
     return latest_ns, pool_end
 
 
@@ -2999,6 +3358,7 @@ def walk_gathers(
         for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
             ready_ns = max(ready_ns, machine.free_ns_R[holds.end[place]])
         run_ns = collective_ns(holds, hold, gathers.size_bytes[gather])
+        settle_links(holds, machine)
         end_ns = carry(holds, machine, hold, ready_ns, run_ns, bound_ns)
         if end_ns < 0:
             return -1
@@ -3053,8 +3413,12 @@ def find_ready(
 
 
 @inner
-def save_checkpoint(checkpoints: Checkpoints, number: int, machine: Machine, latest_ns: int) -> None:
+def save_checkpoint(
+    checkpoints: Checkpoints, number: int, holds: Holds, machine: Machine, latest_ns: int
+) -> None:
     """Write a checkpoint of the strategy that is proposed."""
+    settle(machine)
+    settle_links(holds, machine)
     resources, devices = len(machine.free_ns_R), len(machine.debt_ns_D)
     side = 1 - checkpoints.side[number]
     for resource in range(resources):
@@ -3098,13 +3462,17 @@ def walk_gradients(
             if pool[last_at + arena[unit] + collective] != operator:
                 continue
             where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
-            ready_ns = 0
+            ready_ns = walk.gradient_ns_V[value]
             for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
                 ready_ns = max(ready_ns, pool[gradient_at + arena[member_at + member]])
-            end_ns = carry(holds, machine, arena[where + 8], ready_ns, arena[where + 9], bound_ns)
+            end_ns = carry_together(holds, machine, arena[where + 8], ready_ns, arena[where + 9], bound_ns)
             if end_ns < 0:
                 return -1
             latest_ns = max(latest_ns, end_ns)
+            if meeting(arena, unit) == TOGETHER:
+                producer = graph.producer[value]
+                walk.gradients_ns_O[producer] = max(walk.gradients_ns_O[producer], end_ns)
+                continue
             for source in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
                 place = task_at + arena[source_at + source]
                 pool[place] = max(pool[place], end_ns)
@@ -3123,6 +3491,8 @@ def walk_gradients(
             collective = arena[where + 4]
             if collective >= 0 and pool[last_at + arena[unit] + collective] >= 0:
                 continue
+            if machine.owed[HELD] >= 0 or machine.contended:
+                settle_links(holds, machine)
             ready_ns = pool[gradient_at + assembly]
             first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
             for word in range(piece_at + PIECE_STRIDE * first, piece_at + PIECE_STRIDE * last, PIECE_STRIDE):
@@ -3186,11 +3556,14 @@ def walk_operator_backward(
     """Serve the backward tasks of one operator; return the latest end, or -1 beyond the bound."""
     at, active_at, task_at = units.operator_at[operator], versions.active_at[operator], walk.task_at[operator]
     count = arena[at]
+    together_ns = walk.gradients_ns_O[operator]
+    if machine.owed[COMPUTED]:
+        settle(machine)
     for task in range(count):
         if pool[active_at + task]:
             word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
             device = arena[word]
-            ready_ns = max(pool[task_at + task], gathers.blocked_D[device])
+            ready_ns = max(pool[task_at + task], together_ns, gathers.blocked_D[device])
             if gathers.counts[1]:
                 ready_ns = max(ready_ns, gathered_ns(graph, holds, gathers, 1, operator, device))
             end_ns = compute(machine, device, ready_ns, arena[word + 2], bound_ns)
@@ -3198,6 +3571,9 @@ def walk_operator_backward(
                 return -1
             pool[task_at + task] = end_ns
             latest_ns = max(latest_ns, end_ns)
+    machine.owed[EVEN] = 0
+    if versions.alike_ns_2O[1, operator] >= 0:
+        find_even(machine)
     for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
         value, reading = graph.slot_value[slot], graph.slot_reading[slot]
         if value < 0 or not graph.needs_gradient[value] or arena[units.value_at[value] + 4] == 0:
@@ -3214,9 +3590,108 @@ def walk_operator_backward(
 
 
 @inner
+def walk_backward_together(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    machine: Machine,
+    versions: Versions,
+    walk: Walk,
+    operator: int,
+    bound_ns: int,
+) -> int:
+    """Serve the backward tasks of an operator that are alike, all devices being free at the same time.
+
+    Returns their end, or -1 beyond the bound.
+    """
+    run_ns = versions.alike_ns_2O[1, operator]
+    end_ns = compute_everywhere(machine, walk.gradients_ns_O[operator], run_ns, bound_ns)
+    walk.end_ns_O[operator] = end_ns
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        value, reading = graph.slot_value[slot], graph.slot_reading[slot]
+        if (
+            value >= 0
+            and arena[units.value_at[value] + 4] > 0
+            and graph.reading_gradient[graph.reading_ptr[value] + reading]
+        ):
+            walk.gradient_ns_V[value] = max(walk.gradient_ns_V[value], end_ns)
+    return end_ns
+
+
+@inner
 def bucket_ns(holds: Holds, buckets: Buckets, bucket: int) -> int:
     """Return how long a bucket's all-reduce takes."""
     return collective_ns(holds, buckets.hold[bucket], buckets.size_bytes[bucket])
+
+
+@inner
+def find_awaited(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    versions: Versions,
+    walk: Walk,
+    buckets: Buckets,
+    bucket_count: int,
+) -> None:
+    """Find which operators' backward the buckets wait for.
+
+    A device's tasks end one after the other: where the last operator that contributes to a bucket has a backward on
+    each of its devices, that is all that the bucket waits for.
+    """
+    for position in range(bucket_count):
+        bucket = buckets.order[position]
+        last = buckets.entry_weight[buckets.last_entry[bucket]]
+        close = -1
+        for user in range(graph.weight_ptr[last], graph.weight_ptr[last + 1]):
+            if versions.operator_active[graph.weight_user[user]]:
+                close = graph.weight_user[user]
+                break
+        covers = versions.alike_ns_2O[1, close] >= 0
+        if not covers:
+            at, active_at = units.operator_at[close], versions.active_at[close]
+            for task in range(arena[at]):
+                if pool[active_at + task]:
+                    walk.member_D[arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]] = position
+            hold = buckets.hold[bucket]
+            covers = True
+            for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+                covers = covers and walk.member_D[holds.end[place]] == position
+        walk.close_B[position] = close if covers else -1
+        if covers:
+            walk.is_awaited_O[close] = 1
+            continue
+        entry = buckets.first_entry[bucket]
+        while entry >= 0:
+            weight = buckets.entry_weight[entry]
+            for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+                walk.is_awaited_O[graph.weight_user[user]] = 1
+            entry = buckets.entry_next[entry]
+    walk.member_D[:] = -1
+
+
+@inner
+def ended_ns(
+    units: Units,
+    arena: Array,
+    pool: Array,
+    versions: Versions,
+    walk: Walk,
+    operator: int,
+    position: int,
+) -> int:
+    """Return when an operator's backward has ended on the members of the bucket at hand."""
+    if walk.end_ns_O[operator] >= 0:
+        return int(walk.end_ns_O[operator])
+    ready_ns = 0
+    at, active_at = units.operator_at[operator], versions.active_at[operator]
+    for task in range(arena[at]):
+        device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
+        if pool[active_at + task] and walk.member_D[device] == position:
+            ready_ns = max(ready_ns, pool[walk.task_at[operator] + task])
+    return ready_ns
 
 
 @inner
@@ -3243,18 +3718,18 @@ def walk_bucket(
         walk.member_D[device] = position
         if buckets.sharing[bucket]:
             ready_ns = max(ready_ns, gathers.reduced_D[device])
-    entry = buckets.first_entry[bucket]
-    while entry >= 0:
-        weight = buckets.entry_weight[entry]
-        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
-            operator = graph.weight_user[user]
-            at, active_at = units.operator_at[operator], versions.active_at[operator]
-            for task in range(arena[at]):
-                device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
-                if pool[active_at + task] and walk.member_D[device] == position:
-                    ready_ns = max(ready_ns, pool[walk.task_at[operator] + task])
-        entry = buckets.entry_next[entry]
-    end_ns = carry(holds, machine, hold, ready_ns, bucket_ns(holds, buckets, bucket), bound_ns)
+    close = walk.close_B[position]
+    if close >= 0:
+        ready_ns = max(ready_ns, ended_ns(units, arena, pool, versions, walk, close, position))
+    else:
+        entry = buckets.first_entry[bucket]
+        while entry >= 0:
+            weight = buckets.entry_weight[entry]
+            for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+                operator = graph.weight_user[user]
+                ready_ns = max(ready_ns, ended_ns(units, arena, pool, versions, walk, operator, position))
+            entry = buckets.entry_next[entry]
+    end_ns = carry_together(holds, machine, hold, ready_ns, bucket_ns(holds, buckets, bucket), bound_ns)
     for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
         device = holds.end[place]
         walk.sync_end_D[device] = max(walk.sync_end_D[device], end_ns)
@@ -3279,6 +3754,7 @@ def walk_backward(
     groups: Groups,
     gathers: Gathers,
     bucket_count: int,
+    folds: int,
     latest_ns: int,
     bound_ns: int,
 ) -> int:
@@ -3286,10 +3762,14 @@ def walk_backward(
 
     A backward task waits for its own forward, and for readers on its device, by the device alone.
     """
+    find_awaited(graph, units, arena, holds, pool, versions, walk, buckets, bucket_count)
     place = pool_end
     for operator in range(len(units.operator_at)):
         walk.task_at[operator] = place
-        place += arena[units.operator_at[operator]]
+        if versions.operator_active[operator] and not (
+            folds and versions.meets_2O[1, operator] == APART and not walk.is_awaited_O[operator]
+        ):
+            place += arena[units.operator_at[operator]]
     for value in range(graph.value_count):
         walk.gradient_at[value] = place
         if graph.needs_gradient[value] and arena[units.value_at[value] + 4] > 0:
@@ -3305,6 +3785,8 @@ def walk_backward(
             if latest_ns < 0:
                 return -1
         if groups.first_O[operator] >= 0:
+            settle(machine)
+            machine.owed[EVEN] = 0
             latest_ns = walk_again(
                 graph,
                 units,
@@ -3321,28 +3803,34 @@ def walk_backward(
             )
             if latest_ns < 0:
                 return -1
-        if versions.operator_active[operator]:
-            latest_ns = walk_operator_backward(
-                graph,
-                units,
-                arena,
-                holds,
-                machine,
-                pool,
-                versions,
-                walk,
-                gathers,
-                operator,
-                latest_ns,
-                bound_ns,
-            )
+        meets, alike_ns = versions.meets_2O[1, operator], versions.alike_ns_2O[1, operator]
+        if not versions.operator_active[operator]:
+            pass
+        elif folds and meets == APART and not walk.is_awaited_O[operator]:
+            at, active_at = units.operator_at[operator], versions.active_at[operator]
+            if alike_ns >= 0:
+                owe(machine.owed, alike_ns)
+            else:
+                compute_apart(machine, arena, at, 2, pool, active_at)
+        else:
+            if folds and meets <= TOGETHER and alike_ns >= 0 and machine.owed[EVEN]:
+                end_ns = walk_backward_together(
+                    graph, units, arena, machine, versions, walk, operator, bound_ns
+                )
+                latest_ns = end_ns if end_ns < 0 else latest_ns
+            else:
+                latest_ns = walk_operator_backward(
+                    graph, units, arena, holds, machine, pool, versions, walk, gathers, operator, latest_ns,
+                    bound_ns,
+                )  # fmt: skip
             if latest_ns < 0:
                 return -1
-            latest_ns = walk_gradients(
-                graph, units, arena, holds, machine, pool, versions, walk, operator, latest_ns, bound_ns
-            )
-            if latest_ns < 0:
-                return -1
+            if meets != APART:
+                latest_ns = walk_gradients(
+                    graph, units, arena, holds, machine, pool, versions, walk, operator, latest_ns, bound_ns
+                )
+                if latest_ns < 0:
+                    return -1
         while position < bucket_count and buckets.after[buckets.order[position]] == operator:
             end_ns = walk_bucket(
                 graph,
@@ -3384,8 +3872,9 @@ def walk_end(
 ) -> int:
     """Serve what renews buffers, the updates, and the gathers of updated shares.
 
-    Returns the latest end, -1 beyond the bound, -2 without room.
+    Returns the end of all, -1 beyond the bound, -2 without room.
     """
+    settle(machine)
     last = graph.value_count + graph.buffer_count
     for value in range(graph.value_count, last):
         if pool_end + arena[units.value_at[value]] > len(pool):
@@ -3393,6 +3882,8 @@ def walk_end(
     # Nobody waits for a renewed buffer: what is written from `pool_end` on is not read.
     for value in range(graph.value_count, last):
         unit, ends_at = units.value_at[value], versions.ends_at[graph.producer[value]]
+        if arena[unit + VALUE_COLLECTIVES] == 0:
+            continue
         latest_ns = walk_collectives(
             arena, holds, machine, pool, unit, ends_at, pool_end, latest_ns, bound_ns
         )
@@ -3400,6 +3891,8 @@ def walk_end(
             return -1
     for value in range(graph.value_count, last):
         unit, ends_at = units.value_at[value], versions.ends_at[graph.producer[value]]
+        if arena[unit + 8] == 0:
+            continue
         latest_ns = walk_transfers(arena, holds, machine, pool, unit, ends_at, pool_end, latest_ns, bound_ns)
         if latest_ns < 0:
             return -1
@@ -3421,14 +3914,18 @@ def walk_end(
                 # The update is the last that the device computes.
                 ready_ns = max(ready_ns, machine.free_ns_R[device])
         run_ns = collective_ns(holds, hold, buckets.size_bytes[bucket])
+        settle_links(holds, machine)
         end_ns = carry(holds, machine, hold, ready_ns, run_ns, bound_ns)
         if end_ns < 0:
             return -1
         latest_ns = max(latest_ns, end_ns)
-    return latest_ns
+    # When tasks end that were not asked for: a device is free after its last one.
+    for device in range(len(update_ns_D)):
+        latest_ns = max(latest_ns, machine.free_ns_R[device])
+    return latest_ns if latest_ns <= bound_ns else -1
 
 
-@entry
+@section
 def walk_program_order(
     graph: GraphArrays,
     units: Units,
@@ -3442,10 +3939,12 @@ def walk_program_order(
     groups: Groups,
     gathers: Gathers,
     bucket_count: int,
-    update_ns_D: Array,
+    update_s_D: Array,
     keeps_ends: Array,
     checkpoints: Checkpoints,
     number: int,
+    folds: int,
+    saves: int,
     bound_ns: int,
 ) -> tuple[int, int]:
     """Simulate in program order without a task graph, from a checkpoint on; the same makespan as of the task graph.
@@ -3458,8 +3957,13 @@ def walk_program_order(
     row = checkpoints.row[number, checkpoints.side[number]]
     latest_ns = row[2 * resources + devices]
     total_ns_R = versions.load_ns_R.copy()
+    # Where devices wait for gathers or for sums of others before them, every task is served by itself.
+    if gathers.counts[1]:
+        folds = 0
     for position in range(bucket_count):
         bucket = buckets.order[position]
+        if buckets.sharing[bucket]:
+            folds = 0
         add_load(holds, buckets.hold[bucket], bucket_ns(holds, buckets, bucket), total_ns_R)
         if buckets.sharing[bucket] == SHARED_UPDATE:
             hold = buckets.gather[bucket]
@@ -3469,17 +3973,26 @@ def walk_program_order(
         add_load(holds, hold, collective_ns(holds, hold, gathers.size_bytes[gather]), total_ns_R)
     gathers.blocked_D[:] = 0
     gathers.reduced_D[:] = 0
+    update_ns_D = np.zeros(devices, np.int64)
     for device in range(devices):
         if versions.elements_D[device]:
+            # The same expression as `search.costs.nanoseconds`.
+            update_ns_D[device] = int(versions.elements_D[device] * update_s_D[device] * 1e9 + 0.5)
             total_ns_R[device] += update_ns_D[device]
+    contended = False
+    for device in range(devices):
+        contended = contended or contention_ppm_D[device] > 0
     machine = Machine(
         row[:resources].copy(),
         row[resources : resources + devices].copy(),
         total_ns_R - row[resources + devices : 2 * resources + devices],
         total_ns_R,
         contention_ppm_D,
-        contention_ppm_D.max() > 0,
+        contended,
+        np.zeros(HELD_LEFT + 1, np.int64),
     )
+    machine.owed[HELD] = -1
+    find_even(machine)
     for resource in range(resources):
         if machine.free_ns_R[resource] > bound_ns - machine.left_ns_R[resource]:
             return -1, pool_end
@@ -3489,25 +4002,32 @@ def walk_program_order(
         np.full(devices, -1, np.int64),
         np.empty(operators, np.int64),
         np.empty(graph.value_count, np.int64),
+        np.zeros(operators, np.int64),
+        np.zeros(graph.value_count, np.int64),
+        np.full(operators, -1, np.int64),
+        np.zeros(operators, np.int64),
+        np.empty(bucket_count, np.int64),
     )
+    # A stride beyond all places: no checkpoint.
+    none = Checkpoints(checkpoints.row, checkpoints.side, operators + 1)
     latest_ns, pool_end = walk_forward(
-        graph, units, arena, holds, machine, pool, pool_end, versions, gathers, keeps_ends, checkpoints,
-        number * checkpoints.stride, graph.loss_operators, latest_ns, bound_ns,
+        graph, units, arena, holds, machine, pool, pool_end, versions, gathers, keeps_ends,
+        checkpoints if saves else none,
+        number * checkpoints.stride, graph.loss_operators, folds, latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0 or pool_end < 0:
         return -1 if latest_ns < 0 else -2, pool_end
     kept_end = pool_end
     latest_ns = walk_backward(
         graph, units, arena, holds, machine, pool, pool_end, versions, walk, buckets, groups, gathers,
-        bucket_count, latest_ns, bound_ns,
+        bucket_count, folds, latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0:
         return latest_ns, kept_end
-    # What the backward wrote is overwritten. No checkpoint is in this part: the stride is beyond all places.
+    # What the backward wrote is overwritten.
     latest_ns, pool_end = walk_forward(
-        graph, units, arena, holds, machine, pool, pool_end, versions, gathers, keeps_ends,
-        Checkpoints(checkpoints.row, checkpoints.side, operators + 1),
-        graph.loss_operators, operators, latest_ns, bound_ns,
+        graph, units, arena, holds, machine, pool, pool_end, versions, gathers, keeps_ends, none,
+        graph.loss_operators, operators, folds, latest_ns, bound_ns,
     )  # fmt: skip
     if latest_ns < 0 or pool_end < 0:
         return -1 if latest_ns < 0 else -2, kept_end
@@ -3516,6 +4036,61 @@ def walk_program_order(
         latest_ns, bound_ns,
     )  # fmt: skip
     return latest_ns, pool_end
+
+
+@entry
+def evaluate_program_order(
+    graph: GraphArrays,
+    old_units: Units,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    pool_end: int,
+    old: Versions,
+    new: Versions,
+    buckets: Buckets,
+    groups: Groups,
+    gathers: Gathers,
+    machines: Machines,
+    place_of: Array,
+    keeps_ends: Array,
+    checkpoints: Checkpoints,
+    bucket_bytes: int,
+    state_tensors: int,
+    everything: int,
+    folds: int,
+    saves: int,
+    bound_ns: int,
+) -> tuple[int, int, int, int]:
+    """Make `new` that of the strategy that has `units` from `old`, and simulate it in program order.
+
+    folds: what devices do alike is served together. saves: checkpoints, without which it cannot be accepted.
+
+    Returns the makespan, -1 beyond the bound, -2 where the pool is too short, -3 where the buckets are, -4 where the
+    gathers are; the pool's new end; the number of the checkpoint that it was simulated from; and the bytes beyond the
+    devices' memories.
+    """
+    pool_end, first = prepare(
+        graph, old_units, units, arena, holds, pool, pool_end, old, new, buckets, groups, gathers, bucket_bytes,
+        state_tensors, place_of, keeps_ends, everything,
+    )  # fmt: skip
+    if pool_end < 0:
+        return pool_end, 0, 0, 0
+    number = first // checkpoints.stride
+    makespan_ns, pool_end = walk_program_order(
+        graph, units, arena, holds, machines.contention_ppm_D, pool, pool_end, new, buckets, groups, gathers,
+        buckets.counts[0], machines.update_s_D, keeps_ends, checkpoints, number, folds, saves,
+        bound_ns,
+    )  # fmt: skip
+    if makespan_ns < 0:
+        return makespan_ns, pool_end, number, 0
+    peak_D = new.memory_D.copy()
+    add_again(new.again_2GD, peak_D)
+    excess_bytes = 0
+    for device in range(len(peak_D)):
+        excess_bytes += max(peak_D[device] - machines.capacity_bytes_D[device], 0)
+    return makespan_ns, pool_end, number, excess_bytes
 
 
 @inner
@@ -3542,7 +4117,7 @@ def compact(
     for operator in range(len(units.operator_at)):
         count = arena[units.operator_at[operator]]
         end = move_words(versions.active_at, operator, count, pool, target, end)
-        if keeps_ends[operator]:
+        if keeps_ends[operator] and versions.meets_2O[0, operator] == SCATTERED:
             end = move_words(versions.ends_at, operator, count, pool, target, end)
     for value in range(graph.value_count):
         unit = units.value_at[value]

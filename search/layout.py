@@ -186,7 +186,7 @@ class Layout:
                 len(self._buckets.hold), len(self._buckets.entry_weight), 2 * len(holds.origin)
             )
         while not kernels.fill_buckets(
-            wiring, units, arena, self.scratch, self._buckets, self.builder.bucket_bytes
+            wiring, units, arena, self.scratch.operator_active, self._buckets, self.builder.bucket_bytes
         ):
             self._buckets = new_buckets(
                 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight), len(self._buckets.filling)
@@ -323,6 +323,7 @@ def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
         order=np.zeros(buckets, np.int64),
         sharing=np.zeros(buckets, np.int64),
         gather=np.zeros(buckets, np.int64),
+        counts=np.zeros(2, np.int64),
     )
 
 
@@ -366,5 +367,5 @@ def _new_scratch(layout: Layout, tasks: int, assemblies: int, collectives: int) 
         elements_D=np.zeros(devices, np.int64),
         memory_D=np.zeros(devices, np.int64),
         again_2GD=_new_again(layout),
-        counts=np.zeros(4, np.int64),
+        counts=np.zeros(2, np.int64),
     )

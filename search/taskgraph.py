@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -235,8 +236,6 @@ class TaskGraphBuilder:
             [topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64
         )
         self.costs = costs
-        self._update_s_D: IntArray | None = None
-        self._update_origin_D: IntArray | None = None
         self._find_touched()
 
     def _find_touched(self) -> None:
@@ -254,16 +253,24 @@ class TaskGraphBuilder:
 
     def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
         """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
-        if self._update_s_D is None or self._update_origin_D is None:
-            optimizer, dtype = self.training.optimizer, self.graph.weight_dtype
-            found = [
-                self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices
-            ]
-            self._update_s_D = np.array([seconds for seconds, _ in found], np.float64)
-            self._update_origin_D = np.array([origin for _, origin in found], np.int64)
+        seconds_D, origin_D = self._update_costs
         # The same expression as `search.costs.nanoseconds`.
-        run_ns_D = (elements_D * self._update_s_D * 1e9 + 0.5).astype(np.int64)
-        return run_ns_D, np.where(elements_D > 0, self._update_origin_D, 0)
+        run_ns_D = (elements_D * seconds_D * 1e9 + 0.5).astype(np.int64)
+        return run_ns_D, np.where(elements_D > 0, origin_D, 0)
+
+    @property
+    def update_s_D(self) -> IntArray:  # noqa: N802 - the shape suffix
+        """Seconds in which each device updates one element."""
+        return self._update_costs[0]
+
+    @cached_property
+    def _update_costs(self) -> tuple[IntArray, IntArray]:
+        optimizer, dtype = self.training.optimizer, self.graph.weight_dtype
+        found = [self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices]
+        return (
+            np.array([seconds for seconds, _ in found], np.float64),
+            np.array([origin for _, origin in found], np.int64),
+        )
 
     def layout(self, strategy: Strategy) -> Layout:
         """Return a layout of a validated strategy."""

@@ -19,13 +19,15 @@ class Measurement(TypedDict):
 class Result(TypedDict):
     """The outcome of one benchmark; `conditions` says under which counts and sizes it was measured.
 
-    table: rows of equal columns, as text, where the figures are many of a kind.
+    table: rows of equal columns, as text, where the figures are many of a kind. parts: as many more, of what these
+        consist of.
     """
 
     benchmark: str
     conditions: dict[str, str | int | float]
     measurements: list[Measurement]
     table: NotRequired[list[dict[str, str]]]
+    parts: NotRequired[list[dict[str, str]]]
 
 
 def measurement(
@@ -66,8 +68,9 @@ def show(result: Result, console: Console) -> None:
             measured["name"], f"{measured['value']:.4g} {measured['unit']}", target_text(measured), met
         )
     console.print(table)
-    if result.get("table"):
-        _show_rows(result["table"], console)
+    for rows in (result.get("table"), result.get("parts")):
+        if rows:
+            _show_rows(rows, console)
 
 
 def _show_rows(rows: list[dict[str, str]], console: Console) -> None:

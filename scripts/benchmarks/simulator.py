@@ -2,9 +2,10 @@
 
 Of every network and number of devices: how long a simulation from scratch takes (task graph included), and what a
 proposal takes in a chain, drawing and deriving included, and how many times as long the same proposals take when each
-is simulated in full. The chain begins at data parallelism, or at 200 random moves away from it; how long a step of that
-start is in each order is there too. Moves are those of one group (`search.moves.ONE_GROUP`): a proposal is what others
-call one. Costs are estimates for the devices of the topology p100-cluster.
+is simulated in full; and what a proposal takes without each of the mechanisms that save time. The chain begins at data
+parallelism, or at 200 random moves away from it; how long a step of that start is in each order is there too. Moves are
+those of one group (`search.moves.ONE_GROUP`): a proposal is what others call one. Costs are estimates for the devices
+of the topology p100-cluster.
 """
 
 from __future__ import annotations
@@ -57,6 +58,14 @@ TARGETS_US = {
     ("resnet101", 64, "data parallel"): 45.0,
 }
 SPEEDUP = 10.0
+# Columns of the second table: what is turned off of `search.delta.Mechanisms`.
+MECHANISMS = {
+    "all": None,
+    "no restart": "restart",
+    "no bound": "bound",
+    "no part first": "relaxation",
+    "no folding": "folding",
+}
 # What is timed of a row, after as much again that warms the memo up, in seconds and at least so many proposals.
 SECONDS, LEAST_PROPOSALS = 4.0, 20
 PROBE_SECONDS = 2.0
@@ -82,6 +91,8 @@ class Row:
     steps_ms: Mapping[Order, float]
     fifo_us: float
     priority_us: float
+    # The same proposals, see `without_one`.
+    without_us: Mapping[str, float]
 
 
 class Datasheet:
@@ -143,6 +154,7 @@ def run(*, quick: bool) -> Result:
         },
         measurements=[one for row in rows for one in _measurements(row)],
         table=[_cells(row) for row in rows],
+        parts=[_parts(row) for row in rows],
     )
 
 
@@ -181,14 +193,25 @@ def builder_of(graph: OperatorGraph, device_count: int) -> TaskGraphBuilder:
     return TaskGraphBuilder(graph, topology, CostTable(Datasheet(topology.kinds)), Training(64))
 
 
-def chain_of(builder: TaskGraphBuilder, strategy: Strategy, order: Order, *, in_full: bool = False) -> Chain:
-    """Return a chain of endless budget from a strategy."""
+def chain_of(
+    builder: TaskGraphBuilder,
+    strategy: Strategy,
+    order: Order,
+    *,
+    in_full: bool = False,
+    without: str | None = None,
+) -> Chain:
+    """Return a chain of endless budget from a strategy; `without`: one of `search.delta.Mechanisms`."""
     import numpy as np
 
+    from search.delta import Delta, Mechanisms
     from search.mcmc import SearchOptions, start_chain
 
     options = SearchOptions(proposals=10**12, chains=1, order=order)
-    return start_chain(builder, 0, "", strategy, np.random.default_rng(2), options, in_full=in_full)
+    chain = start_chain(builder, 0, "", strategy, np.random.default_rng(2), options, in_full=in_full)
+    if without is not None:
+        chain.evaluation = Delta(builder.layout(strategy), Mechanisms(**{without: False}))
+    return chain
 
 
 def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
@@ -247,7 +270,35 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
         steps_ms=steps_ms,
         fifo_us=statistics.fmean(fifo_s) * 1e6,
         priority_us=statistics.fmean(priority_s) * 1e6,
+        without_us=without_one(graph, device_count, strategy, moves),
     )
+
+
+def without_one(
+    graph: OperatorGraph, device_count: int, strategy: Strategy, moves: Moves
+) -> dict[str, float]:
+    """Return the mean microseconds of a proposal with all mechanisms, and without each of them.
+
+    The chains make the same proposals, one after the other: what else the machine does slows all of them.
+    """
+    steps = {
+        name: stepping(
+            chain_of(builder_of(graph, device_count), strategy, "program", without=MECHANISMS[name]), moves
+        )
+        for name in MECHANISMS
+    }
+    times_s: dict[str, list[float]] = {name: [] for name in steps}
+
+    def turn() -> None:
+        for name, step in steps.items():
+            times_s[name] += _timed(step, 0.0, 1)
+
+    seconds = len(steps) * PROBE_SECONDS
+    _timed(turn, seconds, LEAST_PROPOSALS)
+    for times in times_s.values():
+        times.clear()
+    _timed(turn, seconds, LEAST_PROPOSALS)
+    return {name: statistics.fmean(times) * 1e6 for name, times in times_s.items()}
 
 
 def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
@@ -304,4 +355,13 @@ def _cells(row: Row) -> dict[str, str]:
         **{f"{order} ms": f"{step_ms:,.2f}" for order, step_ms in row.steps_ms.items()},
         "fifo us": f"{row.fifo_us:,.0f}",
         "priority us": f"{row.priority_us:,.0f}",
+    }
+
+
+def _parts(row: Row) -> dict[str, str]:
+    return {
+        "network": row.network,
+        "devices": str(row.devices),
+        "start": row.start,
+        **{f"{name} us": f"{mean_us:,.0f}" for name, mean_us in row.without_us.items()},
     }

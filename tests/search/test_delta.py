@@ -15,7 +15,7 @@ from graph.topology import Topology, load_topology
 from graph.training import Training
 from search.baselines import data_parallel
 from search.costs import CostTable
-from search.delta import Delta
+from search.delta import Delta, Mechanisms
 from search.evaluation import NEVER_NS, Evaluation, Full, Outcome
 from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
 from search.moves import Moves, MoveShares
@@ -262,6 +262,28 @@ def test_a_long_chain_makes_the_proposals_of_one_that_simulates_in_full(
     name: str, nodes: int, order: Order, proposals: int
 ) -> None:
     check_same_walk(imported(name), load_topology("p100-cluster", nodes), order, proposals)
+
+
+@pytest.mark.parametrize("name", ["restart", "bound", "relaxation", "folding"])
+@pytest.mark.parametrize("contention", [0.0, 0.3])
+def test_no_mechanism_changes_a_result(name: str, contention: float) -> None:
+    """From data parallelism: there, most of what devices do they do alike, and folding has most to do."""
+    graph = GRAPHS["statistics"]
+    builder = builder_of(graph, devices(4, contention=contention))
+    start = data_parallel(graph, 4)
+    ways = [Delta(builder.layout(start)), Delta(builder.layout(start), Mechanisms(**{name: False}))]
+    assert ways[0].current() == ways[1].current() == Full(builder.layout(start), "program").current()
+    moves, rng = Moves(graph, 4, FAR), np.random.default_rng(3)
+    for _ in range(150):
+        changed = moves.propose(ways[0].configurations, rng).changed
+        bound_ns = int(rng.choice([0.9, 1.0, 1.1, 2.0]) * ways[0].current().step_time_ns)
+        expected, found = (one.propose(changed, bound_ns) for one in ways)
+        assert found == expected
+        for one in ways:
+            if found is not None:
+                one.accept()
+            else:
+                one.reject()
 
 
 def test_an_emptied_arena_changes_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
