@@ -289,9 +289,13 @@ def without_one(
     }
     times_s: dict[str, list[float]] = {name: [] for name in steps}
 
+    order = list(steps)
+
     def turn() -> None:
-        for name, step in steps.items():
-            times_s[name] += _timed(step, 0.0, 1)
+        # The first to meet a local call finds it out for all of them.
+        order.append(order.pop(0))
+        for name in order:
+            times_s[name] += _timed(steps[name], 0.0, 1)
 
     seconds = len(steps) * PROBE_SECONDS
     _timed(turn, seconds, LEAST_PROPOSALS)
