@@ -84,7 +84,10 @@ WORKERS_PAY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best strategy of all chains (the first of equals) and how it was found. `seconds`: of the search."""
+    """The best strategy of all chains and how it was found. `seconds`: of the search.
+
+    Of equals it is one that a chain began at, if there is any, and else the first.
+    """
 
     strategy: Strategy
     step_time_s: float
@@ -185,7 +188,8 @@ def search(
 
 
 def _best(chains: Sequence[Chain]) -> Chain:
-    return min(chains, key=lambda chain: chain.best.outcome)
+    """Return the chain with the best strategy; of equals the first whose best is its start, a baseline mostly."""
+    return min(chains, key=lambda chain: (chain.best.outcome, chain.best.found_at > 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ stay; one that comes after is told of the merged chunk. The operating system tak
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ def shared(folder: Path) -> Iterator[None]:
         return
     try:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            _lock(descriptor)
         yield
     finally:
         _release(descriptor)
@@ -62,7 +61,7 @@ def _can_be_had_alone(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor, alone=True)
     except OSError:
         return False
     finally:
@@ -70,8 +69,23 @@ def _can_be_had_alone(folder: Path) -> bool:
     return True
 
 
+def _lock(descriptor: int, *, alone: bool = False) -> None:
+    """Lock an open file with others, for which it waits, or at once alone.
+
+    Raises:
+        OSError: the file system has no locks, or the operating system has none of this kind, or somebody holds it.
+    """
+    try:
+        import fcntl
+    except ImportError as error:
+        raise OSError("no flock here") from error
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+
+
 def _release(descriptor: int) -> None:
     # Not by closing alone: a process that was forked meanwhile has the same lock.
-    with suppress(OSError):
+    with suppress(OSError, ImportError):
+        import fcntl
+
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
