@@ -5,9 +5,11 @@ Commands import what they need when they run, so that `app --help` answers at on
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -111,5 +113,30 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def command() -> None:
+    """Run the command line, and end the process with it.
+
+    Without the interpreter's own end, where nobody waits for it: it takes a second with torch, and gives nothing back
+    that the operating system does not.
+    """
+    try:
+        main()
+    except SystemExit as stop:
+        if not isinstance(stop.code, int) or threading.active_count() > 1 or _is_watched():
+            raise
+        atexit._run_exitfuncs()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:  # nobody reads on: Python says so as ever
+            raise stop from None
+        os._exit(stop.code)
+
+
+def _is_watched() -> bool:
+    """Return whether a profiler or a debugger wants to see the end."""
+    return sys.getprofile() is not None or sys.gettrace() is not None
+
+
 if __name__ == "__main__":
-    main()
+    command()

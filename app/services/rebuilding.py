@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from app.db import chunks
+from app.db.columns import numbers, view
 from app.db.reading import reading
 from app.db.records import GraphRecord, SearchRecord, StrategyRecord
 from app.db.rows import ADDED_COLUMNS
@@ -90,7 +93,7 @@ class TraceReader:
 
     def next_code(self) -> int:
         """Return a code above those of all configurations; where several processes gave them, some have none."""
-        found = self._table(self._paths["configurations"], ["configuration"])["configuration"].to_numpy()
+        found = view(self._table(self._paths["configurations"], ["configuration"])["configuration"])
         return int(found.max()) + 1 if len(found) else 0
 
     def starts(self, chain: int) -> dict[int, int]:
@@ -258,7 +261,7 @@ class TraceReader:
                 f"{self._folder} from a copy"
             ) from None
         if not tables:
-            return pa.table({name: pa.array([], pa.int64()) for name in columns or []})
+            return pa.table({name: numbers(np.empty(0), pa.int64()) for name in columns or []})
         table = pa.concat_tables(tables, promote_options="default")
         for name in columns or []:
             if name not in table.column_names:
