@@ -10,6 +10,7 @@ Source: Megatron-LM (arXiv:1909.08053) section 3 for the all-reduce in place; gr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,6 +83,10 @@ def is_heavy(graph: OperatorGraph, operator: Operator) -> bool:
     return points > max(spec.elements for spec in specs)
 
 
+# The graph that was asked for last, and its groups: every baseline of a graph asks.
+_latest: tuple[weakref.ref[OperatorGraph], tuple[Group, ...]] | None = None
+
+
 def find_groups(graph: OperatorGraph) -> tuple[Group, ...]:
     """Return the groups in topological order of their heads; every operator is in exactly one.
 
@@ -89,6 +94,13 @@ def find_groups(graph: OperatorGraph) -> tuple[Group, ...]:
     operator comes before (constants, views of weights) follows its first reader instead; one that nobody reads
     (a counter among the buffers) runs whole beside the head before it.
     """
+    global _latest
+    if _latest is None or _latest[0]() is not graph:
+        _latest = weakref.ref(graph), _groups_of(graph)
+    return _latest[1]
+
+
+def _groups_of(graph: OperatorGraph) -> tuple[Group, ...]:
     heads = [index for index, operator in enumerate(graph.operators) if is_heavy(graph, operator)]
     heads = heads if heads else [0]
     placed = {index: (index, _own_axes(graph, index)) for index in heads}

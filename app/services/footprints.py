@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
 from graph.strategy import Sharding
+from search.collector import paused
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -30,6 +31,7 @@ NEXT_TO_NOTHING = 0.002
 """The part of what a device makes, holds and sends by which devices that share a walk may differ."""
 
 
+@paused()
 def footprints(
     graph: OperatorGraph,
     strategy: Strategy,
@@ -63,15 +65,17 @@ def footprints(
     return tuple(walked[key] for key in keys)
 
 
-def shares(plan: Plan, count: int) -> tuple[tuple[object, ...], ...]:
+def shares(plan: Plan, count: int) -> tuple[tuple[int, ...], ...]:
     """Return, for each of `count` devices, what tells its part of a plan from others': equal ones take equal memory."""
-    found: list[list[tuple[int, object]]] = [[] for _ in range(count)]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    # Few are distinct: numbers of them take a tenth of the memory.
+    numbers: dict[object, int] = {}
     for device, size_bytes, what in _entries(plan):
-        found[device].append((size_bytes, what))
+        found[device].append((size_bytes, numbers.setdefault(what, len(numbers))))
     return tuple(_weighty(one) for one in found)
 
 
-def _weighty(entries: Sequence[tuple[int, object]]) -> tuple[object, ...]:
+def _weighty(entries: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return the entries but for the smallest, which together are next to nothing: a scalar of the loss, say."""
     sizes = sorted(size for size, _ in entries)
     nothing = sum(sizes) * NEXT_TO_NOTHING
@@ -87,9 +91,18 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
         zip(plan.graph.operators, plan.strategy.configurations, strict=True)
     ):
         calls = local_calls(plan.graph, operator, configuration.degrees)
+        # Equal calls are one object, as a rule; those that read and make the same have one number.
+        numbers: dict[object, int] = {}
+        of_call = {
+            id(call): (
+                sum(spec.size_bytes for spec in call.outputs),
+                numbers.setdefault((call.inputs, call.outputs), len(numbers)),
+            )
+            for call in {id(call): call for call in calls}.values()
+        }
         for device, call, active in zip(configuration.devices, calls, plan.active[index], strict=True):
-            made = sum(spec.size_bytes for spec in call.outputs)
-            yield device, made, (index, call.inputs, call.outputs, active)
+            made, number = of_call[id(call)]
+            yield device, made, (index, number, active)
     sizes = {value.name: value.spec.item_bytes for value in plan.graph.values}
     for name, held in plan.held.items():
         for device, region in held.items():
