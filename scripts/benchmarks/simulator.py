@@ -4,8 +4,9 @@ Of every network and number of devices: how long a simulation from scratch takes
 proposal takes in a chain, drawing and deriving included, and how many times as long the same proposals take when each
 is simulated in full; and what a proposal takes without each of the mechanisms that save time. The chain begins at data
 parallelism, or at 200 random moves away from it; how long a step of that start is in each order is there too. Moves are
-those of one group (`search.moves.ONE_GROUP`): a proposal is what others call one. Costs are estimates for the devices
-of the topology p100-cluster.
+those of one group (`search.moves.ONE_GROUP`): a proposal is what others call one. On 64 devices the same is said of a
+whole search as `app search` makes it, of chains from its own starts with all its moves. Costs are estimates for the
+devices of the topology p100-cluster.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ TARGETS_US = {
     ("resnet101", 64, "data parallel"): 45.0,
 }
 SPEEDUP = 10.0
+# A whole search, of so many proposals in each of its chains.
+WHOLE_DEVICES, WHOLE_NETWORKS, WHOLE_PROPOSALS = 64, ("inception", "resnet101"), 1_000
 # Columns of the second table: what is turned off of `search.delta.Mechanisms`.
 MECHANISMS = {
     "all": None,
@@ -138,12 +141,15 @@ class Datasheet:
 def run(*, quick: bool) -> Result:
     """Measure every row; in quick mode two small ones."""
     rows: list[Row] = []
+    whole: list[Measurement] = []
     for name in NETWORKS:
         wanted = [count for count in DEVICES if not quick or (name, count) in QUICK]
         graph = imported(name) if wanted else None
         for count in wanted:
             if graph is not None:
                 rows += [measured(name, graph, count, start) for start in STARTS if fits(name, count, start)]
+        if graph is not None and name in WHOLE_NETWORKS and not quick:
+            whole += _whole_search(name, graph)
     return Result(
         benchmark="simulator",
         conditions={
@@ -152,7 +158,7 @@ def run(*, quick: bool) -> Result:
             "moves": "of one group",
             "order": "program",
         },
-        measurements=[one for row in rows for one in _measurements(row)],
+        measurements=[*(one for row in rows for one in _measurements(row)), *whole],
         table=[_cells(row) for row in rows],
         parts=[_parts(row) for row in rows],
     )
@@ -303,6 +309,41 @@ def without_one(
         times.clear()
     _timed(turn, seconds, LEAST_PROPOSALS)
     return {name: statistics.fmean(times) * 1e6 for name, times in times_s.items()}
+
+
+def _whole_search(name: str, graph: OperatorGraph) -> list[Measurement]:
+    """Say how many times as long the chains of a search take where every proposal is simulated in full."""
+    import numpy as np
+
+    from scripts.benchmarks.moves import started as started_at_random
+    from search.baselines import starting_baselines
+    from search.collector import leaving_alone_what_is_there
+    from search.mcmc import SearchOptions, start_chain
+    from search.moves import Moves, shares_for
+
+    moves = Moves(graph, WHOLE_DEVICES, shares_for(WHOLE_DEVICES))
+    starts = [one.strategy for one in starting_baselines(graph, WHOLE_DEVICES)]
+    starts = [*starts, started_at_random(moves, "random", np.random.default_rng(1))][: SearchOptions().chains]
+
+    def seconds(*, in_full: bool) -> float:
+        builder = builder_of(graph, WHOLE_DEVICES)
+        began = time.perf_counter()
+        with leaving_alone_what_is_there():
+            for number, strategy in enumerate(starts):
+                rng, options = np.random.default_rng(number), SearchOptions(proposals=10**12)
+                chain = start_chain(builder, number, "", strategy, rng, options, in_full=in_full)
+                _timed(stepping(chain, moves), 0.0, WHOLE_PROPOSALS)
+        return time.perf_counter() - began
+
+    # What is worked out once a graph is charged to neither.
+    seconds(in_full=False)
+    exact_s, full_s = seconds(in_full=False), seconds(in_full=True)
+    count = len(starts) * WHOLE_PROPOSALS
+    what = f"{name}, {WHOLE_DEVICES} devices, a search of {count:,} proposals"
+    return [
+        measurement(f"{what}: a proposal, mean", exact_s / count * 1e6, "us"),
+        measurement("    times as fast as in full", full_s / exact_s, "", at_least=SPEEDUP),
+    ]
 
 
 def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
