@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import prod
 
 import numpy as np
 
-from graph.axes import tasks
+from graph.axes import Degrees, tasks
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration
@@ -269,11 +270,17 @@ def _some_number(most: int, rng: np.random.Generator) -> int:
 
 def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:
     """Return a neighbour's configuration on shared axes; of what else splits it, the first part is taken."""
-    degrees = configuration.degrees
+    degrees, sources = _carried(tuple(axes), configuration.degrees)
+    return Configuration(degrees, tuple(map(configuration.devices.__getitem__, sources)))
+
+
+@lru_cache(maxsize=1 << 12)
+def _carried(axes: tuple[int, ...], degrees: Degrees) -> tuple[Degrees, tuple[int, ...]]:
+    """Return the degrees that are carried over, and for each task the neighbour's whose device it gets."""
     strides = [prod(degrees[axis + 1 :]) for axis in range(len(degrees))]
     sources = [0]
     for axis in axes:
         if axis != NO_AXIS:
             sources = [task + part * strides[axis] for task in sources for part in range(degrees[axis])]
     mine = tuple(degrees[axis] if axis != NO_AXIS else 1 for axis in axes)
-    return Configuration((*mine, 1), tuple(map(configuration.devices.__getitem__, sources)))
+    return (*mine, 1), tuple(sources)
