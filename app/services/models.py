@@ -17,7 +17,7 @@ from graph.errors import ImportFailure, UsageError
 from graph.operators import OperatorGraph
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
-from search.collector import paused
+from search.collector import looking_seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -231,7 +231,7 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
     return model
 
 
-@paused()
+@looking_seldom()
 def _exported(request: ModelRequest, batch_norm: str) -> ImportedModel:
     import torch
 

@@ -230,7 +230,7 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
     options, names = _options(request), _algorithms(request)
     workers = worker_count(request.workers)
     _named_topology(request)
-    model = _imported(request, progress)
+    model = _imported(request, names, workers, progress)
     with Store.open(database) as store, _setting(store, request, model, progress) as setting:
         if request.starts:
             known = given_starts(store, setting, request.starts)
@@ -272,7 +272,7 @@ def resume_search(
         UsageError: the search is finished or running, or its model, topology or costs are others now.
         SoapstoneError: as `run_search`.
     """
-    worker_count(workers)
+    processes = worker_count(workers)
     with Store.open(database) as store:
         stored = store.search(search_id)
         if stored.status in ("finished", "running"):
@@ -281,7 +281,7 @@ def resume_search(
         shares = MoveShares(**stored.options["moves"]) if "moves" in stored.options else ONE_GROUP
         options, names = replace(_options(request), shares=shares), _algorithms(request)
         _named_topology(request)
-        model = _imported(request, progress)
+        model = _imported(request, names, processes, progress)
         with _setting(store, request, model, progress) as setting:
             _check_same(stored, setting)
             known = [_known_again(store, setting, one) for one in stored.options["known"]]
@@ -304,7 +304,7 @@ def resume_search(
                 tuple(known),
                 tuple(resumed),
                 request.compare_baselines,
-                worker_count(workers),
+                processes,
             )
             return _search(store, setting, plan, progress)
 
@@ -315,10 +315,23 @@ def _named_topology(request: SearchRequest) -> None:
         named_topology(request.topology, devices=request.devices, nodes=request.nodes)
 
 
-def _imported(request: SearchRequest, progress: Progress) -> ImportedModel:
-    progress.begin(f"importing {request.model.name}", None)
-    model = import_graph(request.model, batch_norm=request.batch_norm)
-    progress.end()
+def _imported(
+    request: SearchRequest, names: Sequence[str], workers: int, progress: Progress
+) -> ImportedModel:
+    """Import the model, and compile the simulator meanwhile, and to its end: nothing is measured beside that."""
+    from search.compiling import Compiling, needed_kernels
+
+    with Compiling(needed_kernels(request.order, names)) as compiling:
+        if workers > 1:
+            compiling.begin()
+        beside = " (once after an installation, compiling the simulator meanwhile)" if compiling.begun else ""
+        progress.begin(f"importing {request.model.name}{beside}", None)
+        model = import_graph(request.model, batch_norm=request.batch_norm)
+        progress.end()
+        if compiling.left:
+            progress.begin("compiling the simulator, once after an installation", None)
+            compiling.finish()
+            progress.end()
     return model
 
 
@@ -483,9 +496,7 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
             if plan.workers > 1:
                 below.begin(shared=shared)
             # First, so that a baseline that the search finds again keeps its name.
-            progress.begin(
-                "simulating the baselines (after an installation, compiling the simulator first)", None
-            )
+            progress.begin("simulating the baselines", None)
             baseline_of, known = _baselines(store, setting, plan, progress)
             progress.end()
             found = find(store, setting, plan, progress)

@@ -1,0 +1,42 @@
+"""The collector is left as it was found."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from search.collector import looking_seldom
+
+
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    before = gc.get_threshold()
+    yield before
+    gc.set_threshold(*before)
+
+
+def test_collector_looks_seldom_and_then_as_before(thresholds: tuple[int, int, int]) -> None:
+    with looking_seldom():
+        seldom = gc.get_threshold()
+        assert seldom[0] > thresholds[0]
+        with looking_seldom():
+            assert gc.get_threshold() == seldom
+        assert gc.get_threshold() == seldom
+    assert gc.get_threshold() == thresholds
+
+
+def test_collector_is_as_before_after_an_error(thresholds: tuple[int, int, int]) -> None:
+    with suppress(KeyError), looking_seldom():
+        raise KeyError
+    assert gc.get_threshold() == thresholds
+
+
+@pytest.mark.parametrize("first", [0, 1_000_000])
+def test_a_collector_that_looks_more_seldom_stays_so(thresholds: tuple[int, int, int], first: int) -> None:
+    gc.set_threshold(first, *thresholds[1:])
+    with looking_seldom():
+        assert gc.get_threshold()[0] == first
+    assert gc.get_threshold() == (first, *thresholds[1:])

@@ -1,0 +1,312 @@
+"""Kernels are compiled once, by several processes; whatever ends one of them, the others do its part.
+
+Real processes and a real folder of compiled kernels, but small kernels of the test's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from search.forking import can_fork
+
+REPOSITORY = Path(__file__).parents[2]
+WAIT_S = 120.0
+
+pytestmark = pytest.mark.skipif(not can_fork(), reason="kernels are compiled by two processes on Linux alone")
+
+KERNELS = """
+from search.kernels import Array, entry, inner, quick_entry
+
+@inner
+def add(numbers: Array, number: int) -> None:
+    for place in range(len(numbers)):
+        numbers[place] += number
+
+@quick_entry
+def one(numbers: Array) -> int:
+    add(numbers, 1)
+    return int(numbers[0])
+
+@quick_entry
+def two(numbers: Array, number: int) -> int:
+    add(numbers, number)
+    return int(numbers[-1])
+
+@entry
+def three(numbers: Array) -> int:
+    return len(numbers.copy())
+
+NAMES = ("one", "two", "three")
+"""
+
+# Every process of a test, copies too, writes which kernels it compiled.
+BEGINNING = """
+import os, signal, sys, time
+import numpy as np
+from numba.core.event import Listener, register
+import made
+from search.compiling import Compiling, compile_jobs, job_of
+
+class Written(Listener):
+    def on_start(self, event):
+        pass
+    def on_end(self, event):
+        name = event.data["dispatcher"].py_func.__name__
+        if name in made.NAMES and event.data["args"] in event.data["dispatcher"].overloads:
+            with open(sys.argv[1], "a") as file:
+                file.write(f"{name} {os.getpid()}\\n")
+
+register("numba:compile", Written())
+ALL = [made.one, made.two, made.three]
+JOBS = [job_of(kernel) for kernel in ALL]
+
+def is_here():
+    for job in JOBS:
+        assert job.kernel.signatures == [job.arguments]
+    numbers = np.arange(3)
+    assert (made.one(numbers), made.two(numbers, 2), made.three(numbers)) == (1, 5, 3)
+    for job in JOBS:  # the call compiled nothing more
+        assert job.kernel.signatures == [job.arguments]
+
+def wait_for(what):
+    until = time.monotonic() + 100
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+"""
+
+
+class Folder:
+    """A folder with kernels, what is compiled of them, and the list of who compiled what."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        (path / "made.py").write_text(KERNELS)
+
+    def start(self, script: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a process that runs a script."""
+        paths = os.pathsep.join([str(self.path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        return subprocess.Popen(
+            [sys.executable, "-c", BEGINNING + script, str(self.path / "compiled.txt")],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(self.path / "kept"), "PYTHONPATH": paths}
+            | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, script: str, environment: Mapping[str, str] | None = None) -> str:
+        """Return what a script prints."""
+        with self.start(script, environment) as process:
+            output, errors = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, errors) == (0, "")
+        return output.strip()
+
+    @property
+    def compiled(self) -> Counter[str]:
+        """How often each kernel was compiled."""
+        return Counter(line.split()[0] for line in self._lines())
+
+    @property
+    def processes(self) -> set[str]:
+        """Who compiled."""
+        return {line.split()[1] for line in self._lines()}
+
+    def _lines(self) -> list[str]:
+        file = self.path / "compiled.txt"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+ONCE = Counter({"one": 1, "two": 1, "three": 1})
+BOTH = """
+with Compiling(ALL) as compiling:
+    assert compiling.left == 3
+    compiling.begin()
+    assert compiling.begun
+    compiling.finish()
+    assert compiling.left == 0
+    is_here()
+assert not compiling.begun
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_each_kernel_is_compiled_once_and_then_read(folder: Folder) -> None:
+    folder.run(BOTH)
+    assert folder.compiled == ONCE
+    folder.run(
+        """
+compiling = Compiling(ALL)
+assert compiling.left == 0
+compiling.begin()
+assert not compiling.begun
+compiling.finish()
+is_here()
+"""
+    )
+    assert folder.compiled == ONCE
+
+
+def test_a_process_beside_compiles_all_where_this_one_is_busy(folder: Folder) -> None:
+    mine = folder.run(
+        """
+with Compiling(ALL) as compiling:
+    compiling.begin()
+    wait_for(lambda: len(open(sys.argv[1]).read().split()) == 6 if os.path.exists(sys.argv[1]) else False)
+    compiling.finish()
+    is_here()
+print(os.getpid())
+"""
+    )
+    assert folder.compiled == ONCE
+    assert len(folder.processes - {mine}) == 1
+
+
+def test_two_searches_that_begin_at_once_share_the_work(folder: Folder) -> None:
+    processes = [folder.start(BOTH) for _ in range(2)]
+    ended = [(process.communicate(timeout=WAIT_S)[1], process.returncode) for process in processes]
+    # One of them may have found some compiled already.
+    assert [errors for errors, code in ended if code and "compiling.left == 3" not in errors] == []
+    assert folder.compiled == ONCE
+
+
+def test_what_a_killed_process_was_at_is_compiled_here(folder: Folder) -> None:
+    folder.run(
+        """
+from search.compiling import _locks
+with Compiling(ALL) as compiling:
+    compiling.begin()
+    with _locks(JOBS) as locks:  # it is at the first
+        wait_for(lambda: not locks.take(JOBS[0].number) or locks.release(JOBS[0].number))
+    os.kill(compiling._beside.process, signal.SIGKILL)
+    compiling.finish()
+    is_here()
+"""
+    )
+    assert set(folder.compiled) == set(ONCE)
+
+
+def test_who_holds_a_lock_for_too_long_is_not_waited_for(folder: Folder) -> None:
+    folder.run(
+        """
+import search.compiling
+from search.compiling import _locks
+from search.forking import fork
+search.compiling.PATIENCE_S = 0.5
+def hold(connection):
+    with _locks(JOBS) as locks:
+        connection.send(locks.take(JOBS[1].number))
+        time.sleep(100)
+holder = fork(hold)
+assert holder.connection.recv()
+compile_jobs(JOBS)
+is_here()
+holder.kill()
+holder.ended()
+"""
+    )
+    assert folder.compiled == ONCE
+
+
+def test_an_interrupt_ends_both(folder: Folder) -> None:
+    with folder.start(
+        """
+with Compiling(ALL) as compiling:
+    compiling.begin()
+    print(compiling._beside.process, flush=True)
+    time.sleep(100)
+"""
+    ) as process:
+        assert process.stdout is not None
+        beside = int(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=WAIT_S)[1]
+    assert process.returncode == -signal.SIGINT
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert not psutil.pid_exists(beside)
+
+
+def test_a_killed_search_leaves_no_process(folder: Folder) -> None:
+    with folder.start(
+        """
+made.one.compile = lambda arguments: time.sleep(100)
+with Compiling([made.two]) as compiling:
+    compiling._jobs.insert(0, JOBS[0])
+    compiling.begin()
+    print(compiling._beside.process, flush=True)
+    time.sleep(100)
+"""
+    ) as process:
+        assert process.stdout is not None
+        beside = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+    psutil.wait_procs([beside], timeout=WAIT_S)
+    assert not beside.is_running() or beside.status() == psutil.STATUS_ZOMBIE
+
+
+def test_without_a_folder_that_can_be_written_all_is_compiled_here(folder: Folder) -> None:
+    (folder.path / "__pycache__").write_text("a file, so that no folder can be made")
+    folder.run(
+        """
+assert made.one.stats.cache_path is None
+with Compiling(ALL) as compiling:
+    assert compiling.left == 3
+    compiling.begin()
+    assert not compiling.begun
+    compiling.finish()
+    is_here()
+""",
+        {
+            "NUMBA_CACHE_DIR": "/dev/null/kept",
+            "XDG_CACHE_HOME": "/dev/null/cache",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+    )
+    assert folder.compiled == ONCE
+    assert len(folder.processes) == 1
+
+
+def test_kernels_are_called_with_what_their_jobs_say() -> None:
+    """In every order: or what was compiled beforehand would be of no use, and each would be compiled again."""
+    found = subprocess.run(
+        [sys.executable, "-c", EVERY_ORDER], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    called = dict(line.split() for line in found.stdout.splitlines())
+    # The last makes room where units have become too many.
+    assert [name for name, how in called.items() if how != "as-said"] == ["compact"]
+    assert called["compact"] == "not-at-all"
+
+
+EVERY_ORDER = """
+from search.compiling import job_of, needed_kernels
+from search.costs import CostTable
+from search.mcmc import SearchOptions, search
+from search.simulator import simulate
+from tests.search.builders import MadeUpCosts, branches, devices, local_calls
+from tests.search.test_mcmc import TRAINING
+graph, topology, table = branches(), devices(4), CostTable(MadeUpCosts())
+needed = []
+for order in ("program", "fifo", "priority"):
+    needed += needed_kernels(order, ["mcmc"])
+    options = SearchOptions(proposals=40, chains=2, seed=1, order=order)
+    found = search(graph, topology, table, TRAINING, options, local_calls=local_calls)
+    simulate(graph, found.strategy, topology, table, TRAINING, order=order, local_calls=local_calls)
+for kernel in needed:
+    met = kernel.signatures
+    how = "not-at-all" if not met else "as-said" if met == [job_of(kernel).arguments] else "otherwise"
+    print(kernel.py_func.__name__, how)
+"""
