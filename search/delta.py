@@ -61,7 +61,7 @@ class Delta:
         row = np.zeros((count, 2, 2 * resources + devices + 1), np.int64)
         self._checkpoints = Checkpoints(row, np.zeros(count, np.int64), stride)
         self._relaxation = Relaxation(layout)
-        self._versions = [_new_versions(layout, resources) for _ in range(2)]
+        self._versions = [new_versions(layout, resources) for _ in range(2)]
         self._pool = np.zeros(POOL_WORDS, np.int64)
         self._spare = np.zeros(0, np.int64)
         self._end = self._proposed_end = self._number = 0
@@ -179,7 +179,8 @@ class Delta:
             self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
 
 
-def _new_versions(layout: Layout, resources: int) -> Versions:
+def new_versions(layout: Layout, resources: int) -> Versions:
+    """Return room for what is known of one strategy."""
     operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
     devices = len(layout.builder.topology.devices)
     return Versions(

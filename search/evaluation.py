@@ -60,8 +60,11 @@ class Evaluation(Protocol):
 def evaluation(layout: Layout, order: Order) -> Evaluation:
     """Return the fastest evaluation of a layout's strategy in an order."""
     from search.delta import Delta
+    from search.events import Events, can_simulate
 
-    return Delta(layout) if order == "program" else Full(layout, order, stops=True)
+    if order == "program":
+        return Delta(layout)
+    return Events(layout, order) if can_simulate(layout, order) else Full(layout, order, stops=True)
 
 
 def outcome(layout: Layout, order: Order) -> Outcome:

@@ -1,7 +1,7 @@
-"""All compiled kernels: memo units, task graph, and the three orders of simulation. Callers have validated.
+"""All compiled kernels: memo units, task graph, and the three orders of simulation, with and without a task graph.
 
-All in one file: a cached kernel does not notice that another file's kernel changed. Integers only, but for prices:
-those are double expressions without fastmath, and are rounded once.
+Callers have validated. All in one file: a cached kernel does not notice that another file's kernel changed. Integers
+only, but for prices: those are double expressions without fastmath, and are rounded once.
 
 Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
 
@@ -4136,6 +4136,967 @@ def compact(
         if arena[unit + 4] > 0:
             end = move_words(versions.ready_at, value, count, pool, target, end)
     return end
+
+
+class Followers(NamedTuple):
+    """What follows from an operator beside what `GraphArrays` says."""
+
+    slots_O: Array  # how many of its slots read values
+    renewed_ptr: Array  # O + 1, into renewed_value
+    renewed_value: Array  # value units of the buffers that it renews
+    weight_ptr: Array  # O + 1, into weight
+    weight: Array  # the weights that it reads
+
+
+class Flow(NamedTuple):
+    """Room for one simulation from event to event, without a task graph.
+
+    Tasks have numbers that ascend as in program order, with gaps: blocks of tasks of one kind and one subject begin at
+    multiples of 2^`CELL_BITS`. Whatever is waited for is a node: the forward, then the backward of every compute task;
+    every assembly, then the gradient of each; every collective, then each going back; sums of buckets; updates.
+    """
+
+    counts: Array  # see the constants that name its words
+    node: Array  # of each two words: how many still have to come, and when the latest of those that came did
+    heap: Array  # of what is ready: (time, number) in one word, four children each
+    cursor: Array  # a source task of a value: which of its pieces is sent next
+    operator_node: Array  # O
+    value_node: Array  # V + buffers: its first assembly
+    collective_node: Array  # V + buffers
+    cursor_at: Array  # V + buffers
+    cell: Array  # of 2^`CELL_BITS` numbers each: the block
+    block_4: Array  # a block: kind, subject, first number, and what was put into the heap last of it and is there still
+    is_linked: Array  # a number: whether it follows the one before it in the heap
+    first_2O: Array  # the first number of an operator's forward, and of its backward
+    first_2V: Array  # the first number of a value's collectives, and of its pieces
+    back_2E: Array  # likewise of what a reader's backward completes; beside `GraphArrays.read_value`
+    sync_number_B: Array  # a bucket's position
+    sync_priority_B: Array
+    entry_W: Array  # a weight: the latest entry of it in a bucket, or -1
+    entry_next: Array
+    entry_position: Array
+    is_member_BD: Array  # whether a device takes part in a bucket's sum
+
+
+# The words of `Flow.counts`: entries in the heap; whether its first one was taken and not yet replaced; blocks; the
+# next number; bits of a number in the heap's words; whether some time does not fit beside them; where nodes of
+# backwards, gradients, collectives going back, buckets and updates are; all nodes; source tasks of all values.
+HEAP_SIZE, HOLE, BLOCKS, NUMBER, NUMBER_BITS, TOO_LATE = range(6)
+BACKWARD_NODE, GRADIENT_NODE, COLLECTIVE_BACK_NODE, BUCKET_NODE, UPDATE_NODE, NODES, SOURCES = range(6, 13)
+CELL_BITS = 6
+# Of the heap's words all but the sign and one more; a word that is not one before any of them.
+KEY_BITS, NO_KEY = 62, -2
+
+
+@inner
+def replace_first(heap: Array, size: int, key: int) -> None:
+    """Put a key in the place of the first of a heap, and that where it belongs."""
+    place = 0
+    while True:
+        least = 4 * place + 1
+        if least >= size:
+            break
+        for child in range(least + 1, min(least + 4, size)):
+            if heap[child] < heap[least]:
+                least = child
+        if key <= heap[least]:
+            break
+        heap[place] = heap[least]
+        place = least
+    heap[place] = key
+
+
+@inner
+def push_event(
+    heap: Array, counts: Array, cell: Array, block_4: Array, is_linked: Array, ready_ns: int, number: int
+) -> None:
+    """Put a task that is ready into the heap.
+
+    The next one of the same block, ready at the same time, is only linked to the one before it while that waits: what
+    devices do alike is one entry.
+    """
+    if ready_ns >> (KEY_BITS - counts[NUMBER_BITS]):
+        counts[TOO_LATE] = 1
+    key = (ready_ns << counts[NUMBER_BITS]) + number
+    block = cell[number >> CELL_BITS]
+    if block_4[block, 3] + 1 == key:
+        block_4[block, 3] = key
+        is_linked[number] = 1
+        return
+    # Of transfers several that are ready are one entry in another way, see `take_first`.
+    if block_4[block, 0] not in (TRANSFER, BUFFER_TRANSFER, GRADIENT_TRANSFER):
+        block_4[block, 3] = key
+    if counts[HOLE]:
+        counts[HOLE] = 0
+        replace_first(heap, counts[HEAP_SIZE], key)
+        return
+    place = counts[HEAP_SIZE]
+    counts[HEAP_SIZE] = place + 1
+    while place > 0:
+        parent = (place - 1) >> 2
+        if heap[parent] < key:
+            break
+        heap[place] = heap[parent]
+        place = parent
+    heap[place] = key
+
+
+@inner
+def close_hole(heap: Array, counts: Array) -> None:
+    """Take the first of the heap out, where nothing came into its place."""
+    if counts[HOLE]:
+        counts[HOLE] = 0
+        counts[HEAP_SIZE] -= 1
+        if counts[HEAP_SIZE] > 0:
+            replace_first(heap, counts[HEAP_SIZE], heap[counts[HEAP_SIZE]])
+
+
+@hot
+def arrive(node: Array, place: int, ready_ns: int) -> int:
+    """Note that one of those that a node waits for has come; return how many still have to."""
+    node[2 * place + 1] = max(node[2 * place + 1], ready_ns)
+    node[2 * place] -= 1
+    return int(node[2 * place])
+
+
+@inner
+def add_block(flow: Flow, kind: int, subject: int, count: int) -> int:
+    """Give the next numbers to tasks; return the first one."""
+    counts = flow.counts
+    number, block = counts[NUMBER], counts[BLOCKS]
+    flow.block_4[block, 0] = kind
+    flow.block_4[block, 1] = subject
+    flow.block_4[block, 2] = number
+    flow.block_4[block, 3] = NO_KEY
+    first = number >> CELL_BITS
+    last = first + ((count + (1 << CELL_BITS) - 1) >> CELL_BITS)
+    for cell in range(first, min(last, len(flow.cell))):
+        flow.cell[cell] = block
+    counts[BLOCKS] = block + 1
+    counts[NUMBER] = last << CELL_BITS
+    return int(number)
+
+
+@inner
+def number_exchanges(arena: Array, flow: Flow, unit: int, value: int, which: int, kind: int) -> None:
+    """Number the collectives (`which` 0) or the transfers (1) of a value."""
+    count = arena[unit + VALUE_COLLECTIVES] if which == 0 else arena[unit + 8]
+    if count > 0:
+        # Of transfers, pieces are numbered, of which some stay where they are.
+        flow.first_2V[which, value] = add_block(flow, kind, value, count if which == 0 else arena[unit + 1])
+
+
+@inner
+def number_forward(
+    graph: GraphArrays, units: Units, arena: Array, flow: Flow, first_place: int, last_place: int
+) -> None:
+    """Number the forward of operators `first_place` to `last_place` of the order, and what they send."""
+    for place in range(first_place, last_place):
+        operator = graph.order[place]
+        flow.first_2O[0, operator] = add_block(flow, FORWARD, operator, arena[units.operator_at[operator]])
+        for which in range(2):
+            for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+                value = graph.output_value[output]
+                kind = COLLECTIVE if which == 0 else TRANSFER
+                number_exchanges(arena, flow, units.value_at[value], value, which, kind)
+
+
+@inner
+def has_transfers(arena: Array, unit: int, pool: Array, last_at: int) -> bool:
+    """Return whether any piece of a value, or of its gradient, goes by itself; `last_at` -1: no gradient."""
+    found = arena[unit + 8] > 0
+    if last_at >= 0:
+        for collective in range(arena[unit + VALUE_COLLECTIVES]):
+            found = found or pool[last_at + arena[unit] + collective] < 0
+    return bool(found)
+
+
+@inner
+def number_backward(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    versions: Versions,
+    buckets: Buckets,
+    flow: Flow,
+) -> None:
+    """Number the backward, the exchanges of gradients, and the sums of buckets."""
+    position = 0
+    for operator in range(len(units.operator_at) - 1, -1, -1):
+        if versions.operator_active[operator]:
+            count = arena[units.operator_at[operator]]
+            flow.first_2O[1, operator] = add_block(flow, BACKWARD, operator, count)
+            for which in range(2):
+                for reading in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+                    value = graph.read_value[reading]
+                    unit = units.value_at[value]
+                    if not graph.needs_gradient[value]:
+                        continue
+                    found = arena[unit + VALUE_COLLECTIVES]
+                    if which == 0 and found > 0:
+                        flow.back_2E[0, reading] = add_block(flow, GRADIENT_COLLECTIVE, value, found)
+                    if which == 1 and has_transfers(arena, unit, pool, versions.last_at[value]):
+                        flow.back_2E[1, reading] = add_block(flow, GRADIENT_TRANSFER, value, arena[unit + 1])
+        while position < buckets.counts[0] and buckets.after[buckets.order[position]] == operator:
+            flow.sync_number_B[position] = add_block(flow, SYNCHRONIZE, position, 1)
+            position += 1
+
+
+@inner
+def number_events(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    pool: Array,
+    versions: Versions,
+    buckets: Buckets,
+    flow: Flow,
+) -> bool:
+    """Give all tasks their numbers, and all that is waited for its node; return whether there is room for them."""
+    counts = flow.counts
+    counts[:] = 0
+    tasks = assemblies = collectives = sources = 0
+    for operator in range(len(units.operator_at)):
+        flow.operator_node[operator] = tasks
+        tasks += arena[units.operator_at[operator]]
+    for value in range(len(units.value_at)):
+        unit = units.value_at[value]
+        flow.value_node[value] = 2 * tasks + assemblies
+        flow.collective_node[value] = collectives
+        flow.cursor_at[value] = sources
+        assemblies += arena[unit]
+        collectives += arena[unit + VALUE_COLLECTIVES]
+        sources += arena[unit + 3]
+    for value in range(len(units.value_at)):
+        flow.collective_node[value] += 2 * tasks + 2 * assemblies
+    counts[BACKWARD_NODE] = tasks
+    counts[GRADIENT_NODE] = assemblies
+    counts[COLLECTIVE_BACK_NODE] = collectives
+    counts[BUCKET_NODE] = 2 * (tasks + assemblies + collectives)
+    counts[UPDATE_NODE] = counts[BUCKET_NODE] + buckets.counts[0]
+    counts[NODES] = counts[UPDATE_NODE] + len(versions.elements_D)
+    counts[SOURCES] = sources
+    if buckets.counts[0] > len(flow.sync_number_B) or buckets.counts[1] > len(flow.entry_next):
+        return False
+    operators, values = len(units.operator_at), graph.value_count + graph.buffer_count
+    number_forward(graph, units, arena, flow, 0, graph.loss_operators)
+    number_backward(graph, units, arena, pool, versions, buckets, flow)
+    number_forward(graph, units, arena, flow, graph.loss_operators, operators)
+    for which in range(2):
+        for value in range(graph.value_count, values):
+            kind = BUFFER_COLLECTIVE if which == 0 else BUFFER_TRANSFER
+            number_exchanges(arena, flow, units.value_at[value], value, which, kind)
+    add_block(flow, UPDATE, 0, len(versions.elements_D))
+    while counts[NUMBER] >> counts[NUMBER_BITS]:
+        counts[NUMBER_BITS] += 1
+    return bool(
+        2 * counts[NODES] <= len(flow.node)
+        and counts[NODES] + sources <= len(flow.heap)
+        and sources <= len(flow.cursor)
+        and counts[NUMBER] >> CELL_BITS <= len(flow.cell)
+    )
+
+
+@inner
+def await_sums(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    versions: Versions,
+    buckets: Buckets,
+    flow: Flow,
+    next_O: Array,
+) -> None:
+    """Count what sums of buckets and updates wait for; what waits for nothing is ready from the start."""
+    counts, node = flow.counts, flow.node
+    flow.entry_W[:] = -1
+    for operator in range(len(units.operator_at)):
+        at, active_at = units.operator_at[operator], versions.active_at[operator]
+        if versions.operator_active[operator]:
+            for task in range(arena[at]):
+                if pool[active_at + task]:
+                    device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
+                    node[2 * (counts[UPDATE_NODE] + device)] += 1
+    for position in range(buckets.counts[0]):
+        bucket = buckets.order[position]
+        hold = buckets.hold[bucket]
+        for device in range(len(versions.elements_D)):
+            flow.is_member_BD[position, device] = False
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+            flow.is_member_BD[position, holds.end[place]] = True
+            node[2 * (counts[UPDATE_NODE] + holds.end[place])] += 1
+        entry = buckets.first_entry[bucket]
+        # Beyond all positions, as `search.policies.positions` numbers them.
+        waits, first = 0, graph.loss_operators + 2 * len(units.operator_at)
+        while entry >= 0:
+            weight = buckets.entry_weight[entry]
+            flow.entry_position[entry] = position
+            flow.entry_next[entry] = flow.entry_W[weight]
+            flow.entry_W[weight] = entry
+            for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+                operator = graph.weight_user[user]
+                at, active_at = units.operator_at[operator], versions.active_at[operator]
+                for task in range(arena[at]):
+                    device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
+                    if pool[active_at + task] and flow.is_member_BD[position, device]:
+                        waits += 1
+                        first = min(first, next_O[operator])
+            entry = buckets.entry_next[entry]
+        node[2 * (counts[BUCKET_NODE] + position)] = waits
+        flow.sync_priority_B[position] = first
+        if waits == 0:
+            push_event(
+                flow.heap, counts, flow.cell, flow.block_4, flow.is_linked, 0, flow.sync_number_B[position]
+            )
+    first_number = flow.block_4[counts[BLOCKS] - 1, 2]
+    for device in range(len(versions.elements_D)):
+        if versions.elements_D[device] and node[2 * (counts[UPDATE_NODE] + device)] == 0:
+            push_event(flow.heap, counts, flow.cell, flow.block_4, flow.is_linked, 0, first_number + device)
+
+
+@hot
+def members_of(arena: Array, unit: int) -> int:
+    """Return where a value unit that has collectives lists the assemblies that they serve."""
+    return int(collectives_of(arena, unit) + COLLECTIVE_STRIDE * (arena[unit + VALUE_COLLECTIVES] + 1))
+
+
+@hot
+def sources_of(arena: Array, unit: int) -> int:
+    """Return where a value unit that has collectives lists the source tasks of these."""
+    member_at = members_of(arena, unit)
+    return int(member_at + arena[member_at - COLLECTIVE_STRIDE + 4])
+
+
+@inner
+def await_gradients(
+    graph: GraphArrays, units: Units, arena: Array, pool: Array, versions: Versions, flow: Flow
+) -> None:
+    """Count what backwards and gradients wait for; forwards that have ended by now have taken themselves off."""
+    counts, node = flow.counts, flow.node
+    back = counts[BACKWARD_NODE]
+    for operator in range(len(units.operator_at)):
+        if versions.operator_active[operator]:
+            base = back + flow.operator_node[operator]
+            for task in range(arena[units.operator_at[operator]]):
+                node[2 * (base + task)] += pool[versions.active_at[operator] + task]
+    for value in range(graph.value_count):
+        producer = graph.producer[value]
+        if not graph.needs_gradient[value] or not versions.operator_active[producer]:
+            continue
+        unit, last_at = units.value_at[value], versions.last_at[value]
+        base = back + flow.operator_node[producer]
+        gradient = flow.value_node[value] + counts[GRADIENT_NODE]
+        piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+        reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+        for assembly in range(arena[unit]):
+            if pool[last_at + assembly] < 0:
+                continue
+            where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+            waits = 0
+            for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
+                reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
+                user = graph.reading_operator[reading]
+                if graph.reading_gradient[reading]:
+                    waits += pool[versions.active_at[user] + arena[reader_at + 2 * reader + 1]]
+            node[2 * (gradient + assembly)] = waits
+            if arena[where + 4] >= 0 and pool[last_at + arena[unit] + arena[where + 4]] >= 0:
+                continue
+            for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+                node[2 * (base + arena[piece_at + PIECE_STRIDE * piece])] += 1
+        for collective in range(arena[unit + VALUE_COLLECTIVES]):
+            if pool[last_at + arena[unit] + collective] < 0:
+                continue
+            where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+            going_back = flow.collective_node[value] + counts[COLLECTIVE_BACK_NODE] + collective
+            node[2 * going_back] = arena[where + 4 + COLLECTIVE_STRIDE] - arena[where + 4]
+            source_at = sources_of(arena, unit)
+            for source in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
+                node[2 * (base + arena[source_at + source])] += 1
+
+
+@inner
+def await_collectives(units: Units, arena: Array, flow: Flow) -> None:
+    """Count, for each collective of the forward, the source tasks that it waits for."""
+    for value in range(len(units.value_at)):
+        unit = units.value_at[value]
+        for collective in range(arena[unit + VALUE_COLLECTIVES]):
+            where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+            waits = arena[where + 5 + COLLECTIVE_STRIDE] - arena[where + 5]
+            flow.node[2 * (flow.collective_node[value] + collective)] = waits
+
+
+@hot
+def release_readers(
+    graph: GraphArrays,
+    followers: Followers,
+    arena: Array,
+    flow: Flow,
+    value: int,
+    reader_at: int,
+    where: int,
+    ready_ns: int,
+) -> None:
+    """Let all that read an assembly know when it is there. The forward counts down from 0: -1 is one that came."""
+    for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
+        operator = graph.reading_operator[graph.reading_ptr[value] + arena[reader_at + 2 * reader]]
+        task = arena[reader_at + 2 * reader + 1]
+        place = flow.operator_node[operator] + task
+        if arrive(flow.node, place, ready_ns) == -followers.slots_O[operator]:
+            push_event(
+                flow.heap,
+                flow.counts,
+                flow.cell,
+                flow.block_4,
+                flow.is_linked,
+                flow.node[2 * place + 1],
+                flow.first_2O[0, operator] + task,
+            )
+
+
+@inner
+def release_first(graph: GraphArrays, followers: Followers, units: Units, arena: Array, flow: Flow) -> None:
+    """Put into the heap what waits for nothing. Of some values a task needs nothing: no piece comes to its assembly."""
+    for operator in range(len(units.operator_at)):
+        if followers.slots_O[operator] == 0:
+            for task in range(arena[units.operator_at[operator]]):
+                push_event(
+                    flow.heap,
+                    flow.counts,
+                    flow.cell,
+                    flow.block_4,
+                    flow.is_linked,
+                    0,
+                    flow.first_2O[0, operator] + task,
+                )
+    for value in range(graph.value_count):
+        unit = units.value_at[value]
+        reader_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1) + PIECE_STRIDE * arena[unit + 1]
+        for assembly in range(arena[unit]):
+            where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+            if arena[where + 2] == arena[where + 2 + ASSEMBLY_STRIDE]:
+                release_readers(graph, followers, arena, flow, value, reader_at, where, 0)
+
+
+@hot
+def release_backward(flow: Flow, operator: int, task: int, ready_ns: int) -> None:
+    """Let a backward task know that one of those that it waits for has ended."""
+    place = flow.counts[BACKWARD_NODE] + flow.operator_node[operator] + task
+    if arrive(flow.node, place, ready_ns) == 0:
+        push_event(
+            flow.heap,
+            flow.counts,
+            flow.cell,
+            flow.block_4,
+            flow.is_linked,
+            flow.node[2 * place + 1],
+            flow.first_2O[1, operator] + task,
+        )
+
+
+@inner
+def release_update(flow: Flow, elements_D: Array, device: int, ready_ns: int) -> None:
+    """Let an update know that one of those that it waits for has ended."""
+    counts = flow.counts
+    place = counts[UPDATE_NODE] + device
+    if arrive(flow.node, place, ready_ns) == 0 and elements_D[device]:
+        first_number = flow.block_4[counts[BLOCKS] - 1, 2]
+        push_event(
+            flow.heap,
+            counts,
+            flow.cell,
+            flow.block_4,
+            flow.is_linked,
+            flow.node[2 * place + 1],
+            first_number + device,
+        )
+
+
+@inner
+def count_waiting(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    versions: Versions,
+    buckets: Buckets,
+    hold_H: Array,
+    ptr: Array,
+) -> None:
+    """Find how many communications each resource is held by at most; `ptr`: where the keys of each begin."""
+    hold_H[:] = 0
+    ptr[:] = 0
+    for value in range(len(units.value_at)):
+        unit = units.value_at[value]
+        if arena[unit + 4] == 0:
+            continue
+        piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+        has_gradient = value < graph.value_count and graph.needs_gradient[value]
+        if has_transfers(arena, unit, pool, versions.last_at[value] if has_gradient else -1):
+            for word in range(piece_at, piece_at + PIECE_STRIDE * arena[unit + 1], PIECE_STRIDE):
+                if arena[word + 4] >= 0:
+                    hold_H[arena[word + 1]] += 1
+                    hold_H[arena[word + 6]] += 1
+        for collective in range(arena[unit + VALUE_COLLECTIVES]):
+            where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
+            hold_H[arena[where + 6]] += 1
+            hold_H[arena[where + 8]] += 1
+    for bucket in range(buckets.counts[0]):
+        hold_H[buckets.hold[bucket]] += 1
+    for hold in range(len(holds.flows)):
+        if hold_H[hold]:
+            for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+                ptr[holds.resource[place] + 1] += hold_H[hold]
+    for resource in range(len(ptr) - 1):
+        ptr[resource + 1] += ptr[resource]
+
+
+@entry
+def prepare_events(
+    graph: GraphArrays,
+    old_units: Units,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    pool_end: int,
+    old: Versions,
+    new: Versions,
+    buckets: Buckets,
+    groups: Groups,
+    gathers: Gathers,
+    machines: Machines,
+    place_of: Array,
+    keeps_ends: Array,
+    bucket_bytes: int,
+    state_tensors: int,
+    everything: int,
+    left_ns_R: Array,
+    update_ns_D: Array,
+    sync_ns_B: Array,
+) -> tuple[int, int]:
+    """Make `new` that of the strategy that has `units` from `old`; nothing is shared, and nothing made again.
+
+    Writes what every resource has to do, and how long updates and sums of buckets take.
+
+    Returns the pool's new end, or what `prepare` does without room; and the bytes beyond the devices' memories.
+    """
+    pool_end, _ = prepare(
+        graph, old_units, units, arena, holds, pool, pool_end, old, new, buckets, groups, gathers, bucket_bytes,
+        state_tensors, place_of, keeps_ends, everything,
+    )  # fmt: skip
+    if pool_end < 0:
+        return pool_end, 0
+    for resource in range(len(left_ns_R)):
+        left_ns_R[resource] = new.load_ns_R[resource]
+    for position in range(buckets.counts[0]):
+        bucket = buckets.order[position]
+        sync_ns_B[position] = bucket_ns(holds, buckets, bucket)
+        add_load(holds, buckets.hold[bucket], sync_ns_B[position], left_ns_R)
+    excess_bytes = 0
+    for device in range(len(update_ns_D)):
+        # The same expression as `search.costs.nanoseconds`.
+        update_ns_D[device] = int(new.elements_D[device] * machines.update_s_D[device] * 1e9 + 0.5)
+        left_ns_R[device] += update_ns_D[device]
+        excess_bytes += max(new.memory_D[device] - machines.capacity_bytes_D[device], 0)
+    return pool_end, excess_bytes
+
+
+@inner
+def wanted_at(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    flow: Flow,
+    positions: Positions,
+    kind: int,
+    subject: int,
+    index: int,
+) -> int:
+    """Return the number of a communication in the order `priority`, as `number_by_position` does."""
+    if kind == SYNCHRONIZE:
+        return int(flow.sync_priority_B[subject])
+    if kind in (GRADIENT_TRANSFER, GRADIENT_COLLECTIVE):
+        return int(positions.backward_O[graph.producer[subject]])
+    if kind in (BUFFER_TRANSFER, BUFFER_COLLECTIVE):
+        return int(positions.next_V[subject])
+    unit = units.value_at[subject]
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+    first, last = 0, 1
+    if kind == COLLECTIVE:
+        word = collectives_of(arena, unit) + COLLECTIVE_STRIDE * index
+        first, last = arena[word + 4], arena[word + 4 + COLLECTIVE_STRIDE]
+    number = positions.last
+    for member in range(first, last):
+        if kind == COLLECTIVE:
+            assembly = arena[members_of(arena, unit) + member]
+        else:
+            assembly = arena[piece_at + PIECE_STRIDE * index + 5]
+        where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+        for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
+            operator = graph.reading_operator[graph.reading_ptr[subject] + arena[reader_at + 2 * reader]]
+            number = min(number, positions.forward_O[operator])
+    return int(number)
+
+
+@inner
+def take_first(
+    units: Units, arena: Array, flow: Flow, kind: int, value: int, number: int, piece: int
+) -> None:
+    """Take a task out of the heap. Where it is one of several transfers that became ready at once, the next follows.
+
+    Of these, only the first is in the heap: the others have larger numbers.
+    """
+    counts, heap = flow.counts, flow.heap
+    is_forward = kind in (TRANSFER, BUFFER_TRANSFER)
+    if not is_forward and kind != GRADIENT_TRANSFER:
+        block = flow.cell[number >> CELL_BITS]
+        if flow.block_4[block, 3] == heap[0]:
+            flow.block_4[block, 3] = NO_KEY
+        if flow.is_linked[number + 1]:
+            flow.is_linked[number + 1] = 0
+            replace_first(heap, counts[HEAP_SIZE], heap[0] + 1)
+        else:
+            counts[HOLE] = 1
+        return
+    counts[HOLE] = 1
+    unit = units.value_at[value]
+    assembly_at = unit + VALUE_HEADER
+    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    word = piece_at + PIECE_STRIDE * piece
+    following = -1
+    if is_forward:
+        source_at = unit + arena[unit + 6]
+        place = flow.cursor_at[value] + arena[word]
+        last = arena[source_at + arena[word] + 1]
+        for position in range(flow.cursor[place] + 1, last):
+            other = arena[source_at + arena[unit + 3] + 1 + position]
+            word = piece_at + PIECE_STRIDE * other
+            if arena[word + 4] >= 0 and arena[assembly_at + ASSEMBLY_STRIDE * arena[word + 5] + 4] < 0:
+                flow.cursor[place] = position
+                following = other
+                break
+    else:
+        for other in range(piece + 1, arena[assembly_at + ASSEMBLY_STRIDE * (arena[word + 5] + 1) + 2]):
+            if arena[piece_at + PIECE_STRIDE * other + 4] >= 0:
+                following = other
+                break
+    if following >= 0:
+        counts[HOLE] = 0
+        replace_first(heap, counts[HEAP_SIZE], heap[0] + following - piece)
+
+
+@entry
+def run_events(
+    graph: GraphArrays,
+    followers: Followers,
+    units: Units,
+    arena: Array,
+    holds: Holds,
+    pool: Array,
+    versions: Versions,
+    buckets: Buckets,
+    contention_ppm_D: Array,
+    left_ns_R: Array,
+    update_ns_D: Array,
+    sync_ns_B: Array,
+    flow: Flow,
+    positions: Positions,
+    by_priority: int,
+    bound_ns: int,
+) -> int:
+    """Simulate in fifo order or by priority, without a task graph; the same makespan as of the task graph.
+
+    `prepare_events` has run; `left_ns_R` is overwritten. Tasks are served as by `run_fifo_order` and
+    `run_priority_order`: by (ready time, task), where numbers stand for tasks and ascend as these do; from round to
+    round. Every backward waits, by way of others, for one of the operator that makes the loss: what backwards wait for
+    is counted when a forward of that operator is served first, which many proposals do not live to see. A
+    communication that starts in a round became ready, or found its last link free, at its very instant.
+
+    Returns the makespan, -1 once it is sure to exceed the bound, -2 where there is too little room, -3 where times do
+    not fit beside numbers.
+    """
+    counts, node, heap = flow.counts, flow.node, flow.heap
+    devices, resources = len(contention_ppm_D), len(left_ns_R)
+    for resource in range(resources):
+        if left_ns_R[resource] > bound_ns:
+            return -1
+    if not number_events(graph, units, arena, pool, versions, buckets, flow):
+        return -2
+    node[: 2 * counts[NODES]] = 0
+    flow.is_linked[: counts[NUMBER]] = 0
+    free_ns_R = np.zeros(resources, np.int64)
+    debt_ns_D = np.zeros(devices, np.int64)
+    await_sums(graph, units, arena, holds, pool, versions, buckets, flow, positions.next_O)
+    await_collectives(units, arena, flow)
+    release_first(graph, followers, units, arena, flow)
+    ptr = np.zeros(resources + 1, np.int64)
+    if by_priority:
+        count_waiting(
+            graph, units, arena, holds, pool, versions, buckets, np.empty(len(holds.flows), np.int64), ptr
+        )
+    queues = Queues(
+        ptr,
+        np.empty(ptr[resources], np.int64),
+        np.zeros(resources, np.int64),
+        np.zeros(resources, np.int64),
+        np.empty(0, np.int64),
+        np.empty(ptr[resources] + resources, np.int64),
+        np.empty(resources, np.int64),
+        np.empty(resources, np.int64),
+        np.empty(resources, np.int64),
+    )
+    running = tried = ended = now_ns = latest_ns = asked = 0
+    turn = 1
+    hold_of = np.empty(counts[NUMBER] if by_priority else 0, np.int64)
+    knows_gradients = is_starting = False
+    loss_operator = graph.producer[graph.loss_value]
+    while True:
+        if counts[TOO_LATE]:
+            return -3
+        close_hole(heap, counts)
+        is_waiting = False
+        if (
+            by_priority
+            and not is_starting
+            and (counts[HEAP_SIZE] == 0 or heap[0] >> counts[NUMBER_BITS] > now_ns)
+        ):
+            # All that is ready by now is served or waits: who is first at a link that has just become free, may start.
+            for position in range(ended):
+                hold = queues.ended[position]
+                for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+                    link = holds.resource[place]
+                    if queues.size_R[link] > 0:
+                        queues.tried[tried] = queues.key[queues.ptr[link]] & 0xFFFFFFFF
+                        tried += 1
+            asked = 0
+            is_starting = True
+        if is_starting and asked == tried:
+            if counts[HEAP_SIZE] == 0 and running == 0:
+                break
+            now_ns = heap[0] >> counts[NUMBER_BITS] if counts[HEAP_SIZE] > 0 else queues.end_ns[0]
+            if running > 0:
+                now_ns = min(now_ns, queues.end_ns[0])
+            turn += 1
+            tried = ended = 0
+            is_starting = False
+            while running > 0 and queues.end_ns[0] <= now_ns:
+                queues.ended[ended] = queues.end_task[0]
+                ended += 1
+                running = pop(queues.end_ns, queues.end_task, running)
+            continue
+        if is_starting:
+            number = queues.tried[asked]
+            asked += 1
+            if not may_start(number, hold_of[number], holds, queues, free_ns_R, now_ns, turn):
+                continue
+            leave(hold_of[number], holds, queues, turn)
+            is_waiting = True
+            # Of two that share a link one alone is the first there: in which order they are asked does not matter.
+            ready_ns = now_ns
+        elif counts[HEAP_SIZE] > 0:
+            number = heap[0] & ((1 << counts[NUMBER_BITS]) - 1)
+            ready_ns = heap[0] >> counts[NUMBER_BITS]
+        else:
+            break
+        block = flow.cell[number >> CELL_BITS]
+        kind, subject, index = flow.block_4[block, 0], flow.block_4[block, 1], number - flow.block_4[block, 2]
+        unit = hold = run_ns = 0
+        if kind in (FORWARD, BACKWARD):
+            word = units.operator_at[subject] + OPERATOR_HEADER + OPERATOR_STRIDE * index
+            hold, run_ns = arena[word], arena[word + 1 + (kind == BACKWARD)]
+        elif kind == SYNCHRONIZE:
+            hold, run_ns = buckets.hold[buckets.order[subject]], sync_ns_B[subject]
+        elif kind == UPDATE:
+            hold, run_ns = index, update_ns_D[index]
+        else:
+            unit = units.value_at[subject]
+            if kind in (TRANSFER, BUFFER_TRANSFER, GRADIENT_TRANSFER):
+                word = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1) + PIECE_STRIDE * index
+                there, back = word + 1, word + 6
+            else:
+                word = collectives_of(arena, unit) + COLLECTIVE_STRIDE * index
+                there, back = word + 6, word + 8
+            at = back if kind in (GRADIENT_TRANSFER, GRADIENT_COLLECTIVE) else there
+            hold, run_ns = arena[at], arena[at + 1]
+        if not is_waiting:
+            take_first(units, arena, flow, kind, subject, number, index)
+            if by_priority and hold >= devices:
+                wanted = wanted_at(graph, units, arena, flow, positions, kind, subject, index)
+                join(number, hold, holds, queues, wanted)
+                hold_of[number] = hold
+                queues.tried[tried] = number
+                tried += 1
+                continue
+        end_ns = ready_ns
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            end_ns = max(end_ns, free_ns_R[holds.resource[place]])
+        if hold < devices:
+            end_ns += max(0, debt_ns_D[hold] - (end_ns - free_ns_R[hold]))
+            debt_ns_D[hold] = 0
+        else:
+            for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+                device = holds.end[place]
+                slowed = contention_ppm_D[device] * holds.flows[hold] * run_ns + PARTS_PER_MILLION // 2
+                debt_ns_D[device] += slowed // PARTS_PER_MILLION
+        end_ns += run_ns
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            resource = holds.resource[place]
+            free_ns_R[resource] = end_ns
+            left_ns_R[resource] -= run_ns
+            if end_ns > bound_ns - left_ns_R[resource]:
+                return -1
+        latest_ns = max(latest_ns, end_ns)
+        if by_priority and hold >= devices:
+            running = push(queues.end_ns, queues.end_task, running, end_ns, hold)
+        # What waited for it.
+        if kind in (FORWARD, TRANSFER, COLLECTIVE):
+            outputs, renewed = 1, 0
+            if kind == FORWARD:
+                if subject == loss_operator and not knows_gradients:
+                    await_gradients(graph, units, arena, pool, versions, flow)
+                    knows_gradients = True
+                release_backward(flow, subject, index, end_ns)
+                outputs = graph.output_ptr[subject + 1] - graph.output_ptr[subject]
+                renewed = followers.renewed_ptr[subject + 1] - followers.renewed_ptr[subject]
+            for output in range(outputs + renewed):
+                value = subject
+                if kind == FORWARD and output < outputs:
+                    value = graph.output_value[graph.output_ptr[subject] + output]
+                elif kind == FORWARD:
+                    value = followers.renewed_value[followers.renewed_ptr[subject] + output - outputs]
+                unit = units.value_at[value]
+                piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+                reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+                first, last, listed_at = index, index + 1, 0
+                if kind == FORWARD:
+                    source_at = unit + arena[unit + 6]
+                    listed_at = source_at + arena[unit + 3] + 1
+                    first, last = arena[source_at + index], arena[source_at + index + 1]
+                    if meeting(arena, unit) == TOGETHER:
+                        # One collective takes all of it.
+                        last = first + 1
+                elif kind == COLLECTIVE:
+                    listed_at = members_of(arena, unit)
+                    first, last = arena[word + 4], arena[word + 4 + COLLECTIVE_STRIDE]
+                is_sending = False
+                known = -1
+                for position in range(first, last):
+                    listed = arena[listed_at + position] if kind != TRANSFER else position
+                    piece = piece_at + PIECE_STRIDE * listed
+                    assembly = listed if kind == COLLECTIVE else arena[piece + 5]
+                    where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+                    if kind == FORWARD:
+                        if arena[where + 4] >= 0:
+                            # What a task gives to one collective stands together: all of it is for the same readings.
+                            if known != arena[where + 4]:
+                                known = arena[where + 4]
+                                place = flow.collective_node[value] + known
+                                if arrive(node, place, end_ns) == 0:
+                                    number = flow.first_2V[0, value] + known
+                                    push_event(
+                                        heap,
+                                        counts,
+                                        flow.cell,
+                                        flow.block_4,
+                                        flow.is_linked,
+                                        node[2 * place + 1],
+                                        number,
+                                    )
+                            continue
+                        if arena[piece + 4] >= 0:
+                            if not is_sending:
+                                is_sending = True
+                                flow.cursor[flow.cursor_at[value] + index] = position
+                                number = flow.first_2V[1, value] + listed
+                                push_event(
+                                    heap, counts, flow.cell, flow.block_4, flow.is_linked, end_ns, number
+                                )
+                            continue
+                        if output >= outputs:
+                            continue
+                    ready_ns = end_ns
+                    if kind != COLLECTIVE:
+                        place = flow.value_node[value] + assembly
+                        pieces = arena[where + 2 + ASSEMBLY_STRIDE] - arena[where + 2]
+                        if arrive(node, place, end_ns) != -pieces:
+                            continue
+                        ready_ns = node[2 * place + 1]
+                    release_readers(graph, followers, arena, flow, value, reader_at, where, ready_ns)
+        elif kind == BACKWARD:
+            for slot in range(graph.slot_ptr[subject], graph.slot_ptr[subject + 1]):
+                value = graph.slot_value[slot]
+                if value < 0 or not graph.needs_gradient[value]:
+                    continue
+                if not graph.reading_gradient[graph.reading_ptr[value] + graph.slot_reading[slot]]:
+                    continue
+                unit = units.value_at[value]
+                assembly = arena[assigned_to(arena, unit, graph.slot_reading[slot]) + index]
+                place = flow.value_node[value] + counts[GRADIENT_NODE] + assembly
+                if arrive(node, place, end_ns) != 0:
+                    continue
+                ready_ns, last_at = node[2 * place + 1], versions.last_at[value]
+                where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+                collective = arena[where + 4]
+                reading = graph.read_ptr[pool[last_at + assembly]]
+                while graph.read_value[reading] != value:
+                    reading += 1
+                if collective >= 0 and pool[last_at + arena[unit] + collective] >= 0:
+                    place = flow.collective_node[value] + counts[COLLECTIVE_BACK_NODE] + collective
+                    if arrive(node, place, ready_ns) == 0:
+                        number = flow.back_2E[0, reading] + collective
+                        push_event(
+                            heap, counts, flow.cell, flow.block_4, flow.is_linked, node[2 * place + 1], number
+                        )
+                    continue
+                piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+                is_sending = False
+                for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+                    word = piece_at + PIECE_STRIDE * piece
+                    if arena[word + 4] < 0:
+                        release_backward(flow, graph.producer[value], arena[word], ready_ns)
+                    elif not is_sending:
+                        is_sending = True
+                        push_event(
+                            heap,
+                            counts,
+                            flow.cell,
+                            flow.block_4,
+                            flow.is_linked,
+                            ready_ns,
+                            flow.back_2E[1, reading] + piece,
+                        )
+            for weight in range(followers.weight_ptr[subject], followers.weight_ptr[subject + 1]):
+                entry = flow.entry_W[followers.weight[weight]]
+                while entry >= 0:
+                    position = flow.entry_position[entry]
+                    place = counts[BUCKET_NODE] + position
+                    if flow.is_member_BD[position, hold] and arrive(node, place, end_ns) == 0:
+                        push_event(
+                            heap,
+                            counts,
+                            flow.cell,
+                            flow.block_4,
+                            flow.is_linked,
+                            node[2 * place + 1],
+                            flow.sync_number_B[position],
+                        )
+                    entry = flow.entry_next[entry]
+            release_update(flow, versions.elements_D, hold, end_ns)
+        elif kind == GRADIENT_TRANSFER:
+            release_backward(flow, graph.producer[subject], arena[word], end_ns)
+        elif kind == GRADIENT_COLLECTIVE:
+            source_at = sources_of(arena, unit)
+            for source in range(arena[word + 5], arena[word + 5 + COLLECTIVE_STRIDE]):
+                release_backward(flow, graph.producer[subject], arena[source_at + source], end_ns)
+        elif kind == SYNCHRONIZE:
+            for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+                release_update(flow, versions.elements_D, holds.end[place], end_ns)
+    return latest_ns
 
 
 class Routes(NamedTuple):

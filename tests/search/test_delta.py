@@ -1,4 +1,5 @@
-"""A proposal simulated by what it changes costs, to the nanosecond, what a simulation in full and the reference say."""
+"""A proposal simulated by what it changes, or from event to event without a task graph, costs what a simulation in full
+and the reference say, to the nanosecond."""
 
 import itertools
 from collections.abc import Mapping
@@ -11,12 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
-from graph.topology import Topology, load_topology
+from graph.topology import Topology, load_topology, local_topology
 from graph.training import Training
 from search.baselines import data_parallel
 from search.costs import CostTable
 from search.delta import Delta, Mechanisms
-from search.evaluation import NEVER_NS, Evaluation, Full, Outcome
+from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation
+from search.events import Events
 from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
 from search.moves import Moves, MoveShares
 from search.proposals import ProposalBatch, Recorder
@@ -26,10 +28,13 @@ from tests.reference import policies
 from tests.reference import simulate as reference
 from tests.search.builders import (
     SOME_MEASURED,
+    CoarseCosts,
     MadeUpCosts,
     branches,
     cluster,
+    device_kind,
     devices,
+    joined,
     local_calls,
     random_anywhere,
     random_mesh,
@@ -46,9 +51,11 @@ LINKS = SOME_MEASURED
 GRAPHS = {
     "two_layers": two_layers(),
     "branches": branches(),
+    "joined": joined(),
     "statistics": statistics(),
     "unrolled": unrolled(),
 }
+EVENT_DRIVEN: tuple[Order, ...] = ("fifo", "priority")
 # More moves of several groups than of one.
 FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
 TOPOLOGIES = {
@@ -58,11 +65,13 @@ TOPOLOGIES = {
 }
 
 
-def builder_of(graph: OperatorGraph, topology: Topology) -> TaskGraphBuilder:
+def builder_of(
+    graph: OperatorGraph, topology: Topology, costs: MadeUpCosts | None = None
+) -> TaskGraphBuilder:
     return TaskGraphBuilder(
         graph,
         topology,
-        CostTable(MadeUpCosts()),
+        CostTable(costs or MadeUpCosts()),
         TRAINING,
         links=LINKS,
         bucket_bytes=BUCKET_BYTES,
@@ -102,16 +111,21 @@ class Walk(RuleBasedStateMachine):
         graph=st.sampled_from(sorted(GRAPHS)),
         topology=st.sampled_from(sorted(TOPOLOGIES)),
         seed=st.integers(0, 1000),
+        costs=st.sampled_from([MadeUpCosts(), CoarseCosts()]),
     )
-    def begin(self, graph: str, topology: str, seed: int) -> None:
-        self.graph, self.topology = GRAPHS[graph], TOPOLOGIES[topology]
+    def begin(self, graph: str, topology: str, seed: int, costs: MadeUpCosts) -> None:
+        self.graph, self.topology, self.costs = GRAPHS[graph], TOPOLOGIES[topology], costs
         strategy = random_mesh(self.graph, len(self.topology.devices), np.random.default_rng(seed))
-        builder = builder_of(self.graph, self.topology)
+        builder = builder_of(self.graph, self.topology, costs)
         self.delta = Delta(builder.layout(strategy))
         self.ways: dict[Order, Evaluation] = {
             "program": self.delta,
-            "fifo": Full(builder.layout(strategy), "fifo", stops=True),
-            "priority": Full(builder.layout(strategy), "priority", stops=True),
+            "fifo": Events(builder.layout(strategy), "fifo"),
+            "priority": Events(builder.layout(strategy), "priority"),
+        }
+        # By their task graphs, as far as the bound lets them.
+        self.laid_out: dict[Order, Evaluation] = {
+            order: Full(builder.layout(strategy), order, stops=True) for order in EVENT_DRIVEN
         }
         self.check(
             {order: one.current() for order, one in self.ways.items()}, dict.fromkeys(self.ways, NEVER_NS)
@@ -149,8 +163,10 @@ class Walk(RuleBasedStateMachine):
         }
         found = {order: one.propose(changed, bounds_ns[order]) for order, one in self.ways.items()}
         self.check(found, bounds_ns)
+        for order, one in self.laid_out.items():
+            assert one.propose(changed, bounds_ns[order]) == found[order]
         # What was not simulated to its end cannot be kept; all stay at one strategy.
-        for one in self.ways.values():
+        for one in (*self.ways.values(), *self.laid_out.values()):
             if kept and None not in found.values():
                 one.accept()
             else:
@@ -159,7 +175,7 @@ class Walk(RuleBasedStateMachine):
 
     def check(self, found: dict[Order, Outcome | None], bounds_ns: dict[Order, int]) -> None:
         strategy = Strategy(self.graph.digest, tuple(self.delta.configurations))
-        builder = builder_of(self.graph, self.topology)
+        builder = builder_of(self.graph, self.topology, self.costs)
         full, tasks = Full(builder.layout(strategy), "program").current(), builder.build(strategy)
         for order, outcome in found.items():
             expected = Outcome(full.excess_bytes, reference_ns(tasks, order))
@@ -286,9 +302,10 @@ def test_no_mechanism_changes_a_result(name: str, contention: float) -> None:
                 one.reject()
 
 
-def test_an_emptied_arena_changes_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ["program", *EVENT_DRIVEN])
+def test_an_emptied_arena_changes_no_proposal(monkeypatch: pytest.MonkeyPatch, order: Order) -> None:
     def proposals() -> list[tuple[object, ...]]:
-        record, _ = walked(builder_of(GRAPHS["branches"], cluster()), "program", 200, in_full=False)
+        record, _ = walked(builder_of(GRAPHS["branches"], cluster()), order, 200, in_full=False)
         return columns(record)
 
     expected = proposals()
@@ -296,21 +313,43 @@ def test_an_emptied_arena_changes_no_proposal(monkeypatch: pytest.MonkeyPatch) -
     assert proposals() == expected
 
 
-def test_two_chains_of_one_builder_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ["program", *EVENT_DRIVEN])
+def test_two_chains_of_one_builder_do_not_disturb_each_other(
+    monkeypatch: pytest.MonkeyPatch, order: Order
+) -> None:
     graph = GRAPHS["branches"]
     monkeypatch.setattr("search.units.ARENA_WORDS", 20_000)
     builder = builder_of(graph, cluster())
     rng = np.random.default_rng(1)
     pairs = [
-        (Delta(builder.layout(start)), Full(builder_of(graph, cluster()).layout(start), "program"))
+        (evaluation(builder.layout(start), order), Full(builder_of(graph, cluster()).layout(start), order))
         for start in (random_mesh(graph, 8, rng), random_anywhere(graph, 8, rng))
     ]
-    for (delta, full), _ in itertools.product(pairs * 20, range(3)):
+    for (fast, full), _ in itertools.product(pairs * 20, range(3)):
         other = random_anywhere(graph, 8, rng).configurations
         changed: dict[int, Configuration] = {
             place: other[place] for place in rng.choice(len(other), 2).tolist()
         }
-        assert delta.propose(changed, NEVER_NS) == full.propose(changed, NEVER_NS)
-        for one in (delta, full):
+        assert fast.propose(changed, NEVER_NS) == full.propose(changed, NEVER_NS)
+        for one in (fast, full):
             one.accept()
-        assert delta.current() == full.current()
+        assert fast.current() == full.current()
+
+
+@pytest.mark.parametrize("order", EVENT_DRIVEN)
+def test_steps_that_take_months_are_simulated_all_the_same(order: Order) -> None:
+    """A time and the number of a task do not fit into one word then."""
+    graph = GRAPHS["branches"]
+    slow_links = local_topology(4, device_kind(), 1e-4, 3e-6, 0.25)
+    builder, rng = builder_of(graph, slow_links), np.random.default_rng(5)
+    start = random_anywhere(graph, 4, rng)
+    fast, full = Events(builder.layout(start), order), Full(builder.layout(start), order)
+    for _ in range(10):
+        other = random_anywhere(graph, 4, rng).configurations
+        changed = {place: other[place] for place in rng.choice(len(other), 2).tolist()}
+        expected = full.propose(changed, NEVER_NS)
+        assert fast.propose(changed, NEVER_NS) == expected
+        assert expected is not None
+        assert expected.seconds > 1e6
+        for one in (fast, full):
+            one.accept()

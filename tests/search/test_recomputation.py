@@ -14,7 +14,7 @@ from graph.topology import Topology
 from search.baselines import data_parallel
 from search.costs import CostTable
 from search.delta import Delta
-from search.evaluation import NEVER_NS, Full
+from search.evaluation import NEVER_NS, Full, evaluation
 from search.layout import Layout
 from search.mcmc import SearchOptions, search
 from search.recomputing import blocks, recompute
@@ -69,7 +69,7 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
     builder = builder_of(graph, machines)
     for start in strategies_of(graph, count, 29, 1):
         delta = Delta(builder.layout(start))
-        fifo = Full(builder.layout(start), "fifo")
+        fifo = evaluation(builder.layout(start), "fifo")
         program = Full(builder.layout(start), "program")
         for step in range(8):
             assert delta.current() == program.current()

@@ -16,7 +16,7 @@ from search.baselines import data_parallel, fsdp, shared, zero
 from search.bound import best_times_bound
 from search.costs import CostTable
 from search.delta import Delta
-from search.evaluation import NEVER_NS, Evaluation, Full, Outcome
+from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation
 from search.layout import Layout
 from search.links import Lines, LinkCosts
 from search.mcmc import SearchOptions, search
@@ -89,7 +89,7 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
     for start in strategies_of(graph, count, 23, 1)[:3]:
         delta = Delta(builder.layout(start))
         program = Full(builder.layout(start), "program")
-        others = {order: Full(builder.layout(start), order) for order in EVENT_DRIVEN}
+        others = {order: evaluation(builder.layout(start), order) for order in EVENT_DRIVEN}
         for step in range(8):
             assert delta.current() == program.current()
             draw = random_mesh if step % 2 else random_anywhere
