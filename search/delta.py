@@ -18,8 +18,8 @@ import numpy as np
 from graph.strategy import Configuration
 from search import kernels
 from search.evaluation import NEVER_NS, Outcome
-from search.kernels import Checkpoints, Machines, Units, Versions
-from search.layout import Layout, Undo, new_buckets, new_gathers
+from search.kernels import Checkpoints, Units, Versions
+from search.layout import Layout, Undo, buckets_for, more_buckets, new_buckets, new_gathers
 from search.relaxation import Relaxation
 
 # About as many checkpoints; each holds the state of every device and link.
@@ -69,9 +69,7 @@ class Delta:
         self._gathers = new_gathers(layout, 64)
         self._old_units = Units(*(array.copy() for array in layout.units))
         self._generation = -1
-        self._machines = Machines(
-            builder.contention_ppm_D, np.asarray(builder.capacity_bytes_D, np.int64), builder.update_s_D
-        )
+        self._machines = builder.machines
         self._current = self._proposed = Outcome(0, 0)
         self._undo: Undo = ([], [])
 
@@ -136,9 +134,7 @@ class Delta:
         builder, layout = self.layout.builder, self.layout
         arena, units, wiring = builder.store.arena, layout.units, self._wiring
         holds = builder.store.holds.arrays()
-        if len(self._buckets.filling) < len(holds.origin):
-            sizes = len(self._buckets.hold), len(self._buckets.entry_weight)
-            self._buckets = new_buckets(*sizes, 2 * len(holds.origin))
+        self._buckets = buckets_for(holds, self._buckets)
         old, new = self._versions
         while True:
             makespan_ns, end, number, excess_bytes = kernels.evaluate_program_order(
@@ -150,8 +146,7 @@ class Delta:
             if makespan_ns == -2:
                 self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
             elif makespan_ns == -3:
-                sizes = 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight)
-                self._buckets = new_buckets(*sizes, len(self._buckets.filling))
+                self._buckets = more_buckets(self._buckets)
             elif makespan_ns == -4:
                 self._gathers = new_gathers(layout, 2 * len(self._gathers.hold))
             else:

@@ -19,8 +19,8 @@ from search import kernels
 from search.arrays import csr
 from search.delta import POOL_WORDS, new_versions
 from search.evaluation import Outcome, outcome
-from search.kernels import Flow, Followers, GraphArrays, Machines, Units
-from search.layout import Layout, Undo, new_buckets, new_gathers
+from search.kernels import Flow, Followers, GraphArrays, Units
+from search.layout import Layout, Undo, buckets_for, more_buckets, new_buckets, new_gathers
 from search.policies import positions
 from search.simulator import Order
 
@@ -57,9 +57,7 @@ class Events:
         self._gathers = new_gathers(layout, 1)
         self._old_units = Units(*(array.copy() for array in layout.units))
         self._generation = -1
-        self._machines = Machines(
-            builder.contention_ppm_D, np.asarray(builder.capacity_bytes_D, np.int64), builder.update_s_D
-        )
+        self._machines = builder.machines
         self._left_ns_R = np.zeros(resources, np.int64)
         self._update_ns_D = np.zeros(devices, np.int64)
         self._sync_ns_B = np.zeros(64, np.int64)
@@ -123,9 +121,7 @@ class Events:
         """Make the proposed versions those of the layout; return the bytes beyond the devices' memories."""
         builder, layout = self.layout.builder, self.layout
         holds = builder.store.holds.arrays()
-        if len(self._buckets.filling) < len(holds.origin):
-            sizes = len(self._buckets.hold), len(self._buckets.entry_weight)
-            self._buckets = new_buckets(*sizes, 2 * len(holds.origin))
+        self._buckets = buckets_for(holds, self._buckets)
         old, new = self._versions
         while True:
             if len(self._sync_ns_B) < len(self._buckets.hold):
@@ -139,8 +135,7 @@ class Events:
             if end == -2:
                 self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
             elif end == -3:
-                sizes = 2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight)
-                self._buckets = new_buckets(*sizes, len(self._buckets.filling))
+                self._buckets = more_buckets(self._buckets)
             else:
                 break
         self._proposed_end = end

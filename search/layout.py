@@ -181,16 +181,11 @@ class Layout:
         arena, units, wiring = store.arena, self.units, store.wiring
         kernels.find_activity(wiring, units, arena, self.scratch)
         kernels.weigh(wiring, units, arena, self.scratch, self.groups, self.builder.state_tensors)
-        if len(self._buckets.filling) < len(holds.origin):
-            self._buckets = new_buckets(
-                len(self._buckets.hold), len(self._buckets.entry_weight), 2 * len(holds.origin)
-            )
+        self._buckets = buckets_for(holds, self._buckets)
         while not kernels.fill_buckets(
             wiring, units, arena, self.scratch.operator_active, self._buckets, self.builder.bucket_bytes
         ):
-            self._buckets = new_buckets(
-                2 * len(self._buckets.hold), 2 * len(self._buckets.entry_weight), len(self._buckets.filling)
-            )
+            self._buckets = more_buckets(self._buckets)
         active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
         while not kernels.find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
@@ -325,6 +320,18 @@ def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
         gather=np.zeros(buckets, np.int64),
         counts=np.zeros(2, np.int64),
     )
+
+
+def buckets_for(holds: Holds, buckets: Buckets) -> Buckets:
+    """Return room for buckets of all holds: `buckets` themselves, where they have it."""
+    if len(buckets.filling) >= len(holds.origin):
+        return buckets
+    return new_buckets(len(buckets.hold), len(buckets.entry_weight), 2 * len(holds.origin))
+
+
+def more_buckets(buckets: Buckets) -> Buckets:
+    """Return room for twice as many buckets and entries."""
+    return new_buckets(2 * len(buckets.hold), 2 * len(buckets.entry_weight), len(buckets.filling))
 
 
 def new_gathers(layout: Layout, gathers: int) -> Gathers:

@@ -49,7 +49,7 @@ from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls, rule_calls
 
 if TYPE_CHECKING:
-    from search.kernels import Holds, Tasks
+    from search.kernels import Holds, Machines, Tasks
     from search.layout import Layout
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -271,6 +271,13 @@ class TaskGraphBuilder:
             np.array([seconds for seconds, _ in found], np.float64),
             np.array([origin for _, origin in found], np.int64),
         )
+
+    @cached_property
+    def machines(self) -> Machines:
+        """What simulations without a task graph know of the devices."""
+        from search.kernels import Machines
+
+        return Machines(self.contention_ppm_D, self.capacity_bytes_D, self.update_s_D)
 
     def layout(self, strategy: Strategy) -> Layout:
         """Return a layout of a validated strategy."""

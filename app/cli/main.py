@@ -66,7 +66,7 @@ def main() -> None:
         code = error.code
     if code == _INTERRUPTED and _speaks():
         sys.stderr.write("interrupted\n")
-    _leave(code if isinstance(code, int) else 0)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
@@ -77,7 +77,7 @@ def _refuse(error: Any) -> NoReturn:
     """End with one line about a command line that cannot be parsed; with the help where it is empty."""
     text = error.format_message()
     if not _speaks():
-        _leave(2)
+        sys.exit(2)
     if error.ctx is None or text == error.ctx.get_help():
         sys.stderr.write(text.rstrip() + "\n")
         sys.exit(2)
@@ -90,7 +90,7 @@ def _fail(text: str, code: int, *, silent: bool = False) -> NoReturn:
         # What a file or a name brought in must not steer the terminal.
         shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
         sys.stderr.write(f"error: {shown}\n")
-    _leave(code)
+    sys.exit(code)
 
 
 def _is_rank() -> bool:
@@ -101,36 +101,27 @@ def _speaks() -> bool:
     return not _is_rank() or os.environ["RANK"] == "0"
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit; a process that torchrun started may have threads that wait for one that is gone, or hold tensors.
-
-    The first would keep it from ending, the second can abort the interpreter's own end.
-    """
-    if _is_rank():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 def command() -> None:
     """Run the command line, and end the process with it.
 
     Without the interpreter's own end, where nobody waits for it: it takes a second with torch, and gives nothing back
-    that the operating system does not.
+    that the operating system does not. A process that torchrun started never ends in that way: it may have threads that
+    wait for one that is gone, which would keep it from ending, or that hold tensors, which can abort it.
     """
     try:
         main()
     except SystemExit as stop:
-        if not isinstance(stop.code, int) or threading.active_count() > 1 or _is_watched():
-            raise
-        atexit._run_exitfuncs()
+        code = stop.code
+        if not _is_rank():
+            if not isinstance(code, int) or threading.active_count() > 1 or _is_watched():
+                raise
+            atexit._run_exitfuncs()
         try:
             sys.stdout.flush()
             sys.stderr.flush()
         except OSError:  # nobody reads on: Python says so as ever
             raise stop from None
-        os._exit(stop.code)
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _is_watched() -> bool:
