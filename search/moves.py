@@ -275,6 +275,13 @@ def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:
 
 
 @lru_cache(maxsize=1 << 12)
+def keeps_order(axes: tuple[int, ...], degrees: Degrees) -> bool:
+    """Return whether `copied` gives the first devices of a configuration so split, in their order."""
+    sources = _carried(axes, degrees)[1]
+    return sources == tuple(range(len(sources)))
+
+
+@lru_cache(maxsize=1 << 12)
 def _carried(axes: tuple[int, ...], degrees: Degrees) -> tuple[Degrees, tuple[int, ...]]:
     """Return the degrees that are carried over, and for each task the neighbour's whose device it gets."""
     strides = [prod(degrees[axis + 1 :]) for axis in range(len(degrees))]

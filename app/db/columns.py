@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -63,18 +63,14 @@ def lists(rows: Sequence[Sequence[int] | None], valid: Mask | None = None) -> pa
     )
 
 
-def sparse_lists(count: int, rows: Mapping[int, Sequence[int]], kind: pa.DataType) -> pa.Array[Any]:
-    """Return lists of numbers as an Arrow column of `count` rows, NULL but for those at the given, ascending places."""
+def sparse_lists(
+    lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64], kind: pa.DataType
+) -> pa.Array[Any]:
+    """Return lists of numbers, one after the other in `items`, as an Arrow column; those without any are NULL."""
     import pyarrow as pa
 
-    places = np.fromiter(rows, np.int64, len(rows))
-    valid = np.zeros(count, np.bool_)
-    valid[places] = True
-    lengths = np.zeros(count, np.int32)
-    lengths[places] = np.fromiter(map(len, rows.values()), np.int32, len(rows))
-    items = np.fromiter(chain.from_iterable(rows.values()), np.int64, int(lengths.sum()))
     return pa.Array.from_buffers(
-        pa.list_(kind), count, [_bits(valid), _offsets(lengths)], children=[numbers(items, kind)]
+        pa.list_(kind), len(lengths), [_bits(lengths > 0), _offsets(lengths)], children=[numbers(items, kind)]
     )
 
 
@@ -89,7 +85,7 @@ def view(column: pa.ChunkedArray[Any]) -> npt.NDArray[Any]:
     return np.concatenate(found)
 
 
-def _offsets(lengths: npt.NDArray[np.int32]) -> pa.Buffer:
+def _offsets(lengths: npt.NDArray[np.integer[Any]]) -> pa.Buffer:
     import pyarrow as pa
 
     ends = np.zeros(len(lengths) + 1, np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -21,6 +21,17 @@ ADDED_COLUMNS: dict[str, tuple[str, ...]] = {"proposals": ("other_operators", "o
 Family = Literal["strided", "permuted", "copied", "listed"]
 
 
+class Others(NamedTuple):
+    """The further heads that proposals change, in any order: each one's proposal by place, the head, and its code."""
+
+    place: npt.NDArray[np.int64]
+    operator: npt.NDArray[np.int64]
+    configuration: npt.NDArray[np.int64]
+
+
+NO_OTHERS = Others(*(np.empty(0, np.int64),) * 3)
+
+
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
     """Proposals of one search in the order in which they were made; arrays of one length.
@@ -33,7 +44,7 @@ class ProposalBatch:
     `checkpoint` gives a text that says what the search was after these proposals, and `outcome` how far it came.
     Of the batches that are written together only the last checkpoint is asked for its text.
 
-    `others` holds, by place, the further heads that one proposal changes, and the codes of their configurations.
+    `others` holds what proposals that change more than one head give to the further ones.
     """
 
     chain: npt.NDArray[np.integer[Any]]
@@ -45,7 +56,7 @@ class ProposalBatch:
     accepted: npt.NDArray[np.bool_]
     checkpoint: Callable[[], str] | None = None
     outcome: SearchOutcome | None = None
-    others: Mapping[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    others: Others = NO_OTHERS
 
     def __len__(self) -> int:
         return len(self.step)
@@ -151,7 +162,6 @@ def start_schema() -> pa.Schema:
 
 def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
     """Return proposals, sorted by chain and step."""
-    import pyarrow as pa
 
     def column(name: str) -> npt.NDArray[Any]:
         return np.concatenate([getattr(batch, name) for batch in batches])
@@ -159,7 +169,7 @@ def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table
     chain, step = column("chain"), column("step")
     order = np.lexsort((step, chain))
     times = {name: column(name)[order] for name in ("simulated_ns", "bound_ns")}
-    others = _others(batches, order)
+    operators, configurations = _others(batches, order)
     return _table(
         proposal_schema(),
         search_id,
@@ -170,12 +180,8 @@ def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table
             "configuration": column("configuration")[order],
             **times,
             "accepted": booleans(column("accepted")[order]),
-            "other_operators": sparse_lists(
-                len(order), {place: heads for place, (heads, _) in others.items()}, pa.int32()
-            ),
-            "other_configurations": sparse_lists(
-                len(order), {place: codes for place, (_, codes) in others.items()}, pa.int64()
-            ),
+            "other_operators": operators,
+            "other_configurations": configurations,
         },
         {name: values >= 0 for name, values in times.items()},
     )
@@ -183,16 +189,24 @@ def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table
 
 def _others(
     batches: Sequence[ProposalBatch], order: npt.NDArray[np.intp]
-) -> dict[int, tuple[Sequence[int], Sequence[int]]]:
-    """Return the batches' `others` by their places among the sorted rows, in order."""
+) -> tuple[pa.Array[Any], pa.Array[Any]]:
+    """Return the columns of the batches' `others` for the sorted rows; of each row in the operators' order."""
+    import pyarrow as pa
+
     moved_to = np.empty(len(order), np.int64)
     moved_to[order] = np.arange(len(order))
-    found: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-    first = 0
-    for batch in batches:
-        found |= {int(moved_to[first + place]): one for place, one in batch.others.items()}
-        first += len(batch)
-    return dict(sorted(found.items()))
+    firsts = np.cumsum([0, *(len(batch) for batch in batches[:-1])])
+    row = moved_to[
+        np.concatenate([batch.others.place + first for batch, first in zip(batches, firsts, strict=True)])
+    ]
+    operator = np.concatenate([batch.others.operator for batch in batches])
+    configuration = np.concatenate([batch.others.configuration for batch in batches])
+    lengths = np.bincount(row, minlength=len(order))
+    ordered = np.lexsort((operator, row))
+    return (
+        sparse_lists(lengths, operator[ordered], pa.int32()),
+        sparse_lists(lengths, configuration[ordered], pa.int64()),
+    )
 
 
 def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.db.records import DEEPEST_COPY, SearchOutcome
-from app.db.rows import EntryRow, Family, ProposalBatch, StartEntry
+from app.db.rows import EntryRow, Family, Others, ProposalBatch, StartEntry
 from app.db.trace import ProposalTrace
 from app.services.progress import Progress
 from graph.axes import Degrees
@@ -25,7 +25,7 @@ from graph.canonical import canonical_json
 from graph.errors import DatabaseError
 from graph.strategy import Configuration, Strategy
 from search.groups import Group, Member, follow
-from search.moves import Part
+from search.moves import Part, keeps_order
 from search.placements import Drawn, Origin, Permuted, recognized
 from search.proposals import ChainCheckpoint
 
@@ -51,6 +51,8 @@ class Codes:
         # Of codes that another process gave: how deep a copy each is.
         self._foreign: dict[int, int] = {}
         self._known: dict[Any, int] = {}
+        # What the codes of drawn ones stand for.
+        self._drawn: dict[int, Drawn] = {}
         # Of copies; how deep a copy is that was made before `_since` is not known any more.
         self._depth: dict[int, int] = {}
         self._since = first
@@ -81,14 +83,15 @@ class Codes:
 
     def of_proposals(
         self, batch: mcmc.ProposalBatch, current: Mapping[int, dict[int, int]]
-    ) -> tuple[list[int], dict[int, tuple[list[int], list[int]]]]:
-        """Return the codes of what was proposed; `current`, those of every chain's heads, goes along.
+    ) -> tuple[list[int], Others]:
+        """Return the codes of what was proposed, and those of what was to change beside it.
 
-        Beside the codes of all proposals: of those that changed further heads, by place in the batch, these heads
-        and their codes.
+        `current`, the codes of every chain's heads, goes along.
         """
         codes: list[int] = []
-        others: dict[int, tuple[list[int], list[int]]] = {}
+        places: list[int] = []
+        heads: list[int] = []
+        further: list[int] = []
         for place, (chain, head, origin, configuration, accepted) in enumerate(
             zip(
                 batch.chain.tolist(),
@@ -102,13 +105,16 @@ class Codes:
             mine = current[chain]
             code = self._of(origin, configuration, mine, {})
             codes.append(code)
-            if further := batch.others.get(place):
-                others[place] = self._of_parts(further, mine, {head: code})
             if accepted:
                 mine[head] = code
-                if further:
-                    mine.update(zip(*others[place], strict=True))
-        return codes, others
+            if parts := batch.others.get(place):
+                their_heads, their_codes = self._of_parts(parts, mine, {head: code})
+                places += [place] * len(their_heads)
+                heads += their_heads
+                further += their_codes
+                if accepted:
+                    mine.update(zip(their_heads, their_codes, strict=True))
+        return codes, Others(*(np.array(column, np.int64) for column in (places, heads, further)))
 
     def _of_parts(
         self, parts: Sequence[Part], current: Mapping[int, int], given: dict[int, int]
@@ -118,9 +124,14 @@ class Codes:
         codes: list[int] = []
         for part in parts:
             code = self._of(part.origin, part.configuration, current, given)
-            given.update(dict.fromkeys(part.heads, code))
-            heads += part.heads
-            codes += [code] * len(part.heads)
+            these = part.heads
+            heads += these
+            if len(these) == 1:
+                given[these[0]] = code
+                codes.append(code)
+            else:
+                given.update(dict.fromkeys(these, code))
+                codes += [code] * len(these)
         return heads, codes
 
     def _of(
@@ -135,7 +146,11 @@ class Codes:
         base = given.get(origin.head)
         if base is None:
             base = current[origin.head]
-        return base if origin.axes is None else self.of_copy(base, origin.axes, configuration)
+        axes = origin.axes
+        if axes is None:
+            return base
+        code = self._known.get((base, axes))
+        return code if code is not None else self.of_copy(base, axes, configuration)
 
     def of_drawn(self, drawn: Drawn) -> int:
         """Return the code of what was drawn."""
@@ -146,17 +161,28 @@ class Codes:
             code = self._known.get((degrees, seed))
             if code is None:
                 code = self._new((degrees, seed), "permuted", degrees, None, None, seed)
+                self._drawn[code] = drawn
             return code
         start, stride = place.start, place.stride
         code = self._known.get((degrees, start, stride))
         if code is None:
             code = self._new((degrees, start, stride), "strided", degrees, start, stride)
+            self._drawn[code] = drawn
         return code
 
     def of_copy(self, base: int, axes: tuple[int, ...], configuration: Configuration) -> int:
-        """Return the code of what was copied from the configuration of another code."""
+        """Return the code of what was copied from the configuration of another code.
+
+        The first devices of what was drawn are drawn likewise: then of several operators that a split is carried over
+        to few have codes of their own.
+        """
         code = self._known.get((base, axes))
         if code is not None:
+            return code
+        drawn = self._drawn.get(base)
+        if drawn is not None and keeps_order(axes, drawn.degrees):
+            code = self.of_drawn(Drawn(configuration.degrees, drawn.placement))
+            self._known[base, axes] = code
             return code
         depth = self._depth_of(base) + 1
         if depth > DEEPEST_COPY:
@@ -196,6 +222,7 @@ class Codes:
         code = self._next
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
+            self._drawn.clear()
             self._depth.clear()
             self._since = code
         self._next = code + 1
@@ -404,7 +431,9 @@ class Recorded:
                 )
         columns = ("chain", "step", "operator", "configuration", "simulated_ns", "bound_ns", "accepted")
         moved_to = np.cumsum(new) - 1
-        others = {int(moved_to[place]): one for place, one in batch.others.items() if new[place]}
+        kept = new[batch.others.place]
+        others = Others(*(column[kept] for column in batch.others))
+        others = others._replace(place=moved_to[others.place])
         return replace(batch, others=others, **{name: getattr(batch, name)[new] for name in columns})
 
 

@@ -115,10 +115,10 @@ def _walked(model: ImportedModel, devices: int, count: int) -> Iterator[Proposal
     import numpy as np
 
     from search.baselines import data_parallel
-    from search.moves import Moves
+    from search.moves import Moves, shares_for
     from search.proposals import ProposalBatch
 
-    moves = Moves(model.graph, devices)
+    moves = Moves(model.graph, devices, shares_for(devices))
     rng = np.random.default_rng(0)
     walking = [list(data_parallel(model.graph, devices).configurations) for _ in range(CHAINS)]
     for first in range(0, count, BATCH):

@@ -92,7 +92,7 @@ def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pyt
     record = mcmc.Chain._record
 
     def record_and_tell(chain: mcmc.Chain, move: Move, *arguments: object, **named: object) -> None:
-        others = tuple((head, part.configuration) for part in move.others for head in part.heads)
+        others = tuple(sorted((head, part.configuration) for part in move.others for head in part.heads))
         proposed[chain.number, chain.proposals] = (move.head, move.configuration, others)
         record(chain, move, *arguments, **named)  # type: ignore[arg-type]
 
@@ -144,13 +144,38 @@ def test_every_family_and_depth_is_read_in_sql(store: Store, count: int) -> None
                 code = codes.of_copy(code, axes, copy)
                 expected[code] = copy
     entries = [ConfigurationEntry(*row) for row in codes.take_new()]
-    assert sum(entry.family == "copied" for entry in entries) > 10 * DEEPEST_COPY
+    if count >= 12:  # copies of fewer devices are mostly in the order of what was drawn
+        depth: dict[int | None, int] = {None: 0}
+        for entry in entries:
+            depth[entry.configuration] = 1 + depth[entry.base] if entry.family == "copied" else 0
+        assert sum(deep > 0 for deep in depth.values()) > 10 * DEEPEST_COPY
+        assert max(depth.values()) == DEEPEST_COPY
     assert all(entry.family != "listed" for entry in entries)
     with ProposalTrace(store, search_id) as trace_:
         trace_.add_entries(entries)
     with connect(store.database) as connection:
         found = connection.execute("SELECT configuration, degrees, devices FROM proposal_devices").fetchall()
     assert {code: Configuration(tuple(degrees), tuple(listed)) for code, degrees, listed in found} == expected
+
+
+@pytest.mark.parametrize("count", [6, 12])
+def test_copies_that_keep_the_order_of_devices_are_of_what_was_drawn(count: int) -> None:
+    """So that the operators that a split is carried over to share a code, and others have none of their own."""
+    codes = Codes(count)
+    drawn = Drawn((count // 2, 2, 1), Permuted(3))
+    code = codes.of_drawn(drawn)
+    configuration = Configuration(drawn.degrees, place(drawn.placement, count, count))
+    for axes, same in {
+        (0, 1): (count // 2, 2, 1),
+        (0, -1, 1, -1): (count // 2, 1, 2, 1, 1),
+        (-1, -1): (1, 1, 1),
+    }.items():
+        assert codes.of_copy(code, axes, copied(axes, configuration)) == codes.of_drawn(
+            Drawn(same, drawn.placement)
+        )
+    swapped = codes.of_copy(code, (1, 0), copied((1, 0), configuration))
+    assert swapped != codes.of_drawn(Drawn((2, count // 2, 1), drawn.placement))
+    assert [row[1] for row in codes.take_new()] == ["permuted"] * 3 + ["copied", "permuted"]
 
 
 @pytest.mark.parametrize("seed", seeds(1, 4))

@@ -24,6 +24,7 @@ from app.db import trace as trace_module
 from app.db.records import SearchOutcome, TraceKind
 from app.db.rows import (
     ConfigurationEntry,
+    Others,
     ProposalBatch,
     StartEntry,
     configuration_schema,
@@ -48,8 +49,19 @@ def batch(first_step: int, count: int, *, chain: int = 0) -> ProposalBatch:
         simulated_ns=np.where(cut, -1, step * 1000),
         bound_ns=np.where(cut, step * 500, -1),
         accepted=step % 5 == 0,
-        others={place: further(int(one)) for place, one in enumerate(step) if one % 7 == 0},
+        others=others(step),
     )
+
+
+def others(steps: np.ndarray[Any, np.dtype[np.int64]]) -> Others:
+    """Return what `further` gives to proposals of these steps, not in the order of the operators."""
+    rows = [
+        (place, operator, code)
+        for place, step in enumerate(steps.tolist())
+        if step % 7 == 0
+        for operator, code in zip(*further(step), strict=True)
+    ]
+    return Others(*np.array(rows[::-1], np.int64).reshape(-1, 3).T)
 
 
 def further(step: int) -> tuple[list[int], list[int]]:
