@@ -107,7 +107,9 @@ def _issue(
         return world.all_gather(buffer, packed, ranks), packed
     if kind is CollectiveKind.REDUCE_SCATTER:
         packed = _packed(parts)
-        return world.reduce_scatter(buffer, packed, ranks), packed
+        if packed.device.type == "cpu" and _share_memory(packed, parts[0]):
+            packed = packed.clone()
+        return world.sum_in_shares(buffer, packed, ranks), packed
     if kind is CollectiveKind.ALL_TO_ALL:
         packed = _packed(parts)
         given = [part.numel() for part in parts]

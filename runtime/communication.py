@@ -6,11 +6,13 @@ which turns a lost peer into a one-line error.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,9 @@ _KNOWN = frozenset(
         torch.uint8,
     }
 )
+
+# Its thread takes microseconds; where it never lets go, a measured peak is too high, but nobody waits for ever.
+_SETTLE_LIMIT_S = 1.0
 
 
 class PeerFailure(RuntimeFailure):
@@ -78,6 +83,42 @@ class _All:
             work.wait()
 
 
+class _Given:
+    """Tensors that are lent to gloo: others in the same memory, to which nobody else has a reference."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors = tuple(one.detach() for one in tensors)
+        self._before = self._references()
+
+    def returned(self) -> bool:
+        """Return whether gloo has no reference to any of them any more."""
+        return self._references() == self._before
+
+    def _references(self) -> list[tuple[int, int]]:
+        # torch gives up the Python object a moment after the tensor, since its thread needs the interpreter for that.
+        # The count of the tensor itself has no annotation.
+        return [(cast(Any, one)._use_count(), sys.getrefcount(one)) for one in self.tensors]
+
+
+@dataclass(slots=True)
+class _Settled:
+    """A work of gloo after which gloo's own thread has no tensor of it either."""
+
+    work: Any
+    given: _Given | None
+
+    def wait(self) -> None:
+        """Wait for the work, then for the thread; a second call does nothing."""
+        if self.given is None:
+            return
+        self.work.wait()
+        self.work = None
+        deadline = time.monotonic() + _SETTLE_LIMIT_S
+        while not self.given.returned() and time.monotonic() < deadline:
+            time.sleep(0)
+        self.given = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Taking:
     """A work after which a part of what it made is copied."""
@@ -100,6 +141,20 @@ class World:
         self.size = size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._ranks = tuple(range(size))
+        self._settles = False
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Meanwhile, who waits for a collective between CPUs also waits until gloo's thread has none of its tensors.
+
+        Otherwise that thread may be the last to have one and releases it, out of sight of torch's profiler, which sees
+        what the thread releases in which it was started.
+        """
+        self._settles = True
+        try:
+            yield
+        finally:
+            self._settles = False
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
         """Start all messages of one event; return the works of the sends and of the receives, one for each.
@@ -180,8 +235,15 @@ class World:
 
     def _collect(self, operation: Callable[..., Any], ranks: tuple[int, ...], *arguments: Any) -> Any:
         group = _group(ranks)
+        given: _Given | None = None
+        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        if self._settles and all(one.device.type == "cpu" for one in tensors):
+            given = _Given(tensors)
+            lent = iter(given.tensors)
+            arguments = tuple(next(lent) if isinstance(one, torch.Tensor) else one for one in arguments)
         with naming_lost_peers(self.rank):
-            return operation(*arguments, group=group, async_op=True)
+            work = operation(*arguments, group=group, async_op=True)
+        return work if given is None else _Settled(work, given)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks of this world."""

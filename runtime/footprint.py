@@ -85,7 +85,7 @@ def footprint(plan: Plan, training: Training, rank: int, processor: str = "cpu")
         with FakeTensorMode(allow_fallback_kernels=False):
             tensors = _initial_tensors(plan.graph)
             with ledger:
-                world = SilentWorld(plan.strategy.device_count, rank)
+                world = SilentWorld(plan.strategy.device_count, rank, processor)
                 executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=_DEVICE)
                 del tensors
                 _name_parts(executor, ledger)
@@ -295,17 +295,39 @@ class _Done:
         """Return at once."""
 
 
-class SilentWorld(World):
-    """A world of which this process is any one rank, and in which nothing is sent."""
+@dataclass(slots=True)
+class _Gathered:
+    """The work of an all-gather: until it is done, there is what the library gathers in."""
 
-    def __init__(self, size: int, rank: int) -> None:
+    own: torch.Tensor | None
+
+    def wait(self) -> None:
+        """Drop it."""
+        self.own = None
+
+
+class SilentWorld(World):
+    """A world of which this process is any one rank, and in which nothing is sent.
+
+    Gloo, between CPUs, gathers in memory of torch's that it takes for itself, as much as the result: it is taken here,
+    too. Its reduce-scatter would do the like, but is not used (`World.sum_in_shares`).
+    """
+
+    def __init__(self, size: int, rank: int, processor: str = "cpu") -> None:
         self.size = size
         self.rank = rank
         self._ranks = tuple(range(size))
+        self._gloo = processor == "cpu"
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
         """Start nothing."""
         return [_Done() for _ in sends], [_Done() for _ in receives]
+
+    def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start nothing, but have the memory of the result twice until it is waited for."""
+        if not self._gloo:
+            return super().all_gather(result, part, ranks)
+        return _Gathered(torch.empty_like(result))
 
     def _collect(self, operation: Any, ranks: tuple[int, ...], *arguments: Any) -> Any:  # noqa: ARG002 - nothing is sent
         return _Done()

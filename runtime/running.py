@@ -135,7 +135,8 @@ class JobRun:
 
         beat(f"in step {number}, whose memory is measured")
         self._executor.forget_step()
-        return measure_peak(lambda: self._executor.step(number), self._device)
+        with self._world.settling():
+            return measure_peak(lambda: self._executor.step(number), self._device)
 
 
 def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:

@@ -1,6 +1,7 @@
 """What a second core brings to a search: the same chains with one process and with two, recorded as `app search` does.
 
-Both make the same proposals. Costs are estimates for the devices of the topology p100-cluster, asked for anew by each
+Both make the same proposals. Beside it stands what the machine gives: two searches of half the proposals each, at the
+same time, that have nothing to do with each other. Costs are estimates for the devices of the topology p100-cluster, asked for anew by each
 search; a search is timed from its first chain's start to its result, its trace written.
 """
 
@@ -11,13 +12,17 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from scripts.benchmarks.result import Result, measurement
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from app.db.store import Store
     from app.services.models import ImportedModel
+
+Way = Literal["one", "two", "strangers"]
 
 RATIO = 1.9
 CHAINS = 4
@@ -30,18 +35,22 @@ SECONDS, PROBES_S, PAIRS = 18.0, (2.0, 6.0), 3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One network on so many devices: proposals of each search, and proposals a second by number of processes."""
+    """One network on so many devices: proposals of each search, and proposals a second by way.
+
+    The ways: a process, two processes, and two searches with a process each.
+    """
 
     network: str
     devices: int
     proposals: int
     accepted: float
-    rates: dict[int, list[float]]
+    rates: dict[Way, list[float]]
 
-    @property
-    def ratio(self) -> float:
-        """How many times the proposals of one process two make, pair by pair, the median."""
-        return statistics.median(two / one for one, two in zip(self.rates[1], self.rates[2], strict=True))
+    def ratio(self, way: Way) -> float:
+        """How many times the proposals of one process are made, pair by pair, the median."""
+        return statistics.median(
+            two / one for one, two in zip(self.rates["one"], self.rates[way], strict=True)
+        )
 
 
 def run(*, quick: bool) -> Result:
@@ -52,7 +61,10 @@ def run(*, quick: bool) -> Result:
         conditions={"topology": "p100-cluster", "chains": CHAINS, "seconds a search": SECONDS},
         measurements=[
             measurement(
-                f"{row.network}, {row.devices} devices: two processes over one", row.ratio, "", at_least=RATIO
+                f"{row.network}, {row.devices} devices: two processes over one",
+                row.ratio("two"),
+                "",
+                at_least=RATIO,
             )
             for row in rows
         ],
@@ -63,10 +75,10 @@ def run(*, quick: bool) -> Result:
                 "proposals": f"{row.proposals:,}",
                 "accepted": f"{row.accepted:.1%}",
                 **{
-                    f"a second, {count}": f"{statistics.median(rates):,.0f}"
-                    for count, rates in row.rates.items()
+                    f"a second, {way}": f"{statistics.median(rates):,.0f}" for way, rates in row.rates.items()
                 },
-                "ratio": f"{row.ratio:.2f}",
+                "two": f"{row.ratio('two'):.2f}",
+                "strangers": f"{row.ratio('strangers'):.2f}",
             }
             for row in rows
         ],
@@ -74,11 +86,12 @@ def run(*, quick: bool) -> Result:
 
 
 def measured(name: str, batch_size: int, devices: int) -> Row:
-    """Time one case: which number of processes comes first alternates."""
+    """Time one case: which way comes first alternates."""
     from app.services.models import import_graph, requested_model
 
     model = import_graph(requested_model(name, "paper", batch_size), batch_norm="synchronized")
-    rates: dict[int, list[float]] = {1: [], 2: []}
+    ways: tuple[Way, ...] = get_args(Way)
+    rates: dict[Way, list[float]] = {way: [] for way in ways}
     searched(model, devices, CHAINS * 8, 1)  # compiles
     # Two, since what comes before the first proposal is no part of the pace.
     (made, _, seconds), (more, _, longer) = (
@@ -87,10 +100,28 @@ def measured(name: str, batch_size: int, devices: int) -> Row:
     budget = max(CHAINS, round((more - made) / (longer - seconds) * SECONDS))
     accepted = 0
     for number in range(PAIRS):
-        for workers in (1, 2) if number % 2 == 0 else (2, 1):
-            made, accepted, seconds = searched(model, devices, budget, workers)
-            rates[workers].append(made / seconds)
+        for way in ways if number % 2 == 0 else ways[::-1]:
+            if way == "strangers":
+                rates[way].append(_by_strangers(model, devices, budget))
+            else:
+                made, accepted, seconds = searched(model, devices, budget, 1 if way == "one" else 2)
+                rates[way].append(made / seconds)
     return Row(name, devices, budget, accepted / budget, rates)
+
+
+def _by_strangers(model: ImportedModel, devices: int, budget: int) -> float:
+    """Return the proposals a second of two searches at once."""
+    from search.forking import fork
+
+    def search(connection: Connection) -> None:
+        connection.send(searched(model, devices, budget // 2, 1)[0])
+
+    began = time.perf_counter()
+    both = [fork(search) for _ in range(2)]
+    made = sum(one.connection.recv() for one in both)
+    for one in both:
+        one.ended()
+    return made / (time.perf_counter() - began)
 
 
 def searched(
