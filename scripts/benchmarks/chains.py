@@ -1,8 +1,8 @@
 """What a second core brings to a search: the same chains with one process and with two, recorded as `app search` does.
 
 Both make the same proposals. Beside it stands what the machine gives: two searches of half the proposals each, at the
-same time, that have nothing to do with each other. Costs are estimates for the devices of the topology p100-cluster, asked for anew by each
-search; a search is timed from its first chain's start to its result, its trace written.
+same time, that have nothing to do with each other. Costs are estimates for the devices of the topology p100-cluster,
+asked for anew by each search; a search is timed from its first chain's start to its result, its trace written.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _by_strangers(model: ImportedModel, devices: int, budget: int) -> float:
     made = sum(one.connection.recv() for one in both)
     for one in both:
         one.ended()
-    return made / (time.perf_counter() - began)
+    seconds: float = time.perf_counter() - began
+    return int(made) / seconds
 
 
 def searched(
