@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from search.collector import looking_seldom
+from search.collector import leaving_alone_what_is_there, looking_seldom
 
 
 @pytest.fixture
@@ -40,3 +40,13 @@ def test_a_collector_that_looks_more_seldom_stays_so(thresholds: tuple[int, int,
     with looking_seldom():
         assert gc.get_threshold()[0] == first
     assert gc.get_threshold() == (first, *thresholds[1:])
+
+
+def test_a_walk_leaves_alone_what_is_there_and_looks_seldom(thresholds: tuple[int, int, int]) -> None:
+    frozen = gc.get_freeze_count()
+    with suppress(KeyError), leaving_alone_what_is_there():
+        assert gc.get_freeze_count() > frozen
+        assert gc.get_threshold()[0] > thresholds[0]
+        raise KeyError
+    assert gc.get_freeze_count() == frozen
+    assert gc.get_threshold() == thresholds
