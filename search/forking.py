@@ -87,6 +87,7 @@ def fork(serve: Callable[[Connection], None]) -> Forked:
         UsageError: the operating system starts no process.
     """
     near, far = Pipe()
+    begun, begins = os.pipe()
     parent, ends_with = os.getpid(), ctypes.CDLL(None).prctl
     # A signal between the fork and the first line of the copy would run this process's handler there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
@@ -97,23 +98,30 @@ def fork(serve: Callable[[Connection], None]) -> Forked:
             process = os.fork()
         if process == 0:
             ends_with(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _serve(serve, far, parent)
+            _serve(serve, far, parent, begins)
     except OSError as error:
         near.close()
+        os.close(begins)
         raise UsageError(
             f"search: a worker process cannot be started ({error.strerror}), must be; choose --workers 1"
         ) from None
+    else:
+        # A copy that is stopped before it ends with this process would outlive it for good.
+        os.close(begins)
+        os.read(begun, 1)
     finally:
+        os.close(begun)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         far.close()
     return Forked(process, near)
 
 
-def _serve(serve: Callable[[Connection], None], pipe: Connection, parent: int) -> NoReturn:
+def _serve(serve: Callable[[Connection], None], pipe: Connection, parent: int, begins: int) -> NoReturn:
     """Work, and end without returning: what is above on the stack is the other process's."""
     code = 1
     try:
         if os.getppid() == parent:
+            os.write(begins, b".")
             _leave_alone(pipe)
             try:
                 serve(pipe)

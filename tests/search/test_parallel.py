@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,42 @@ def test_no_process_outlives_a_search_that_is_killed() -> None:
     _, left = psutil.wait_procs(walking, timeout=WAIT_S)
     assert left == []
     killed.stdout.close()
+
+
+STOPPED = """
+import ctypes, os, signal, time
+from types import SimpleNamespace
+from search import forking
+system = ctypes.CDLL(None)
+def late(*arguments):
+    time.sleep(0.5)
+    return system.prctl(*arguments)
+forking.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=late))
+forked = forking.fork(lambda connection: connection.recv())
+os.kill(forked.process, signal.SIGSTOP)
+print(forked.process, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_stopped_at_once_does_not_outlive_its_search() -> None:
+    """However late it comes to say that it ends with it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+    ) as killed:
+        assert killed.stdout is not None
+        number = int(killed.stdout.readline())
+        assert killed.wait() == -signal.SIGKILL
+    left = [psutil.Process(number)] if psutil.pid_exists(number) else []
+    try:
+        assert psutil.wait_procs(left, timeout=WAIT_S)[1] == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
 
 
 def test_a_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
