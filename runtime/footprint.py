@@ -6,7 +6,8 @@ tensor, from when it is made until its last reference is gone. So what autograd 
 runtime releases when, how long a message's buffer lives, are not modelled: they happen.
 
 What the kernels of a backend take for themselves while they run (packed copies of operands, workspaces of a GPU's
-libraries) belongs to no tensor and is not counted. The walk takes the CPU's code paths for every device.
+libraries) belongs to no tensor and is not counted, but for what grows with the batch and is known (`_COPIES`). The
+walk takes the CPU's code paths for every device.
 
 Source: torch.distributed's memory tracker follows storages in the same way.
 """
@@ -78,7 +79,7 @@ def footprint(plan: Plan, training: Training, rank: int, processor: str = "cpu")
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    ledger = _Ledger(_BLOCK_BYTES.get(processor, 1))
+    ledger = _Ledger(_BLOCK_BYTES.get(processor, 1), _COPIES if processor == "cpu" else {})
     forget_positions()
     try:
         # Without fallbacks: they would run the real kernel on zeros of the real size.
@@ -190,6 +191,23 @@ _SHAPES: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
 }
 
 
+def _gradient_of_attention(gradient: torch.Tensor, *_others: object) -> torch.Tensor:
+    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: heads inside of positions, without gaps.
+    return gradient.transpose(1, 2).contiguous()
+
+
+def _mask_of_dropout(gradient: torch.Tensor, mask: torch.Tensor, *_scale: object) -> torch.Tensor:
+    # Operands of different dtypes are converted whole on a CPU.
+    return mask.to(gradient.dtype)
+
+
+# What kernels of the CPU copy for themselves, in torch's memory, where it is not as they want it.
+_COPIES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _gradient_of_attention,
+    torch.ops.aten.native_dropout_backward.default: _mask_of_dropout,
+}
+
+
 def _sums_gradients() -> bool:
     """Return whether autograd's engine itself calls, to add up what comes to a node from several others.
 
@@ -209,10 +227,11 @@ _OF_DISPATCH = frozenset({"__torch_dispatch__", "_fn", "inner"})
 class _Ledger(TorchDispatchMode):
     """Counts the bytes of every storage that calls return until it is gone, by parts."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, copies: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part = "inputs"
         self._block_bytes = block_bytes
+        self._copies = copies
         # By address: a reference that tells when the storage is gone, its bytes, and its part.
         self._alive: dict[int, tuple[Any, int, str]] = {}
         self._changes: list[tuple[str, int]] = []
@@ -237,6 +256,9 @@ class _Ledger(TorchDispatchMode):
             for one in result:
                 if isinstance(one, torch.Tensor):
                     self._note(one)
+        if func in self._copies:
+            # Beside the results, and gone with this call; a tensor that is laid out so already is there already.
+            self._note(self._copies[func](*args))
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:

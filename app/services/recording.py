@@ -146,11 +146,7 @@ class Codes:
         base = given.get(origin.head)
         if base is None:
             base = current[origin.head]
-        axes = origin.axes
-        if axes is None:
-            return base
-        code = self._known.get((base, axes))
-        return code if code is not None else self.of_copy(base, axes, configuration)
+        return base if origin.axes is None else self.of_copy(base, origin.axes, configuration)
 
     def of_drawn(self, drawn: Drawn) -> int:
         """Return the code of what was drawn."""
@@ -432,8 +428,11 @@ class Recorded:
         columns = ("chain", "step", "operator", "configuration", "simulated_ns", "bound_ns", "accepted")
         moved_to = np.cumsum(new) - 1
         kept = new[batch.others.place]
-        others = Others(*(column[kept] for column in batch.others))
-        others = others._replace(place=moved_to[others.place])
+        others = Others(
+            moved_to[batch.others.place[kept]],
+            batch.others.operator[kept],
+            batch.others.configuration[kept],
+        )
         return replace(batch, others=others, **{name: getattr(batch, name)[new] for name in columns})
 
 
