@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from graph.operators import Operator, OperatorGraph, Slot
@@ -73,23 +73,30 @@ class Modules:
     def blocks(self) -> tuple[str, ...]:
         """Return the layers of the module that fully_shard may gather one by one: items of its lists of modules.
 
-        A layer is left to the module itself where one of its weights is used outside of it.
+        An item that is itself a container without a forward stands for its own items. A layer is left to the module
+        itself where one of its weights is used outside of it.
         """
         from torch import nn
 
         lists = [
             path
-            for path, one in self.module.named_modules()
-            if isinstance(one, nn.ModuleList | nn.Sequential)
+            for path, container in self.module.named_modules()
+            if path and isinstance(container, nn.ModuleList | nn.Sequential)
         ]
-        found: list[str] = []
-        for path in lists:
-            if any(path.startswith(f"{outer}.") for outer in lists) or path == "":
-                continue
-            for name, block in self.module.get_submodule(path).named_children():
-                if any(True for _ in block.parameters()) and self._stands_alone(f"{path}.{name}"):
-                    found.append(f"{path}.{name}")
-        return tuple(found)
+        outermost = [
+            path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)
+        ]
+        return tuple(layer for path in outermost for layer in self._layers(path))
+
+    def _layers(self, path: str) -> Iterator[str]:
+        """Yield the layers of a list of modules, of those in it that only hold modules their layers."""
+        from torch import nn
+
+        for name, layer in self.module.get_submodule(path).named_children():
+            if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+                yield from self._layers(f"{path}.{name}")
+            elif any(True for _ in layer.parameters()) and self._stands_alone(f"{path}.{name}"):
+                yield f"{path}.{name}"
 
     def _stands_alone(self, path: str) -> bool:
         inside = {

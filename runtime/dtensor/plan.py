@@ -25,6 +25,7 @@ class ParallelPlan:
 
     mesh: (name, size) of its dims, outermost first; names are "data" and "tensor".
     styles: by module, in the module's order; "" is the module itself.
+    vocabularies: embeddings that a style splits by their vocabulary.
     tied: (second name, first name) of parameters that are one.
     blocks: modules that are gathered on their own by fully_shard, before the module itself.
     data: what a data dim needs to know, None without one.
@@ -35,6 +36,7 @@ class ParallelPlan:
 
     mesh: tuple[tuple[str, int], ...]
     styles: tuple[tuple[str, Style], ...] = ()
+    vocabularies: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     blocks: tuple[str, ...] = ()
     data: DataDim | None = None
@@ -93,15 +95,19 @@ def _plan_on(
         raise Inexpressible(f"both dims of a mesh split more than samples: {detail}" if reasons else
                             "both dims of a mesh are data parallel")  # fmt: skip
     styles: tuple[tuple[str, Style], ...] = ()
+    vocabularies: tuple[str, ...] = ()
     notes = []
     if "tensor" in names:
-        styles = TensorDim(graph, layout, names.index("tensor"), modules).styles(args, kwargs)
+        tensor_dim = TensorDim(graph, layout, names.index("tensor"), modules)
+        styles = tensor_dim.styles(args, kwargs)
+        vocabularies = tensor_dim.split_by_vocabulary(styles)
         notes.extend(_loss_notes(graph, layout, names.index("tensor")))
     if data is not None:
         notes.extend(_share_notes(data.share))
     return ParallelPlan(
         mesh=tuple(zip(names, layout.sizes, strict=True)),
         styles=styles,
+        vocabularies=vocabularies,
         tied=modules.tied,
         blocks=modules.blocks() if data is not None else (),
         data=data,

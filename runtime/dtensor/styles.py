@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graph.operators import Operator, OperatorGraph, ValueKind
+from graph.operators import FLOATING, Operator, OperatorGraph, ValueKind
 from runtime.dtensor.mesh import PARTIAL, REPLICATE, Inexpressible, Layout, Placement, PlacementKind, shard
 from runtime.dtensor.modules import MODULES, Modules
 
@@ -78,13 +78,22 @@ class TensorDim:
                     (name, placements[self._dim])
                     for name, placements in zip(operator.outputs, made, strict=True)
                 )
-        found = [("", self._root(args, kwargs))]
+        root = self._root(args, kwargs)
+        styles = [] if root is None else [("", root)]
         for path, _ in self._modules.module.named_modules():
             if path in calls:
                 style = self._style(path, calls[path])
                 if style is not None:
-                    found.append((path, style))
-        return tuple(found)
+                    styles.append((path, style))
+        return tuple(styles)
+
+    def split_by_vocabulary(self, styles: tuple[tuple[str, Style], ...]) -> tuple[str, ...]:
+        """Return the modules among `styles` that are embeddings split by their vocabulary."""
+        return tuple(
+            path
+            for path, style in styles
+            if style.name == "RowwiseParallel" and self._modules.kind(path) == "Embedding"
+        )
 
     def _readings(self, value: str) -> list[tuple[int, Placement]]:
         """Return (operator, placement) of everything that reads a value, but for what costs nothing."""
@@ -132,10 +141,11 @@ class TensorDim:
         return made
 
     def _arriving(self, name: str) -> Placement:
-        """Return the layout in which a value arrives."""
+        """Return the layout in which a value arrives; a parameter that no module's style splits is whole."""
         if name in self._given:
             return self._given[name]
-        return self._layout.held[name][self._dim]
+        read_by_module = any(self._modules.owners.get(index) for index, _ in self._graph.consumers[name])
+        return self._layout.held[name][self._dim] if read_by_module else REPLICATE
 
     def _check_function(self, index: int, operator: Operator) -> None:
         """Refuse a function between modules that reads what it gets in another layout."""
@@ -145,13 +155,13 @@ class TensorDim:
                 operator.inputs, self._layout.inputs[index], operator.space.inputs, strict=True
             )
         ]
+        splits = any(arrives == reads and reads.kind is PlacementKind.SHARD for _, arrives, reads, _ in pairs)
         for name, _, reads, _ in pairs:
             kind = self._graph.value_by_name[name].kind
-            if kind in (ValueKind.WEIGHT, ValueKind.BUFFER) and reads != REPLICATE:
+            if kind in (ValueKind.WEIGHT, ValueKind.BUFFER) and reads != REPLICATE and not splits:
                 raise Inexpressible(
                     f"operator {operator.name} splits {kind} {name} outside of a Linear or Embedding module"
                 )
-        splits = any(arrives == reads and reads.kind is PlacementKind.SHARD for _, arrives, reads, _ in pairs)
         for name, arrives, reads, operand in pairs:
             if arrives == reads or (arrives == PARTIAL and reads == REPLICATE):
                 continue
@@ -170,8 +180,12 @@ class TensorDim:
                 "weights stands between them"
             )
 
-    def _root(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Style:
-        """Return the style of the module itself: its inputs, whole on every rank, are placed as they are read."""
+    def _root(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Style | None:
+        """Return the style of the module itself, None for none: its inputs, whole on every rank, are placed as read.
+
+        Indices and targets that are read whole stay plain tensors: DTensor has no rule for an assignment to a slice,
+        as sequence-to-sequence models shift their targets by.
+        """
         import torch
         from torch.utils import _pytree as pytree
 
@@ -181,7 +195,7 @@ class TensorDim:
             leaves = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
             if leaves and not isinstance(item, torch.Tensor):
                 raise Inexpressible("the module takes tensors inside of other arguments")
-            placed.append(self._given[self._graph.inputs[position]] if leaves else None)
+            placed.append(self._input_layout(self._graph.inputs[position]) if leaves else None)
             position += len(leaves)
         positional = tuple(placed[: len(args)])
         named = {
@@ -190,7 +204,7 @@ class TensorDim:
             if placement is not None
         }
         arguments: list[tuple[str, Layouts]] = []
-        if positional:
+        if any(positional):
             arguments = [
                 ("input_layouts", tuple(None if one is None else REPLICATE for one in positional)),
                 ("desired_input_layouts", positional),
@@ -200,7 +214,12 @@ class TensorDim:
                 ("input_kwarg_layouts", dict.fromkeys(named, REPLICATE)),
                 ("desired_input_kwarg_layouts", named),
             ]
-        return Style("PrepareModuleInput", tuple(arguments))
+        return Style("PrepareModuleInput", tuple(arguments)) if arguments else None
+
+    def _input_layout(self, name: str) -> Placement | None:
+        """Return how the module's style places an input; None for one that stays a plain tensor."""
+        whole_integers = self._graph.value_by_name[name].spec.dtype not in FLOATING
+        return None if whole_integers and self._given[name] == REPLICATE else self._given[name]
 
     def _style(self, path: str, call: _Call) -> Style | None:
         kind = self._modules.kind(path)
@@ -210,6 +229,11 @@ class TensorDim:
             if kind not in ("Linear", "Embedding"):
                 raise Inexpressible(
                     f"module {path} is a {kind} with a split weight, must be a Linear or Embedding"
+                )
+            if kind == "Embedding" and weight != columns and call.gives == PARTIAL:
+                raise Inexpressible(
+                    f"module {path} is an Embedding split by its vocabulary whose parts are added up later, which "
+                    "DTensor adds up at once"
                 )
             name = "ColwiseParallel" if weight == columns else "RowwiseParallel"
             return Style(

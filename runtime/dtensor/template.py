@@ -26,6 +26,23 @@ PARALLELIZE_TENSOR = """    parallelize_module(module, mesh["tensor"], PLAN)
     distribute_module(module, mesh["tensor"])  # what PLAN does not name: replicated
 """
 
+SUM_VOCABULARY_GRADIENTS = """\
+    for name in VOCABULARIES:
+        module.get_submodule(name).register_forward_hook(sum_gradient)
+"""
+
+SUM_GRADIENT = '''
+
+def sum_gradient(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    """Add up the parts of an embedding's gradient before they meet the mask of its part of the vocabulary."""
+
+    def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.redistribute(placements=[Replicate()]) if isinstance(gradient, DTensor) else gradient
+
+    if output.requires_grad:
+        output.register_hook(whole_gradient)
+'''
+
 TIE = """    for alias, name in TIED.items():
         owner, _, attribute = alias.rpartition(".")
         setattr(module.get_submodule(owner), attribute, module.get_parameter(name))

@@ -47,8 +47,10 @@ def source_text(plan: ParallelPlan, origin: Origin) -> str:
         template.HEAD,
         template.PARALLELIZE_TENSOR if tensor else "",
         template.TIE if tensor and plan.tied else "",
+        template.SUM_VOCABULARY_GRADIENTS if plan.vocabularies else "",
         template.PARALLELIZE_DATA if data else "",
         "    return module\n",
+        template.SUM_GRADIENT if plan.vocabularies else "",
         template.OWN_PART if data else "",
         template.SHARE + _share(plan.data.share) if plan.data is not None else "",
         template.PLACED if tensor and plan.attends else "",
@@ -111,7 +113,9 @@ def _imports(plan: ParallelPlan, *, tensor: bool, data: bool) -> str:
     lines.append("from torch.distributed.device_mesh import DeviceMesh, init_device_mesh")
     if data:
         lines.append("from torch.distributed.fsdp import FSDPModule, fully_shard")
-    names = {"DTensor", *(str(one.kind) for one in _placements(plan))}
+    names = {"DTensor", *(str(placement.kind) for placement in _placements(plan))}
+    if plan.vocabularies:
+        names.add("Replicate")
     functions = ["distribute_module"] if tensor else []
     lines.append(f"from torch.distributed.tensor import {', '.join([*sorted(names), *functions])}")
     if tensor:
@@ -158,6 +162,9 @@ def _constants(plan: ParallelPlan, origin: Origin, *, tensor: bool, data: bool) 
             *(f"    {_literal(glob.escape(path))}: {_style(style)}," for path, style in plan.styles),
             "}",
         ]
+        if plan.vocabularies:
+            lines += ["# Embeddings that hold a part of their vocabulary.", "VOCABULARIES = ("]
+            lines += [f"    {_literal(path)}," for path in plan.vocabularies] + [")"]
         if plan.tied:
             lines += [
                 "# Parameters with two names: each style makes its own, so they are tied again.",
