@@ -175,13 +175,23 @@ def _wanted_columns(graph: OperatorGraph, follows: Follows) -> dict[int, int]:
     """Return the axis of every projection that makes the heads of an attention."""
     wanted = {}
     for index, operator in enumerate(graph.operators):
-        for axis, named in enumerate(operator.space.axes):
-            if base_name(operator.target) in ATTENTIONS and named.name == "heads":
-                for slot in range(3):
-                    head, theirs = _head_axis(graph, index, slot, axis, follows)
-                    if theirs != NO_AXIS:
-                        wanted[head] = theirs
+        axis = _heads_axis(operator)
+        if axis is not None:
+            for slot in range(3):
+                head, theirs = _head_axis(graph, index, slot, axis, follows)
+                if theirs != NO_AXIS:
+                    wanted[head] = theirs
     return wanted
+
+
+def _heads_axis(operator: Operator) -> int | None:
+    """Return an attention's axis of heads, with grouped queries that of the groups; None for another operator."""
+    if base_name(operator.target) not in ATTENTIONS:
+        return None
+    return next(
+        (axis for axis, named in enumerate(operator.space.axes) if named.name.partition(".")[0] == "heads"),
+        None,
+    )
 
 
 def _megatron_axis(
@@ -190,17 +200,27 @@ def _megatron_axis(
     operator = graph.operators[index]
     name = base_name(operator.target)
     if name in ATTENTIONS:
-        return next((axis for axis, one in enumerate(operator.space.axes) if one.name == "heads"), None)
+        return _heads_axis(operator)
     if name == "embedding":
         return first_axis(operator, AxisKind.REDUCTION)
+    if name == "cat":
+        return _arriving_axis(graph, index, AxisKind.ATTRIBUTE, follows, chosen)
     if name != "linear":
         return None
-    for axis, named in enumerate(operator.space.axes):
-        if named.kind is AxisKind.REDUCTION:
+    rows = _arriving_axis(graph, index, AxisKind.REDUCTION, follows, chosen)
+    return first_axis(operator, AxisKind.PARAMETER) if rows is None else rows
+
+
+def _arriving_axis(
+    graph: OperatorGraph, index: int, kind: AxisKind, follows: Follows, chosen: dict[int, int | None]
+) -> int | None:
+    """Return the axis of a kind along which an operator's first input arrives split; None for none."""
+    for axis, named in enumerate(graph.operators[index].space.axes):
+        if named.kind is kind:
             head, theirs = _head_axis(graph, index, 0, axis, follows)
             if theirs != NO_AXIS and chosen.get(head) == theirs:
                 return axis
-    return first_axis(operator, AxisKind.PARAMETER)
+    return None
 
 
 def _on_two_dims(operator: Operator, axis: int | None, tensor_degree: int, data_degree: int) -> Configuration:

@@ -133,6 +133,14 @@ def export_strategy(
             "parallelize_module, fully_shard), for what a device mesh expresses.",
         ),
     ] = "json",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Run the file of --format dtensor first, on a gloo process of this machine for each device: one step "
+            "must equal the plain module's.",
+        ),
+    ] = False,
     database: options.Database = None,
 ) -> None:
     """Write a stored strategy to a file that can be read, edited and run.
@@ -148,8 +156,10 @@ def export_strategy(
         raise UsageError(
             "strategy export: needs a file to write, must be given one; name it as FILE or --output"
         )
-    record = exporting.export_strategy(database, strategy, target, file_format)
-    print_lines(f"strategy {record.digest[:12]} written to {target}")
+    exported = exporting.export_strategy(database, strategy, target, file_format, check=check)
+    print_lines(f"strategy {exported.strategy.digest[:12]} written to {target}")
+    if exported.trial is not None:
+        print_lines(f"checked on {exported.strategy.device_count} processes: {exported.trial}")
 
 
 @application.command("show")

@@ -5,36 +5,51 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.db.records import GraphRecord, StrategyRecord
 from app.db.store import Store
 from app.services.models import ModelRequest, build_model, graph_name
-from graph.errors import StrategyError, UsageError
+from graph.errors import RuntimeFailure, StrategyError, UsageError
 from graph.strategy import strategy_from_json
 
 FORMATS = ("json", "dtensor")
 
 
-def export_strategy(database: str | None, reference: str, file: Path, file_format: str) -> StrategyRecord:
-    """Write a stored strategy to `file` and return its record; nothing is written where that cannot be done.
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A strategy that was written to a file; `trial` is the last line of its plan's own check, None without one."""
+
+    strategy: StrategyRecord
+    trial: str | None = None
+
+
+def export_strategy(
+    database: str | None, reference: str, file: Path, file_format: str, *, check: bool = False
+) -> Exported:
+    """Write a stored strategy to `file`; nothing is written where that cannot be done.
 
     Args:
         database: where strategies are stored; None: the default.
         reference: a strategy's id or digest.
         file: to write.
         file_format: "json" (what `app run` reads) or "dtensor" (a Python file: `runtime.dtensor`).
+        check: run the Python file first, on as many gloo processes as the strategy has devices.
 
     Raises:
         UsageError: no such strategy or format, or the file cannot be written.
-        StrategyError: no mesh expresses the strategy.
+        StrategyError: no mesh expresses the strategy, or PyTorch does not run its plan.
+        RuntimeFailure: the plan's results differ from the plain module's.
         ImportFailure: the strategy's model cannot be imported any more.
     """
     if file_format not in FORMATS:
         raise UsageError(
             f"--format: is {file_format}, must be one of {', '.join(FORMATS)}; choose one of them"
         )
+    if check and file_format != "dtensor":
+        raise UsageError("--check: runs a file of --format dtensor, must be given with it; add --format dtensor")
     with Store.open(database) as store:
         record = store.strategy(reference)
         graph = store.graph(record.graph_id)
@@ -45,13 +60,34 @@ def export_strategy(database: str | None, reference: str, file: Path, file_forma
         if file_format == "json"
         else _dtensor_text(record, graph, document)
     )
+    trial = _tried(record, text) if check else None
     try:
         file.write_text(text)
     except OSError as error:
         raise UsageError(
             f"file {file}: cannot be written ({error.strerror}), must be; choose another path"
         ) from error
-    return record
+    return Exported(record, trial)
+
+
+def _tried(record: StrategyRecord, source: str) -> str:
+    """Run a plan's own check on gloo processes and return its last line."""
+    from runtime.dtensor.trial import try_plan
+    from runtime.launch import DEFAULT_TIMEOUT_S
+
+    trial = try_plan(source, record.device_count, DEFAULT_TIMEOUT_S)
+    where = f"strategy {record.digest[:12]}"
+    if trial.failure:
+        raise StrategyError(
+            f"{where}: its DTensor plan does not run ({trial.failure}), must run on {record.device_count} processes; "
+            "export it with --format json"
+        )
+    if not trial.equal:
+        raise RuntimeFailure(
+            f"{where}: its DTensor plan computes something else ({trial.summary}), must equal the plain module; "
+            "export it with --format json"
+        )
+    return trial.summary
 
 
 def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: Any) -> str:
