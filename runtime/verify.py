@@ -126,7 +126,7 @@ def interpret(
         if strategy is not None and operator.target in OWN_STATISTICS:
             # Replicas compute the same: one of each is enough.
             degrees = (*strategy.configurations[index].degrees[:-1], 1)
-        results = _execute(graph, operator, degrees, [values[name] for name in operator.inputs], context)
+        results = execute(graph, operator, degrees, [values[name] for name in operator.inputs], context)
         values.update(zip(operator.outputs, results, strict=True))
     loss = values[graph.loss]
     trained = [name for name, weight in weights.items() if weight.requires_grad]
@@ -143,14 +143,14 @@ def interpret(
     )
 
 
-def _execute(
+def execute(
     graph: OperatorGraph,
     operator: Operator,
     degrees: Degrees,
     inputs: Sequence[torch.Tensor],
     context: ExecutionContext,
 ) -> list[torch.Tensor]:
-    """Execute all tasks of an operator on parts of whole inputs; return whole outputs."""
+    """Execute all tasks of an operator on parts of whole inputs and return its whole outputs."""
     from profiler.operators import compile_call
     from runtime.assembling import Recipe, assemble
     from runtime.selections import Selection, selection_of

@@ -49,7 +49,9 @@ def export_strategy(
             f"--format: is {file_format}, must be one of {', '.join(FORMATS)}; choose one of them"
         )
     if check and file_format != "dtensor":
-        raise UsageError("--check: runs a file of --format dtensor, must be given with it; add --format dtensor")
+        raise UsageError(
+            "--check: runs a file of --format dtensor, must be given with it; add --format dtensor"
+        )
     with Store.open(database) as store:
         record = store.strategy(reference)
         graph = store.graph(record.graph_id)

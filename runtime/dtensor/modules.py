@@ -83,9 +83,7 @@ class Modules:
             for path, container in self.module.named_modules()
             if path and isinstance(container, nn.ModuleList | nn.Sequential)
         ]
-        outermost = [
-            path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)
-        ]
+        outermost = [path for path in lists if not any(path.startswith(f"{outer}.") for outer in lists)]
         return tuple(layer for path in outermost for layer in self._layers(path))
 
     def _layers(self, path: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graph.operators import Operator, OperatorGraph, Slot
 from graph.strategy import Strategy
+from runtime.dtensor.constants import check_part
 from runtime.dtensor.mesh import PARTIAL, Inexpressible, Layout, inexpressible, layouts
 from runtime.dtensor.modules import Modules
 from runtime.dtensor.samples import MEANS_OVER_TARGETS, DataDim, Share, data_dim
@@ -85,7 +86,9 @@ def _plan_on(
     reasons = []
     for dim in range(len(layout.sizes)):
         try:
-            data = data_dim(graph, layout, dim)
+            candidate = data_dim(graph, layout, dim)
+            check_part(graph, modules.module, args, kwargs, candidate.batch_dims, layout.sizes[dim])
+            data = candidate
             names.append("data")
         except Inexpressible as reason:
             reasons.append(str(reason))

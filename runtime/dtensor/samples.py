@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from graph.operators import FLOATING, Operator, OperatorGraph, Slot, ValueKind
 from graph.rules.reductions import MEAN, SUM
+from runtime.dtensor.constants import constant_values
 from runtime.dtensor.mesh import PARTIAL, REPLICATE, Inexpressible, Layout, PlacementKind
 
 # Of what the parts make, the sum is what the whole makes.
@@ -64,6 +65,8 @@ def data_dim(graph: OperatorGraph, layout: Layout, dim: int) -> DataDim:
     for name, placements in layout.held.items():
         if placements[dim] != REPLICATE:
             raise Inexpressible(f"{graph.value_by_name[name].kind} {name} is split")
+    # Every rank makes its own, of its samples (`runtime.dtensor.constants`).
+    constants = constant_values(graph)
     batch_dims: dict[int, int] = {}
     known: dict[str, object] = {}
     summed: set[str] = set()
@@ -79,7 +82,8 @@ def data_dim(graph: OperatorGraph, layout: Layout, dim: int) -> DataDim:
                 arrives = known.setdefault(name, arrives)  # type: ignore[assignment]
                 if placements[dim].kind is PlacementKind.SHARD:
                     batch_dims[graph.inputs.index(name)] = placements[dim].dim
-            if arrives != placements[dim] and (arrives, placements[dim]) != (PARTIAL, REPLICATE):
+            summed_up = (arrives, placements[dim]) == (PARTIAL, REPLICATE)
+            if arrives != placements[dim] and not summed_up and name not in constants:
                 raise Inexpressible(
                     f"operator {operator.name} reads {name} as {placements[dim]}, not {arrives}"
                 )

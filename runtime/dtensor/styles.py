@@ -230,11 +230,6 @@ class TensorDim:
                 raise Inexpressible(
                     f"module {path} is a {kind} with a split weight, must be a Linear or Embedding"
                 )
-            if kind == "Embedding" and weight != columns and call.gives == PARTIAL:
-                raise Inexpressible(
-                    f"module {path} is an Embedding split by its vocabulary whose parts are added up later, which "
-                    "DTensor adds up at once"
-                )
             name = "ColwiseParallel" if weight == columns else "RowwiseParallel"
             return Style(
                 name,

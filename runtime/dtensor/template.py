@@ -73,11 +73,21 @@ def own_part(mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 PLACED = '''
 
+class WithoutEmptyVectors(TorchFunctionMode):
+    """Leaves out of torch.cat what adds nothing: a cache of keys and values begins so, and DTensor cannot split it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.cat and args:
+            args = ([tensor for tensor in args[0] if tensor.shape != (0,)] or args[0], *args[1:])
+        return function(*args, **(kwargs or {}))
+
+
 @contextmanager
 def placed(mesh: DeviceMesh) -> Iterator[None]:
     """Let a forward use plain tensors that it makes itself, which are the same on every rank."""
     with ExitStack() as stack:
         stack.enter_context(implicit_replication())
+        stack.enter_context(WithoutEmptyVectors())
         if mesh.device_type == "cpu":
             # DTensor splits plain attention by heads, but not the CPU's fused one.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -125,6 +125,7 @@ def _imports(plan: ParallelPlan, *, tensor: bool, data: bool) -> str:
         lines += [f"    {name}," for name in (*styles, "parallelize_module")] + [")"]
     if tensor and plan.attends:
         lines.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
+        lines.append("from torch.overrides import TorchFunctionMode")
     lines.append("from torch.utils import _pytree as pytree")
     return "\n".join(lines) + "\n"
 

@@ -27,17 +27,34 @@ def factory(batch_size=6):
 """
 
 
+# DTensor has no rule for an assignment to a slice of what a split layer makes.
+ASSIGNED = MINE.replace(
+    "return torch.nn.functional.cross_entropy(self.layers(x), y)",
+    "x = self.layers[0](x); x[:, 0] = 0; return torch.nn.functional.cross_entropy(self.layers[2](x), y)",
+)
+# Each process has another loss.
+RANKED = "import os\n" + MINE.replace(
+    "cross_entropy(self.layers(x), y)",
+    "cross_entropy(self.layers(x), y) * (1 + int(os.environ.get('RANK', 0)))",
+)
+
+
 @pytest.fixture
 def mine(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A network of a user's own in the current folder; the digests of its baselines on two devices, by name."""
-    (tmp_path / "users_network.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
+    return baselines_of(command, tmp_path / "users_network.py", MINE)
+
+
+def baselines_of(command: Command, file: Path, source: str) -> dict[str, str]:
+    """Write a user's network and return the digests of its baselines on two devices, by name."""
+    file.write_text(source)
     searched = command(
-        "search", "--model", "users_network:factory", "--topology", "p100-cluster", "--devices", "2",
+        "search", "--model", f"{file.stem}:factory", "--topology", "p100-cluster", "--devices", "2",
         "--batch-size", "8", "--proposals", "0", "--json",
     )  # fmt: skip
     assert searched.code == 0, searched
-    return {one["name"]: one["digest"] for one in searched.document["predictions"]}
+    return {prediction["name"]: prediction["digest"] for prediction in searched.document["predictions"]}
 
 
 def assert_one_line(outcome: Outcome, *words: str) -> None:
@@ -66,6 +83,30 @@ def test_an_exported_plan_runs_and_equals_the_network(
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "5 of 5 (loss and gradients) equal the plain module's within 1e-06" in ran.stdout
+
+
+def test_a_checked_plan_is_handed_over_only_where_it_runs_and_is_equal(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that PyTorch cannot run, one that computes something else, and one that is right."""
+    monkeypatch.chdir(tmp_path)
+    digests = {
+        name: baselines_of(command, tmp_path / f"{name}_network.py", source)["expert"]
+        for name, source in (("assigned", ASSIGNED), ("ranked", RANKED), ("right", MINE))
+    }
+    outcomes = {
+        name: command("strategy", "export", digest, f"{name}.py", "--format", "dtensor", "--check")
+        for name, digest in digests.items()
+    }
+    assert_one_line(outcomes["assigned"], "does not run (NotImplementedError: Operator aten.fill_.Tensor")
+    assert (outcomes["ranked"].code, outcomes["ranked"].output) == (1, "")
+    assert "computes something else (1 of 5 (loss and gradients) equal" in outcomes["ranked"].errors
+    assert outcomes["right"].code == 0, outcomes["right"]
+    assert outcomes["right"].output.endswith(
+        "checked on 2 processes: 5 of 5 (loss and gradients) equal the plain module's within 1e-06\n"
+    )
+    assert sorted(file.name for file in tmp_path.glob("*d.py")) == []
+    assert (tmp_path / "right.py").is_file()
 
 
 def test_a_zoo_networks_plan_names_the_zoo(command: Command, tmp_path: Path) -> None:
@@ -110,6 +151,7 @@ def test_mistakes_are_one_line(command: Command, mine: dict[str, str], tmp_path:
     assert_one_line(command("strategy", "export", expert), "--output")
     assert_one_line(command("strategy", "export", expert, "a.json", "--output", "b.json"), "--output")
     assert_one_line(command("strategy", "export", expert, "a.json", "--format", "yaml"), "yaml", "dtensor")
+    assert_one_line(command("strategy", "export", expert, "a.json", "--check"), "--check", "--format dtensor")
     assert_one_line(command("strategy", "export", expert, "no/folder/a.json"), "no/folder/a.json")
     assert not (tmp_path / "a.json").exists()
 

@@ -148,6 +148,77 @@ def various(batch_size: int = 4) -> Built:
     return Various(), (torch.randn(batch_size, 2, 8, 8),), {}
 
 
+class Contained(nn.Module):
+    """Layers that are containers without a forward of their own, which fully_shard cannot gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(6, 12), "down": nn.Linear(12, 6)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["down"](torch.relu(layer["up"](x)))  # type: ignore[index]
+        return x.square().mean()
+
+
+def contained(batch_size: int = 4) -> Built:
+    return Contained(), (torch.randn(batch_size, 6),), {}
+
+
+class Shifted(nn.Module):
+    """Words embedded from targets that are shifted in place, positions by index, a norm made of functions.
+
+    The embedding's gradient arrives as a partial sum, the positions are made in the forward, and a parameter is read
+    by a function beside a split tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 6)
+        self.up = nn.Linear(6, 8, bias=False)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.down = nn.Linear(8, 6, bias=False)
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, targets: Tensor) -> Tensor:
+        shifted = targets.new_zeros(targets.shape)
+        shifted[:, 1:] = targets[:, :-1]
+        shifted[:, 0] = 1
+        samples = torch.arange(targets.shape[0], device=targets.device)[:, None]
+        places = torch.arange(targets.shape[1], device=targets.device).expand(targets.shape)
+        x = self.words(shifted) * (1 + places[samples, places])[..., None]
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        x = x + self.down(torch.relu(self.up(x) * self.scale))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def shifted(batch_size: int = 4) -> Built:
+    return Shifted(), (torch.randint(0, 8, (batch_size, 5)),), {}
+
+
+class Placed(nn.Module):
+    """Weighs a sample by its place in the batch, or by how many there are."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[0]
+        x = self.layer(x)
+        if self.by == "count":
+            return (x * (1.0 / count)).square().mean()
+        places = torch.arange(count, device=x.device, dtype=x.dtype)
+        return (x * places[:, None]).square().mean()
+
+
+def placed(batch_size: int = 4, by: str = "place") -> Built:
+    return Placed(by), (torch.randn(batch_size, 6),), {}
+
+
 # torch.export itself fails on double quotes and line ends in names.
 HOSTILE = "layer'): exit(7)  # [*]? {0} %s \u2028 \U0001f600"
 

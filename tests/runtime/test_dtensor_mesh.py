@@ -291,8 +291,9 @@ def test_columns_rows_and_the_sequence_become_styles() -> None:
 
 
 def test_samples_that_are_joined_need_no_data_dim() -> None:
-    """What is computed from all samples, and a scaled sum, whose number may be their count, become DTensors."""
-    for network in (own("normalized"), own("summed", scale=0.5)):
+    """Values of all samples, a scaled sum, and factors by a sample's place or the batch size become DTensors."""
+    networks = [own("normalized"), own("summed", scale=0.5), own("placed"), own("placed", by="count")]
+    for network in networks:
         graph = graph_of(network)
         assert plan_of(network, graph, baselines.data_parallel(graph, 2)).mesh == (("tensor", 2),)
     network = own("summed")
@@ -320,3 +321,8 @@ def test_layers_are_gathered_one_by_one_where_they_stand_alone() -> None:
     assert plan.blocks == ("layers.0", "layers.1")
     assert plan.tied == (("output.weight", "token_embedding.weight"),)
     assert plan.draws
+    # Containers have no forward for fully_shard to gather before: their own layers stand for them.
+    network = own("contained")
+    graph = graph_of(network)
+    plan = plan_of(network, graph, baselines.data_parallel(graph, 2))
+    assert plan.blocks == ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")

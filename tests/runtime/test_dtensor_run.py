@@ -42,6 +42,12 @@ ON_TWO: dict[str, Case] = {
     "sum": (own("summed"), lambda graph: baselines.data_parallel(graph, 2)),
     "joined_samples": (own("normalized"), lambda graph: baselines.data_parallel(graph, 2)),
     "scaled_sum": (own("summed", scale=0.5), lambda graph: baselines.data_parallel(graph, 2)),
+    "containers": (own("contained"), lambda graph: baselines.data_parallel(graph, 2)),
+    "shifted_data": (own("shifted"), lambda graph: baselines.data_parallel(graph, 2)),
+    "shifted_columns_rows": (own("shifted"), lambda graph: baselines.megatron(graph, 2)),
+    "place_in_the_batch": (own("placed"), lambda graph: baselines.data_parallel(graph, 2)),
+    "llama_data": (zoo("hf-llama"), lambda graph: baselines.data_parallel(graph, 2)),
+    "t5_columns_rows": (zoo("hf-t5"), lambda graph: baselines.megatron(graph, 2)),
     "hostile": (own("hostile"), lambda graph: baselines.megatron(graph, 2)),
 }
 ON_FOUR: dict[str, Case] = {
@@ -49,6 +55,7 @@ ON_FOUR: dict[str, Case] = {
     "mlp_data": (zoo("mlp"), lambda graph: baselines.data_parallel(graph, 4)),
     "bert_grid": (BERT, lambda graph: baselines.megatron(graph, 2, 2)),
     "bert_columns_rows": (BERT, lambda graph: baselines.megatron(graph, 4)),
+    "llama_grid": (zoo("hf-llama"), lambda graph: baselines.megatron(graph, 2, 2)),
     "sequence_grid": (own("block"), lambda graph: by_operator(graph, sequence, 2, 2)),
     "tensor_outside": (
         own("block"),

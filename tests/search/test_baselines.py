@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 from graph.axes import AxisKind
@@ -57,6 +59,25 @@ def test_heads_columns_rows_and_vocabulary_of_gpt2_are_split() -> None:
         assert held_shapes(graph, strategy, name) == [held, held], name
     projection = weight_holdings(graph, strategy, "layers.0.attention.projection.weight")
     assert projection[0][0] == ((0, 8), (16, 24), (32, 40))
+
+
+def test_grouped_heads_and_the_halves_that_positions_turn_stay_split() -> None:
+    """Of Llama no attention reads whole keys, values or queries, and nothing before it is gathered."""
+    graph = small("hf-llama")
+    strategy = megatron(graph, 2)
+    turned = [
+        index for index, operator in enumerate(graph.operators) if operator.target == "aten.cat.default"
+    ]
+    attentions = [index for index, operator in enumerate(graph.operators) if "attention" in operator.target]
+    assert attentions
+    for index in attentions:
+        configuration = strategy.configurations[index]
+        axes = graph.operators[index].space.axes
+        assert [
+            axis.name for axis, degree in zip(axes, configuration.degrees, strict=True) if degree > 1
+        ] == ["heads.0"]
+    split = [index for index in turned if prod(strategy.configurations[index].degrees[:-1]) == 2]
+    assert len(split) == 2 * len(attentions)
 
 
 def test_ranks_of_one_tensor_parallel_group_stand_side_by_side() -> None:
