@@ -10,14 +10,18 @@
     |-- CostError             an operator cost that is missing or unusable
     |-- RuntimeFailure        an execution that failed on a rank
     |   `-- TeamFailure       the same among processes that torchrun started: rank 0 alone says it
+    |-- QueryFailure          a query that took more time or memory than it may, or whose process ended
     `-- DatabaseError         the database, its schema or its location
 
-Each message is one line: where: what is, what must be; what to do.
+Each message is one line: where: what is, what must be; what to do. Each class has the exit code of a command that ends
+with it: 2 where what the user gave cannot be used (nothing was changed), 1 where something else failed.
 """
 
 
 class SoapstoneError(Exception):
     """Root of all errors that are the user's or the environment's, never a bug of ours."""
+
+    exit_code = 2
 
 
 class UsageError(SoapstoneError):
@@ -58,6 +62,12 @@ class TeamFailure(RuntimeFailure):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
+
+
+class QueryFailure(SoapstoneError):
+    """A query took more time or memory than it may, or its process ended."""
+
+    exit_code = 1
 
 
 class DatabaseError(SoapstoneError):

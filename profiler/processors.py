@@ -52,7 +52,7 @@ def processor_facts(core: int | None = None) -> ProcessorFacts:
         flags=frozenset((fields.get("flags") or fields.get("Features") or "").split()),
         frequency_hz=frequency_hz(fields, SYSTEM_CORE.with_name(f"cpu{core or 0}")),
         cache_bytes=_cache_bytes(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         sort=core_sort(core),
     )
 
@@ -157,7 +157,7 @@ def _size(text: str) -> int:
 
 
 @lru_cache(maxsize=1)
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Return the machine's memory, or what a container is limited to, whichever is less."""
     import psutil
 

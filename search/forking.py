@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from graph.errors import UsageError
 
@@ -78,10 +78,11 @@ def can_fork() -> bool:
     return sys.platform.startswith("linux")
 
 
-def fork(serve: Callable[[Connection], None]) -> Forked:
+def fork(serve: Callable[[Connection], None], *, prints: bool = False) -> Forked:
     """Start a copy of this process that runs `serve` with its end of a pipe, and ends with it or with this process.
 
-    Interrupts and requests to terminate do not reach it: whoever started it tells it when to end.
+    Interrupts and requests to terminate do not reach it: whoever started it tells it when to end. Where it `prints`, it
+    writes to this process's standard output and standard error, which are to be flushed before.
 
     Raises:
         UsageError: the operating system starts no process.
@@ -98,7 +99,7 @@ def fork(serve: Callable[[Connection], None]) -> Forked:
             process = os.fork()
         if process == 0:
             ends_with(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _serve(serve, far, parent, begins)
+            _serve(serve, far, parent, begins, prints=prints)
     except OSError as error:
         near.close()
         os.close(begins)
@@ -116,13 +117,15 @@ def fork(serve: Callable[[Connection], None]) -> Forked:
     return Forked(process, near)
 
 
-def _serve(serve: Callable[[Connection], None], pipe: Connection, parent: int, begins: int) -> NoReturn:
+def _serve(
+    serve: Callable[[Connection], None], pipe: Connection, parent: int, begins: int, *, prints: bool
+) -> NoReturn:
     """Work, and end without returning: what is above on the stack is the other process's."""
     code = 1
     try:
         if os.getppid() == parent:
             os.write(begins, b".")
-            _leave_alone(pipe)
+            _leave_alone(pipe, prints=prints)
             try:
                 serve(pipe)
                 code = 0
@@ -134,7 +137,7 @@ def _serve(serve: Callable[[Connection], None], pipe: Connection, parent: int, b
         os._exit(code)
 
 
-def _leave_alone(pipe: Connection) -> None:
+def _leave_alone(pipe: Connection, *, prints: bool) -> None:
     """Part with all that this process has of the one that it was copied from, but for memory."""
     gc.freeze()
     signal.set_wakeup_fd(-1)
@@ -142,11 +145,18 @@ def _leave_alone(pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
+    for standard in range(1 if prints else 3):
         os.dup2(nothing, standard)
     kept = pipe.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    if prints:
+        # Python's own may write to another number than these, and hold text that the other process is to write.
+        sys.stdout, sys.stderr = _text_file(1, sys.stdout), _text_file(2, sys.stderr)
+
+
+def _text_file(number: int, alike: TextIO) -> TextIO:
+    return open(number, "w", encoding=alike.encoding, errors=alike.errors, closefd=False)
 
 
 def _say(pipe: Connection, error: BaseException) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,21 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
 
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """The memory that DuckDB may fill, and the folder that it makes for what does not fit and removes when it ends.
+
+    None: four fifths of the machine's memory, and a folder among the temporary ones.
+    """
+
+    memory_bytes: int | None = None
+    spill: Path | None = None
+
+
 @contextmanager
-def connect(database: Database) -> Iterator[duckdb.DuckDBPyConnection]:
+def connect(
+    database: Database, resources: Resources = Resources()
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """Give a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
 
     The views are those of `app.analytics.catalog`. The proposals are those registered by now, also while searches go
@@ -48,14 +62,16 @@ def connect(database: Database) -> Iterator[duckdb.DuckDBPyConnection]:
     """
     with reading(Store(database)) as traces:
         database.dispose()
-        connection = _connected(database, traces)
+        connection = _connected(database, traces, resources)
         try:
             yield connection
         finally:
             connection.close()
 
 
-def _connected(database: Database, traces: list[TraceRecord]) -> duckdb.DuckDBPyConnection:
+def _connected(
+    database: Database, traces: list[TraceRecord], resources: Resources
+) -> duckdb.DuckDBPyConnection:
     """Return what `connect` gives."""
     import duckdb
 
@@ -70,7 +86,7 @@ def _connected(database: Database, traces: list[TraceRecord]) -> duckdb.DuckDBPy
             connection.execute(f"CREATE MACRO {signature} AS {body}")
         for name, query in VIEWS.items():
             connection.execute(f"CREATE VIEW {name} AS {query}")
-        _lock(connection, files)
+        _lock(connection, files, resources)
     except duckdb.Error as error:
         connection.close()
         reason = str(error).splitlines()[0]
@@ -85,10 +101,17 @@ def _connected(database: Database, traces: list[TraceRecord]) -> duckdb.DuckDBPy
     return connection
 
 
-def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-    """Allow nothing but to read `files`, and to spill into a folder that DuckDB makes when it must and removes."""
-    spill = Path(tempfile.gettempdir(), f"soapstone-query-{uuid.uuid4().hex}")
+def spill_folder() -> Path:
+    """Return a folder, not there yet, for what does not fit into memory."""
+    return Path(tempfile.gettempdir(), f"soapstone-query-{uuid.uuid4().hex}")
+
+
+def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path], resources: Resources) -> None:
+    """Allow nothing but to read `files`, and to use `resources`."""
+    spill = resources.spill or spill_folder()
+    limit = resources.memory_bytes
     for setting in (
+        *(() if limit is None else (f"memory_limit = '{limit}B'",)),
         "TimeZone = 'UTC'",
         "enable_progress_bar = false",
         "python_enable_replacements = false",

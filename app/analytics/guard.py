@@ -38,6 +38,7 @@ _HARMLESS_SOURCES = frozenset({"EMPTY", "SUBQUERY", "JOIN", "EXPRESSION_LIST", "
 _QUERY_NODES = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"})
 _SHOWN = frozenset({'"tables"', "__show_tables_expanded"})
 _DESCRIBED = frozenset({"tables", "columns"})
+_LIST = b"\n IN ('') "
 
 
 def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
@@ -55,10 +56,15 @@ def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
     if "\0" in sql:
         raise UsageError("query: has a NUL character, must be text; remove it")
     try:
+        sql = _with_listed_pivots(connection, sql)
         statements = connection.extract_statements(sql)
     except (duckdb.Error, UnicodeError) as error:
         raise UsageError(f"query: {_reason(error)}; correct it") from None
     if len(statements) != 1:
+        if any(not one.query for one in statements):
+            raise UsageError(
+                "query: has a PIVOT that cannot be looked at, must be alone and plain; list its values by IN"
+            )
         raise UsageError(f"query: is {len(statements)} statements, must be one SELECT; run them one by one")
     kind = statements[0].type
     if kind == duckdb.StatementType.EXPLAIN:
@@ -79,6 +85,48 @@ def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
         except RecursionError:
             raise UsageError("query: is nested too deeply, must be simpler; split it") from None
     return "explain" if kind == duckdb.StatementType.EXPLAIN else "select"
+
+
+def _with_listed_pivots(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
+    """Return the text with a list of values for each PIVOT that has none: one statement then, and no other source.
+
+    DuckDB parses PIVOT x ON y into CREATE TYPE ... AS ENUM (SELECT DISTINCT y FROM x) and a SELECT, of neither of which
+    it gives the tree; PIVOT x ON y IN ('') reads the same. Where the list belongs DuckDB tells: that CREATE is gone.
+    Only text for the tree is made here; the user's own is run.
+
+    Raises:
+        duckdb.Error: it cannot be parsed.
+    """
+    import duckdb
+
+    left = _pivot_types(connection, sql)
+    position: int | None = 0
+    while left and position is not None:
+        encoded = sql.encode()
+        starts = [start for start, _ in duckdb.tokenize(sql)]
+        # Never between a function's name and its arguments: what is a source of rows stays one.
+        places = [start for start in starts if start > position and encoded[start : start + 1] != b"("]
+        for place in [*places, len(encoded)]:
+            # On a line of its own, since a comment may stand before.
+            listed = (encoded[:place] + _LIST + encoded[place:]).decode()
+            try:
+                types = _pivot_types(connection, listed)
+            except duckdb.Error:
+                continue
+            if types == left - 1:
+                sql, left, position = listed, types, place + len(_LIST)
+                break
+        else:
+            position = None
+    return sql
+
+
+def _pivot_types(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
+    """Return how many types DuckDB would make for the columns of PIVOT: statements without a text of their own."""
+    import duckdb
+
+    statements = connection.extract_statements(sql)
+    return sum(one.type == duckdb.StatementType.CREATE and not one.query for one in statements)
 
 
 def _explained(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import typer
 
 from app.cli import compare, database, models, profile, query, report, run, search, strategy, topology, trace
+from app.cli.text import printable
 from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
 
 application = typer.Typer(
@@ -57,7 +58,7 @@ def main() -> None:
         _fail(str(error), 1)
     except SoapstoneError as error:
         # What is wrong with the command, rank 0 says for all processes that torchrun started.
-        _fail(str(error), 2, silent=not _speaks())
+        _fail(str(error), error.exit_code, silent=not _speaks())
     except _Misuse as error:
         _refuse(error)
     except KeyboardInterrupt:
@@ -87,9 +88,7 @@ def _refuse(error: Any) -> NoReturn:
 
 def _fail(text: str, code: int, *, silent: bool = False) -> NoReturn:
     if not silent:
-        # What a file or a name brought in must not steer the terminal.
-        shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-        sys.stderr.write(f"error: {shown}\n")
+        sys.stderr.write(f"error: {' '.join(printable(text).split())}\n")
     sys.exit(code)
 
 

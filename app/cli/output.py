@@ -1,14 +1,19 @@
-"""Tables, JSON and progress bars. Results go to standard output, everything else to standard error."""
+"""Tables, JSON and progress bars. Results go to standard output, everything else to standard error.
+
+No other module of the command line prints: what is printed here steers no terminal (`app.cli.text`), and no text in it
+is markup of rich's.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,9 +25,17 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
+
+from app.cli.text import printable
 
 if TYPE_CHECKING:
     from app.services.recomputing import RecomputationReport
+
+
+# Below so many letters a column of a table says nothing; a table in a file or a pipe is as wide as a wide terminal.
+_NARROWEST = 10
+WIDTH_OF_FILES = 160
 
 
 def speaks() -> bool:
@@ -37,16 +50,96 @@ def print_json(document: Any) -> None:
 
 def print_lines(*lines: str) -> None:
     """Write lines to standard output."""
-    sys.stdout.write("".join(line + "\n" for line in lines))
+    sys.stdout.write("".join(printable(line) + "\n" for line in lines))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
-    """Write a table to standard output; numbers are expected as text, already rounded."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+def data_output() -> TextIO:
+    """Return the file for CSV and JSON as they are: standard output; a terminal gets what only shows of them."""
+    return cast(TextIO, _Terminal()) if sys.stdout.isatty() else sys.stdout
+
+
+class _Terminal:
+    def write(self, text: str) -> int:
+        return sys.stdout.write("\n".join(map(printable, text.split("\n"))))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    title: str | None = None,
+    *,
+    right: Collection[int] = (),
+    cut: bool = False,
+) -> None:
+    """Write a table to standard output; numbers are expected as text, already rounded.
+
+    Where its columns would be too narrow to read, each row is a block of lines, as psql does by "\\x auto".
+
+    Args:
+        columns: their names.
+        rows: their cells.
+        title: stands above.
+        right: numbers of the columns that are flush right.
+        cut: keep a cell in one line, and say that it was cut, rather than fold it.
+    """
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES, highlight=False)
+    names = [Text(printable(name)) for name in columns]
+    cells = [[Text(printable(str(cell))) for cell in row] for row in rows]
+    heading = None if title is None else Text(printable(title), style="italic")
+    widths = _widths(names, cells, console.width, cut=cut)
+    if widths is None:
+        _print_blocks(console, names, cells, heading, cut=cut)
+        return
+    table = Table(title=heading, title_justify="left")
+    for place, (name, width) in enumerate(zip(names, widths, strict=True)):
+        table.add_column(
+            name,
+            justify="right" if place in right else "left",
+            width=width,
+            no_wrap=cut,
+            overflow="ellipsis" if cut else "fold",
+        )
+    for row in cells:
+        table.add_row(*row)
     console.print(table)
+
+
+def _widths(names: list[Text], cells: list[list[Text]], width: int, *, cut: bool) -> list[int] | None:
+    """Return a width for each column, the widest made narrower until all fit; None where words would not fit."""
+    columns = list(zip(names, *cells, strict=True))
+    wanted = [max(cell.cell_len for cell in column) for column in columns]
+    words = wanted if cut else [max(map(_longest_word, column)) for column in columns]
+    least = [min(length, _NARROWEST) for length in words]
+    # A line and two spaces for each column, and the last line.
+    left = width - 3 * len(columns) - 1
+    if sum(least) > left:
+        return None
+    widest = max(wanted, default=0)
+    while sum(found := [max(low, min(want, widest)) for low, want in zip(least, wanted, strict=True)]) > left:
+        widest -= 1
+    return found
+
+
+def _longest_word(text: Text) -> int:
+    return max((cell_len(word) for word in text.plain.split()), default=0)
+
+
+def _print_blocks(
+    console: Console, names: list[Text], cells: list[list[Text]], title: Text | None, *, cut: bool
+) -> None:
+    """Print a line for each cell, and where nothing is in the table its columns alone."""
+    if title is not None:
+        console.print(title)
+    longest = max(name.cell_len for name in names)
+    if not cells:
+        console.print(Text(", ".join(name.plain for name in names)), soft_wrap=True)
+    for number, row in enumerate(cells, 1):
+        console.print(Text(f"row {number}", style="bold"))
+        for name, cell in zip(names, row, strict=True):
+            line = Text.assemble("  ", name, " " * (longest - name.cell_len + 2), cell)
+            if cut:
+                line.truncate(console.width, overflow="ellipsis")
+            console.print(line, soft_wrap=True)
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -88,7 +181,7 @@ class TerminalProgress:
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._bars = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -111,22 +204,24 @@ class TerminalProgress:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._console.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+        warning = f"warning: {printable(text)}"
+        self._console.print(warning, style="yellow", markup=False, emoji=False, soft_wrap=True)
 
     def begin(self, text: str, total: int | None) -> None:
         """Show a bar, below those of stages that this one is part of; off a terminal, one line."""
         if self._bars.disable:
             self.say(text if total is None else f"{text}: {total}")
-        self._tasks.append(self._bars.add_task(text, total=total))
+        self._tasks.append(self._bars.add_task(printable(text), total=total))
 
     def advance(self, steps: int = 1, text: str | None = None) -> None:
         """Move the bar."""
         if self._tasks:
-            self._bars.update(self._tasks[-1], advance=steps, description=text)
+            shown = None if text is None else printable(text)
+            self._bars.update(self._tasks[-1], advance=steps, description=shown)
 
     def end(self) -> None:
         """Take the last bar away."""

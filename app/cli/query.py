@@ -12,8 +12,6 @@ from app.cli import options
 if TYPE_CHECKING:
     from app.analytics.answer import Answer
 
-# Below so many letters a column of a table says nothing.
-_NARROWEST = 10
 _LONGEST_CELL = 400
 
 
@@ -39,6 +37,14 @@ def query(
         float | None,
         typer.Option("--timeout", help="Give up after so many seconds. Default: never.", show_default=False),
     ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--memory",
+            help="GiB that the query may use. Default: four fifths of this machine's.",
+            show_default=False,
+        ),
+    ] = None,
     database: options.Database = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
@@ -56,17 +62,15 @@ def query(
         raise UsageError("app query: has no query, must have one, or --views; write it in quotes")
     if as_json and file_format not in (None, "json"):
         raise UsageError(f"--json: goes with --format json only, not {file_format}; leave one out")
-    if timeout is not None and not 0 < timeout < 1e9:
-        raise UsageError(f"--timeout: is {timeout}, must be above 0 and below 1e9; choose another")
+    limits = querying.Limits(timeout, memory)
     chosen = querying.chosen_format("json" if as_json else file_format, output)
     if output is not None:
         from app.cli.output import print_lines
 
-        count = querying.export(database, sql, chosen, output, limit_s=timeout)
+        count = querying.export(database, sql, chosen, output, limits)
         print_lines(f"{count} rows written to {output}")
         return
-    with querying.queried(database, sql, limit_s=timeout) as answer:
-        _print(answer, chosen, rows)
+    querying.with_answer(database, sql, lambda answer: _print(answer, chosen, rows), limits)
 
 
 def _print(answer: Answer, file_format: str, limit: int) -> None:
@@ -74,12 +78,13 @@ def _print(answer: Answer, file_format: str, limit: int) -> None:
     import sys
 
     from app.analytics.formats import write_csv, write_json
+    from app.cli.output import data_output
 
     try:
         if file_format == "csv":
-            write_csv(answer, sys.stdout)
+            write_csv(answer, data_output())
         elif file_format == "json":
-            write_json(answer, sys.stdout)
+            write_json(answer, data_output())
         elif answer.kind == "explain":
             _print_plan(answer)
         else:
@@ -95,64 +100,27 @@ def _print_plan(answer: Answer) -> None:
     from app.cli.output import print_lines
 
     for row in rows(answer):
-        print_lines(str(row[-1]).rstrip())
+        print_lines(*str(row[-1]).rstrip().split("\n"))
 
 
 def _print_table(answer: Answer, limit: int) -> None:
     from itertools import islice
 
     from app.analytics.formats import rows
-    from app.cli.output import print_lines
+    from app.cli.output import print_lines, print_table
 
     found = list(islice(rows(answer), limit + 1))
+    shown = found[:limit]
     names = answer.schema.names
     if names:
-        _print_rows(names, [[_cell(value) for value in row] for row in found[:limit]], found[:limit])
+        numeric = {place for place in range(len(names)) if any(_is_number(row[place]) for row in shown)}
+        print_table(names, [[_cell(value) for value in row] for row in shown], right=numeric, cut=True)
     if len(found) > limit:
         print_lines(
             f"the first {limit} rows; --rows N shows more, --format csv, json or parquet with --output all"
         )
     elif len(found) != 1:
         print_lines(f"{len(found)} rows")
-
-
-def _print_rows(names: list[str], cells: list[list[str]], values: list[tuple[Any, ...]]) -> None:
-    """Print a table, or where its columns would be too narrow, a block of lines for each row."""
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    needed = [
-        max(len(name), *(len(row[place]) for row in cells)) if cells else len(name)
-        for place, name in enumerate(names)
-    ]
-    fits = sum(min(width, _NARROWEST) + 3 for width in needed) + 1 <= console.width
-    if not fits and cells:
-        longest = max(len(name) for name in names)
-        for number, row in enumerate(cells, 1):
-            console.print(f"row {number}", style="bold", markup=False)
-            for name, cell in zip(names, row, strict=True):
-                console.print(
-                    Text(f"  {name.ljust(longest)}  {cell}", no_wrap=True, overflow="ellipsis"),
-                    soft_wrap=False,
-                )
-        return
-    table = Table()
-    for place, name in enumerate(names):
-        numeric = any(_is_number(row[place]) for row in values)
-        table.add_column(
-            Text(name),
-            justify="right" if numeric else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=min(needed[place], _NARROWEST) if fits else None,
-        )
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
 
 
 def _cell(value: Any) -> str:
@@ -165,7 +133,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-    text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 

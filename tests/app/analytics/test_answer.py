@@ -26,10 +26,10 @@ def connection(tmp_path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 def interrupted_rows(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
     """Count the rows of a query that is interrupted, not by who asked, after its first batch."""
-    with answer(connection, sql) as found:
-        count = next(found.batches).num_rows
-        connection.interrupt()
-        return count + sum(batch.num_rows for batch in found.batches)
+    found = answer(connection, sql)
+    count = next(found.batches).num_rows
+    connection.interrupt()
+    return count + sum(batch.num_rows for batch in found.batches)
 
 
 def test_failure_is_named_though_the_query_was_interrupted(connection: duckdb.DuckDBPyConnection) -> None:

@@ -1,0 +1,95 @@
+"""Work in a process of its own: whatever it does, it ends in time, and with the command, and its memory has a bound.
+
+A thread that computes in a library cannot be ended, and what a library allocates it need not count. A forked process
+has what is imported and opened here at once, and prints where this one does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from graph.errors import QueryFailure, SoapstoneError, UsageError
+from search.forking import Failed, can_fork, fork
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """The last that the process says, where its work did not raise: what it returned."""
+
+    result: T
+
+
+def run_apart(work: Callable[[], T], limit_s: float | None = None) -> T:
+    """Return what `work` returns in a forked process, which is gone when this returns or raises.
+
+    Where a process cannot be forked, on other systems than Linux, the work is done in this one, without a limit.
+
+    Raises:
+        QueryFailure: it took longer than `limit_s`, or the process ended by itself.
+        UsageError: there is a limit, and no process to keep it.
+        Exception: what the work raised.
+    """
+    if not can_fork():
+        if limit_s is not None:
+            raise UsageError("--timeout: is for Linux, where a process can be forked; leave it out")
+        return work()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        forked = fork(partial(_tell, work), prints=True)
+    except UsageError as error:
+        raise QueryFailure("query: its process cannot be started, must be; end other programs") from error
+    said: Any = None
+    in_time = False
+    try:
+        in_time = forked.connection.poll(limit_s)
+        if in_time:
+            said = forked.connection.recv()
+    except EOFError:
+        pass
+    finally:
+        if said is None:
+            forked.kill()
+        end = forked.ended()
+        forked.connection.close()
+    match said:
+        case Done(result):
+            return result  # type: ignore[no-any-return]
+        case Failed(error, where):
+            if not isinstance(error, SoapstoneError):
+                error.add_note(where)
+            raise error
+        case _ if in_time:
+            raise QueryFailure(f"query: its process {end}, must end with an answer; ask for less")
+        case _:
+            raise QueryFailure(
+                f"query: took longer than {limit_s:g} s, must end within --timeout; allow more or ask for less"
+            )
+
+
+def bound_memory(memory_bytes: int) -> None:
+    """Let this process have so many bytes of data more than it has by now: further allocations fail.
+
+    Not its address space, of which DuckDB, threads and files take much that is never memory.
+    """
+    if not can_fork():
+        return
+    import resource
+
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    held = re.search(r"^VmData:\s+(\d+) kB", status, flags=re.MULTILINE)
+    limit = memory_bytes + (int(held[1]) * 1024 if held is not None else 0)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _tell(work: Callable[[], T], connection: Connection) -> None:
+    connection.send(Done(work()))
