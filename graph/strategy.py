@@ -8,8 +8,9 @@ Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -227,6 +228,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         raise StrategyError(
             f"strategy file: format is {found}, must be {FORMAT}; export it with this Soapstone"
         )
+    _check_keys("strategy file", document, ("format", "graph", "operators", "recomputation", "sharding"))
     if document.get("graph") != graph.digest:
         raise StrategyError(
             f"strategy file: is for graph {str(document.get('graph'))[:12]}, must be for {graph.name} "
@@ -280,6 +282,7 @@ def _configuration(operator: Operator, entry: object) -> Configuration:
         raise StrategyError(
             f"strategy file: operator {operator.name} has no configuration, must have one; add degrees and devices"
         )
+    _check_keys(f"operator {operator.name}", entry, ("degrees", "devices"))
     named = entry.get("degrees", {})
     devices = entry.get("devices")
     if not isinstance(named, Mapping) or not all(_is_integer(degree) for degree in named.values()):
@@ -297,6 +300,21 @@ def _configuration(operator: Operator, entry: object) -> Configuration:
                 f"operator {operator.name}: axis {axis} is unknown, must be one of {', '.join(known)}; correct it"
             )
     return Configuration(tuple(named.get(axis, 1) for axis in known), tuple(devices))
+
+
+def _check_keys(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that a document says nothing that would be passed over in silence, such as a key that is misspelt.
+
+    Raises:
+        StrategyError: naming the key, and the known one that it is like.
+    """
+    for key in entry:
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1)
+            advice = f"did you mean {close[0]}?" if close else "leave it out"
+            raise StrategyError(
+                f"{where}: key {str(key)[:40]} is unknown, must be one of {', '.join(known)}; {advice}"
+            )
 
 
 def _is_integer(item: object) -> bool:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 BATCH_ROWS = 50_000
 _ATTEMPTS = 10
 # DuckDB's own limit, and an allocation that the operating system refuses; through Arrow as a text alone.
-_OUT_OF_MEMORY = re.compile(r"Out of Memory Error|std::bad_alloc|[Ff]ailed to allocate|[Cc]annot allocate memory")
+_OUT_OF_MEMORY = re.compile(
+    r"Out of Memory Error|std::bad_alloc|[Ff]ailed to allocate|[Cc]annot allocate memory"
+)
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,7 @@ class Resources:
 
 
 @contextmanager
-def connect(
-    database: Database, resources: Resources = Resources()
-) -> Iterator[duckdb.DuckDBPyConnection]:
+def connect(database: Database, resources: Resources = Resources()) -> Iterator[duckdb.DuckDBPyConnection]:
     """Give a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
 
     The views are those of `app.analytics.catalog`. The proposals are those registered by now, also while searches go

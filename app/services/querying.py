@@ -61,9 +61,7 @@ class Limits:
             )
 
 
-def with_answer(
-    database: str | None, sql: str, use: Callable[[Answer], T], limits: Limits = Limits()
-) -> T:
+def with_answer(database: str | None, sql: str, use: Callable[[Answer], T], limits: Limits = Limits()) -> T:
     """Return what `use` makes of the answer to a query: in a process of its own, where it may print.
 
     Raises:
@@ -75,9 +73,7 @@ def with_answer(
         return _used(opened, sql, use, limits)
 
 
-def export(
-    database: str | None, sql: str, file_format: Format, path: Path, limits: Limits = Limits()
-) -> int:
+def export(database: str | None, sql: str, file_format: Format, path: Path, limits: Limits = Limits()) -> int:
     """Write the answer to a file, as a whole or not at all; return the number of rows.
 
     Raises:

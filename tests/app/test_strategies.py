@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,7 @@ def test_hostile_files_are_refused_in_one_line_and_leave_nothing(
         entry({"degrees": {"replica": 10**4000}, "devices": [0]}),
         entry({"degrees": {"\x1b]0;x\x07": 2}, "devices": [0, 1]}),
         entry({"degrees": [["sample", 2]], "devices": [0, 1]}),
+        entry({"degrees": {}, "devices": [0], "\x1b[31mnote": 1}),
     ]
     file = tmp_path / "hostile.json"
     for text in texts:
@@ -203,6 +207,42 @@ def test_hostile_files_are_refused_in_one_line_and_leave_nothing(
     with Store.open(stored) as store:
         assert store.table_counts() == before
     assert list(folder.iterdir()) == []
+
+
+def test_names_of_the_database_steer_no_terminal(stored: Path, command: Command, database: Path) -> None:
+    shutil.copy(stored, database)
+    evil = "\x1b[31m[b]\x9b2J\u202e\nforged"
+    with closing(sqlite3.connect(database)) as connection, connection:
+        for table in ("graphs", "topologies"):
+            connection.execute(f"UPDATE {table} SET name = ?", (evil,))
+    for arguments in (("show", "1"), ("diff", "1", "2")):
+        outcome = command("strategy", *arguments)
+        assert (outcome.code, "?[31m[b]?2J? forged" in outcome.output) == (0, True), outcome
+        assert {letter for letter in outcome.output + outcome.errors if not letter.isprintable()} == {"\n"}
+
+
+def test_an_unknown_key_is_refused_with_the_one_that_it_is_like(
+    run: Command, exported: dict[str, Any], tmp_path: Path
+) -> None:
+    name, entry = next(iter(exported["operators"].items()))
+    misspelt = {"degree": entry["degrees"], "devices": entry["devices"]}
+    file = tmp_path / "misspelt.json"
+    for document, words in (
+        (
+            {**exported, "shardings": {}},
+            ("strategy file: key shardings is unknown", "did you mean sharding?"),
+        ),
+        (
+            {**exported, "comment": "mine"},
+            ("key comment is unknown", "must be one of format, graph", "leave it out"),
+        ),
+        (
+            {**exported, "operators": {**exported["operators"], name: misspelt}},
+            (f"operator {name}: key degree is unknown", "did you mean degrees?"),
+        ),
+    ):
+        file.write_text(json.dumps(document))
+        refused(run("strategy", "import", str(file)), *words)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,39 @@ HARMLESS = [
     "SELECT * FROM range(3) AS t(x), LATERAL (SELECT x + 1)",
     "FROM json_each('[1, 2]')",
     "PIVOT op_costs ON phase IN ('forward', 'backward') USING min(minimum_s) GROUP BY target",
+    "PIVOT op_costs ON phase USING min(minimum_s) GROUP BY target ORDER BY target LIMIT 1",
+    "PIVOT_WIDER (SELECT model, digest, operator_count FROM graphs) ON model USING sum(operator_count)",
+    "PIVOT (FROM graphs SELECT id, model, digest) ON model || '_' || digest, lower(model) -- of both\n;",
+    "PIVOT graphs ON model IN ('inception'), digest USING count(*)",
+    "WITH a AS (FROM graphs), b AS (PIVOT a ON model USING count(*)) FROM b JOIN b AS c ON true",
+    "SELECT (SELECT count(*) FROM (PIVOT graphs ON model)) UNION ALL SELECT count(*) FROM (PIVOT graphs ON digest)",
+    "FROM graphs PIVOT (count(*) FOR model IN ('inception', 'vgg16'))",
+    "EXPLAIN PIVOT graphs ON model",
+    "EXPLAIN ANALYZE PIVOT graphs ON model",
+    "UNPIVOT (SELECT 1 AS a, 2 AS b) ON COLUMNS(*) INTO NAME n VALUE v",
+    "FROM (SELECT 1 AS a, 2 AS b) UNPIVOT (v FOR n IN (a, b))",
     "FROM op_costs TABLESAMPLE 10%",
+    "FROM graphs USING SAMPLE 1",
     "SELECT list_transform([1], lambda x: x + 1), COLUMNS('model') FROM graphs",
+    "SELECT [x + 1 FOR x IN [1, 2, 3] IF x > 1], {'a': 1}.a, MAP {'k': 1}['k'], [1, 2, 3][1:2], product_of([2, 3])",
+    "SELECT * EXCLUDE (id) REPLACE ('x' AS model) RENAME (digest AS d) FROM graphs",
+    "SELECT DISTINCT ON (model) n: model, min(COLUMNS('.*_count')) FROM graphs GROUP BY ALL ORDER BY ALL LIMIT 50%",
+    "FROM graphs ANTI JOIN strategies ON graphs.id = strategies.graph_id",
+    "FROM graphs POSITIONAL JOIN topologies",
+    "FROM simulations AS s ASOF JOIN executions AS e ON s.model = e.model AND s.created_at >= e.created_at",
+    "SELECT model, digest, count(*) FROM graphs GROUP BY GROUPING SETS ((model), (digest), ())",
+    "SELECT sum(id) OVER w FROM graphs WINDOW w AS (ORDER BY id ROWS BETWEEN 1 PRECEDING AND CURRENT ROW)",
+    "WITH RECURSIVE n(a, x) USING KEY (a) AS (SELECT 1, 1 UNION SELECT a, x + 1 FROM n WHERE x < 5) FROM n",
+    "SELECT 1 AS a UNION BY NAME SELECT 2 AS b",
+    "SELECT document->>'$.format' FROM store.strategies",
     "DESCRIBE op_costs",
+    "SHOW op_costs",
+    "DESCRIBE SELECT 1",
     "SUMMARIZE op_costs",
+    "SUMMARIZE (PIVOT graphs ON model)",
+    "FROM (SUMMARIZE SELECT model FROM graphs) SELECT column_name",
     "SHOW TABLES",
+    "SHOW ALL TABLES",
     "FROM information_schema.columns",
     "SELECT 'COPY x TO y; DROP TABLE z' -- ; COPY",
     "EXPLAIN SELECT 1",
@@ -100,6 +128,19 @@ def test_harmless_queries_run(store: Store) -> None:
             assert sum(batch.num_rows for batch in answer(connection, text).batches) >= 0, text
 
 
+def test_pivot_without_in_has_a_column_for_each_value(store: Store) -> None:
+    for number, name in enumerate(("inception", "vgg16")):
+        store.put_graph(samples.graph(number, name=name))
+    pivot = "PIVOT (SELECT model, operator_count AS n FROM graphs) ON model USING sum(n) AS sum, count(*) AS count"
+    with connect(store.database) as connection:
+        found = answer(connection, pivot)
+        assert found.schema.names == ["inception_sum", "inception_count", "vgg16_sum", "vgg16_count"]
+        (row,) = rows(found)
+        assert row == (121, 1, 121, 1)
+        (plan,) = rows(answer(connection, f"EXPLAIN {pivot}"))
+        assert "vgg16" in plan[-1]
+
+
 def test_lock_alone_stops_all_but_what_the_scanners_open_by_themselves(store: Store, tmp_path: Path) -> None:
     lay_out(tmp_path / "other")
     csv, parquet = tmp_path / "other" / "other.csv", tmp_path / "other" / "other.parquet"
@@ -132,6 +173,8 @@ def test_refusals_say_what_to_do() -> None:
     for sql, message in {
         "": "is 0 statements, must be one SELECT",
         "SELECT 1; SELECT 2": "is 2 statements, must be one SELECT",
+        "PIVOT graphs ON model; SELECT 2": "is 2 statements, must be one SELECT",
+        "PIVOT graphs ON model IN (SELECT 'x')": "list its values by IN",
         "DROP TABLE x": "is DROP, must be one SELECT, or EXPLAIN of one",
         "FROM op_cost": "FROM op_cost is not allowed.*did you mean op_costs",
         "SELECT * FRO x": "syntax error",
