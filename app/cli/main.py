@@ -80,7 +80,7 @@ def _refuse(error: Any) -> NoReturn:
     if not _speaks():
         sys.exit(2)
     if error.ctx is None or text == error.ctx.get_help():
-        sys.stderr.write(text.rstrip() + "\n")
+        sys.stderr.write("".join(f"{printable(line)}\n" for line in text.rstrip().split("\n")))
         sys.exit(2)
     command = error.ctx.command_path
     _fail(f"{command}: {text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help", 2)

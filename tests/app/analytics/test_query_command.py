@@ -17,7 +17,9 @@ import pytest
 from pyarrow import parquet
 
 from app.analytics.catalog import CATALOG
+from app.analytics.formats import rows
 from app.db.store import Store
+from app.services.querying import with_answer
 from search.forking import can_fork
 from tests.app.conftest import Command
 from tests.app.db import samples
@@ -214,6 +216,17 @@ def test_failed_export_leaves_the_old_file(command: Command, filled: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
+def test_a_query_runs_apart_over_every_backend(store: Store, database_url: str) -> None:
+    """The connections of this process, which has used some, are not those of the query's."""
+    store.put_graph(samples.graph())
+    store.database.dispose()  # SQLite must not be open where a process is forked
+    assert with_answer(database_url, "SELECT model FROM graphs", lambda found: list(rows(found))) == [
+        ("inception",)
+    ]
+    store.put_graph(samples.graph(1))
+    assert store.table_counts()["graphs"] == 2
+
+
 def test_views_are_listed_with_their_columns(command: Command, database: Path) -> None:
     text = command("query", "--views").output
     for name, view in CATALOG.items():
@@ -244,7 +257,7 @@ def test_a_query_ends_with_its_command(
 ) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    command = start(SPILLING, "--memory", "0.5", TMPDIR=str(folder))
+    command = start(SPILLING, "--memory", "0.2", TMPDIR=str(folder))
     try:
         deadline = time.monotonic() + 120
         while not list(folder.glob("soapstone-query-*/*")) and time.monotonic() < deadline:
