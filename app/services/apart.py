@@ -61,19 +61,17 @@ def run_apart(work: Callable[[], T], limit_s: float | None = None) -> T:
             forked.kill()
         end = forked.ended()
         forked.connection.close()
-    match said:
-        case Done(result):
-            return result  # type: ignore[no-any-return]
-        case Failed(error, where):
-            if not isinstance(error, SoapstoneError):
-                error.add_note(where)
-            raise error
-        case _ if in_time:
-            raise QueryFailure(f"query: its process {end}, must end with an answer; ask for less")
-        case _:
-            raise QueryFailure(
-                f"query: took longer than {limit_s:g} s, must end within --timeout; allow more or ask for less"
-            )
+    if isinstance(said, Done):
+        return said.result  # type: ignore[no-any-return]
+    if isinstance(said, Failed):
+        if not isinstance(said.error, SoapstoneError):
+            said.error.add_note(said.where)
+        raise said.error
+    if in_time:
+        raise QueryFailure(f"query: its process {end}, must end with an answer; ask for less")
+    raise QueryFailure(
+        f"query: took longer than {limit_s:g} s, must end within --timeout; allow more or ask for less"
+    )
 
 
 def bound_memory(memory_bytes: int) -> None:

@@ -101,8 +101,9 @@ def test_what_a_reader_was_told_of_stays_until_it_ends(database_url: str, tmp_pa
 
 
 def queried(url: str, _folder: Path) -> Steps:
-    with querying.queried(url, STEPS) as answer:
-        return by_search(row for batch in answer.batches for row in batch.to_pylist())
+    return querying.with_answer(
+        url, STEPS, lambda answer: by_search(row for batch in answer.batches for row in batch.to_pylist())
+    )
 
 
 def queried_twice(url: str, _folder: Path) -> Steps:
