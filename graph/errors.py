@@ -12,6 +12,7 @@
     |   `-- TeamFailure       the same among processes that torchrun started: rank 0 alone says it
     |-- QueryFailure          a query that took more time or memory than it may, or whose process ended
     `-- DatabaseError         the database, its schema or its location
+        `-- StorageFullError  no space is left where something had to be written
 
 Each message is one line: where: what is, what must be; what to do. Each class has the exit code of a command that ends
 with it: 2 where what the user gave cannot be used (nothing was changed), 1 where something else failed.
@@ -72,3 +73,9 @@ class QueryFailure(SoapstoneError):
 
 class DatabaseError(SoapstoneError):
     """The database cannot be opened, or its schema is not this version's."""
+
+
+class StorageFullError(DatabaseError):
+    """No space is left for what had to be written; the message names the file or folder."""
+
+    exit_code = 1

@@ -20,10 +20,12 @@ settings.load_profile("default")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Graphs are kept for this run alone; its workers share them.
+# Graphs, and what models were named, are kept for this run alone; its workers share them.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["SOAPSTONE_CACHE_DIR"] = tempfile.mkdtemp(prefix="soapstone-cache-")
-    atexit.register(shutil.rmtree, os.environ["SOAPSTONE_CACHE_DIR"], ignore_errors=True)
+    for kept in ("CACHE", "STATE"):
+        folder = tempfile.mkdtemp(prefix=f"soapstone-{kept.lower()}-")
+        os.environ[f"SOAPSTONE_{kept}_DIR"] = folder
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

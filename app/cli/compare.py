@@ -46,11 +46,11 @@ def compare(
     from graph.errors import UsageError
 
     if execution is not None:
-        if (model, topology, search) != (None, None, None):
+        if (topology, search) != (None, None):
             raise UsageError(
-                "--execution: is one run, must stand without --model, --topology and --search; leave them out"
+                "--execution: is one run, must stand without --topology and --search; leave them out"
             )
-        _print_attribution(execution, database, shown, as_json=as_json)
+        _print_attribution(execution, model, database, shown, as_json=as_json)
         return
     from app.analytics.compare import compare as compare_stored
     from app.cli.output import print_json, print_lines
@@ -75,11 +75,15 @@ def compare(
             _print_accuracy(found.accuracy)
 
 
-def _print_attribution(execution: int, database: str | None, shown: int, *, as_json: bool) -> None:
+def _print_attribution(
+    execution: int, model: str | None, database: str | None, shown: int, *, as_json: bool
+) -> None:
     from app.cli.output import TerminalProgress, print_json, speaks
     from app.cli.trace import print_attribution
+    from app.services.models import name_own_model
     from app.services.tracing import attribution_of
 
+    name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         attribution = attribution_of(execution, database, progress)
     if as_json:

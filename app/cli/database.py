@@ -116,7 +116,7 @@ def _print_held(held: Sequence[HeldCosts]) -> None:
 
 @application.command("export")
 def export_pack(
-    file: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    file: Annotated[Path, typer.Argument(help="The Parquet file to write.", writable=True)],
     device_kind: Annotated[
         str | None,
         typer.Option(

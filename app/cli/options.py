@@ -19,6 +19,14 @@ Model = Annotated[
     str,
     typer.Option("--model", help="A network of the zoo (see app models list), or package.module:factory."),
 ]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The network, where it is a function of your own that you have not named before: package.module:factory.",
+        show_default=False,
+    ),
+]
 Preset = Annotated[
     str, typer.Option("--preset", help="Sizes of a zoo network: paper or small; of gpt2 also xl.")
 ]
@@ -56,7 +64,12 @@ Topology = Annotated[
     typer.Option("--topology", help="local, a packaged topology (see app topology list), or a YAML file."),
 ]
 OfModel = Annotated[
-    str | None, typer.Option("--model", help="Only this network (a graph's name).", show_default=False)
+    str | None,
+    typer.Option(
+        "--model",
+        help="Only this network (a graph's name). Of your own: package.module:factory, which may then be run.",
+        show_default=False,
+    ),
 ]
 OfTopology = Annotated[
     str | None, typer.Option("--topology", help="Only this topology (its name).", show_default=False)

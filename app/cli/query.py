@@ -30,7 +30,7 @@ def query(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Write to this file.", show_default=False)
+        Path | None, typer.Option("--output", help="Write to this file.", writable=True, show_default=False)
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of a table to print at most.")] = 100,
     timeout: Annotated[

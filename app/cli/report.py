@@ -11,7 +11,9 @@ from app.cli import options
 
 
 def report(
-    output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", help="File to write.", writable=True)] = Path(
+        "report.html"
+    ),
     model: options.OfModel = None,
     topology: options.OfTopology = None,
     search: Annotated[
@@ -42,8 +44,11 @@ def report(
     Example: app report --model inception --output report.html
     """
     from app.cli.output import TerminalProgress, print_json, print_lines, speaks
+    from app.services.models import name_own_model
     from app.services.reporting import ReportRequest, write_report
 
+    if model is not None and ":" in model:
+        name_own_model(model)
     request = ReportRequest(output, model, topology, search, execution, strategy)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         written = write_report(request, database, progress)

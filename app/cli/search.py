@@ -19,7 +19,8 @@ def search(
         str | None,
         typer.Option(
             "--model",
-            help="A network of the zoo (see app models list), or package.module:factory. Needed but for --resume.",
+            help="A network of the zoo (see app models list), or package.module:factory. With --resume only "
+            "where it is a function of your own that you have not named before.",
             show_default=False,
         ),
     ] = None,
@@ -146,12 +147,13 @@ def search(
     """
     from app.cli.output import TerminalProgress
     from app.services.costs import ON_MISS
-    from app.services.models import requested_model
+    from app.services.models import name_own_model, requested_model
     from app.services.searching import SearchRequest, resume_search, run_search
     from graph.errors import UsageError
 
     if resume is not None:
         _refuse_beside_resume(context)
+        name_own_model(model)
         with TerminalProgress(quiet=as_json) as progress:
             _show(resume_search(resume, database, progress, workers=workers), as_json=as_json)
         return
@@ -208,7 +210,7 @@ def _refuse_beside_resume(context: typer.Context) -> None:
     for name in context.params:
         source = context.get_parameter_source(name)
         if (
-            name not in ("resume", "workers", "database", "as_json")
+            name not in ("resume", "model", "workers", "database", "as_json")
             and source is not None
             and source.name == "COMMANDLINE"
         ):

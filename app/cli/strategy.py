@@ -121,9 +121,12 @@ def rebuild(
 @application.command("export")
 def export_strategy(
     strategy: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
-    file: Annotated[Path | None, typer.Argument(help="File to write.", show_default=False)] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="File to write.", writable=True, show_default=False)
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="File to write: the same as FILE.", show_default=False)
+        Path | None,
+        typer.Option("--output", help="File to write: the same as FILE.", writable=True, show_default=False),
     ] = None,
     file_format: Annotated[
         str,
@@ -141,6 +144,7 @@ def export_strategy(
             "must equal the plain module's.",
         ),
     ] = False,
+    model: options.OwnModel = None,
     database: options.Database = None,
 ) -> None:
     """Write a stored strategy to a file that can be read, edited and run.
@@ -149,6 +153,7 @@ def export_strategy(
     """
     from app.cli.output import print_lines
     from app.services import exporting
+    from app.services.models import name_own_model
     from graph.errors import UsageError
 
     target = file or output
@@ -156,6 +161,7 @@ def export_strategy(
         raise UsageError(
             "strategy export: needs a file to write, must be given one; name it as FILE or --output"
         )
+    name_own_model(model)
     exported = exporting.export_strategy(database, strategy, target, file_format, check=check)
     print_lines(f"strategy {exported.strategy.digest[:12]} written to {target}")
     if exported.trial is not None:
@@ -167,6 +173,7 @@ def show_strategy(
     strategy: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
     topology: TopologyName = None,
     rows: Rows = 30,
+    model: options.OwnModel = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -183,7 +190,9 @@ def show_strategy(
         speaks,
     )
     from app.services import strategies
+    from app.services.models import name_own_model
 
+    name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         shown = strategies.show_strategy(database, strategy, topology, progress)
     if as_json:
@@ -211,6 +220,7 @@ def diff_strategies(
     other: Annotated[str, typer.Argument(help="Another for the same network.")],
     topology: TopologyName = None,
     rows: Rows = 30,
+    model: options.OwnModel = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -227,7 +237,9 @@ def diff_strategies(
         speaks,
     )
     from app.services import strategies
+    from app.services.models import name_own_model
 
+    name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         found = strategies.diff_strategies(database, (one, other), topology, progress)
     if as_json:

@@ -40,8 +40,11 @@ def trace(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("trace.json"),
+    output: Annotated[Path, typer.Option("--output", help="File to write.", writable=True)] = Path(
+        "trace.json"
+    ),
     rows: Annotated[int, typer.Option("--rows", min=0, help="Show so many of the largest differences.")] = 20,
+    model: options.OwnModel = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -53,9 +56,11 @@ def trace(
     Example: app trace --execution 3 --output trace.json
     """
     from app.cli.output import TerminalProgress, print_json, speaks
+    from app.services.models import name_own_model
     from app.services.tracing import TraceRequest
     from app.services.tracing import trace as write_trace
 
+    name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
         report = write_trace(TraceRequest(execution, strategy, topology, output), database, progress)
     if as_json:

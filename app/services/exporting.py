@@ -11,7 +11,8 @@ from typing import Any
 
 from app.db.records import GraphRecord, StrategyRecord
 from app.db.store import Store
-from app.services.models import ModelRequest, build_model, graph_name
+from app.services.files import checked_target, replacing
+from app.services.models import build_model, graph_name, stored_request
 from graph.errors import RuntimeFailure, StrategyError, UsageError
 from graph.strategy import strategy_from_json
 
@@ -53,6 +54,7 @@ def export_strategy(
             "--check: runs a file of --format dtensor, must be given with it; add --format dtensor"
         )
     with Store.open(database) as store:
+        target = checked_target(file, store.database, "file")
         record = store.strategy(reference)
         graph = store.graph(record.graph_id)
     assert graph is not None  # a foreign key
@@ -63,12 +65,8 @@ def export_strategy(
         else _dtensor_text(record, graph, document)
     )
     trial = _tried(record, text) if check else None
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise UsageError(
-            f"file {file}: cannot be written ({error.strerror}), must be; choose another path"
-        ) from error
+    with replacing(target, "file") as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return Exported(record, trial)
 
 
@@ -100,7 +98,7 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
     from runtime.dtensor.plan import make_plan
     from runtime.dtensor.writer import Origin, source_text
 
-    request = ModelRequest(**dict(graph_record.model), folder=str(Path.cwd()))
+    request = stored_request(graph_record.model, f"graph {graph_record.name}")
     batch_norm = json.loads(graph_record.document)["batch_norm"]
     # What a user's module prints must not end up in our results.
     with contextlib.redirect_stdout(sys.stderr):

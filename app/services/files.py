@@ -1,31 +1,55 @@
-"""Files that commands write: never over what is stored, and as a whole or not at all."""
+"""Files that commands write: never over what belongs to a database, and as a whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from app.db.engine import Database
-from graph.errors import UsageError
+from graph.errors import StorageFullError, UsageError
+
+# How files of SQLite begin: a database; a write-ahead log in either byte order; a rollback journal.
+_BEGINNINGS = (
+    b"SQLite format 3\0",
+    b"\x37\x7f\x06\x82",
+    b"\x37\x7f\x06\x83",
+    b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7",
+)
+# What SQLite keeps beside a database, under its name and these.
+_SUFFIXES = ("-wal", "-shm", "-journal")
+# What shows that a folder called *.traces is one of Soapstone's.
+_IN_TRACES = ("search-*", "executions")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checked_target(path: Path, database: Database, name: str) -> Path:
     """Return where to write: not over what is stored, nor over what is no file. `name` is what an error calls it.
 
+    What is stored is any database with its logs, and any folder of traces, whether opened here or not. Ask before the
+    work of which the result is to be written.
+
     Raises:
-        UsageError: it belongs to the database, is something else than a file, or its folder is not there.
+        UsageError: it belongs to a database, is something else than a file, or cannot be written.
     """
-    target = path.resolve()
-    own = Path(str(database.url.database)).resolve() if database.url.get_backend_name() == "sqlite" else None
-    is_database = own is not None and target.parent == own.parent and target.name.startswith(own.name)
-    if is_database or target.is_relative_to(database.trace_folder.resolve()):
-        raise UsageError(f"{name} {path}: belongs to the database, must be another file; choose another")
-    if target.exists() and not target.is_file():
-        raise UsageError(f"{name} {path}: is no regular file, must be one; choose another")
-    if not target.parent.is_dir():
-        raise UsageError(f"{name} {path}: folder {target.parent} does not exist, must exist; make it first")
+    try:
+        target = path.resolve()
+        if _is_of_a_database(target, database):
+            raise UsageError(f"{name} {path}: belongs to a database, must be another file; choose another")
+        if target.exists() and not target.is_file():
+            raise UsageError(f"{name} {path}: is no regular file, must be one; choose another")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise UsageError(f"{name} {path}: is write-protected, must be writable; choose another")
+        if not target.parent.is_dir():
+            raise UsageError(
+                f"{name} {path}: folder {target.parent} does not exist, must exist; make it first"
+            )
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, links in a circle
+        raise _unwritable(name, path, error) from None
     return target
 
 
@@ -35,15 +59,69 @@ def replacing(target: Path, name: str) -> Iterator[Path]:
 
     Raises:
         UsageError: it cannot be written.
+        StorageFullError: the disk is full.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.soapstone.tmp")
     try:
         try:
             yield temporary
+            if target.exists():
+                shutil.copymode(target, temporary)
             temporary.replace(target)
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
     except OSError as error:
-        raise UsageError(
-            f"{name} {target}: cannot be written ({error.strerror or error}), must be; choose another path"
-        ) from error
+        if error.errno in _FULL:
+            raise StorageFullError(
+                f"{name} {target}: the disk is full, must have space; nothing was written, free some or choose another "
+                "path"
+            ) from error
+        raise _unwritable(name, target, error) from error
+
+
+def _unwritable(name: str, path: Path, error: Exception) -> UsageError:
+    reason = getattr(error, "strerror", None) or error
+    return UsageError(f"{name} {path}: cannot be written ({reason}), must be; choose another path")
+
+
+def _is_of_a_database(target: Path, database: Database) -> bool:
+    """Return whether a resolved path is that of a database, of its logs, or of a trace, or another name of one."""
+    traces = database.trace_folder.resolve()
+    own: list[Path] = []
+    if database.url.get_backend_name() == "sqlite":
+        own = _with_logs(Path(str(database.url.database)).resolve())
+    # As a file system that does not tell cases apart sees them.
+    if str(target).casefold() in {str(path).casefold() for path in own} or target.is_relative_to(traces):
+        return True
+    if any(map(_is_trace_folder, target.parents)):
+        return True
+    named = [target, *(target.with_name(target.name.removesuffix(suffix)) for suffix in _SUFFIXES)]
+    if any(map(_begins_as_sqlite, named)):
+        return True
+    # A hard link is another name of the same file.
+    return (
+        target.is_file()
+        and target.stat().st_nlink > 1
+        and any(path.is_file() and target.samefile(path) for path in (*own, *traces.rglob("*")))
+    )
+
+
+def _with_logs(path: Path) -> list[Path]:
+    return [path, *(path.with_name(path.name + suffix) for suffix in _SUFFIXES)]
+
+
+def _is_trace_folder(folder: Path) -> bool:
+    return folder.name.casefold().endswith(".traces") and any(
+        any(folder.glob(pattern)) for pattern in _IN_TRACES
+    )
+
+
+def _begins_as_sqlite(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(16).startswith(_BEGINNINGS)
+    except PermissionError:
+        return False  # says so when it is to be written

@@ -6,21 +6,20 @@ import contextlib
 import importlib
 import inspect
 import sys
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from app.services import kept_graphs
-from graph.errors import ImportFailure, UsageError
+from app.services import kept_graphs, trust
+from graph.errors import DatabaseError, ImportFailure, UsageError
 from graph.operators import OperatorGraph
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
 from search.collector import looking_seldom
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 # A user's module must not stand in for one of ours: the import system would find ours first.
 OWN_PACKAGES = ("app", "graph", "profiler", "runtime", "search")
@@ -69,7 +68,7 @@ class ModelRequest:
 def requested_model(
     name: str, preset: str, batch_size: int | None, precision: str = "float32"
 ) -> ModelRequest:
-    """Return the model that a command's options mean, looked for in the current folder as well.
+    """Return the model that a command's options mean, looked for in the current folder as well: the user trusts it.
 
     Raises:
         UsageError: there is no such precision.
@@ -78,7 +77,59 @@ def requested_model(
         raise UsageError(
             f"--precision: is {precision}, must be one of {', '.join(PRECISIONS)}; choose one of them"
         )
-    return ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
+    request = ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
+    if not request.is_zoo:
+        trust.remember(name, request.folder)
+    return request
+
+
+def name_own_model(name: str | None) -> None:
+    """Take --model of a command that follows what is stored, which may name a function of the user's own there.
+
+    Raises:
+        UsageError: it is no name of a function.
+    """
+    if name is None:
+        return
+    if not trust.is_function_name(name):
+        raise UsageError(
+            f"--model: is {name}, must be package.module:factory here; leave it out for a network of the zoo"
+        )
+    trust.remember(name, str(Path.cwd()))
+
+
+def stored_request(document: object, where: str) -> ModelRequest:
+    """Return the model that a stored document names: one of the zoo, or a function that the user has named too.
+
+    All that is stored becomes a request here and nowhere else. `where` is what an error calls the document.
+
+    Raises:
+        DatabaseError: the document is none of a model.
+        UsageError: it names a function that the user has not named.
+    """
+    if not _is_model(document):
+        raise DatabaseError(
+            f"{where}: its model is no JSON object of name, preset, batch_size and precision, must be; restore the "
+            "database from a copy"
+        )
+    request = ModelRequest(**document)
+    if request.is_zoo:
+        zoo_entry(request.name)
+        return request
+    return replace(request, folder=trust.trusted_folder(request.name, str(Path.cwd())))
+
+
+def _is_model(document: object) -> TypeGuard[Mapping[str, Any]]:
+    known = {"name", "preset", "batch_size", "precision"}
+    if not (isinstance(document, Mapping) and "name" in document and document.keys() <= known):
+        return False
+    texts = [document[key] for key in ("name", "preset") if key in document]
+    size = document.get("batch_size")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and (size is None or type(size) is int)
+        and document.get("precision", "float32") in PRECISIONS
+    )
 
 
 def build_model(
@@ -106,26 +157,9 @@ def build_model(
     return converted(*built, dtype)
 
 
-class _FolderFinder:
-    """Finds modules in a folder after everything installed, so that none there ever shadows a package.
-
-    `sys.path` is not enough: the packages of an editable install are found after all of it, and worker processes
-    inherit it.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return where a top-level module is in the folder, or None."""
-        return PathFinder.find_spec(name, [self.folder], target) if path is None else None
-
-
 def _load_factory(name: str, folder: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
+    if not trust.is_function_name(name):
         raise UsageError(
             f"model {name}: is no name of a function, must be package.module:factory; correct it"
         )
@@ -135,7 +169,7 @@ def _load_factory(name: str, folder: str) -> Callable[..., Any]:
             f"model {name}: package {top} is one of Soapstone's own, must have another name; rename the folder"
         )
     if folder and all(getattr(finder, "folder", None) != folder for finder in sys.meta_path):
-        sys.meta_path.append(_FolderFinder(folder))
+        sys.meta_path.append(trust.FolderFinder(folder))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

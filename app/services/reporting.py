@@ -13,6 +13,7 @@ from typing import Any
 from app.db.records import utc_now
 from app.db.store import Store
 from app.services import reporting_figures as figures
+from app.services.files import checked_target, replacing
 from app.services.progress import Progress
 from app.services.reporting_data import Filter, ReportData, read_report_data
 from app.services.reporting_graph import strategy_on_graph
@@ -94,6 +95,7 @@ def write_report(request: ReportRequest, database: str | None, progress: Progres
     """
     _require_extra()
     with Store.open(database) as store:
+        target = checked_target(request.output, store.database, "--output")
         wanted = _checked(store, request)
         drawn, reason = _drawn(store, request, wanted, progress)
         name = store.database.name
@@ -105,12 +107,8 @@ def write_report(request: ReportRequest, database: str | None, progress: Progres
     sections = (*_sections(data), *_step_sections(drawn, reason))
     title = "Soapstone" if request.model is None else f"Soapstone: {request.model}"
     text = render(title, f"{name}, {utc_now():%Y-%m-%d %H:%M} UTC", sections)
-    try:
-        request.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"file {request.output}: cannot be written ({error.strerror}), must be; choose another path"
-        ) from None
+    with replacing(target, "--output") as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return WrittenReport(
         request.output,
         len(text.encode()),

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
@@ -25,7 +24,7 @@ from app.services.costs import OnMiss
 from app.services.finding import Plan, find, worker_count
 from app.services.fitting import fitting_starts, recomputed_starts
 from app.services.machine import Processor
-from app.services.models import ImportedModel, ModelRequest, import_graph
+from app.services.models import ImportedModel, ModelRequest, import_graph, stored_request
 from app.services.predicting import (
     LOCAL,
     Setting,
@@ -397,7 +396,7 @@ def _request(stored: SearchRecord) -> SearchRequest:
             f"search {stored.id}: was started by an older Soapstone, must have been started by one that keeps what it "
             "was asked for; start a new search"
         )
-    model = ModelRequest(**asked["model"], folder=str(Path.cwd()))
+    model = stored_request(asked["model"], f"search {stored.id}")
     given = {**asked, "model": model, "starts": tuple(asked["starts"])}
     given.pop("precision", None)  # beside the model, in searches of older Soapstones: all of float32
     return SearchRequest(**given)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.db.store import Store
+from app.services.files import checked_target, replacing
 from app.services.progress import Progress
 from app.services.tracing_attribution import Attribution, attribute
 from app.services.tracing_case import Case, execution_case, strategy_case
@@ -67,10 +68,12 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
             "app trace: needs --execution or --strategy, must have one of them; see app trace --help"
         )
     with Store.open(database) as store:
+        target = checked_target(request.output, store.database, "--output")
         case, recording = _find(store, request, progress)
     attribution = None if recording is None else attribute(case.simulation, recording)
     document = chrome_trace(timelines_of(case, recording), _facts(case, recording))
-    write_trace(document, request.output)
+    with replacing(target, "--output") as temporary:
+        write_trace(document, temporary)
     return TraceReport(
         file=request.output,
         model=case.graph.name,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrder
@@ -16,7 +15,7 @@ from app.services.costs import CostsByKind, DatabaseCosts
 from app.services.environments import say_used
 from app.services.links import fitted_links
 from app.services.machine import links_kind_name
-from app.services.models import ModelRequest, import_graph
+from app.services.models import import_graph, stored_request
 from app.services.predicting import LOCAL, Target
 from app.services.progress import Progress
 from graph.errors import UsageError
@@ -96,10 +95,10 @@ def imported_graph(record: GraphRecord) -> OperatorGraph:
     """Import a stored graph's model again.
 
     Raises:
-        UsageError: the model is gone, or has changed since.
+        UsageError: the model is gone, has changed since, or may not be run (`app.services.trust`).
         ImportFailure: it cannot be imported any more.
     """
-    request = ModelRequest(**dict(record.model), folder=str(Path.cwd()))
+    request = stored_request(record.model, f"graph {record.name}")
     graph = import_graph(request, batch_norm=json.loads(record.document)["batch_norm"]).graph
     if graph.digest != record.digest:
         raise UsageError(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from app.services.tracing_timeline import Slice, Timeline
-from graph.errors import UsageError
 
 LINKS = "links"
 
@@ -49,19 +48,10 @@ def chrome_trace(timelines: Mapping[str, Timeline], facts: Mapping[str, Any]) ->
 
 
 def write_trace(document: Mapping[str, Any], file: Path) -> None:
-    """Write a trace document.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    try:
-        with file.open("w", encoding="utf-8") as stream:
-            json.dump(document, stream, separators=(",", ":"), allow_nan=False)
-            stream.write("\n")
-    except OSError as error:
-        raise UsageError(
-            f"file {file}: cannot be written ({error.strerror}), must be; choose another path"
-        ) from None
+    """Write a trace document."""
+    with file.open("w", encoding="utf-8") as stream:
+        json.dump(document, stream, separators=(",", ":"), allow_nan=False)
+        stream.write("\n")
 
 
 def _process(process: int, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,146 @@
+"""Which functions of a user's own modules may be run where a stored document names them.
+
+A database, or what is in it, may come from somebody else, and a model in it is a name such as "package.module:factory":
+to import that is to run it. So it is followed only if the user has named it by --model, in this command or an earlier
+one, and it is in the same files as then. That is kept in a file of the user's state folder, never in a database.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TypedDict
+
+from graph.errors import SoapstoneError, UsageError
+
+ENVIRONMENT_VARIABLE = "SOAPSTONE_STATE_DIR"
+"""Names another folder than the user's state folder."""
+# Named by --model in this process, where nothing could be kept.
+_not_kept: list[object] = []
+
+
+class _Entry(TypedDict):
+    """A function that the user has named, and the files that its import runs."""
+
+    model: str
+    files: list[str]
+
+
+def consents_file() -> Path:
+    """Return the file of what the user has named; it need not exist."""
+    named = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if named:
+        return Path(named).expanduser() / "models.json"
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("soapstone", appauthor=False)) / "models.json"
+
+
+def remember(model: str, folder: str) -> None:
+    """Keep that the user has named a function by --model; for this process alone where the file cannot be written.
+
+    folder: where modules are looked for, after everything installed.
+    """
+    from app.services.files import replacing  # not at the top: workers of a run need no database
+
+    entry = _entry(model, folder)
+    known = _consents()
+    if not entry["files"] or entry in known:
+        return
+    file = consents_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file, "models named by --model:") as temporary:
+            temporary.write_text(json.dumps([*known, entry], indent=1) + "\n", encoding="utf-8")
+    except (OSError, SoapstoneError):
+        _not_kept.append(entry)
+
+
+def trusted_folder(model: str, folder: str) -> str:
+    """Return where to look for the modules of a function that a stored document names: `folder`, if it is from there.
+
+    Else nowhere but among what is installed, "": what such a module imports must not come from where the user is.
+
+    Raises:
+        UsageError: the user has not named the function where it is now.
+    """
+    entry = _entry(model, folder)
+    if not entry["files"] or entry not in _consents():
+        raise UsageError(
+            f"model {model}: comes from the database, must be named by you to be run from here; add --model {model} "
+            "if you trust it"
+        )
+    return folder if Path(entry["files"][0]).is_relative_to(Path(folder).resolve()) else ""
+
+
+def is_function_name(model: str) -> bool:
+    """Return whether a text is of the form "package.module:function"."""
+    module_name, _, function_name = model.partition(":")
+    return all(part.isidentifier() for part in (*module_name.split("."), function_name))
+
+
+class FolderFinder:
+    """Finds modules in a folder after everything installed, so that none there ever shadows a package.
+
+    `sys.path` is not enough: the packages of an editable install are found after all of it, and worker processes
+    inherit it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a top-level module is in the folder, or None."""
+        return PathFinder.find_spec(name, [self.folder], target) if path is None else None
+
+
+def _entry(model: str, folder: str) -> _Entry:
+    return {"model": model, "files": _files(model, folder)}
+
+
+def _files(model: str, folder: str) -> list[str]:
+    """Return the files that an import of a function's module would run, outermost package first; nothing is run.
+
+    It ends before what only a package itself can find.
+    """
+    if not is_function_name(model):
+        return []
+    files: list[str] = []
+    name, locations = "", None
+    for part in model.partition(":")[0].split("."):
+        name = f"{name}.{part}" if name else part
+        spec = _found(name, locations, folder)
+        if spec is None:
+            break
+        if spec.origin is not None:  # else a package without a file of its own
+            files.append(str(Path(spec.origin).resolve()) if spec.has_location else spec.origin)
+        locations = None if spec.submodule_search_locations is None else [*spec.submodule_search_locations]
+        if locations is None:
+            break
+    return files
+
+
+def _found(name: str, locations: list[str] | None, folder: str) -> ModuleSpec | None:
+    """Return where a module is, as an import finds it."""
+    for finder in (*sys.meta_path, FolderFinder(folder)):
+        with suppress(Exception):  # of somebody's own
+            spec = finder.find_spec(name, locations, None)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _consents() -> list[object]:
+    try:
+        content = json.loads(consents_file().read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        content = None
+    return [*(content if isinstance(content, list) else []), *_not_kept]
