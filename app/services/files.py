@@ -96,8 +96,8 @@ def _is_of_a_database(target: Path, database: Database) -> bool:
         return True
     if any(map(_is_trace_folder, target.parents)):
         return True
-    named = [target, *(target.with_name(target.name.removesuffix(suffix)) for suffix in _SUFFIXES)]
-    if any(map(_begins_as_sqlite, named)):
+    logged = [target.name.removesuffix(suffix) for suffix in _SUFFIXES if target.name.endswith(suffix)]
+    if any(map(_begins_as_sqlite, (target, *(target.parent / name for name in logged)))):
         return True
     # A hard link is another name of the same file.
     return (

@@ -11,27 +11,21 @@ import pytest
 
 from app.services import trust
 from tests.app.commands import all_parameters
-from tests.app.conftest import USERS_NETWORK, Command, Outcome, store_results, unchanged_imports
+from tests.app.conftest import REPOSITORY, USERS_NETWORK, Command, Outcome, store_results, unchanged_imports
 
 NETWORK = "package.tripwire:fine"
 SEARCHED = (
-    "--batch-size",
-    "8",
-    "--devices",
-    "2",
-    "--topology",
-    "p100-cluster",
-    "--proposals",
-    "20",
-    "--workers",
-    "1",
-)
+    "--batch-size", "8", "--devices", "2", "--topology", "p100-cluster", "--proposals", "20", "--workers", "1",
+)  # fmt: skip
 RUN = ("--batch-size", "8", "--devices", "2", "--device", "cpu", "--iterations", "1", "--on-miss", "estimate")
 # A module that leaves a file behind wherever it is imported, in whatever process.
-TRIPWIRE = "open('ran', 'a').close()\n" + USERS_NETWORK
+TRIPWIRE = "open(__file__ + '.ran', 'a').close()\n" + USERS_NETWORK
+RAN = Path("package", "tripwire.py.ran")
 
-# By command: arguments that make it follow the model of what is stored.
-FOLLOWING = {
+# By command: arguments of each call.
+Cases = dict[str, list[tuple[str, ...]]]
+# Those that make it follow the model of what is stored.
+FOLLOWING: Cases = {
     "trace": [("--strategy", "1"), ("--execution", "1")],
     "report": [("--strategy", "1"), ("--execution", "1")],
     "compare": [("--execution", "1")],
@@ -41,8 +35,8 @@ FOLLOWING = {
     "strategy export": [("1", "plan.py", "--format", "dtensor")],
     "strategy import": [("strategy.json", "--batch-size", "8")],
 }
-# By command: arguments that name something stored of which no model is needed, or another that the user names.
-NOT_FOLLOWING = {
+# Those that name something stored of which no model is needed, or another that the user names.
+NOT_FOLLOWING: Cases = {
     "compare": [(), ("--search", "1")],
     "strategy list": [()],
     "strategy rebuild": [("1",)],
@@ -56,7 +50,7 @@ NOT_FOLLOWING = {
 REFERENCES = {"execution", "strategy", "search", "resume", "start", "one", "other", "file"}
 
 
-def cases(table: dict[str, list[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+def calls(table: Cases) -> list[tuple[str, ...]]:
     return [(*name.split(), *words) for name, variants in table.items() for words in variants]
 
 
@@ -87,7 +81,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, probed: Path) -> Path:
     with sqlite3.connect(folder / "test.sqlite") as connection:
         connection.execute("UPDATE searches SET status = 'interrupted'")
     connection.close()
-    (folder / "ran").unlink()
+    (folder / RAN).unlink()
     return folder
 
 
@@ -108,19 +102,19 @@ def assert_refused(outcome: Outcome) -> None:
         f"error: model {NETWORK}: comes from the database, must be named by you to be run from here; add --model "
         f"{NETWORK} if you trust it"
     )
-    assert not Path("ran").exists(), outcome
+    assert not RAN.exists(), outcome
 
 
 def test_what_a_database_names_is_refused_by_all_that_follow_it(command: Command, mine: Path) -> None:
     del mine
-    for words in cases(FOLLOWING):
+    for words in calls(FOLLOWING):
         assert_refused(command(*words))
 
 
 def test_what_follows_no_model_runs_none(command: Command, mine: Path) -> None:
-    for words in cases(NOT_FOLLOWING):
+    for words in calls(NOT_FOLLOWING):
         outcome = command(*words)
-        assert not (mine / "ran").exists(), words
+        assert not (mine / RAN).exists(), words
         assert "Traceback" not in outcome.errors, words
 
 
@@ -128,26 +122,26 @@ def test_a_report_stands_without_the_step_that_it_may_not_draw(command: Command,
     outcome = command("report", "--json")
     assert outcome.code == 0, outcome
     assert f"add --model {NETWORK}" in outcome.document["left_out"]["timeline"]
-    assert not (mine / "ran").exists()
+    assert not (mine / RAN).exists()
 
 
-@pytest.mark.parametrize("words", cases(FOLLOWING), ids=" ".join)
+@pytest.mark.parametrize("words", calls(FOLLOWING), ids=" ".join)
 def test_what_the_user_names_is_run(command: Command, mine: Path, words: tuple[str, ...]) -> None:
     another = command(*words, "--model", "package.another:fine")
     assert another.code == 2, another
-    assert not (mine / "ran").exists()
+    assert not (mine / RAN).exists()
     outcome = command(*words, "--model", NETWORK)
     assert outcome.code == 0, outcome
-    assert (mine / "ran").exists()
+    assert (mine / RAN).exists()
 
 
 def test_what_was_named_once_is_followed_from_then_on_but_in_no_other_file(
     command: Command, mine: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert command("models", "show", NETWORK).code == 0
-    (mine / "ran").unlink()
+    (mine / RAN).unlink()
     assert command("strategy", "show", "1").code == 0
-    (mine / "ran").unlink()
+    (mine / RAN).unlink()
     # Neither of the same name elsewhere, nor another function here.
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(mine / "package", elsewhere / "package")
@@ -210,4 +204,9 @@ def test_what_is_no_model_is_one_line(
         line = outcome.errors.splitlines()[-1]
         assert line.startswith("error: ")
         assert all(word in line for word in words), line
-    assert not (mine / "ran").exists()
+    assert not (mine / RAN).exists()
+
+
+def test_requests_are_made_in_one_module_alone() -> None:
+    makers = [path.name for path in (REPOSITORY / "app").rglob("*.py") if "ModelRequest(" in path.read_text()]
+    assert makers == ["models.py"]

@@ -189,23 +189,6 @@ def test_whatever_a_query_does_it_keeps_its_limits(
     assert (outcome.code, message in line) == (1, True), outcome
     assert list(folder.iterdir()) == []
     assert [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE] == []
-
-
-def test_output_never_replaces_the_database(command: Command, filled: Path) -> None:
-    assert command("query", "SELECT 1").code == 0
-    before = filled.read_bytes()
-    traces = filled.parent / f"{filled.stem}.traces"
-    traces.mkdir()
-    link = filled.parent / "link.csv"
-    link.symlink_to(filled)
-    for target in (filled, f"{filled}-wal", link, traces / "x.csv"):
-        outcome = command("query", "SELECT 1", "--format", "csv", "--output", str(target))
-        assert outcome.code == 2, outcome
-        assert "belongs to the database" in outcome.errors
-    assert filled.read_bytes() == before
-    assert list(traces.iterdir()) == []
-
-
 def test_failed_export_leaves_the_old_file(command: Command, filled: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.csv"
     file.write_text("old\n")

@@ -263,7 +263,7 @@ def test_other_files_are_no_packs(tmp_path: Path) -> None:
 def test_a_pack_goes_neither_over_the_database_nor_out_of_nothing(tmp_path: Path) -> None:
     path = tmp_path / "own.sqlite"
     with Store.open(path) as store:
-        with pytest.raises(UsageError, match="belongs to the database"):
+        with pytest.raises(UsageError, match="belongs to a database"):
             write_pack(store, path)
         with pytest.raises(UsageError, match="holds no costs"):
             write_pack(store, tmp_path / "pack.parquet")
