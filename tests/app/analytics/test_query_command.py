@@ -189,6 +189,8 @@ def test_whatever_a_query_does_it_keeps_its_limits(
     assert (outcome.code, message in line) == (1, True), outcome
     assert list(folder.iterdir()) == []
     assert [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE] == []
+
+
 def test_failed_export_leaves_the_old_file(command: Command, filled: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.csv"
     file.write_text("old\n")
