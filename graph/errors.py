@@ -12,7 +12,9 @@
     |   `-- TeamFailure       the same among processes that torchrun started: rank 0 alone says it
     |-- QueryFailure          a query that took more time or memory than it may, or whose process ended
     `-- DatabaseError         the database, its schema or its location
-        `-- StorageFullError  no space is left where something had to be written
+        `-- DatabaseFailure       an operation on it that failed
+            |-- DamagedDataError  a row, a file of SQLite or a trace that is not as it was written
+            `-- StorageFullError  no space is left where something had to be written
 
 Each message is one line: where: what is, what must be; what to do. Each class has the exit code of a command that ends
 with it: 2 where what the user gave cannot be used (nothing was changed), 1 where something else failed.
@@ -56,13 +58,15 @@ class CostError(SoapstoneError):
 class RuntimeFailure(SoapstoneError):
     """An execution failed; the message names the rank and the reason."""
 
+    exit_code = 1
+
 
 class TeamFailure(RuntimeFailure):
-    """A rank failed among those that torchrun started. `code` is the exit code that is due on all of them."""
+    """A rank failed among those that torchrun started. `exit_code` is due on all of them."""
 
-    def __init__(self, message: str, code: int = 1) -> None:
+    def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.code = code
+        self.exit_code = exit_code
 
 
 class QueryFailure(SoapstoneError):
@@ -75,7 +79,15 @@ class DatabaseError(SoapstoneError):
     """The database cannot be opened, or its schema is not this version's."""
 
 
-class StorageFullError(DatabaseError):
-    """No space is left for what had to be written; the message names the file or folder."""
+class DatabaseFailure(DatabaseError):
+    """An operation on a database or a trace failed: the file system, a lock that nobody gave back, damage."""
 
     exit_code = 1
+
+
+class DamagedDataError(DatabaseFailure):
+    """A file or row is not as it was written; the message names the file, and table, row and column if it is a row."""
+
+
+class StorageFullError(DatabaseFailure):
+    """No space is left for what had to be written; the message names the file or folder."""

@@ -52,13 +52,10 @@ def main() -> None:
     try:
         # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
         code = application(standalone_mode=False)
-    except TeamFailure as error:
-        _fail(str(error), error.code, silent=not _speaks())
-    except RuntimeFailure as error:
-        _fail(str(error), 1)
     except SoapstoneError as error:
-        # What is wrong with the command, rank 0 says for all processes that torchrun started.
-        _fail(str(error), error.exit_code, silent=not _speaks())
+        # What is wrong with the command, or happened to the team, rank 0 says for all processes that torchrun started.
+        alone = isinstance(error, RuntimeFailure) and not isinstance(error, TeamFailure)
+        _fail(str(error), error.exit_code, silent=not (alone or _speaks()))
     except _Misuse as error:
         _refuse(error)
     except KeyboardInterrupt:

@@ -282,7 +282,7 @@ def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) 
     except TeamFailure:
         raise
     except SoapstoneError as error:
-        team.refuse(error, 1 if isinstance(error, RuntimeFailure) else 2)
+        team.refuse(error, error.exit_code)
         raise
     except _OverLimit as error:
         team.refuse(error, 1)
