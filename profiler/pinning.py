@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 # Parameters of mallopt (malloc.h): no block is a mapping of its own, the heap grows by so much and is never cut.
 # Only -1 means never: the largest number is a limit of 2 GiB, which gradients pass.
@@ -163,3 +165,39 @@ def started_with(variables: Mapping[str, str]) -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = before
+
+
+@contextmanager
+def uninterrupted_children() -> Iterator[None]:
+    """Let Ctrl-C pass by the processes that are started meanwhile, from their first moment on.
+
+    A terminal sends it to all processes, and this one decides what it means. They inherit that this thread blocks it;
+    another thread takes it for this process, whose main thread handles it as ever.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    _start_tracker()
+    over = threading.Event()
+    threading.Thread(target=over.wait, name="interrupts", daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+def _start_tracker() -> None:
+    """Start the process that multiprocessing keeps beside this one, unless it runs; its start unblocks signals.
+
+    It lets interrupts pass, but not the end of a terminal, after which it still has to clean up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        resource_tracker.ensure_running()
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from profiler.devices import PhysicalDevice
-from profiler.pinning import child_variables, pin_to_core, started_with
+from profiler.pinning import child_variables, pin_to_core, started_with, uninterrupted_children
 
 KILL_WAIT_S = 10.0
 
@@ -38,7 +38,7 @@ class DeviceProcess:
             name=f"soapstone-{device.label}",
             daemon=True,
         )
-        with started_with(child_variables()):
+        with started_with(child_variables()), uninterrupted_children():
             self.process.start()
         far_end.close()
 
@@ -76,8 +76,6 @@ def _end_with_parent() -> None:
 
 
 def _child(body: Body, connection: Connection, device: PhysicalDevice, argument: object) -> None:
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     # Before torch is imported, whose threads then inherit the core.
     pin_to_core(device.core)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -11,10 +13,11 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graph.errors import RuntimeFailure
-from profiler.pinning import child_variables, started_with
+from profiler.pinning import child_variables, started_with, uninterrupted_children
 from runtime.jobs import Job, JobResult
 from runtime.processes import (
     describe_exit,
@@ -82,16 +85,21 @@ def _run_here(
     return result
 
 
-def _work(job: Job, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
-    """What each launched process does."""
+def _work(job: Path, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
+    """What each launched process does; `job` is the file of it."""
     end_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
     with watched(timeout_s, _end_with):
         join_group(device_type, timeout_s, store=None, rank=rank, size=size)
-        result = run_patiently(job, device, timeout_s)
+        result = run_patiently(_read(job), device, timeout_s)
         leave_group()
     return result
+
+
+def _read(job: Path) -> Job:
+    loaded: Job = pickle.loads(job.read_bytes())  # noqa: S301  # of our own launcher, in a folder that is ours alone
+    return loaded
 
 
 def _end_with(reason: str) -> None:
@@ -110,7 +118,16 @@ def _launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="soapstone-run-") as folder, _quiet_launcher(), _own_handlers():
+    with (
+        tempfile.TemporaryDirectory(prefix="soapstone-run-") as folder,
+        _quiet_launcher(),
+        _own_handlers(),
+        _no_child_left(),
+    ):
+        # As a file, not as an argument: to hand over an argument, the launcher waits until the process has started and
+        # reads it, so that the processes would start one after another, and a signal meanwhile would cut it short.
+        file = Path(folder) / "job"
+        file.write_bytes(pickle.dumps(job.without_caches()))
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -133,8 +150,8 @@ def _launch(
         )
         variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
         try:
-            with started_with(variables):
-                results = elastic_launch(config, _work)(job.without_caches(), devices, device_type, timeout_s)
+            with started_with(variables), uninterrupted_children():
+                results = elastic_launch(config, _work)(file, devices, device_type, timeout_s)
         except ChildFailedError as error:
             raise RuntimeFailure(_explain(error)) from error
         except SignalException as error:
@@ -179,6 +196,20 @@ def _own_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _no_child_left() -> Iterator[None]:
+    """End the processes that were started meanwhile: the launcher forgets them where a signal comes as they start."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        left = set(multiprocessing.active_children()) - before
+        for process in left:
+            process.kill()
+        for process in left:
+            process.join(SHUTDOWN_S)
 
 
 @contextmanager

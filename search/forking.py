@@ -26,7 +26,10 @@ from graph.errors import UsageError
 
 # prctl(2): which signal this process gets when the one that forked it ends.
 _PR_SET_PDEATHSIG = 1
-_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+# What asks a command to end; some systems have no SIGHUP.
+ENDING_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def fork(serve: Callable[[Connection], None], *, prints: bool = False) -> Forked
     begun, begins = os.pipe()
     parent, ends_with = os.getpid(), ctypes.CDLL(None).prctl
     # A signal between the fork and the first line of the copy would run this process's handler there.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         with warnings.catch_warnings():
             # Of threads: from 3.12 on Python warns of them whatever the copy does.
@@ -141,9 +144,9 @@ def _leave_alone(pipe: Connection, *, prints: bool) -> None:
     """Part with all that this process has of the one that it was copied from, but for memory."""
     gc.freeze()
     signal.set_wakeup_fd(-1)
-    for number in _HELD_BACK:
+    for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(1 if prints else 3):
         os.dup2(nothing, standard)

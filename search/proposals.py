@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from graph.strategy import Configuration, Strategy
+from search.forking import ENDING_SIGNALS
 from search.moves import Part
 from search.placements import Origin
 
@@ -143,23 +145,24 @@ class SharedObserver(Protocol):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let interrupts (Ctrl-C, SIGTERM) wait until the block is done, then take effect."""
+    """Let interrupts (Ctrl-C, SIGTERM, SIGHUP) wait until the block is done, then take effect."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread is interrupted
         return
-    waiting: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    waiting: list[tuple[int, FrameType | None]] = []
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     # Those that do nothing, or end the process at once, are left as they are.
     handlers = {number: handler for number, handler in before.items() if callable(handler)}
     try:
         for number in handlers:
-            signal.signal(number, lambda came, _frame: waiting.append(came))
+            signal.signal(number, lambda came, frame: waiting.append((came, frame)))
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for which in waiting:
-            signal.raise_signal(which)
+        for number, frame in waiting:
+            # Not sent once more: whoever counts signals would see a second one.
+            handlers[number](number, frame)
 
 
 @dataclass

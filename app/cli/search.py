@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -227,6 +228,9 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
         print_json(report.to_json())
     else:
         _print(report)
+    if report.interrupted:
+        # Ctrl-C is a user's "enough": the best so far is a result all the same.
+        raise typer.Exit(128 + signal.SIGINT)
 
 
 def _print_next(report: SearchReport, model: ModelRequest, device: str | None, devices: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pstats
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,9 +56,10 @@ def test_a_profiler_sees_the_end(tmp_path: Path) -> None:
     assert any(name == "command" for _, _, name in pstats.Stats(str(profile)).stats)  # type: ignore[attr-defined]
 
 
-def test_nobody_reading_on_is_no_error_of_ours() -> None:
+@pytest.mark.parametrize("form", [("--json",), ()])
+def test_where_nobody_reads_on_the_command_ends_as_others_do(form: tuple[str, ...]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "app", "topology", "show", "p100-cluster", "--json"],
+        [sys.executable, "-m", "app", "topology", "show", "p100-cluster", *form],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,5 +68,27 @@ def test_nobody_reading_on_is_no_error_of_ours() -> None:
         assert process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
-    assert process.returncode != 0
-    assert "Traceback" not in said
+    # As a shell reports a command that SIGPIPE ended.
+    assert (process.returncode, said) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [("topology", "list"), ("topology", "list", "--json"), ("--help",)])
+def test_a_full_disk_behind_standard_output_is_said_in_a_line(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "app", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: standard output: cannot be written (no space left on device), must be; write to another place\n"
+    )
+
+
+def test_closed_standard_streams_are_no_error() -> None:
+    shell = f'"{sys.executable}" -m app topology list <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", shell], check=False).returncode == 0

@@ -1,7 +1,8 @@
-"""What is under way when a signal comes is ended and recorded."""
+"""A signal ends a command at every stage in the same way; what is under way is ended and recorded."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import subprocess
@@ -9,14 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.app.conftest import Command
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
 def test_a_search_that_is_ended_is_stored_as_interrupted(
-    database: Path, number: signal.Signals, code: int
+    database: Path, number: signal.Signals, word: str
 ) -> None:
     arguments = ("search", "--model", "mlp", "--preset", "small", "--topology", "p100-cluster")
     process = subprocess.Popen(
@@ -36,12 +38,101 @@ def test_a_search_that_is_ended_is_stored_as_interrupted(
         output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, errors) == (code, "")
+    assert (process.returncode, errors) == (128 + number, f"{word}\n")
     # Ctrl-C is a user's "enough": the best so far is shown. A request to terminate is not.
     assert ("interrupted, the best so far is kept" in output) is (number is signal.SIGINT)
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT status, best_strategy_id IS NOT NULL FROM searches").fetchall()
     assert rows == [("interrupted", number is signal.SIGINT)]
+
+
+START = "import app.cli.main as main, app.cli.application, os, signal, sys, time\n"
+# Replaces what a command does, after its imports.
+SERVE = "app.cli.application.application = lambda **_: work()\nmain.command()\n"
+RUN = (
+    "run", "--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2", "--strategy", "data-parallel",
+    "--on-miss", "estimate", "--iterations", "1000000000",
+)  # fmt: skip
+
+
+def ended(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGHUP, "hung up")],
+)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        # Becomes an `ImportError` on its way, or nothing at all.
+        "def work():\n    try: os.kill(os.getpid(), {0}); time.sleep(9)\n"
+        "    except BaseException: raise ImportError('half of it') from None\n" + SERVE,
+        # Before any command's module is there.
+        "import builtins\nreal = builtins.__import__\n"
+        "def look(name, *rest):\n    if name == 'typer': os.kill(os.getpid(), {0})\n    return real(name, *rest)\n"
+        "builtins.__import__ = look\nmain.command()\n",
+    ],
+    ids=["in a command", "in an import"],
+)
+def test_a_signal_is_said_in_a_word_and_has_its_exit_code(
+    stage: str, number: signal.Signals, word: str
+) -> None:
+    done = ended(START + stage.format(int(number)))
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", f"{word}\n")
+
+
+def test_who_asks_twice_does_not_wait_for_what_is_under_way() -> None:
+    script = f"""
+import threading
+def work():
+    def ask_again():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2 * main.ending.AGAIN_S)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Timer(0.3, ask_again).start()
+    while True:
+        try: time.sleep(100)
+        except BaseException: print("goes on", flush=True)
+{SERVE}"""
+    done = ended(START + script)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "goes on\n", "terminated\n")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    done = ended(ignored + START + "def work(): os.kill(os.getpid(), signal.SIGHUP); print('done')\n" + SERVE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_whose_processes_start_ends_with_all_of_them(
+    known_links: None, database: Path, number: signal.Signals
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", *RUN], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stderr is not None
+        assert any(line.startswith("running") for line in process.stderr)
+        # Python that imports torch, and would say where it was.
+        while len(started := psutil.Process(process.pid).children(recursive=True)) < 3:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.killpg(process.pid, number)  # as a terminal does
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (
+        128 + number,
+        f"{'terminated' if number == 15 else 'interrupted'}\n",
+    )
+    # Not even as defunct ones.
+    assert [child for child in started if child.is_running()] == []
 
 
 @pytest.mark.slow
