@@ -26,6 +26,7 @@ from graph.recomputation import (
     recomputation_from_json,
     recomputation_to_json,
 )
+from graph.texts import shown, unreadable
 
 FORMAT = 1
 
@@ -200,7 +201,7 @@ def check_configuration(operator: Operator, configuration: Configuration, device
     for axis, degree in zip(axes, configuration.degrees, strict=True):
         if degree < 1 or (axis.kind is not AxisKind.REPLICA and degree > axis.size):
             raise StrategyError(
-                f"operator {operator.name}: degree of axis {axis.name} is {degree}, must be between 1 and "
+                f"operator {operator.name}: degree of axis {axis.name} is {shown(degree)}, must be between 1 and "
                 f"{axis.size}; correct the strategy"
             )
     if len(configuration.devices) != tasks(configuration.degrees):
@@ -211,7 +212,7 @@ def check_configuration(operator: Operator, configuration: Configuration, device
     for device in configuration.devices:
         if not 0 <= device < device_count:
             raise StrategyError(
-                f"operator {operator.name}: device {device} is not there, must be between 0 and "
+                f"operator {operator.name}: device {shown(device)} is not there, must be between 0 and "
                 f"{device_count - 1}; correct the strategy or choose a larger topology"
             )
 
@@ -222,16 +223,11 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     Raises:
         StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
     """
-    given = document.get("format") if isinstance(document, Mapping) else None
-    if not isinstance(document, Mapping) or not _is_integer(given) or given != FORMAT:
-        found = repr(document.get("format")) if isinstance(document, Mapping) else type(document).__name__
-        raise StrategyError(
-            f"strategy file: format is {found}, must be {FORMAT}; export it with this Soapstone"
-        )
+    check_format(document, "strategy file")
     _check_keys("strategy file", document, ("format", "graph", "operators", "recomputation", "sharding"))
     if document.get("graph") != graph.digest:
         raise StrategyError(
-            f"strategy file: is for graph {str(document.get('graph'))[:12]}, must be for {graph.name} "
+            f"strategy file: is for graph {shown(document.get('graph'))[:12]}, must be for {graph.name} "
             f"({graph.digest[:12]}); pass the model and sizes that it was made for"
         )
     entries = document.get("operators")
@@ -242,7 +238,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     for name in entries:
         if name not in graph.operator_by_name:
             raise StrategyError(
-                f"strategy file: operator {name} is unknown, must be one of {graph.name}'s; see `app models show`"
+                f"strategy file: operator {shown(name)} is unknown, must be of {graph.name}; see app models show --axes"
             )
     configurations = tuple(
         _configuration(operator, entries.get(operator.name)) for operator in graph.operators
@@ -258,6 +254,25 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     return strategy
 
 
+def check_format(document: object, where: str) -> None:
+    """Check that a document is that of a strategy at all, and of a version that is known here.
+
+    Raises:
+        StrategyError: naming what it is.
+    """
+    if not isinstance(document, Mapping) or not {"format", "operators"} & set(document):
+        raise StrategyError(
+            f"{where}: is no strategy, but {'other JSON' if isinstance(document, Mapping) else shown(document)}; must "
+            "be a file that app strategy export wrote; check the path"
+        )
+    given = document.get("format")
+    if not _is_integer(given) or given != FORMAT:
+        version = "no version (an entry format)" if given is None else f"version {shown(given)}"
+        raise StrategyError(
+            f"{where}: has {version} of the format of strategies, must have {FORMAT}; export it with this Soapstone"
+        )
+
+
 def _sharding(document: Mapping[str, Any], graph: OperatorGraph) -> tuple[Sharding, ...]:
     shared = document.get("sharding", {})
     if not isinstance(shared, Mapping):
@@ -268,11 +283,11 @@ def _sharding(document: Mapping[str, Any], graph: OperatorGraph) -> tuple[Shardi
     for name, level in shared.items():
         if name not in names:
             raise StrategyError(
-                f"strategy file: weight {name} is unknown, must be one of {graph.name}'s; see `app models show`"
+                f"strategy file: weight {shown(name)} is unknown, must be one of {graph.name}'s; see `app models show`"
             )
         if level not in tuple(Sharding):
             raise StrategyError(
-                f"weight {name}: sharding is {level}, must be one of {', '.join(Sharding)}; choose one"
+                f"weight {name}: sharding is {shown(level)}, must be one of {', '.join(Sharding)}; choose one"
             )
     return tuple(Sharding(shared.get(weight.name, Sharding.NONE)) for weight in graph.weights)
 
@@ -297,7 +312,7 @@ def _configuration(operator: Operator, entry: object) -> Configuration:
     for axis in named:
         if axis not in known:
             raise StrategyError(
-                f"operator {operator.name}: axis {axis} is unknown, must be one of {', '.join(known)}; correct it"
+                f"operator {operator.name}: axis {shown(axis)} is unknown, must be of {', '.join(known)}; correct it"
             )
     return Configuration(tuple(named.get(axis, 1) for axis in known), tuple(devices))
 
@@ -321,6 +336,13 @@ def _is_integer(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
+def _why_no_json(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    # Python's own advice for long numbers is about Python.
+    return "a number has thousands of digits" if "set_int_max_str_digits" in str(error) else unreadable(error)
+
+
 def read_document(path: Path) -> Any:
     """Return the document of a strategy file; what it says is not looked at.
 
@@ -336,14 +358,19 @@ def read_document(path: Path) -> Any:
                 f"strategy file {path}: has {path.stat().st_size} bytes, must have at most {LARGEST_FILE_BYTES}; "
                 "check the path"
             )
-        return json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise StrategyError(f"strategy file {path}: is empty, must be a strategy; export it again")
+        document = json.loads(text, object_pairs_hook=_without_duplicates)
+        check_format(document, f"strategy file {path}")
+        return document
     except OSError as error:
         raise StrategyError(
-            f"strategy file {path}: cannot be read ({error.strerror}), must be a readable file; check the path"
+            f"strategy file {path}: cannot be read ({unreadable(error)}), must be a readable file; check the path"
         ) from error
     except (ValueError, RecursionError) as error:
         raise StrategyError(
-            f"strategy file {path}: is not JSON ({error}), must be a strategy; export it again"
+            f"strategy file {path}: is not JSON ({_why_no_json(error)}), must be a strategy; export it again"
         ) from error
 
 

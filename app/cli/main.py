@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from app.cli import ending
 from app.cli.text import printable
 from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
+from graph.texts import shown
 
 FAILED, MISUSED = 1, 2
 
@@ -95,7 +96,29 @@ def _refuse(error: Any) -> int:
         sys.stderr.write("".join(f"{printable(line)}\n" for line in text.rstrip().split("\n")))
         return MISUSED
     command = error.ctx.command_path
-    return _fail(f"{command}: {text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help", MISUSED)
+    said = _misfit(error) or f"{text[:1].lower()}{text[1:].rstrip('.')}"
+    return _fail(f"{command}: {said}; see {command} --help", MISUSED)
+
+
+def _misfit(error: Any) -> str | None:
+    """Return what an option's value is and must be, where Typer had pydantic read it; None: it says so itself."""
+    details = getattr(error.__cause__, "errors", lambda: None)()
+    if not details or error.param is None:
+        return None
+    detail = details[0]
+    bounds = detail.get("ctx", {})
+    expected = {
+        "int_parsing": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing_size": "a smaller number",
+        "float_parsing": "a number",
+        "greater_than_equal": f"at least {bounds.get('ge')}",
+        "less_than_equal": f"at most {bounds.get('le')}",
+    }.get(detail["type"], detail["msg"])
+    name = (
+        error.param.opts[-1] if error.param.param_type_name == "option" else error.param.human_readable_name
+    )
+    return f"{name} is {shown(detail['input']) or 'empty'}, must be {expected}"
 
 
 def _fail(text: str, code: int, *, silent: bool = False) -> int:

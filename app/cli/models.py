@@ -50,25 +50,45 @@ def show_model(
     batch_size: options.BatchSize = None,
     precision: options.Precision = "float32",
     batch_norm: options.BatchNorm = "synchronized",
+    axes: Annotated[
+        bool, typer.Option("--axes", help="List every operator with its axes, as strategy files name them.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Import a network and show its operators, their rules and axes, and what cannot be split.
 
+    With --axes every operator by its name, in the order of the graph, and the axes along which it can be split: their
+    kinds and their sizes, which are the largest degrees.
+
     Example: app models show inception
+
+    Example: app models show gpt2 --preset small --axes
     """
     from app.cli.output import print_json, print_lines, print_table
-    from app.services.describing import describe_model
+    from app.services.describing import NO_AXIS, describe_model
     from app.services.models import requested_model
 
     report = describe_model(requested_model(model, preset, batch_size, precision), batch_norm)
     if as_json:
-        print_json(report.to_json())
+        print_json(report.to_json(axes=axes))
         return
     print_lines(
         f"{report.name}: {report.operators} operators in {report.groups} groups, {report.parameters:,} parameters, "
         f"{report.forward_flops / 1e9:.2f} GFLOP forward at batch size {report.batch_size}",
         f"{report.splittable_share * 100:.2f} % of the operations are in operators that can be split",
     )
+    if axes:
+        print_table(
+            ["operator", "type", "axis", "kind", "size"],
+            [
+                [operator.name, operator.target, axis.name, axis.kind, axis.size]
+                if place == 0
+                else ["", "", axis.name, axis.kind, axis.size]
+                for operator in report.axes
+                for place, axis in enumerate(operator.axes or (NO_AXIS,))
+            ],
+        )
+        return
     print_table(
         ["operator", "count", "rule", "axes", "GFLOP", "share"],
         [

@@ -24,8 +24,9 @@ def run(
         str,
         typer.Option(
             "--strategy",
-            help="best, data-parallel, expert, single-device, megatron, megatron-4 (tensor parallel on 4 devices, data "
-            "parallel over the rest), a strategy's id or digest, or a JSON file.",
+            help="best, data-parallel, zero (data parallel with shared optimizer state), fsdp (with shared weights, "
+            "too), expert, single-device, megatron, megatron-4 (tensor parallel on 4 devices, data parallel over the "
+            "rest), a strategy's id or digest, or a JSON file.",
         ),
     ] = "best",
     devices: options.Devices = None,

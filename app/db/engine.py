@@ -190,6 +190,8 @@ def _check_sqlite_path(path: Path) -> None:
             ) from None
     if path.is_dir():
         raise DatabaseError(f"database {path}: is a folder, must be a file; add a file name")
+    if path.exists() and not path.is_file():
+        raise DatabaseError(f"database {path}: is no regular file, must be one; name another by --database")
     if not path.parent.is_dir():
         raise DatabaseError(
             f"database {path}: folder {path.parent} does not exist, must exist; make it first"

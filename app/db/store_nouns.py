@@ -19,6 +19,7 @@ from app.db.records import (
 )
 from app.db.sql import Record, StorePart, put_named, read_all, read_one, row_of
 from graph.errors import UsageError
+from graph.texts import shown
 
 _SHORTEST_PREFIX = 6
 
@@ -98,8 +99,8 @@ class NounStore(StorePart):
                     f"strategy {text!r}: means {names}, must mean one; give more letters of its digest"
                 )
         raise UsageError(
-            f"strategy {text!r}: is not in database {self.database.name}, must be an id or at least "
-            f"{_SHORTEST_PREFIX} letters of a digest; search first, or import it"
+            f"strategy {shown(text)!r}: is not in database {self.database.name}, must be an id or at least "
+            f"{_SHORTEST_PREFIX} letters of a digest; see app strategy list, search first, or import it"
         )
 
     def strategies(self, *, graph_id: int | None = None, limit: int = 100) -> list[StrategyRecord]:

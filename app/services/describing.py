@@ -23,6 +23,28 @@ class OperatorRow:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisRow:
+    """An axis along which an operator can be split into at most `size` parts; `kind` is that of SOAP."""
+
+    name: str
+    kind: str
+    size: int | str
+
+
+# Of an operator that runs whole.
+NO_AXIS = AxisRow("-", "-", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAxes:
+    """An operator of the graph by its name, and its axes as strategy files name them."""
+
+    name: str
+    target: str
+    axes: tuple[AxisRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelReport:
     """Operators, parameters, operations, and what cannot be split, with the reason."""
 
@@ -35,6 +57,7 @@ class ModelReport:
     splittable_share: float
     rows: tuple[OperatorRow, ...]
     unsplit: tuple[tuple[str, str], ...]
+    axes: tuple[OperatorAxes, ...]
 
     def reasons(self) -> list[tuple[str, list[str]]]:
         """Return each reason why operators run unsplit, with the names of these operators."""
@@ -43,9 +66,18 @@ class ModelReport:
             named.setdefault(reason, []).append(name)
         return list(named.items())
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON document."""
+    def to_json(self, *, axes: bool = False) -> dict[str, Any]:
+        """Return the report as a JSON document; with the axes of every operator if asked."""
+        every = [
+            {
+                "name": operator.name,
+                "target": operator.target,
+                "axes": [{"name": axis.name, "kind": axis.kind, "size": axis.size} for axis in operator.axes],
+            }
+            for operator in self.axes
+        ]
         return {
+            **({"axes": every} if axes else {}),
             "name": self.name,
             "batch_size": self.batch_size,
             "operators": self.operators,
@@ -108,4 +140,16 @@ def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
         splittable_share=splittable / total if total else 1.0,
         rows=tuple(sorted(rows, key=lambda row: (-row.flops, row.target))),
         unsplit=graph.unsplit,
+        axes=tuple(
+            OperatorAxes(
+                operator.name,
+                operator.target,
+                tuple(
+                    AxisRow(axis.name, axis.kind.value, axis.size)
+                    for axis in operator.space.axes
+                    if axis.kind is not AxisKind.REPLICA
+                ),
+            )
+            for operator in graph.operators
+        ),
     )

@@ -60,7 +60,7 @@ def export_strategy(
     assert graph is not None  # a foreign key
     document = json.loads(record.document)
     text = (
-        json.dumps(document, indent=1) + "\n"
+        json.dumps(_in_order(document, graph), indent=1) + "\n"
         if file_format == "json"
         else _dtensor_text(record, graph, document)
     )
@@ -88,6 +88,24 @@ def _tried(record: StrategyRecord, source: str) -> str:
             "export it with --format json"
         )
     return trial.summary
+
+
+def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
+    """Return a strategy's document with operators and weights in the order of the graph, for people who read it."""
+    described = json.loads(graph.document)
+    names = {
+        "operators": [operator["name"] for operator in described["operators"]],
+        "sharding": [value[0] for value in described["values"]],
+    }
+    orders = {key: {name: place for place, name in enumerate(of)} for key, of in names.items()}
+    ordered = {
+        key: dict(sorted(entries.items(), key=lambda entry: orders[key].get(entry[0], len(orders[key]))))
+        if key in orders
+        else entries
+        for key, entries in document.items()
+    }
+    head = {key: ordered[key] for key in ("format", "graph") if key in ordered}
+    return head | ordered
 
 
 def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: Any) -> str:

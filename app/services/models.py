@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from app.services import kept_graphs, trust
 from graph.errors import DatabaseError, ImportFailure, UsageError
 from graph.operators import OperatorGraph
+from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
 from search.collector import looking_seldom
@@ -21,6 +22,8 @@ from search.collector import looking_seldom
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# No device holds as many samples, and libraries count them in 64 bits or fewer.
+LARGEST_BATCH = 2**31 - 1
 # A user's module must not stand in for one of ours: the import system would find ours first.
 OWN_PACKAGES = ("app", "graph", "profiler", "runtime", "search")
 
@@ -71,11 +74,15 @@ def requested_model(
     """Return the model that a command's options mean, looked for in the current folder as well: the user trusts it.
 
     Raises:
-        UsageError: there is no such precision.
+        UsageError: there is no such precision, or the batch is beyond all memory.
     """
     if precision not in PRECISIONS:
         raise UsageError(
             f"--precision: is {precision}, must be one of {', '.join(PRECISIONS)}; choose one of them"
+        )
+    if batch_size is not None and batch_size > LARGEST_BATCH:
+        raise UsageError(
+            f"--batch-size: is {shown(batch_size)}, must be at most {LARGEST_BATCH}; choose another"
         )
     request = ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
     if not request.is_zoo:
@@ -209,7 +216,9 @@ def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None
             f"model {name}: its factory takes no batch_size, must for --batch-size; add the parameter"
         )
     if batch_size is not None and batch_size < 1:
-        raise UsageError(f"model {name}: batch size is {batch_size}, must be >= 1")
+        raise UsageError(
+            f"model {name}: batch size is {shown(batch_size)}, must be at least 1; choose another"
+        )
     try:
         built = factory(**keywords)
     except (Exception, SystemExit) as error:

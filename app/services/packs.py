@@ -169,12 +169,15 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
     import pyarrow as pa
     from pyarrow import parquet
 
+    if not file.is_file():
+        problem = "is no regular file" if file.exists() else "is not there"
+        raise UsageError(f"pack {file}: {problem}, must be a file that app db export wrote; check the path")
     try:
         table = parquet.read_table(file)
         metadata = table.schema.metadata or {}
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        reason = getattr(error, "strerror", None) or "it is no Parquet file, or was cut short"
         raise UsageError(
             f"pack {file}: cannot be read ({reason}), must be as app db export wrote it; export it again"
         ) from None

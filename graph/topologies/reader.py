@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 import yaml
 
 from graph.errors import TopologyError
+from graph.texts import meant, shown, unreadable
 from graph.topologies.interconnect import (
     Capacity,
     Interconnect,
@@ -87,13 +88,17 @@ def read_topology(name_or_path: str | Path, nodes: int | None = None) -> Topolog
         return parse_topology(content, text, f"{text}.yaml", nodes)
     path = Path(name_or_path)
     if not path.is_file():
+        problem = "is no regular file" if path.exists() else "is neither a file nor packaged"
         raise TopologyError(
-            f"topology {text}: neither a file nor a packaged one, those are {', '.join(packaged_names())}"
+            f"topology {shown(text)}: {problem}, must be a YAML file, local, or {', '.join(packaged_names())}; "
+            f"{meant(text, packaged_names())}"
         )
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TopologyError(f"{path}: cannot be read ({_one_line(error)}); check the file") from error
+        raise TopologyError(
+            f"{path}: cannot be read ({unreadable(error)}), must be a topology in YAML; check the path"
+        ) from error
     return parse_topology(content, path.stem, str(path), nodes)
 
 
@@ -164,7 +169,9 @@ class _Entry:
 
     def mapping(self) -> dict[str, Any]:
         if not isinstance(self.value, dict) or not self.value:
-            self.fail("", f"is {_describe(self.value)}, must be a mapping of keys to values")
+            self.fail(
+                "", f"is {_describe(self.value)}, must be a map of keys to values; see app topology list"
+            )
         for key in self.value:
             if not isinstance(key, str):
                 self.fail("", f"has the key {key!r}, keys must be text; put it in quotes")

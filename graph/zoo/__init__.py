@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from graph.errors import UsageError
+from graph.texts import meant, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -299,7 +300,8 @@ def zoo_entry(name: str) -> ZooEntry:
     """
     if name not in _BY_NAME:
         raise UsageError(
-            f"model {name}: unknown, known are {', '.join(_BY_NAME)}; or give package.module:factory"
+            f"model {shown(name) or 'without a name'}: is unknown, must be {', '.join(_BY_NAME)}, or a function of "
+            f"your own, package.module:factory; {meant(name, _BY_NAME)}"
         )
     return _BY_NAME[name]
 
@@ -314,7 +316,9 @@ def build(name: str, preset: str = "paper", batch_size: int | None = None, **ove
     """
     entry = zoo_entry(name)
     if preset not in entry.presets:
-        raise UsageError(f"model {name}: preset {preset} is unknown, known are {', '.join(entry.presets)}")
+        raise UsageError(
+            f"model {name}: preset {shown(preset)} is unknown, must be {', '.join(entry.presets)}; choose one"
+        )
     factory = entry.load_factory()
     known = [size for size in inspect.signature(factory).parameters if size != "batch_size"]
     for size in overrides:
@@ -324,5 +328,7 @@ def build(name: str, preset: str = "paper", batch_size: int | None = None, **ove
     if batch_size is not None:
         sizes["batch_size"] = batch_size
     if sizes["batch_size"] < 1:
-        raise UsageError(f"model {name}: batch size is {sizes['batch_size']}, must be >= 1")
+        raise UsageError(
+            f"model {name}: batch size is {shown(sizes['batch_size'])}, must be at least 1; choose another"
+        )
     return factory(**sizes)

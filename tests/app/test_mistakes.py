@@ -65,7 +65,7 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("search", "--resume", "1", "--seed", "3"), ("--seed", "--resume", "leave it out")),
         (("search", *SMALL, "--fresh", "--start", "1"), ("--fresh", "--start")),
         (("strategy", "rebuild", "99"), ("search 99", "must be")),
-        (("search", *SMALL, "--devices", "two"), ("--devices", "integer")),
+        (("search", *SMALL, "--devices", "two"), ("--devices is two", "whole number")),
         (("search", *SMALL, "--beta", "inf"), ("--beta", "inf")),
         (("search", *SMALL, "--seed", str(2**63)), ("--seed", str(2**63 - 1))),
         (("search", *SMALL, "--chains", "100000"), ("--chains", "1024")),
@@ -77,12 +77,69 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("topology", "show", "p100-cluster", "--device", "cpu"), ("--device", "local")),
         (("topology", "show", "local", "--device", "cpu", "--devices", "100000"), ("100000", "fewer")),
         (("topology", "probe", "--device", "cpu", "--devices", "1"), ("1 device", "--devices")),
+        (("search", "--model", "mlpp"), ("mlpp", "did you mean mlp?")),
+        (("search", "--model", ""), ("without a name", "package.module:factory")),
+        (("search", "--model", "x" * 5000), ("5000 letters",)),
+        (("search", *SMALL, "--batch-size", "9" * 20), ("--batch-size: is 99999999999999999999", "at most")),
+        (("search", *SMALL, "--batch-size", "9" * 900), ("--batch-size", "900 digits")),
+        (("search", *SMALL, "--topolgy", "x"), ("--topolgy", "--topology")),
+        (("search", "--resume", "0"), ("--resume is 0, must be at least 1",)),
+        (("search", *SMALL, "--beta", "much"), ("--beta is much, must be a number",)),
+        (("compare", "--search", "nan"), ("--search is nan, must be a whole number",)),
+        (("strategy", "exprot"), ("exprot", "export")),
+        (("strategy", "show", "7" * 500), ("500 letters", "app strategy list")),
+        (("topology", "show", "p100"), ("p100", "did you mean p100-cluster?")),
+        (("db", "status", "--database", "/dev/zero"), ("/dev/zero: is no regular file", "--database")),
+        (("db", "status", "--database", "."), ("is a folder", "file name")),
+        (("db", "status", "--database", ""), ("name is empty", "path")),
+        (("db", "import", "nowhere.parquet"), ("nowhere.parquet: is not there", "app db export")),
+        (("strategy", "import", "nowhere.json"), ("nowhere.json", "no such file")),
     ],
 )
 def test_a_wrong_name_or_value_is_named(
     command: Command, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     assert_one_line(command(*arguments), *words)
+
+
+# What a newcomer may take for one of our files: its name, its bytes.
+OTHER_FILES = {
+    "empty": b"",
+    "text": b"not of any kind",
+    "list": b"[1, 2]",
+    "map": b'{"a": 1}',
+    "bytes": bytes(range(256)),
+    "number": b'{"format": ' + b"9" * 6000 + b"}",
+}
+
+
+@pytest.mark.parametrize("kind", [*OTHER_FILES, "folder", "missing"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("strategy", "import"), "strategy"),
+        (("topology", "show"), ""),
+        (("db", "import"), "app db export"),
+        (("db", "status", "--database"), "database"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_what_was_expected(
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], expected: str, kind: str
+) -> None:
+    file = tmp_path / f"{kind}.file"
+    if kind == "folder":
+        file.mkdir()
+    elif kind in OTHER_FILES:
+        file.write_bytes(OTHER_FILES[kind])
+    outcome = command(*arguments, str(file))
+    if arguments[1] == "status" and kind in ("empty", "missing"):
+        assert outcome.code == 0  # a database that is not made yet
+        return
+    assert_one_line(outcome, file.name, expected)
+    said = outcome.errors.splitlines()[-1].replace(str(tmp_path), "")
+    assert len(said) < 350, said
+    for internal in ("None", "codec", "Expecting", "set_int_max_str_digits", "NoneType", "mapping"):
+        assert internal not in said
 
 
 def test_a_topology_file_with_a_mistake_names_file_and_key(command: Command, tmp_path: Path) -> None:
