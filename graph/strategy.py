@@ -336,13 +336,6 @@ def _is_integer(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _why_no_json(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    # Python's own advice for long numbers is about Python.
-    return "a number has thousands of digits" if "set_int_max_str_digits" in str(error) else unreadable(error)
-
-
 def read_document(path: Path) -> Any:
     """Return the document of a strategy file; what it says is not looked at.
 
@@ -370,7 +363,7 @@ def read_document(path: Path) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise StrategyError(
-            f"strategy file {path}: is not JSON ({_why_no_json(error)}), must be a strategy; export it again"
+            f"strategy file {path}: is not JSON ({unreadable(error)}), must be a strategy; export it again"
         ) from error
 
 

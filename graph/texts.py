@@ -4,36 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from json import JSONDecodeError
 
 LONGEST = 40
 
 
-def shown(item: object) -> str:
+def shown(item: object, longest: int = LONGEST) -> str:
     """Return a value in a few words: a long number by its digits, a long text by its beginning, more by its kind."""
     if isinstance(item, int) and not isinstance(item, bool):
-        # Its decimal digits would take long to find out, or Python refuses to.
-        digits = item.bit_length() * 30103 // 100000 + 1
-        return str(item) if digits <= LONGEST else f"a number of about {digits} digits"
+        # Python refuses to find out some thousands of digits.
+        digits = item.bit_length() * 30103 // 100000 if item.bit_length() > 10_000 else len(str(abs(item)))
+        return str(item) if digits <= longest else f"a number of {digits} digits"
     if isinstance(item, str):
-        return item if len(item) <= LONGEST else f"{item[:LONGEST]}... ({len(item)} letters)"
+        return item if len(item) <= longest else f"{item[:longest]}... ({len(item)} letters)"
     if item is None:
         return "nothing"
     if isinstance(item, Mapping):
         return "a map" if item else "an empty map"
     if isinstance(item, Collection):
         return "a list" if item else "an empty list"
-    return shown(str(item))
+    return shown(str(item), longest)
 
 
 def meant(name: str, names: Iterable[str]) -> str:
     """Return the advice for a mistyped name: the one of `names` that it is most like, or to choose one."""
-    close = get_close_matches(name.lower(), list(names), n=1)
+    known = list(names)
+    begun = [one for one in known if name and one.startswith(name.lower())]
+    close = begun if len(begun) == 1 else get_close_matches(name.lower(), known, n=1)
     return f"did you mean {close[0]}?" if close else "choose one"
 
 
 def unreadable(error: Exception) -> str:
-    """Return why a file cannot be read as text."""
+    """Return why a file cannot be read as text, or its text not as JSON or YAML."""
     if isinstance(error, UnicodeDecodeError):
         return "it is no text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, JSONDecodeError):
+        return f"see line {error.lineno}, column {error.colno}"
+    if "set_int_max_str_digits" in str(error):
+        # Python's own advice is about Python.
+        return "a number in it has thousands of digits"
     strerror = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else " ".join(str(error).split())

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from profiler.exclusive import held
 from profiler.fits import LinkFit, fit_link
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.link_worker import Exercise, Members, ProbeFailure, ProbePlan, ProbeReport, probe
+from profiler.others import OthersMeter
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 KIB, MIB = 2**10, 2**20
@@ -108,11 +109,13 @@ class LinkProbe:
 
     `contentions`: by rank, the extra compute seconds at each end per second of a message, as in `Topology.contention`.
     `exercise_s`: what the exercise returned on rank 0, where one was given.
+    `others_share`: how much of the devices' cores other processes took meanwhile; None where that is not known.
     """
 
     links: tuple[LinkMeasurement, ...]
     contentions: tuple[float, ...]
     exercise_s: float | None = None
+    others_share: float | None = None
 
     @property
     def contention(self) -> float:
@@ -203,7 +206,10 @@ def probe_links(
         )
     # A file of our own: no port to be taken, so that probes at the same time do not meet.
     with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder, held(devices):
-        return summarize(_run(devices, chosen, Path(folder) / "rendezvous", exercise))
+        # Of GPUs it says nothing: their links work beside the cores.
+        meter = OthersMeter([device.core for device in devices if device.core is not None])
+        reports = _run(devices, chosen, Path(folder) / "rendezvous", exercise)
+        return replace(summarize(reports), others_share=meter.share())
 
 
 def _run(

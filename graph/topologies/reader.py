@@ -90,7 +90,7 @@ def read_topology(name_or_path: str | Path, nodes: int | None = None) -> Topolog
     if not path.is_file():
         problem = "is no regular file" if path.exists() else "is neither a file nor packaged"
         raise TopologyError(
-            f"topology {shown(text)}: {problem}, must be a YAML file, local, or {', '.join(packaged_names())}; "
+            f"topology {shown(text, 400)}: {problem}, must be a YAML file, local, or {', '.join(packaged_names())}; "
             f"{meant(text, packaged_names())}"
         )
     try:
@@ -112,8 +112,9 @@ def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -
     """
     try:
         content = yaml.load(text, _Loader)  # a SafeLoader: it makes plain data only
-    except (yaml.YAMLError, RecursionError) as error:
-        raise TopologyError(f"{where}: is not YAML ({_one_line(error)}); correct it") from error
+    # Whatever PyYAML makes numbers and dates of may be none: of thousands of digits, or of a thirteenth month.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise TopologyError(f"{where}: is not YAML ({unreadable(error)}); correct it") from error
     root = _Entry(where, "", content)
     root.check_keys(("kinds", "nodes"), ("name", "network"))
     kinds, contention = _read_kinds(root.child("kinds"))
@@ -148,10 +149,6 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"key {key} is there twice", node.start_mark
                 )
         return super().construct_mapping(node, deep=deep)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 class _Entry:

@@ -75,8 +75,18 @@ def unchanged_imports() -> Iterator[None]:
                 del sys.modules[name]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def probed_once() -> Iterator[None]:
+    """Measure links once, whatever works beside the tests: they look at what is done with them."""
+    from app.services import links
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "MOST_PROBES", 1)
+        yield
+
+
 @pytest.fixture(scope="session")
-def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def probed(tmp_path_factory: pytest.TempPathFactory, probed_once: None) -> Path:
     """A database that knows the links between two CPU devices, and nothing else; to be copied."""
     from app.db.store import Store
     from app.services.links import local_links

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
+from app.cli.output import TerminalProgress
 from app.db.records import DeviceKindRecord, EnvironmentRecord
 from app.db.store import Store
+from app.services import links
 from app.services.links import (
     LARGE,
     LONGEST_PATTERN,
@@ -156,6 +158,31 @@ def seconds(pattern: str, members: Sequence[int], size: int) -> float:
     """Made-up times: devices apart take longer."""
     apart = members[-1] - members[0] - len(members) + 2
     return apart * (1e-5 * len(members) * (1 + len(pattern)) + size * 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shares", "chosen", "words"),
+    [
+        ((0.1, 0.9), 0.1, []),
+        ((0.9, 0.0), 0.0, ["measuring again"]),
+        ((0.9, 0.5, 0.7), 0.5, ["measuring again", "measuring again", "50%"]),
+        ((None,), None, []),
+    ],
+)
+def test_a_disturbed_probe_is_repeated_a_few_times_and_the_least_disturbed_kept(
+    shares: Sequence[float | None],
+    chosen: float | None,
+    words: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(links, "MOST_PROBES", 3)  # as it is, but in tests
+    probes = iter([LinkProbe((), (), others_share=share) for share in shares])
+    with TerminalProgress() as progress:
+        probe = links.undisturbed_probe(lambda: next(probes), progress)
+    assert probe.others_share == chosen
+    said = capsys.readouterr().err.splitlines()
+    assert [word in line for word, line in zip(words, said, strict=True)] == [True] * len(words)
 
 
 def made_up_probe(groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...]) -> LinkProbe:

@@ -54,6 +54,20 @@ def test_show_reports_operators_rules_parameters_and_what_can_be_split(command: 
     assert shown["parameters"] == 2 * layer + 2 * 53 * hidden + hidden
 
 
+def test_every_operator_is_listed_with_its_axes_as_strategy_files_name_them(command: Command) -> None:
+    arguments = ("models", "show", "mlp", "--preset", "small", "--axes")
+    operators = command(*arguments, "--json").document["axes"]
+    assert [operator["name"] for operator in operators][:3] == ["linear", "relu", "linear_1"]
+    assert operators[0]["axes"] == [
+        {"name": "sample", "kind": "sample", "size": 4},
+        {"name": "channel", "kind": "parameter", "size": 24},
+        {"name": "in", "kind": "reduction", "size": 12},
+    ]
+    printed = command(*arguments).output
+    for operator in operators:
+        assert operator["name"] in printed
+
+
 def test_show_names_what_has_no_rule(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
