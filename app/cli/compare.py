@@ -20,7 +20,10 @@ def compare(
     model: options.OfModel = None,
     topology: options.OfTopology = None,
     search: Annotated[
-        int | None, typer.Option("--search", help="Only strategies of this search.", show_default=False)
+        int | None,
+        typer.Option(
+            "--search", max=options.LARGEST_ID, help="Only strategies of this search.", show_default=False
+        ),
     ] = None,
     execution: Annotated[
         int | None,

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+# Of a row: what every database can hold.
+LARGEST_ID = 2**63 - 1
+
 Database = Annotated[
     str | None,
     typer.Option(

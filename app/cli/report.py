@@ -17,7 +17,10 @@ def report(
     model: options.OfModel = None,
     topology: options.OfTopology = None,
     search: Annotated[
-        int | None, typer.Option("--search", min=1, help="Only this search's curve.", show_default=False)
+        int | None,
+        typer.Option(
+            "--search", min=1, max=options.LARGEST_ID, help="Only this search's curve.", show_default=False
+        ),
     ] = None,
     execution: Annotated[
         int | None,

@@ -131,6 +131,7 @@ def search(
         typer.Option(
             "--resume",
             min=1,
+            max=options.LARGEST_ID,
             help="Go on with this search, which was stopped or killed, as it would have gone on.",
             show_default=False,
         ),

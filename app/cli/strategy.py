@@ -76,7 +76,7 @@ def list_strategies(
 
 @application.command("rebuild")
 def rebuild(
-    search: Annotated[int, typer.Argument(help="The search that visited it.")],
+    search: Annotated[int, typer.Argument(max=options.LARGEST_ID, help="The search that visited it.")],
     chain: Annotated[
         int | None, typer.Option("--chain", min=0, help="The chain, see view proposals.", show_default=False)
     ] = None,

@@ -83,6 +83,8 @@ def test_gpus_that_are_not_there_are_named_and_nothing_is_written(command: Comma
         (("search", *SMALL, "--batch-size", "9" * 20), ("--batch-size: is 99999999999999999999", "at most")),
         (("search", *SMALL, "--batch-size", "9" * 900), ("--batch-size", "900 digits")),
         (("search", *SMALL, "--topolgy", "x"), ("--topolgy", "--topology")),
+        (("search", "--resume", "9" * 20), ("--resume", "at most")),
+        (("strategy", "rebuild", "9" * 20), ("at most",)),
         (("search", "--resume", "0"), ("--resume is 0, must be at least 1",)),
         (("search", *SMALL, "--beta", "much"), ("--beta is much, must be a number",)),
         (("compare", "--search", "nan"), ("--search is nan, must be a whole number",)),

@@ -85,6 +85,9 @@ def test_show_gives_every_operator_as_exported(run: Command, exported: dict[str,
     assert {
         one["name"]: {"degrees": one["degrees"], "devices": one["devices"]} for one in shown["operators"]
     } == exported["operators"]
+    # In the order of the graph, both.
+    assert [one["name"] for one in shown["operators"]] == list(exported["operators"])
+    assert list(exported["operators"]) != sorted(exported["operators"])
     assert shown["simulated_step_time_s"] > 0
     text = run("strategy", "show", number(run, "data-parallel"), "--rows", "2").output
     assert f"the 2 dearest of {len(shown['operators'])} operators" in text
