@@ -115,9 +115,7 @@ def _misfit(error: Any) -> str | None:
         "greater_than_equal": f"at least {bounds.get('ge')}",
         "less_than_equal": f"at most {bounds.get('le')}",
     }.get(detail["type"], detail["msg"])
-    name = (
-        error.param.opts[-1] if error.param.param_type_name == "option" else error.param.human_readable_name
-    )
+    name = error.param.opts[-1]  # of an argument its name
     return f"{name} is {shown(detail['input']) or 'empty'}, must be {expected}"
 
 
