@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from graph.recomputation import (
     recomputation_from_json,
     recomputation_to_json,
 )
-from graph.texts import shown, unreadable
+from graph.texts import meant, shown, unreadable
 
 FORMAT = 1
 
@@ -325,10 +324,8 @@ def _check_keys(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> N
     """
     for key in entry:
         if key not in known:
-            close = get_close_matches(str(key), known, n=1)
-            advice = f"did you mean {close[0]}?" if close else "leave it out"
             raise StrategyError(
-                f"{where}: key {str(key)[:40]} is unknown, must be one of {', '.join(known)}; {advice}"
+                f"{where}: key {shown(key)} is unknown, must be one of {', '.join(known)}; {meant(str(key), known)}"
             )
 
 

@@ -41,6 +41,7 @@ class Listener:
         self.first: int | None = None
         self._asked_at = 0.0
         self._said = False
+        self._raised = False
         self._done = False
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
@@ -78,8 +79,9 @@ class Listener:
             os.write(2, f"{WORDS[number]}\n".encode())
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        if self._done:
-            return
+        if self._done or (self._raised and self._thread.is_alive()):
+            return  # whoever asks again is answered by the thread
+        self._raised = True
         self.first = self.first or number
         if number == signal.SIGINT:
             raise KeyboardInterrupt

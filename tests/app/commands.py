@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
-from app.cli.main import application
+from app.cli.application import application
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ def test_a_command_says_all_and_ends_without_taking_apart_what_it_loaded(
 
 
 def test_a_thread_that_works_on_is_waited_for() -> None:
-    later = "threading.Thread(target=lambda: (time.sleep(1), sys.stderr.write('done '))).start()\ncommand()"
+    later = (
+        "threading.Thread(target=lambda: (threading.main_thread().join(), sys.stderr.write('done '))).start()\n"
+        "command()"
+    )
     done = ended(later, "topology", "list")
     assert done.returncode == 0
     assert done.stderr == "done said goodbye taken apart "

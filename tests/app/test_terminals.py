@@ -210,6 +210,7 @@ def test_only_one_module_of_the_command_line_prints() -> None:
     )
     allowed = {
         "app/cli/output.py": "prints",
+        "app/cli/ending.py": "the word about a signal, and what standard output failed with",
         "app/cli/main.py": "the last line of a command that fails",
         "app/cli/query.py": "closes what nobody reads",
         "app/db/check.py": "a check of the developers'",
