@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
+from app.db.chunks import chunk_file
 from app.db.engine import Database
 from app.db.reading import reading
 from app.db.records import TraceRecord
@@ -162,7 +163,7 @@ def _create_trace_views(
     connection: duckdb.DuckDBPyConnection, database: Database, traces: list[TraceRecord]
 ) -> list[Path]:
     """Create the views of the traces; return the files that they read."""
-    found = {trace.path: file for trace in traces if (file := _chunk_file(database, trace)) is not None}
+    found = {trace.path: file for trace in traces if (file := chunk_file(database, trace)) is not None}
     for name, kind in TRACE_VIEWS.items():
         paths = [trace.path for trace in traces if trace.kind == kind and trace.path in found]
         try:
@@ -235,17 +236,6 @@ def _duckdb_error() -> type[Exception]:
     import duckdb
 
     return duckdb.Error
-
-
-def _chunk_file(database: Database, trace: TraceRecord) -> Path | None:
-    """Return a registered chunk's file, or None where there is none in a trace folder beside the database.
-
-    The path comes out of the database, which others may write to: it must not lead to another file.
-    """
-    root = database.trace_root.resolve()
-    file = (root / trace.path).resolve()
-    inside = file.is_relative_to(root) and file.relative_to(root).parts[0].endswith(".traces")
-    return file if inside and file.suffix == ".parquet" and file.is_file() else None
 
 
 def _extension_file(backend: str) -> Path:

@@ -13,8 +13,13 @@ from app.cli import options
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
+    from app.services.checking import Findings
     from app.services.environments import HeldCosts
     from app.services.packs import PackCounts, PackGroup
+    from app.services.repairing import Repaired
+
+# Of what is damaged.
+_MOST_SHOWN = 50
 
 application = typer.Typer(help="The database: where it is, its schema, what it holds.", no_args_is_help=True)
 
@@ -81,6 +86,64 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
     print_table(["table", "rows"], [[table, count] for table, count in counts.items()])
     if held:
         _print_held(held)
+
+
+@application.command("check")
+def check_database(
+    repair: Annotated[
+        str | None,
+        typer.Option(
+            "--repair",
+            help="Save what is sound into this new database: a path or a URL. The old one stays as it is.",
+            show_default=False,
+        ),
+    ] = None,
+    database: options.Database = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Look at all rows and at the traces beside them: say what is damaged, and what can be saved.
+
+    Exit code 1 if anything is damaged. Nothing is written but the new database of --repair.
+
+    Example: app db check
+    """
+    from app.cli.output import print_json
+    from app.services.checking import check
+    from app.services.repairing import repair as save
+
+    if repair is None:
+        found, saved = check(database), None
+    else:
+        found, saved = save(database, repair)
+    if as_json:
+        print_json({**found.to_json(), "repaired": None if saved is None else asdict(saved)})
+    else:
+        _print_findings(found, saved)
+    if found.damages and saved is None:
+        raise typer.Exit(1)
+
+
+def _print_findings(found: Findings, saved: Repaired | None) -> None:
+    from app.cli.output import print_lines
+
+    shown = found.damages[:_MOST_SHOWN]
+    print_lines(*(f"{found.name}: {one}" for one in shown))
+    if len(found.damages) > len(shown):
+        print_lines(f"... and {len(found.damages) - len(shown)} more; --json lists all")
+    print_lines(*(f"{path}: belongs to nothing that is stored, is not looked at" for path in found.strays))
+    rows, sound = sum(found.rows.values()), sum(len(ids) for ids in found.sound.values())
+    held = f"{sound} of {rows} rows, {found.sound_chunks} of {found.chunk_count} chunks of traces"
+    if not found.damages:
+        print_lines(f"{found.name}: revision {found.revision}, {held}: all as they were written")
+    else:
+        print_lines(f"{found.name}: {len(found.damages)} damages; {held} can be saved")
+    if saved is not None:
+        print_lines(
+            f"{saved.name}: {sum(saved.rows.values())} rows, {saved.chunks} chunks of traces and {saved.recordings} "
+            "recorded executions saved"
+        )
+    elif found.damages:
+        print_lines("save them by: app db check --repair NEW")
 
 
 def _print_held(held: Sequence[HeldCosts]) -> None:

@@ -39,11 +39,12 @@ def list_strategies(
     Example: app strategy list
     """
     from app.cli.output import print_json, print_table
+    from app.db.references import Referred
     from app.db.store import Store
 
     with Store.open(database) as store:
         found = store.strategies(limit=limit)
-        names = {graph.id: graph.name for graph in store.graphs()}
+        names = Referred("graphs", ((graph.id, graph.name) for graph in store.graphs()))
     if as_json:
         print_json(
             [

@@ -8,7 +8,6 @@ once nobody reads them (`app.db.readers`). So a file that is not registered expl
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from app.db import owners, readers
+from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text, row_count, write_file
 from app.db.columns import view
+from app.db.engine import Database
+from app.db.failures import damaged_chunk, unwritable
 from app.db.records import TraceKind, TraceRecord
-from graph.errors import DatabaseError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,11 +36,6 @@ FAN_IN = 16
 
 LARGEST_ROWS = 2_000_000
 """Chunks are not merged beyond this: about 20 MB on disk, some 100 MB in memory while they are."""
-
-CHECKPOINT = b"soapstone.checkpoint"
-"""Of a chunk of proposals: the chains after its last proposals (or soon before), to go on from."""
-GROUPS = b"soapstone.groups"
-"""Of a chunk of starts: which operators follow which head, since proposals name heads alone."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,7 +68,7 @@ def chunk_name(stem: str, first: int, last: int) -> str:
 
 def chunk_of(stem: str, name: str, rows: int = 0) -> Chunk | None:
     """Return the chunk that a file name means, or None if it is not one of that stem."""
-    match = re.fullmatch(rf"{stem}-(\d+)(?:-(\d+))?\.parquet", name)
+    match = re.fullmatch(rf"{stem}-([0-9]{{1,18}})(?:-([0-9]{{1,18}}))?\.parquet", name)
     return None if match is None else Chunk(int(match[1]), int(match[2] or match[1]), name, rows)
 
 
@@ -93,92 +89,36 @@ def chunks_of(traces: Sequence[TraceRecord], kind: TraceKind) -> list[Chunk]:
     return [chunk for chunk in found if chunk is not None]
 
 
+def whole_run(folder: Path, registered: Sequence[Chunk]) -> list[Path]:
+    """Return the files of registered chunks in order, none of them missing among them.
+
+    Raises:
+        DamagedDataError: what was written between two of them is registered nowhere.
+    """
+    before = 0
+    for chunk in registered:
+        if chunk.first != before + 1:
+            raise damaged_chunk(
+                folder / chunk.name, f"follows flush {before}, must follow flush {chunk.first - 1}"
+            )
+        before = chunk.last
+    return [folder / chunk.name for chunk in registered]
+
+
+def chunk_file(database: Database, trace: TraceRecord) -> Path | None:
+    """Return a registered chunk's file, or None where there is none in a trace folder beside the database.
+
+    The path comes out of the database, which others may write to: it must not lead to another file.
+    """
+    root = database.trace_root.resolve()
+    file = (root / trace.path).resolve()
+    inside = file.is_relative_to(root) and file.relative_to(root).parts[0].endswith(".traces")
+    return file if inside and file.suffix == ".parquet" and file.is_file() else None
+
+
 def relative(store: RunStore, path: Path) -> str:
     """Return a chunk's path as it is registered."""
     return path.relative_to(store.database.trace_root).as_posix()
-
-
-def write_file(path: Path, kind: TraceKind, table: pa.Table, *, compressed: bool = True) -> None:
-    """Write a chunk that others see whole or not at all.
-
-    `compressed`: not worth its time, two thirds of that of writing, where a small chunk soon becomes part of another.
-
-    Raises:
-        DatabaseError: it cannot be written.
-    """
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    # Numbers in ascending order take almost nothing as differences; times have too many values for a dictionary.
-    encoding, dictionary = _ENCODINGS[kind]
-    texts = table.schema.metadata or {}
-    plain = table.replace_schema_metadata()
-    # In memory first: a file of Python's would take the interpreter from the search for every page.
-    content = pa.BufferOutputStream()
-    with parquet.ParquetWriter(
-        content,
-        plain.schema,
-        compression="zstd" if compressed else "none",
-        compression_level=6 if compressed else None,
-        column_encoding=encoding,
-        use_dictionary=dictionary,  # type: ignore[arg-type]  # names are allowed
-        store_schema=False,
-    ) as writer:
-        writer.write_table(plain)
-        writer.add_key_value_metadata(texts)  # type: ignore[arg-type]  # bytes are allowed
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise unwritable(path.parent, error) from None
-
-
-_ENCODINGS: dict[TraceKind, tuple[dict[str, str] | None, list[str]]] = {
-    "starts": (
-        {"configuration": "DELTA_BINARY_PACKED", "operator": "DELTA_BINARY_PACKED"},
-        ["search", "chain", "start"],
-    ),
-    "configurations": (
-        {"configuration": "DELTA_BINARY_PACKED"},
-        ["search", "family", "device_count", "degrees.list.element", "axes.list.element"],
-    ),
-    "proposals": (
-        {
-            "step": "DELTA_BINARY_PACKED",
-            "configuration": "DELTA_BINARY_PACKED",
-            "simulated_ns": "DELTA_BINARY_PACKED",
-            "bound_ns": "DELTA_BINARY_PACKED",
-            # In the order of the operators, as they are, whole runs of them repeat.
-            "other_operators.list.element": "PLAIN",
-            "other_configurations.list.element": "PLAIN",
-        },
-        ["search", "chain", "operator"],
-    ),
-}
-
-
-def unwritable(folder: Path, error: OSError) -> DatabaseError:
-    """Return what to say when a trace cannot be written."""
-    return DatabaseError(
-        f"trace folder {folder}: cannot be written ({error.strerror}); check its permissions and its space"
-    )
-
-
-def with_text(table: pa.Table, key: bytes, text: str | None) -> pa.Table:
-    """Return the table with a text that its chunk carries beside its rows."""
-    return table if text is None else table.replace_schema_metadata({key: text.encode()})
-
-
-def read_text(path: Path, key: bytes) -> str | None:
-    """Return what `with_text` wrote, or None."""
-    from pyarrow import parquet
-
-    found = (parquet.read_metadata(path).metadata or {}).get(key)
-    return None if found is None else found.decode()
 
 
 def merge(
@@ -189,15 +129,13 @@ def merge(
     Proposals are sorted by chain and step: so they are small, and a chain is read without the others.
     """
     import pyarrow as pa
-    from pyarrow import parquet
 
     folder = trace_folder(store, search_id)
     paths = [folder / part.name for part in parts]
     texts = {
         key: text.encode() for key in (CHECKPOINT, GROUPS) if (text := read_text(paths[-1], key)) is not None
     }
-    # Not by `read_table`, which imports pandas.
-    tables = [parquet.ParquetFile(path).read().replace_schema_metadata() for path in paths]
+    tables = [read_table(path, kind) for path in paths]
     # A search that an older Soapstone began has chunks without the columns that came later: NULL.
     parts_in_order = _by_chain(tables) if kind == "proposals" else tables
     table = pa.concat_tables(parts_in_order, promote_options="default")
@@ -265,8 +203,9 @@ def recover(store: RunStore, search_id: int) -> None:
         return
     try:
         for path in folder.glob("*.tmp"):
+            number = path.stem.rpartition(".")[2]
             # Who goes on with this search at the same moment may be writing already.
-            if not owners.is_alive(int(path.stem.rpartition(".")[2])):
+            if re.fullmatch("[0-9]{1,9}", number) and path.is_file() and not owners.is_alive(int(number)):
                 path.unlink(missing_ok=True)
         for kind in STEMS:
             _recover_kind(store, search_id, kind, folder)
@@ -277,12 +216,12 @@ def recover(store: RunStore, search_id: int) -> None:
 def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path) -> None:
     known = registered(store, search_id, kind)
     names = {chunk.name for chunk in known}
-    files = [chunk_of(STEMS[kind], path.name) for path in folder.iterdir()]
+    files = [chunk_of(STEMS[kind], path.name) for path in folder.iterdir() if path.is_file()]
     replaced: list[Path] = []
     for chunk in sorted(chunk for chunk in files if chunk is not None and chunk.name not in names):
         path = folder / chunk.name
         parts = [other for other in known if chunk.covers(other)]
-        rows = _rows(path)
+        rows = row_count(path, kind)
         # A machine that lost its power may have lost the registration, too, but not the file.
         lost = any(not (folder / part.name).is_file() for part in parts)
         last = max((other.last for other in known), default=0)
@@ -298,14 +237,3 @@ def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path
         else:
             path.unlink(missing_ok=True)
     readers.delete_unread(store.database.trace_folder, replaced)
-
-
-def _rows(path: Path) -> int | None:
-    """Return the number of rows of a whole chunk; None for a file that is not one."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        return int(parquet.read_metadata(path).num_rows)
-    except (pa.ArrowException, OSError):
-        return None

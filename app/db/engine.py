@@ -19,6 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import exc
 
+from app.db.failures import Connection
 from graph.errors import DatabaseError
 
 ENVIRONMENT_VARIABLE = "SOAPSTONE_DATABASE_URL"
@@ -151,12 +152,6 @@ def migration_engine(url: sa.URL) -> sa.Engine:
     return sa.create_engine(url)
 
 
-def one_line(error: BaseException) -> str:
-    """Return the reason in a driver's error, without SQL, parameters and line breaks."""
-    cause = getattr(error, "orig", None) or error
-    return " ".join(str(cause).split()) or type(cause).__name__
-
-
 def _sqlite_url(path: Path) -> sa.URL:
     return sa.URL.create("sqlite", database=str(path.absolute()))
 
@@ -206,7 +201,7 @@ def _check_sqlite_path(path: Path) -> None:
 
 
 def _sqlite_engine(url: sa.URL, *, begin: str, pragmas: tuple[str, ...]) -> sa.Engine:
-    engine = sa.create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S})
+    engine = sa.create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S, "factory": Connection})
 
     @sa.event.listens_for(engine, "connect")
     def _configure(connection: sqlite3.Connection, _record: Any) -> None:

@@ -7,6 +7,7 @@ change here needs a migration (`migrations/versions`); `python -m app.db.check` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,6 +38,18 @@ class UtcDateTime(TypeDecorator[datetime]):
         if value.tzinfo is None:
             raise ValueError(f"moment {value!r} has no time zone, must be aware; use records.utc_now()")
         return value.astimezone(UTC).replace(tzinfo=None)
+
+    def result_processor(self, dialect: sa.Dialect, coltype: Any) -> Callable[[Any], Any] | None:
+        """Return the conversion of stored moments; what is none stays as it is (`app.db.validation` names its row)."""
+        convert = super().result_processor(dialect, coltype)
+
+        def converted(value: Any) -> Any:
+            try:
+                return value if convert is None else convert(value)
+            except (TypeError, ValueError, AttributeError):
+                return value
+
+        return converted
 
     def process_result_value(self, value: datetime | None, _dialect: sa.Dialect) -> datetime | None:
         """Return the stored moment as aware UTC."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from app.db.failures import MALFORMED
 from graph.canonical import canonical_json
 
 HEARTBEAT_S = 30.0
@@ -33,10 +34,13 @@ def is_dead(owner: str | None, alive_at: datetime | None, now: datetime) -> bool
     try:
         named = json.loads(owner or "")
         number = int(named["pid"])
-    except (ValueError, TypeError, KeyError):
+        if not 0 < number < 2**31:
+            return True
+    except MALFORMED:
         return True  # nobody can ever finish a row of nobody
     if not isinstance(named, dict) or any(named.get(key) != value for key, value in _machine().items()):
-        return alive_at is None or now - alive_at > timedelta(seconds=LEASE_S)
+        # SQLite may hold anything there.
+        return not isinstance(alive_at, datetime) or now - alive_at > timedelta(seconds=LEASE_S)
     return not is_alive(number) or _start(number) != named.get("started")
 
 

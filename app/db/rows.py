@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.db.columns import Mask, booleans, lists, numbers, sparse_lists, texts
-from app.db.records import SearchOutcome
+from app.db.records import SearchOutcome, TraceKind
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -105,6 +105,12 @@ class StartEntry:
     start: str
     operator: int
     configuration: int
+
+
+def schema_of(kind: TraceKind) -> pa.Schema:
+    """Return the columns of a chunk of a kind."""
+    made = {"proposals": proposal_schema, "configurations": configuration_schema, "starts": start_schema}
+    return made[kind]()
 
 
 def proposal_schema() -> pa.Schema:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from app.db.engine import Database, connect_engines, display_name, migration_engine, one_line, resolve_url
+from app.db.engine import Database, connect_engines, display_name, migration_engine, resolve_url
+from app.db.failures import database_failure, is_damage, is_full, one_line
 from graph.errors import DatabaseError
 
 if TYPE_CHECKING:
@@ -56,15 +57,11 @@ def open_database(database: str | os.PathLike[str] | None = None) -> Database:
         current = _current(opened.read_engine)
         if current is None:
             upgrade(url)
-        elif current != HEAD:
-            _check_known(url, current)
-            raise DatabaseError(
-                f"database {opened.name}: schema is {current}, must be {HEAD}; run: "
-                f"app db upgrade{_database_option(database)}"
-            )
+        else:
+            check_current(url, current, database)
     except exc.DBAPIError as error:
         opened.dispose()
-        raise _unusable(url, error) from None
+        raise unusable(url, error) from None
     except DatabaseError:
         opened.dispose()
         raise
@@ -102,7 +99,7 @@ def status(database: str | os.PathLike[str] | sa.URL | None = None) -> tuple[str
     try:
         return _current(opened.read_engine), HEAD
     except exc.DBAPIError as error:
-        raise _unusable(url, error) from None
+        raise unusable(url, error) from None
     finally:
         opened.dispose()
 
@@ -137,7 +134,7 @@ def _migrate(database: str | os.PathLike[str] | sa.URL | None, direction: str, r
             _check_foreign_keys(connection)
         return current or ""
     except exc.DBAPIError as error:
-        raise _unusable(url, error) from None
+        raise unusable(url, error) from None
     finally:
         engine.dispose()
 
@@ -159,6 +156,21 @@ def _current_on(connection: sa.Connection, name: str) -> str | None:
             "name another by --database"
         )
     return None
+
+
+def check_current(url: sa.URL, revision: str, database: str | os.PathLike[str] | None = None) -> None:
+    """Check that a revision is this code's; `database` is how the user named it.
+
+    Raises:
+        DatabaseError: it is older or newer; the message says what to do.
+    """
+    if revision == HEAD:
+        return
+    _check_known(url, revision)
+    raise DatabaseError(
+        f"database {display_name(url)}: schema is {revision}, must be {HEAD}; run: "
+        f"app db upgrade{_database_option(database)}"
+    )
 
 
 def _check_known(url: sa.URL, revision: str) -> None:
@@ -196,7 +208,10 @@ def _database_option(database: str | os.PathLike[str] | None) -> str:
     return f" --database {shlex.quote(text)}"
 
 
-def _unusable(url: sa.URL, error: exc.DBAPIError) -> DatabaseError:
+def unusable(url: sa.URL, error: exc.DBAPIError) -> DatabaseError:
+    """Return what to say of a database that cannot be opened."""
+    if is_damage(error) or is_full(error):
+        return database_failure(display_name(url), error)
     reason = one_line(error)
     if "file is not a database" in reason:
         return DatabaseError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,9 +13,10 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from app.db.engine import Database, one_line
+from app.db.engine import Database, display_name
+from app.db.failures import damaged_row, database_failure, row_name
+from app.db.validation import TABLES, Fault, values_of
 from graph.canonical import canonical_json
-from graph.errors import DatabaseError
 
 Record = TypeVar("Record")
 Item = TypeVar("Item")
@@ -49,9 +49,7 @@ class StorePart:
         try:
             yield
         except exc.DBAPIError as error:
-            raise DatabaseError(
-                f"database {self.database.name}: operation failed ({one_line(error)}); check the database"
-            ) from error
+            raise database_failure(self.database.name, error) from error
 
 
 def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -130,29 +128,29 @@ def row_of(record: object, *, without: Sequence[str] = ()) -> dict[str, Any]:
     return row
 
 
-def record_of(kind: type[Record], row: Row) -> Record:
-    """Return a record from a row that has its columns by name; JSON becomes mappings and tuples."""
-    values: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        value = row[field.name]
-        declared = str(field.type)
-        if declared.startswith("Mapping"):
-            value = json.loads(value)
-        elif declared.startswith("tuple") and value is not None:
-            value = tuple(json.loads(value))
-        values[field.name] = value
-    return kind(**values)
+def record_of(connection: sa.Connection, kind: type[Record], row: Row) -> Record:
+    """Return a record from a row that has its columns by name; JSON becomes mappings and tuples.
+
+    Raises:
+        DamagedDataError: the row is not as it was written.
+    """
+    try:
+        return kind(**values_of(kind, row))
+    except Fault as fault:
+        table = TABLES[kind].name if kind in TABLES else kind.__name__
+        name = display_name(connection.engine.url)
+        raise damaged_row(row_name(name, table, row.get("id"), fault.column), fault.reason) from None
 
 
 def read_one(connection: sa.Connection, kind: type[Record], query: sa.Select[Any]) -> Record | None:
     """Return the first row of a query as a record, or None."""
     row = connection.execute(query).mappings().first()
-    return None if row is None else record_of(kind, dict(row))
+    return None if row is None else record_of(connection, kind, dict(row))
 
 
 def read_all(connection: sa.Connection, kind: type[Record], query: sa.Select[Any]) -> list[Record]:
     """Return the rows of a query as records."""
-    return [record_of(kind, dict(row)) for row in connection.execute(query).mappings()]
+    return [record_of(connection, kind, dict(row)) for row in connection.execute(query).mappings()]
 
 
 # Made once: a search registers its chunks every second, and making a statement takes longer than to execute it.

@@ -19,6 +19,7 @@ from app.db.records import (
     OpSignatureRecord,
     Phase,
 )
+from app.db.references import Referred
 from app.db.sql import (
     StorePart,
     batches,
@@ -134,10 +135,11 @@ class CostStore(StorePart):
             for selected in queries:
                 for row in connection.execute(selected).mappings():
                     signature = record_of(
+                        connection,
                         OpSignatureRecord,
                         {column.name: row[f"op_signature_{column.name}"] for column in signatures.c},
                     )
-                    cost = record_of(OpCostRecord, {**row, "signature": signature})
+                    cost = record_of(connection, OpCostRecord, {**row, "signature": signature})
                     found[signature.digest, cost.phase] = cost
         return found
 
@@ -242,8 +244,8 @@ class CostStore(StorePart):
             rows = connection.execute(held).all()
             kinds = read_all(connection, DeviceKindRecord, sa.select(models.device_kinds))
             environments = read_all(connection, EnvironmentRecord, sa.select(models.environments))
-        kind_of = {kind.id: kind for kind in kinds}
-        environment_of = {environment.id: environment for environment in environments}
+        kind_of = Referred("device_kinds", ((kind.id, kind) for kind in kinds))
+        environment_of = Referred("environments", ((one.id, one) for one in environments))
         groups: dict[tuple[int, int], list[sa.Row[Any]]] = {}
         for row in rows:
             groups.setdefault((row.device_kind_id, row.environment_id), []).append(row)

@@ -17,6 +17,7 @@ from app.db.records import (
     TopologyRecord,
     TrainingRecord,
 )
+from app.db.references import Referred
 from app.db.sql import Record, StorePart, put_named, read_all, read_one, row_of
 from graph.errors import UsageError
 from graph.texts import shown
@@ -159,7 +160,8 @@ class NounStore(StorePart):
         with self.read() as connection:
             ranked = read_all(connection, SimulationRecord, query)
             chosen = sa.select(strategies).where(strategies.c.id.in_([one.strategy_id for one in ranked]))
-            strategy_of = {one.id: one for one in read_all(connection, StrategyRecord, chosen)}
+            records = read_all(connection, StrategyRecord, chosen)
+            strategy_of = Referred("strategies", ((one.id, one) for one in records))
         return [RankedStrategy(strategy_of[one.strategy_id], one) for one in ranked]
 
     def searched_settings(self, model: str) -> list[SearchedSetting]:

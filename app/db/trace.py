@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from app.db import chunks, readers
+from app.db import chunk_files, chunks, readers
+from app.db.failures import unwritable
 from app.db.records import SearchOutcome, TraceKind, TraceRecord
 from app.db.rows import (
     EntryRow,
@@ -54,7 +55,7 @@ class ProposalTrace:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise chunks.unwritable(self._folder, error) from None
+            raise unwritable(self._folder, error) from None
         chunks.recover(store, search_id)
         self._chunks = {kind: chunks.registered(store, search_id, kind) for kind in chunks.STEMS}
         # Parts of merged chunks that are still there, because somebody reads.
@@ -197,7 +198,7 @@ class ProposalTrace:
         path = self._folder / chunks.chunk_name(chunks.STEMS[kind], number, number)
         table = table_of(self._search_id, rows)
         compressed = self._closing or table.num_rows >= COMPRESSED_ROWS
-        chunks.write_file(path, kind, table, compressed=compressed)
+        chunk_files.write_file(path, kind, table, compressed=compressed)
         return TraceRecord(self._search_id, kind, chunks.relative(self._store, path), table.num_rows)
 
     def _register(self, new: Sequence[TraceRecord], outcome: SearchOutcome | None) -> None:
@@ -219,11 +220,11 @@ class ProposalTrace:
             if readers.delete_unread(self._store.database.trace_folder, self._replaced):
                 self._replaced = []
         except OSError as error:
-            raise chunks.unwritable(self._folder, error) from None
+            raise unwritable(self._folder, error) from None
 
     def _proposal_table(self, search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
         text = None if self._checkpoint is None else self._checkpoint()
-        return chunks.with_text(proposal_table(search_id, batches), chunks.CHECKPOINT, text)
+        return chunk_files.with_text(proposal_table(search_id, batches), chunk_files.CHECKPOINT, text)
 
     def _start_table(self, search_id: int, starts: Sequence[StartEntry]) -> pa.Table:
-        return chunks.with_text(start_table(search_id, starts), chunks.GROUPS, self._groups)
+        return chunk_files.with_text(start_table(search_id, starts), chunk_files.GROUPS, self._groups)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.db.failures import as_written
 from app.db.records import GraphRecord, StrategyRecord
+from app.db.references import required
 from app.db.store import Store
 from app.services.files import checked_target, replacing
 from app.services.models import build_model, graph_name, stored_request
+from app.services.stored import strategy_of
 from graph.errors import RuntimeFailure, StrategyError, UsageError
-from graph.strategy import strategy_from_json
 
 FORMATS = ("json", "dtensor")
 
@@ -56,13 +58,12 @@ def export_strategy(
     with Store.open(database) as store:
         target = checked_target(file, store.database, "file")
         record = store.strategy(reference)
-        graph = store.graph(record.graph_id)
-    assert graph is not None  # a foreign key
+        graph = required(store.graph(record.graph_id), "graphs", record.graph_id)
     document = json.loads(record.document)
     text = (
         json.dumps(_in_order(document, graph), indent=1) + "\n"
         if file_format == "json"
-        else _dtensor_text(record, graph, document)
+        else _dtensor_text(record, graph)
     )
     trial = _tried(record, text) if check else None
     with replacing(target, "file") as temporary:
@@ -108,7 +109,7 @@ def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
     return head | ordered
 
 
-def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: Any) -> str:
+def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
     """Return the Python source of a strategy's DTensor plan."""
     import torch
 
@@ -116,7 +117,8 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
     from runtime.dtensor.plan import make_plan
     from runtime.dtensor.writer import Origin, source_text
 
-    request = stored_request(graph_record.model, f"graph {graph_record.name}")
+    with as_written(f"table graphs, row {graph_record.id}, column model"):
+        request = stored_request(graph_record.model, f"graph {graph_record.name}")
     batch_norm = json.loads(graph_record.document)["batch_norm"]
     # What a user's module prints must not end up in our results.
     with contextlib.redirect_stdout(sys.stderr):
@@ -124,7 +126,7 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord, document: A
             built = build_model(**request.factory_keywords)
         module, args, kwargs = built
         graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
-    strategy = strategy_from_json(document, graph, record.device_count)
+    strategy = strategy_of(record, graph)
     keywords: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
     factory = request.name
     if request.is_zoo:

@@ -20,10 +20,12 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import graph as graph_package
+from app.db.failures import MALFORMED
 from graph.canonical import canonical_json, digest
 from graph.document import graph_from_document, graph_to_document
 from graph.errors import GraphError
@@ -97,8 +99,8 @@ def find(key: str) -> tuple[OperatorGraph, int] | None:
         document = json.loads(text)
         if document["key"] != key:
             return None
-        return graph_from_document(document["graph"]), int(document["batch_size"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, GraphError):
+        return graph_from_document(document["graph"]), index(document["batch_size"])
+    except (OSError, *MALFORMED, GraphError):
         return None
 
 

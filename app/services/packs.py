@@ -17,6 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.db.failures import MALFORMED
 from app.db.records import (
     DeviceKindRecord,
     EnvironmentRecord,
@@ -356,9 +357,7 @@ def _signature(row: Row) -> OpSignatureRecord:
         call = call_from_json(document)
         _must(call.key == row["key"], "key is no call's")
         return signature_record(call)
-    except (
-        ArithmeticError, AttributeError, LookupError, RecursionError, SoapstoneError, TypeError, ValueError,
-    ):  # fmt: skip
+    except (*MALFORMED, SoapstoneError):
         raise _NoMeasurement("key is no call's") from None
 
 

@@ -430,9 +430,8 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
         UsageError: nothing is stored under that name.
         StrategyError: the file's or the row's strategy does not fit the graph or the devices.
     """
-    import json
-
-    from graph.strategy import read_strategy, strategy_from_json
+    from app.services.stored import strategy_of
+    from graph.strategy import read_strategy
     from search import baselines
 
     graph, count = setting.model.graph, len(setting.topology.devices)
@@ -459,4 +458,4 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
         return read_strategy(Path(reference), graph, count), "import"
     else:
         record = store.strategy(reference)
-    return strategy_from_json(json.loads(record.document), graph, count), record.source
+    return strategy_of(record, graph, count), record.source

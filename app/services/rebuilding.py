@@ -8,23 +8,25 @@ again, so it does not depend on costs or on random numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from app.db import chunks
+from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text
 from app.db.columns import numbers, view
+from app.db.failures import as_written, damaged_chunk, row_name
 from app.db.reading import reading
-from app.db.records import GraphRecord, SearchRecord, StrategyRecord
-from app.db.rows import ADDED_COLUMNS
+from app.db.records import GraphRecord, SearchRecord, StrategyRecord, TraceKind
+from app.db.references import required
 from app.db.store import Store
 from app.services.recording import Recorded, checkpoint_of, groups_of
 from graph.axes import tasks
 from graph.canonical import canonical_json
-from graph.errors import DatabaseError, UsageError
+from graph.errors import UsageError
 from graph.operators import ValueKind
 from graph.recomputation import recomputation_from_json, recomputation_to_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
@@ -36,6 +38,9 @@ from search.proposals import ChainCheckpoint, ResumedChain
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +54,34 @@ class Visited:
     simulated_ns: int | None
 
 
+def _interpreting(
+    method: Callable[Concatenate[TraceReader, Given], Result],
+) -> Callable[Concatenate[TraceReader, Given], Result]:
+    """Make a method of the reader that takes for damage whatever it does not understand of the trace."""
+
+    @wraps(method)
+    def interpreted(reader: TraceReader, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with as_written(f"trace folder {reader.folder}"):
+            return method(reader, *args, **kwargs)
+
+    return interpreted
+
+
 class TraceReader:
     """Reads the trace of one search, as it is now; while others may write to it, within `app.db.reading`.
 
     Raises (all methods):
         UsageError: there is no such chain or step.
-        DatabaseError: a chunk cannot be read.
+        DamagedDataError: a chunk is missing, cannot be read, or holds what no search wrote.
     """
 
     def __init__(self, store: Store, search_id: int) -> None:
-        self._folder = chunks.trace_folder(store, search_id)
+        self.folder = chunks.trace_folder(store, search_id)
         self._search_id = search_id
         # Of one moment: proposals that are registered later may have configurations that are, too.
         traces = store.traces(search_id=search_id)
         self._paths = {
-            kind: [self._folder / chunk.name for chunk in sorted(chunks.chunks_of(traces, kind))]
+            kind: chunks.whole_run(self.folder, sorted(chunks.chunks_of(traces, kind)))
             for kind in chunks.STEMS
         }
         self._entries: dict[int, dict[str, Any]] = {}
@@ -73,40 +91,43 @@ class TraceReader:
         """Whether any chain began."""
         return bool(self._paths["starts"])
 
+    @_interpreting
     def groups(self) -> list[Group]:
         """Return the groups that the search's proposals changed."""
         for path in reversed(self._paths["starts"]):
-            text = chunks.read_text(path, chunks.GROUPS)
+            text = read_text(path, GROUPS)
             if text is not None:
                 return groups_of(text)
         raise UsageError(
             f"search {self._search_id}: its trace has no starts, must have them to rebuild a strategy; choose another"
         )
 
+    @_interpreting
     def checkpoint(self) -> list[ChainCheckpoint]:
         """Return the chains as they were written last; none if nothing was written yet."""
         for path in reversed(self._paths["proposals"]):
-            text = chunks.read_text(path, chunks.CHECKPOINT)
+            text = read_text(path, CHECKPOINT)
             if text is not None:
                 return checkpoint_of(text)
         return []
 
+    @_interpreting
     def next_code(self) -> int:
         """Return a code above those of all configurations; where several processes gave them, some have none."""
-        found = view(self._table(self._paths["configurations"], ["configuration"])["configuration"])
+        found = view(self._table("configurations", ["configuration"])["configuration"])
         return int(found.max()) + 1 if len(found) else 0
 
+    @_interpreting
     def starts(self, chain: int) -> dict[int, int]:
         """Return the codes that a chain began with, by operator: of all heads, and of what does not follow one."""
-        table = self._table(
-            self._paths["starts"], ["operator", "configuration"], [("chain", "=", chain)]
-        ).to_pydict()
+        table = self._table("starts", ["operator", "configuration"], [("chain", "=", chain)]).to_pydict()
         if not table["operator"]:
             raise UsageError(
                 f"search {self._search_id}: has no chain {chain}, must have it; see view proposals by app query"
             )
         return dict(zip(table["operator"], table["configuration"], strict=True))
 
+    @_interpreting
     def codes(self, chain: int, step: int) -> dict[int, int]:
         """Return the codes of a chain's heads (and what still has its own from the start) after `step` proposals."""
         current = self.starts(chain)
@@ -117,6 +138,7 @@ class TraceReader:
             current[head] = code
         return current
 
+    @_interpreting
     def configurations(self, chain: int, step: int) -> tuple[Configuration, ...]:
         """Return the configurations of all operators after `step` proposals of a chain."""
         codes = self.codes(chain, step)
@@ -127,17 +149,19 @@ class TraceReader:
         result |= {operator: meaning[code] for operator, code in codes.items()}
         return tuple(result[index] for index in range(len(result)))
 
+    @_interpreting
     def last_step(self, chain: int) -> int:
         """Return how many proposals of a chain the trace holds."""
         import pyarrow.compute as pc
 
-        table = self._table(self._paths["proposals"], ["step"], [("chain", "=", chain)])
+        table = self._table("proposals", ["step"], [("chain", "=", chain)])
         return int(pc.max(table["step"]).as_py() or 0)
 
+    @_interpreting
     def best(self) -> tuple[int, int]:
         """Return chain and step of the fastest strategy that fits, the first of equals; step 0: a chain's start."""
         columns = ["chain", "step", "simulated_ns"]
-        table = self._table(self._paths["proposals"], columns, [("accepted", "=", True)])
+        table = self._table("proposals", columns, [("accepted", "=", True)])
         # Of the starts, too, which are no proposals.
         best = min(
             ((one.best[1], one.number, one.best_at) for one in self.checkpoint() if one.best[0] == 0),
@@ -152,10 +176,11 @@ class TraceReader:
                     best = time_ns, chain, step
         return (best[1], best[2]) if best is not None else (0, 0)
 
+    @_interpreting
     def simulated_ns(self, chain: int, step: int) -> int | None:
         """Return the time of a chain's strategy after a step, where it is in the trace."""
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
-        table = self._table(self._paths["proposals"], ["step", "simulated_ns"], wanted).to_pydict()
+        table = self._table("proposals", ["step", "simulated_ns"], wanted).to_pydict()
         if not table["step"]:
             starts = {one.number: one.initial for one in self.checkpoint()}
             excess_bytes, time_ns = starts.get(chain, (1, 0))
@@ -164,13 +189,14 @@ class TraceReader:
         found: int | None = table["simulated_ns"][last]
         return found
 
+    @_interpreting
     def recorded_after(self, steps: Mapping[int, int]) -> Recorded:
         """Return the proposals of all chains after given steps."""
         columns = ["chain", "step", "operator", "simulated_ns", "accepted"]
         rows: dict[tuple[int, int], tuple[int, int, bool]] = {}
         # What is after the last checkpoint is in the last chunks.
         for path in reversed(self._paths["proposals"]):
-            table = self._table([path], columns).to_pydict()
+            table = read_table(path, "proposals", columns).to_pydict()
             before = len(rows)
             for chain, step, operator, time_ns, accepted in zip(
                 *(table[name] for name in columns), strict=True
@@ -181,6 +207,7 @@ class TraceReader:
                 break
         return Recorded(rows)
 
+    @_interpreting
     def decode(self, codes: Iterable[int]) -> dict[int, Configuration]:
         """Return what codes mean."""
         self._load(set(codes))
@@ -208,16 +235,11 @@ class TraceReader:
         """Read entries, and those that they were copied from."""
         missing = wanted - self._entries.keys()
         while missing:
-            table = self._table(
-                self._paths["configurations"], None, [("configuration", "in", sorted(missing))]
-            )
+            table = self._table("configurations", None, [("configuration", "in", sorted(missing))])
             for row in table.to_pylist():
                 self._entries[row["configuration"]] = row
             if lost := sorted(missing - self._entries.keys()):
-                raise DatabaseError(
-                    f"search {self._search_id}: configuration {lost[0]} is not in its trace, must be; restore "
-                    f"{self._folder} from a copy"
-                )
+                raise damaged_chunk(self.folder, f"has no configuration {lost[0]}, which proposals name")
             bases = {self._entries[code]["base"] for code in missing} - {None}
             missing = bases - self._entries.keys()
 
@@ -230,7 +252,7 @@ class TraceReader:
             )
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
         columns = ["step", "operator", "configuration", "other_operators", "other_configurations"]
-        ordered = self._table(self._paths["proposals"], columns, wanted).sort_by("step").to_pydict()
+        ordered = self._table("proposals", columns, wanted).sort_by("step").to_pydict()
         found: dict[int, int] = {}
         for head, code, heads, codes in zip(*(ordered[name] for name in columns[1:]), strict=True):
             found[head] = code
@@ -241,25 +263,13 @@ class TraceReader:
 
     def _table(
         self,
-        paths: Sequence[Path],
+        kind: TraceKind,
         columns: list[str] | None,
         filters: Any = None,
     ) -> pa.Table:
         import pyarrow as pa
-        from pyarrow import parquet
 
-        try:
-            tables = [
-                parquet.read_table(
-                    path, columns=_present(path, columns), filters=filters
-                ).replace_schema_metadata()
-                for path in paths
-            ]
-        except (pa.ArrowException, OSError) as error:
-            raise DatabaseError(
-                f"search {self._search_id}: its trace cannot be read ({str(error).splitlines()[0]}); restore "
-                f"{self._folder} from a copy"
-            ) from None
+        tables = [read_table(path, kind, columns, filters) for path in self._paths[kind]]
         if not tables:
             return pa.table({name: numbers(np.empty(0), pa.int64()) for name in columns or []})
         table = pa.concat_tables(tables, promote_options="default")
@@ -267,16 +277,6 @@ class TraceReader:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(table.num_rows))
         return table
-
-
-def _present(path: Path, columns: list[str] | None) -> list[str] | None:
-    """Return those of the columns that a chunk has: older ones lack what came later."""
-    from pyarrow import parquet
-
-    if columns is None or not set(columns) & set(ADDED_COLUMNS["proposals"]):
-        return columns
-    there = parquet.read_schema(path).names
-    return [name for name in columns if name in there]
 
 
 def resumed_chains(
@@ -315,11 +315,7 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         UsageError: there is no such search, chain or step.
     """
     search = store.search(search_id)
-    graph = store.graph(search.graph_id)
-    if graph is None:
-        raise DatabaseError(
-            f"search {search_id}: its graph is not in database {store.database.name}, must be"
-        )
+    graph = required(store.graph(search.graph_id), "graphs", search.graph_id)
     with reading(store):
         reader = TraceReader(store, search_id)
         if chain is None and step is None:
@@ -338,13 +334,15 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
 
 def _start_document(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, Any]:
     """Return the strategy that a chain began with, if it was a known one: what it shares and makes again stays."""
-    known = search.options.get("known", [])
     starts = {one.number: one.start for one in reader.checkpoint()}
-    # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
-    place = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
-    if place is None or not 0 <= place < len(known):
-        return {}
-    found: dict[str, Any] = json.loads(store.strategy(known[place]["digest"]).document)
+    with as_written(row_name(store.database.name, "searches", search.id, "options")):
+        known = search.options.get("known", [])
+        # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
+        place = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
+        if place is None or not 0 <= place < len(known):
+            return {}
+        digest = known[place]["digest"]
+    found: dict[str, Any] = json.loads(store.strategy(digest).document)
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.db.records import utc_now
+from app.db.references import Referred
 from app.db.store import Store
 from app.services import reporting_figures as figures
 from app.services.files import checked_target, replacing
@@ -162,7 +163,7 @@ def _checked(store: Store, request: ReportRequest) -> Filter:
     wanted = Filter(request.model, request.topology, request.search)
     if request.search is not None:
         search = store.search(request.search)
-        names = {one.id: one.name for one in store.graphs()}
+        names = Referred("graphs", ((one.id, one.name) for one in store.graphs()))
         wanted = replace(wanted, model=wanted.model or names[search.graph_id])
     for option, name, known in (
         ("--model", request.model, {one.name for one in store.graphs()}),
@@ -200,8 +201,8 @@ def _drawn(
 
 def _chosen(store: Store, wanted: Filter) -> str | None:
     """Return the id of the strategy to draw: that of the newest recorded run, else of the newest run, else search."""
-    graphs = {one.id: one.name for one in store.graphs()}
-    topologies = {one.id: one.name for one in store.topologies()}
+    graphs = Referred("graphs", ((one.id, one.name) for one in store.graphs()))
+    topologies = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
     strategies = {one.id: one for one in store.strategies(limit=10_000)}
     runs = [
         run

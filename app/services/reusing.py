@@ -16,8 +16,9 @@ from typing import Any
 from app.db.records import TASK_ORDERS, RankedStrategy, SearchedSetting, StrategyRecord, TaskOrder
 from app.db.store import Store
 from app.services.predicting import Setting
+from app.services.stored import strategy_of
 from graph.errors import StrategyError
-from graph.strategy import Strategy, strategy_from_json
+from graph.strategy import Strategy
 from search.adapting import adapt
 
 MOST = 2
@@ -74,7 +75,7 @@ def start_of(
     document = json.loads(record.document)
     same = f"batch size {setting.training.batch_size} on {count} devices"
     if record.graph_id == setting.graph_id and record.device_count == count:
-        strategy = strategy_from_json(document, graph, count)
+        strategy = strategy_of(record, graph, count)
     else:
         strategy = adapt(document, record.device_count, graph, count)
         same = f"graph {document['graph'][:12]} on {record.device_count} devices"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from app.db import chunks
+from app.db.failures import as_written
 from app.db.records import (
     TASK_ORDERS,
     SearchOutcome,
@@ -277,13 +278,15 @@ def resume_search(
         if stored.status in ("finished", "running"):
             store.resume_search(search_id)  # says why not
         request = _request(stored)
-        shares = MoveShares(**stored.options["moves"]) if "moves" in stored.options else ONE_GROUP
+        with as_written(f"table searches, row {stored.id}, column options"):
+            shares = MoveShares(**stored.options["moves"]) if "moves" in stored.options else ONE_GROUP
+            begun_with = [(one["digest"], one["found_for"]) for one in stored.options["known"]]
         options, names = replace(_options(request), shares=shares), _algorithms(request)
         _named_topology(request)
         model = _imported(request, names, processes, progress)
         with _setting(store, request, model, progress) as setting:
             _check_same(stored, setting)
-            known = [_known_again(store, setting, one) for one in stored.options["known"]]
+            known = [_known_again(store, setting, *one) for one in begun_with]
             store.resume_search(search_id)
             try:
                 chunks.recover(store, search_id)
@@ -396,10 +399,11 @@ def _request(stored: SearchRecord) -> SearchRequest:
             f"search {stored.id}: was started by an older Soapstone, must have been started by one that keeps what it "
             "was asked for; start a new search"
         )
-    model = stored_request(asked["model"], f"search {stored.id}")
-    given = {**asked, "model": model, "starts": tuple(asked["starts"])}
-    given.pop("precision", None)  # beside the model, in searches of older Soapstones: all of float32
-    return SearchRequest(**given)
+    with as_written(f"table searches, row {stored.id}, column options"):
+        model = stored_request(asked["model"], f"search {stored.id}")
+        given = {**asked, "model": model, "starts": tuple(asked["starts"])}
+        given.pop("precision", None)  # beside the model, in searches of older Soapstones: all of float32
+        return SearchRequest(**given)
 
 
 def _check_same(stored: SearchRecord, setting: Setting) -> None:
@@ -451,9 +455,8 @@ def _shared_starts(store: Store, setting: Setting, there: Collection[Strategy]) 
     return result
 
 
-def _known_again(store: Store, setting: Setting, stored: dict[str, Any]) -> KnownStart:
-    start = start_of(setting, store.strategy(stored["digest"]))
-    return replace(start, found_for=stored["found_for"])
+def _known_again(store: Store, setting: Setting, digest: str, found_for: str) -> KnownStart:
+    return replace(start_of(setting, store.strategy(digest)), found_for=found_for)
 
 
 def _options(request: SearchRequest) -> mcmc.SearchOptions:

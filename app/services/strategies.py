@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from app.db.records import GraphRecord, SimulationRecord, StrategyRecord
+from app.db.references import Referred, required
 from app.db.store import Store
 from app.services.models import ModelRequest, import_graph
 from app.services.progress import Progress
 from app.services.recomputing import RecomputationReport, recomputation_report
+from app.services.stored import strategy_of
 from app.services.tracing_case import Case, imported_graph, simulated_case
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
@@ -160,7 +162,9 @@ def diff_strategies(
     with Store.open(database) as store:
         records = [store.strategy(reference) for reference in references]
         if records[0].graph_id != records[1].graph_id:
-            names = {graph.id: f"{graph.name} ({graph.digest[:12]})" for graph in store.graphs()}
+            names = Referred(
+                "graphs", ((graph.id, f"{graph.name} ({graph.digest[:12]})") for graph in store.graphs())
+            )
             raise UsageError(
                 f"strategy {references[1]}: is for {names[records[1].graph_id]}, must be for "
                 f"{names[records[0].graph_id]} as strategy {references[0]} is; choose two for one graph"
@@ -270,7 +274,7 @@ def _setting(store: Store, records: list[StrategyRecord], topology: str | None) 
     Raises:
         UsageError: there is none on the topology that was asked for.
     """
-    names = {one.id: one.name for one in store.topologies()}
+    names = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
     counts = {one.id: one.device_count for one in store.topologies()}
     needed = max(_devices_used(one) for one in records)
     seen: set[str] = set()
@@ -280,8 +284,7 @@ def _setting(store: Store, records: list[StrategyRecord], topology: str | None) 
         for one in store.simulations(strategy_id=strategy_id):
             seen.add(names[one.topology_id])
             if topology in (None, names[one.topology_id]) and counts[one.topology_id] >= needed:
-                training = store.training(one.training_id)
-                assert training is not None  # a foreign key
+                training = required(store.training(one.training_id), "trainings", one.training_id)
                 return Setting(
                     one.topology_id, one.training_id, names[one.topology_id], training.batch_size, one
                 )
@@ -306,8 +309,7 @@ def _shown(
     graph: OperatorGraph | None,
     progress: Progress,
 ) -> tuple[ShownStrategy, OperatorGraph]:
-    graph_record = store.graph(record.graph_id)
-    assert graph_record is not None  # a foreign key
+    graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
     runs = [
         run
         for run in store.executions(strategy_id=record.id, limit=NEWEST)
@@ -321,7 +323,7 @@ def _shown(
     recomputation = None
     if setting is None:
         graph = graph or imported_graph(graph_record)
-        strategy = strategy_from_json(json.loads(record.document), graph, record.device_count)
+        strategy = strategy_of(record, graph)
     else:
         environment = next((run.environment_id for run in runs), None) or _environment(store, setting)
         case = simulated_case(

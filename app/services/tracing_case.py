@@ -9,7 +9,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from app.db.failures import as_written
 from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrder
+from app.db.references import Referred, required
 from app.db.store import Store
 from app.services.costs import CostsByKind, DatabaseCosts
 from app.services.environments import say_used
@@ -18,11 +20,12 @@ from app.services.machine import links_kind_name
 from app.services.models import import_graph, stored_request
 from app.services.predicting import LOCAL, Target
 from app.services.progress import Progress
+from app.services.stored import strategy_of, topology_of, training_of
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
-from graph.strategy import Strategy, strategy_from_json
+from graph.strategy import Strategy
 from graph.topology import Topology
-from graph.training import Training, training_from_json
+from graph.training import Training
 from search.costs import CostTable
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ def strategy_case(store: Store, reference: str, topology: str | None, progress: 
     """
     record = store.strategy(reference)
     simulations = store.simulations(strategy_id=record.id)
-    names = {one.id: one.name for one in store.topologies()}
+    names = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
     chosen = next((one for one in simulations if topology in (None, names[one.topology_id])), None)
     if chosen is None:
         known = ", ".join(sorted({names[one.topology_id] for one in simulations})) or "none"
@@ -98,7 +101,8 @@ def imported_graph(record: GraphRecord) -> OperatorGraph:
         UsageError: the model is gone, has changed since, or may not be run (`app.services.trust`).
         ImportFailure: it cannot be imported any more.
     """
-    request = stored_request(record.model, f"graph {record.name}")
+    with as_written(f"table graphs, row {record.id}, column model"):
+        request = stored_request(record.model, f"graph {record.name}")
     graph = import_graph(request, batch_norm=json.loads(record.document)["batch_norm"]).graph
     if graph.digest != record.digest:
         raise UsageError(
@@ -122,20 +126,18 @@ def simulated_case(
     """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
     from search.simulator import simulate
 
-    graph_record, topology_record = store.graph(record.graph_id), store.topology(topology_id)
-    training_record = store.training(training_id)
-    assert graph_record is not None  # foreign keys
-    assert topology_record is not None
-    assert training_record is not None
+    graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
+    topology_record = required(store.topology(topology_id), "topologies", topology_id)
+    training_record = required(store.training(training_id), "trainings", training_id)
     if graph is None:
         progress.begin(f"importing {graph_record.name}", None)
         try:
             graph = imported_graph(graph_record)
         finally:
             progress.end()
-    topology = Topology.from_json(topology_record.document)
-    training = training_from_json(json.loads(training_record.document))
-    strategy = strategy_from_json(json.loads(record.document), graph, record.device_count)
+    topology = topology_of(topology_record)
+    training = training_of(training_record)
+    strategy = strategy_of(record, graph)
     target, source = _costs(store, topology, environment_id, training.precision)
     if environment_id is None:
         for kind in topology.kinds:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.db.chunk_files import readable
+from app.db.failures import unwritable
 from app.db.records import ExecutionRecord
 from app.db.store import Store
 from app.services.tracing_timeline import Slice, Timeline
-from graph.errors import DatabaseError, UsageError
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,14 +67,14 @@ def write_recording(store: Store, execution: ExecutionRecord, recorded: Recorded
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            parquet.write_table(pa.table(rows, schema=_schema()), file, compression="zstd")
+            parquet.write_table(
+                pa.table(rows, schema=_schema()), file, compression="zstd", write_page_checksum=True
+            )
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise DatabaseError(
-            f"trace folder {path.parent}: cannot be written ({error.strerror}); check its permissions and its space"
-        ) from None
+        raise unwritable(path.parent, error) from None
     return path
 
 
@@ -80,14 +83,14 @@ def read_recording(store: Store, execution: ExecutionRecord) -> Recording:
 
     Raises:
         UsageError: it recorded none.
-        DatabaseError: the file cannot be read.
+        DamagedDataError: the file cannot be read.
     """
     path = recording_path(store, execution)
     if not path.is_file():
         raise UsageError(
             f"execution {execution.id}: has no recorded step, must have one; run it again with --profile"
         )
-    return Recording(execution.id, _read(path))
+    return Recording(execution.id, read_file(path))
 
 
 def find_recording(store: Store, strategy_id: int, topology_id: int, training_id: int) -> Recording | None:
@@ -101,8 +104,13 @@ def find_recording(store: Store, strategy_id: int, topology_id: int, training_id
 
 def recording_path(store: Store, execution: ExecutionRecord) -> Path:
     """Return where the recorded steps of an execution are, if it has any."""
-    digest = store.strategy(execution.strategy_id).digest[:_DIGITS]
-    return store.database.trace_folder / FOLDER / f"execution-{execution.id:06d}-{digest}.parquet"
+    digest = store.strategy(execution.strategy_id).digest
+    return store.database.trace_folder / FOLDER / recording_name(execution.id, digest)
+
+
+def recording_name(execution_id: int, strategy_digest: str) -> str:
+    """Return the name of the file with the recorded steps of an execution."""
+    return f"execution-{execution_id:06d}-{strategy_digest[:_DIGITS]}.parquet"
 
 
 def _schema() -> pa.Schema:
@@ -122,17 +130,20 @@ def _schema() -> pa.Schema:
     )
 
 
-def _read(path: Path) -> tuple[Timeline, ...]:
-    import pyarrow as pa
+def read_file(path: Path) -> tuple[Timeline, ...]:
+    """Return the recorded steps of a file.
+
+    Raises:
+        DamagedDataError: it cannot be read.
+    """
     from pyarrow import parquet
 
-    try:
-        columns = parquet.read_table(path, schema=_schema()).to_pydict()
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DatabaseError(
-            f"recorded step {path}: cannot be read ({reason}), must be whole; run it again with --profile"
-        ) from None
+    with readable(path):
+        columns = parquet.read_table(path, schema=_schema(), page_checksum_verification=True).to_pydict()
+        return _timelines(columns)
+
+
+def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[Timeline, ...]:
     found: dict[int, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
     for step, rank, *values in zip(*(columns[name] for name in _schema().names), strict=True):
         found[step][rank].append(Slice(*values))

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from app.analytics.duck import connect
-from app.db import chunks, trace
+from app.db import chunk_files, chunks, trace
 from app.db.records import DEEPEST_COPY
 from app.db.rows import ConfigurationEntry
 from app.db.store import Store
@@ -20,7 +20,7 @@ from app.services import recording
 from app.services.rebuilding import TraceReader
 from app.services.recording import Codes
 from graph.axes import tasks
-from graph.errors import DatabaseError, UsageError
+from graph.errors import DamagedDataError, UsageError
 from graph.strategy import Configuration, Strategy
 from search import mcmc, proposals
 from search.baselines import fsdp
@@ -220,10 +220,10 @@ def test_an_older_search_is_rebuilt_read_in_sql_and_goes_on(store: Store, walked
     expected = walk(store, whole, graph, DEVICES, alone)
     walk(store, stopped, graph, DEVICES, alone, interrupt=interrupt_at(90))
     for path in chunks.trace_folder(store, stopped).glob("chunk-*"):
-        text = chunks.read_text(path, chunks.CHECKPOINT)
+        text = chunk_files.read_text(path, chunk_files.CHECKPOINT)
         table = parquet.read_table(path).replace_schema_metadata()
         older = table.drop_columns(["other_operators", "other_configurations"])
-        parquet.write_table(chunks.with_text(older, chunks.CHECKPOINT, text), path)
+        parquet.write_table(chunk_files.with_text(older, chunk_files.CHECKPOINT, text), path)
     reader = TraceReader(store, stopped)
     last = reader.last_step(1)
     assert reader.configurations(1, last) == walked.visited[1, last]
@@ -316,7 +316,7 @@ def test_what_was_never_visited_is_one_line(store: Store) -> None:
         TraceReader(store, begin(store, options)).groups()
     path = next(chunks.trace_folder(store, search_id).glob("configurations-*"))
     path.write_bytes(b"PAR1 no more")
-    with pytest.raises(DatabaseError, match="its trace cannot be read"):
+    with pytest.raises(DamagedDataError, match=f"trace chunk {path}: is no whole Parquet file"):
         TraceReader(store, search_id).configurations(0, 1)
 
 

@@ -45,7 +45,9 @@ def setting_of(store: Store, graph: OperatorGraph, device_count: int, batch_size
         model=ImportedModel(ModelRequest("made-up", "paper", None, ""), graph, batch_size),
         target=Target(topology, None, None),
         training=training,
-        graph_id=store.put_graph(GraphRecord(graph.digest, graph.name, {}, 1, 1, 1, "{}")),
+        graph_id=store.put_graph(
+            GraphRecord(graph.digest, graph.name, {}, 1, 1, 1, canonical_json(graph.to_json()))
+        ),
         topology_id=store.put_topology(
             TopologyRecord(topology.digest, topology.name, device_count, topology.to_json())
         ),

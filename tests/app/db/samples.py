@@ -70,26 +70,27 @@ def environment(number: int = 0) -> EnvironmentRecord:
 
 def graph(number: int = 0, *, name: str = "inception") -> GraphRecord:
     """Return a graph."""
-    document = canonical_json({"name": name, "number": number})
+    document = {"name": name, "number": number}
     model = {"model": name, "preset": "paper", "batch_size": 8}
-    return GraphRecord(digest(document), name, model, 121, 27_000_000, 2**40, document)
+    return GraphRecord(digest(document), name, model, 121, 27_000_000, 2**40, canonical_json(document))
 
 
 def topology(number: int = 0, *, name: str = "local") -> TopologyRecord:
     """Return a topology."""
-    document = canonical_json({"topology": name, "number": number})
-    return TopologyRecord(digest(document), name, 2, document)
+    document = {"contention": [], "devices": [number], "name": name, "routes": []}
+    unnamed = {key: value for key, value in document.items() if key != "name"}
+    return TopologyRecord(digest(unnamed), name, 2, canonical_json(document))
 
 
 def training(batch_size: int = 8, precision: str = "float32") -> TrainingRecord:
     """Return a training."""
-    document = canonical_json(Training(batch_size, precision).to_json())
-    return TrainingRecord(digest(document), batch_size, document)
+    described = Training(batch_size, precision)
+    return TrainingRecord(described.digest, batch_size, canonical_json(described.to_json()))
 
 
 def strategy(graph_id: int, number: int, source: StrategySource = "search") -> StrategyRecord:
     """Return a strategy."""
-    document = canonical_json({"graph": graph_id, "strategy": number})
+    document = canonical_json({"graph": graph_id, "operators": {}, "strategy": number})
     return StrategyRecord(digest(document), graph_id, 2, document, source, created_at=moment(number))
 
 

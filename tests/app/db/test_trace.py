@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from app.db import chunks, models, owners
+from app.db import chunk_files, chunks, models, owners
 from app.db import trace as trace_module
 from app.db.records import SearchOutcome, TraceKind
 from app.db.rows import (
@@ -280,7 +280,7 @@ def test_the_newest_checkpoint_and_outcome_are_kept(store: Store, monkeypatch: p
         assert store.search(search).proposals == 2
         trace.add(batch(30, 10))
     (chunk,) = names(store, search)
-    assert chunks.read_text(chunks.trace_folder(store, search) / chunk, chunks.CHECKPOINT) == "[2]"
+    assert chunk_files.read_text(chunks.trace_folder(store, search) / chunk, chunk_files.CHECKPOINT) == "[2]"
     assert store.search(search).best_time_s == 1.0
 
 

@@ -1,0 +1,151 @@
+"""Errors of drivers and of the file system, as errors of Soapstone's: which are damage, and which a full disk.
+
+Every message ends with what to do. `Connection` is that of sqlite3, but for one thing: where a damaged file makes
+SQLite say something that is no UTF-8, sqlite3 raises `UnicodeDecodeError`, which nobody expects of a database.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from graph.errors import DamagedDataError, DatabaseFailure, StorageFullError
+
+CHECK = "run: app db check"
+"""What to do about damage: it says what can be saved."""
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What goes wrong where a document has another form than the one that was written."""
+
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Result codes of SQLite, and states of PostgreSQL: https://sqlite.org/rescode.html, PostgreSQL's appendix A.
+_SQLITE_ERROR, _SQLITE_CORRUPT, _SQLITE_FULL = 1, 11, 13
+_DAMAGED_STATES = ("XX000", "XX001", "XX002")
+_MISSING_STATES = ("42P01", "42703")
+_FULL_STATE = "53100"
+_LONGEST_REASON = 200
+
+
+class Connection(sqlite3.Connection):
+    """A connection to SQLite whose errors are all `sqlite3.Error`."""
+
+    def cursor(self, factory: Any = None) -> Any:
+        """Return a cursor of the same kind."""
+        return super().cursor(factory or _Cursor)
+
+
+class _Cursor(sqlite3.Cursor):
+    def execute(self, *arguments: Any) -> Any:
+        with _text_errors():
+            return super().execute(*arguments)
+
+    def executemany(self, *arguments: Any) -> Any:
+        with _text_errors():
+            return super().executemany(*arguments)
+
+    def fetchone(self) -> Any:
+        with _text_errors():
+            return super().fetchone()
+
+    def fetchmany(self, *arguments: Any) -> Any:
+        with _text_errors():
+            return super().fetchmany(*arguments)
+
+    def fetchall(self) -> Any:
+        with _text_errors():
+            return super().fetchall()
+
+
+@contextmanager
+def _text_errors() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise sqlite3.DatabaseError("malformed: a text is no UTF-8") from None
+
+
+def one_line(error: BaseException) -> str:
+    """Return the reason in a driver's error, without SQL, parameters and line breaks."""
+    cause = getattr(error, "orig", None) or error
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether a driver's error says that what is stored is damaged: all SQL here fits the schema."""
+    cause = getattr(error, "orig", None) or error
+    if isinstance(cause, sqlite3.Error):
+        code = getattr(cause, "sqlite_errorcode", None)
+        if code is None:
+            return any(word in str(cause) for word in ("malformed", "Could not decode"))
+        return code & 0xFF in (_SQLITE_CORRUPT, _SQLITE_ERROR)
+    return getattr(cause, "sqlstate", None) in (*_DAMAGED_STATES, *_MISSING_STATES)
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error of a driver or of the file system says that there is no space left."""
+    cause = getattr(error, "orig", None) or error
+    if isinstance(cause, sqlite3.Error):
+        return getattr(cause, "sqlite_errorcode", 0) & 0xFF == _SQLITE_FULL
+    if isinstance(cause, OSError):
+        return cause.errno in _FULL_ERRNOS
+    return getattr(cause, "sqlstate", None) == _FULL_STATE
+
+
+def database_failure(name: str, error: BaseException) -> DatabaseFailure:
+    """Return what to say of a driver's error: `name` is the database's."""
+    if is_full(error):
+        return full(f"database {name}", error)
+    if is_damage(error):
+        return DamagedDataError(f"database {name}: is damaged ({one_line(error)}), must be whole; {CHECK}")
+    return DatabaseFailure(f"database {name}: operation failed ({one_line(error)}); check the database")
+
+
+def full(where: str, error: BaseException) -> StorageFullError:
+    """Return what to say where there is no space for what is to be written."""
+    reason = error.strerror if isinstance(error, OSError) else one_line(error)
+    return StorageFullError(
+        f"{where}: the disk is full ({reason}), must have room; make some, and run it again"
+    )
+
+
+def row_name(database: str, table: str, number: object, column: str | None = None) -> str:
+    """Return what a message calls a row, or one of its columns."""
+    return f"database {database}: table {table}, row {number}" + (f", column {column}" if column else "")
+
+
+def damaged_row(where: str, reason: str) -> DamagedDataError:
+    """Return what to say of a row that is not as it was written."""
+    return DamagedDataError(f"{where}: {reason}, must be as it was written; {CHECK}")
+
+
+@contextmanager
+def as_written(where: str) -> Iterator[None]:
+    """Take for damage whatever goes wrong while something stored is interpreted; `where` names it."""
+    try:
+        yield
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise DamagedDataError(
+            f"{where}: cannot be understood ({reason}), must be as it was written; {CHECK}"
+        ) from None
+
+
+def damaged_chunk(path: Path, reason: str) -> DamagedDataError:
+    """Return what to say of a chunk of a trace that cannot be read, or holds what nobody wrote."""
+    return DamagedDataError(
+        f"trace chunk {path}: {reason}, must be as it was written; restore it from a copy, or {CHECK}"
+    )
+
+
+def unwritable(folder: Path, error: OSError) -> DatabaseFailure:
+    """Return what to say when a trace cannot be written."""
+    if is_full(error):
+        return full(f"trace folder {folder}", error)
+    return DatabaseFailure(
+        f"trace folder {folder}: cannot be written ({error.strerror}); check its permissions and its space"
+    )

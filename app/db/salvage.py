@@ -1,0 +1,175 @@
+"""Reading what is left of a damaged database: row by row, past what cannot be read, and without writing to it.
+
+A scan of a SQLite table ends at the first page that cannot be read. What lies behind it is reached from the other end,
+and by number: each table has indexes of its own pages that say which rows there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy import exc, pool
+
+from app.db.engine import connect_engines, display_name
+from app.db.failures import Connection, is_damage, one_line
+
+# Between two rows that can be read, as many numbers are tried where no index tells.
+LONGEST_GAP = 100_000
+# And so many after the last.
+LONGEST_END = 1000
+
+
+class LostRow(Exception):
+    """A row that cannot be read, and why; row 0: nobody knows which, or how many."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+        self.reason = reason
+
+
+class Source:
+    """A database that is read and never written to: one transaction for as long as nothing in it is damaged."""
+
+    def __init__(self, connection: sa.Connection) -> None:
+        self._connection = connection
+        self.is_sqlite = connection.dialect.name == "sqlite"
+
+    def first(self, statement: sa.Executable) -> dict[str, Any] | None:
+        """Return the first row of a query.
+
+        Raises:
+            LostRow: it cannot be read.
+        """
+        try:
+            row = self._connection.execute(statement).mappings().first()
+        except exc.DBAPIError as error:
+            raise self._lost(error) from None
+        return None if row is None else dict(row)
+
+    def all(self, statement: sa.Executable) -> Iterator[dict[str, Any]]:
+        """Give the rows of a query one after the other.
+
+        Raises:
+            LostRow: the next one cannot be read.
+        """
+        try:
+            result = self._connection.execution_options(yield_per=500).execute(statement)
+            for row in result.mappings():
+                yield dict(row)
+        except exc.DBAPIError as error:
+            raise self._lost(error) from None
+
+    def problems(self) -> list[str]:
+        """Return what SQLite itself finds wrong with its file; nothing of PostgreSQL."""
+        if not self.is_sqlite:
+            return []
+        try:
+            rows = [str(row["integrity_check"]) for row in self.all(sa.text("PRAGMA integrity_check"))]
+        except LostRow as error:
+            return [error.reason]
+        return [line for text in rows for line in text.splitlines() if line != "ok"]
+
+    def rows(self, table: sa.Table) -> Iterator[dict[str, Any] | LostRow]:
+        """Give each row of a table that can be read, and what is known of each other one."""
+        read: set[int] = set()
+        try:
+            for row in self.all(sa.select(table).order_by(table.c.id)):
+                read.add(row["id"])
+                yield row
+            return
+        except LostRow as error:
+            reason = error.reason
+        lost = 0
+        there = self._numbers(table)
+        for number in sorted((there | _between(read | there)) - read):
+            try:
+                found = self.first(sa.select(table).where(table.c.id == number))
+            except LostRow as error:
+                if number in there:
+                    lost += 1
+                    yield LostRow(number, error.reason)
+                continue
+            if found is not None:
+                yield found
+        if not lost:
+            yield LostRow(0, reason)
+
+    def _numbers(self, table: sa.Table) -> set[int]:
+        """Return the numbers of a table's rows, as far as the table and each of its indexes tell."""
+        sources = [""]
+        if self.is_sqlite:
+            named = sa.text("SELECT name FROM sqlite_master WHERE type = 'index' AND tbl_name = :table")
+            sources = ["NOT INDEXED", "NOT INDEXED ORDER BY id DESC"]
+            with suppress(LostRow):
+                for row in self.all(named.bindparams(table=table.name)):
+                    sources.append(f'INDEXED BY "{row["name"]}"')
+        found: set[int] = set()
+        for source in sources:
+            with suppress(LostRow):
+                for row in self.all(sa.text(f"SELECT id FROM {table.name} {source}")):
+                    found.add(row["id"])
+        return found
+
+    def _lost(self, error: exc.DBAPIError) -> LostRow:
+        if not is_damage(error):
+            raise error
+        if not self.is_sqlite:
+            # PostgreSQL gives a transaction up at the first error.
+            self._connection.rollback()
+        return LostRow(0, one_line(error))
+
+
+def _between(known: set[int]) -> set[int]:
+    """Return numbers in the gaps of the known ones, and after them, that may be rows'."""
+    ordered = sorted(known | {0})
+    tried: set[int] = set()
+    for before, after in zip(ordered, [*ordered[1:], ordered[-1] + LONGEST_END], strict=True):
+        if after - before <= LONGEST_GAP - len(tried):
+            tried.update(range(before + 1, after))
+    return tried
+
+
+@contextmanager
+def reading_only(url: sa.URL) -> Iterator[Source]:
+    """Give a database to read, as it is now.
+
+    A SQLite file that nobody has open is read without its locks and its log, so nothing is made beside it. Where there
+    is a log, it is read along, and SQLite may write its index (`-shm`) anew.
+
+    Raises:
+        DBAPIError: it cannot be opened.
+    """
+    if url.get_backend_name() != "sqlite":
+        database = connect_engines(url)
+        try:
+            with database.read_engine.connect() as connection:
+                yield Source(connection)
+        finally:
+            database.dispose()
+        return
+    path = Path(display_name(url))
+    mode = "mode=ro" if os.path.exists(f"{path}-wal") else "immutable=1"
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"file:{quote(str(path))}?{mode}", uri=True, factory=Connection, isolation_level=None
+        )
+        # Of a schema that is damaged in part, the rest counts. Nothing is written: the file is opened to be read.
+        connection.execute("PRAGMA writable_schema=ON")
+        return connection
+
+    engine = sa.create_engine("sqlite://", creator=connect, poolclass=pool.NullPool)
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN")
+            yield Source(connection)
+    finally:
+        engine.dispose()
