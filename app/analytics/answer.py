@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.analytics.guard import Kind, check_query
+from app.db.failures import database_failure, is_damage
 from graph.errors import QueryFailure, UsageError
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def _one_line(connection: duckdb.DuckDBPyConnection, sql: str) -> Iterator[None]
         yield
     except (duckdb.Error, OSError, ValueError, MemoryError) as error:
         text = _own_words(connection, sql, str(error))
+        if is_damage(error):
+            raise database_failure("of this query", error) from None
         # Binder errors show the place in a picture of several lines.
         reason = " ".join(text.split("LINE ", 1)[0].split()).removeprefix("Invalid Error: ")
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(reason):

@@ -22,11 +22,12 @@ from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
 from app.db.chunks import chunk_file
 from app.db.engine import Database
+from app.db.failures import database_failure, is_damage
 from app.db.reading import reading
 from app.db.records import TraceRecord
 from app.db.rows import ADDED_COLUMNS
 from app.db.store import Store
-from graph.errors import DatabaseError
+from graph.errors import DatabaseError, DatabaseFailure
 
 if TYPE_CHECKING:
     import duckdb
@@ -64,6 +65,10 @@ def connect(database: Database, resources: Resources = Resources()) -> Iterator[
         connection = _connected(database, traces, resources)
         try:
             yield connection
+        except _duckdb_error() as error:
+            if not is_damage(error):
+                raise
+            raise database_failure(database.name, error) from None
         finally:
             connection.close()
 
@@ -91,7 +96,9 @@ def _connected(
         reason = str(error).splitlines()[0]
         if password := database.url.password:
             reason = reason.replace(str(password), "***")
-        raise DatabaseError(
+        if is_damage(error):
+            raise database_failure(database.name, error) from None
+        raise DatabaseFailure(
             f"database {database.name}: DuckDB cannot read it ({reason}); check the database"
         ) from None
     except BaseException:
@@ -171,7 +178,7 @@ def _create_trace_views(
         except _duckdb_error():
             # A file that was damaged, or of a Soapstone that wrote other columns, must not hide the rest.
             for path in paths:
-                if not _has_columns(found[path], kind):
+                if not _has_columns(connection, found[path], kind):
                     del found[path]
             left = [found[path] for path in paths if path in found]
             _create_trace_view(connection, name, kind, left)
@@ -221,15 +228,13 @@ def _listed(files: Iterable[Path | str]) -> str:
     return f"[{', '.join(_quoted(str(file)) for file in files)}]"
 
 
-def _has_columns(file: Path, kind: str) -> bool:
-    import pyarrow as pa
-    from pyarrow import parquet
-
+def _has_columns(connection: duckdb.DuckDBPyConnection, file: Path, kind: str) -> bool:
     try:
-        required = set(TRACE_COLUMNS[kind]) - set(ADDED_COLUMNS.get(kind, ()))
-        return required <= set(parquet.read_schema(file).names)
-    except (pa.ArrowException, OSError):
+        rows = connection.execute(f"SELECT name FROM parquet_schema({_listed([file])})").fetchall()
+        connection.execute(f"DESCRIBE SELECT * FROM read_parquet({_listed([file])})").fetchall()
+    except (_duckdb_error(), UnicodeError):
         return False
+    return set(TRACE_COLUMNS[kind]) - set(ADDED_COLUMNS.get(kind, ())) <= {name for (name,) in rows}
 
 
 def _duckdb_error() -> type[Exception]:

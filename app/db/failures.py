@@ -27,6 +27,7 @@ _SQLITE_ERROR, _SQLITE_CORRUPT, _SQLITE_FULL = 1, 11, 13
 _DAMAGED_STATES = ("XX000", "XX001", "XX002")
 _MISSING_STATES = ("42P01", "42703")
 _FULL_STATE = "53100"
+_SQLITE_SAYS = "database disk image is malformed"
 _LONGEST_REASON = 200
 
 
@@ -83,7 +84,11 @@ def is_damage(error: BaseException) -> bool:
         if code is None:
             return any(word in str(cause) for word in ("malformed", "Could not decode"))
         return code & 0xFF in (_SQLITE_CORRUPT, _SQLITE_ERROR)
-    return getattr(cause, "sqlstate", None) in (*_DAMAGED_STATES, *_MISSING_STATES)
+    # DuckDB has a SQLite of its own, and gives its words alone.
+    return _SQLITE_SAYS in str(cause) or getattr(cause, "sqlstate", None) in (
+        *_DAMAGED_STATES,
+        *_MISSING_STATES,
+    )
 
 
 def is_full(error: BaseException) -> bool:

@@ -285,7 +285,7 @@ class _Check:
         def place(row: Row) -> tuple[int, str]:
             return row["search_id"], row["kind"]
 
-        for (search_id, kind), of_kind in groupby(sorted(rows, key=place), key=place):
+        for (search_id, _), of_kind in groupby(sorted(rows, key=place), key=place):
             run = []
             for row in of_kind:
                 self._registered.add(row["path"])

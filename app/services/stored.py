@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
-from app.db.failures import as_written, damaged_row
+from app.db.failures import MALFORMED, as_written, damaged_row
 from app.db.records import GraphRecord, StrategyRecord, TopologyRecord, TrainingRecord
 from graph.errors import StrategyError, TopologyError
 from graph.operators import OperatorGraph, ValueKind
@@ -23,9 +24,13 @@ def strategy_of(record: StrategyRecord, graph: OperatorGraph, device_count: int 
         DamagedDataError: its row is not as it was written.
     """
     document = json.loads(record.document)
-    if document.get("graph") != graph.digest:
-        return strategy_from_json(document, graph, record.device_count)  # says so
     where = f"table strategies, row {record.id}, column document"
+    if document.get("graph") != graph.digest:
+        with suppress(StrategyError, *MALFORMED):
+            named = strategy_from_json({**document, "graph": graph.digest}, graph, record.device_count)
+            if named.digest == record.digest:
+                raise damaged_row(where, "names another graph than its digest does")
+        return strategy_from_json(document, graph, record.device_count)  # says so
     try:
         with as_written(where):
             strategy = strategy_from_json(document, graph, record.device_count)

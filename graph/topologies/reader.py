@@ -112,7 +112,7 @@ def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -
     """
     try:
         content = yaml.load(text, _Loader)  # a SafeLoader: it makes plain data only
-    # Whatever PyYAML makes numbers and dates of may be none: of thousands of digits, or of a thirteenth month.
+    # What looks like a date may have a thirteenth month.
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise TopologyError(f"{where}: is not YAML ({unreadable(error)}); correct it") from error
     root = _Entry(where, "", content)
@@ -149,6 +149,20 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"key {key} is there twice", node.start_mark
                 )
         return super().construct_mapping(node, deep=deep)
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        """Return a whole number that can be shown: Python shows none of thousands of digits."""
+        try:
+            number: int = self.construct_yaml_int(node)
+            str(number)
+        except ValueError:
+            raise yaml.constructor.ConstructorError(
+                None, None, "a number has too many digits, or none", node.start_mark
+            ) from None
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 class _Entry:

@@ -180,6 +180,11 @@ def _signed(text: str) -> bytes:
     return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode()
 
 
+def _with_endless_batches(text: bytes) -> bytes:
+    """A checksum that is right, of a number of samples that no integer is."""
+    return _signed(text.decode().partition("\n")[2].replace('"batch_size":8', '"batch_size":1e999', 1))
+
+
 def _with_another_graph(text: bytes) -> bytes:
     """A checksum that is right, of a graph that is not the one whose digest it names."""
     document = json.loads(text.partition(b"\n")[2])
@@ -200,6 +205,7 @@ def _with_another_graph(text: bytes) -> bytes:
         lambda _: _signed("[" * 100_000),
         lambda _: _signed('{"key": 1}'),
         _with_another_graph,
+        _with_endless_batches,
     ],
 )
 def test_a_damaged_or_foreign_file_is_a_miss_and_written_anew(

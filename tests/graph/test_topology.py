@@ -453,6 +453,9 @@ def test_negative_size_is_refused() -> None:
     [
         ("kinds: {}\nkinds: {}\nnodes: {}\n", "kinds is there twice"),
         ("[" * 20_000, "is not YAML"),
+        (f"name: {'7' * 6000}\nkinds: {{}}\nnodes: {{}}\n", "too many digits"),
+        (f"name: 0x{'7' * 6000}\nkinds: {{}}\nnodes: {{}}\n", "too many digits"),
+        ("name: 2026-13-40\nkinds: {}\nnodes: {}\n", "is not YAML"),
     ],
 )
 def test_yaml_that_repeats_a_key_or_never_ends_is_one_line(tmp_path: Path, content: str, words: str) -> None:
