@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
 
 from app.db import models
+from app.db.failures import damaged_row, row_name
 from app.db.records import (
     CostSummary,
     DeviceKindRecord,
@@ -248,6 +250,9 @@ class CostStore(StorePart):
         environment_of = Referred("environments", ((one.id, one) for one in environments))
         groups: dict[tuple[int, int], list[sa.Row[Any]]] = {}
         for row in rows:
+            if not isinstance(row.oldest, datetime) or not isinstance(row.newest, datetime):
+                name = row_name(self.database.name, "op_costs or link_fits", "-", "measured_at")
+                raise damaged_row(name, f"{row.newest!r} is no moment")
             groups.setdefault((row.device_kind_id, row.environment_id), []).append(row)
         found = [
             CostSummary(

@@ -15,15 +15,19 @@ import pytest
 import sqlalchemy as sa
 
 from app.db.engine import migration_engine, resolve_url
+from app.db.records import LinkCostRecord
+from app.db.store import Store
 from app.services.checking import check
 from app.services.repairing import repair
 from graph.errors import DatabaseError, UsageError
 from tests.app.conftest import Command, Outcome, store_results
+from tests.app.db import samples
 from tests.app.db.backends import database_url, postgres_host
 
 __all__ = ["database_url", "postgres_host"]
 
-SEARCH = ("search", "--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2")
+# On data sheets: nothing is measured.
+SEARCH = ("search", "--model", "mlp", "--preset", "small", "--topology", "dgx1-v100", "--proposals", "200")
 READING = (
     ("db", "status"),
     ("strategy", "list"),
@@ -34,11 +38,18 @@ READING = (
 
 
 @pytest.fixture(scope="module")
-def sound(probed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with a search; to be copied. Its trace is in several chunks, its search can be gone on with."""
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with a search that can be gone on with, and with costs of some pages; to be copied."""
     path = tmp_path_factory.mktemp("sound") / "sound.sqlite"
-    shutil.copy(probed, path)
-    store_results(path, (*SEARCH, "--proposals", "200"))
+    store_results(path, SEARCH)
+    with Store.open(path) as store:
+        kind, environment = (
+            store.put_device_kind(samples.device_kind()),
+            store.put_environment(samples.environment()),
+        )
+        store.put_op_costs(kind, environment, [samples.op_cost(size) for size in range(1, 200)])
+        link = LinkCostRecord("p2p", 2, 1024, 1e-4, 2e-4, (1e-4, 3e-4), samples.moment(1))
+        store.put_link_costs(kind, environment, [link])
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE searches SET status = 'interrupted'")
     return path
@@ -152,7 +163,8 @@ def test_a_damaged_chunk_is_named_and_what_came_before_is_saved(
     if damage == "truncated":
         path.write_bytes(content[: len(content) // 2])
     elif damage == "flipped":
-        content[len(content) // 4] ^= 1
+        for place in range(16, len(content) // 2, 16):
+            content[place] ^= 1
         path.write_bytes(content)
     elif damage == "another":
         shutil.copy(next(folder.glob("starts-*")), path)
@@ -284,10 +296,7 @@ def test_an_interrupted_repair_leaves_nothing(copy: Path, tmp_path: Path) -> Non
 
 
 def test_numbers_go_on_after_those_that_were_saved(sound: Path, database_url: str) -> None:
-    from app.db.store import Store
-    from tests.app.db.samples import environment
-
     repair(str(sound), database_url)
     with Store.open(database_url) as store:
         known = {one.id for one in store.environments()}
-        assert store.put_environment(environment(7)) not in known
+        assert store.put_environment(samples.environment(7)) not in known
