@@ -27,6 +27,8 @@ _SQLITE_ERROR, _SQLITE_CORRUPT, _SQLITE_FULL = 1, 11, 13
 _DAMAGED_STATES = ("XX000", "XX001", "XX002")
 _MISSING_STATES = ("42P01", "42703")
 _FULL_STATE = "53100"
+# Of quotas and limits of file sizes SQLite says no more than that writing failed: IOERR_WRITE, IOERR_SHMSIZE.
+_SQLITE_UNWRITTEN = (778, 4874)
 _SQLITE_SAYS = "database disk image is malformed"
 _LONGEST_REASON = 200
 
@@ -95,7 +97,8 @@ def is_full(error: BaseException) -> bool:
     """Return whether an error of a driver or of the file system says that there is no space left."""
     cause = getattr(error, "orig", None) or error
     if isinstance(cause, sqlite3.Error):
-        return getattr(cause, "sqlite_errorcode", 0) & 0xFF == _SQLITE_FULL
+        code = getattr(cause, "sqlite_errorcode", 0)
+        return code & 0xFF == _SQLITE_FULL or code in _SQLITE_UNWRITTEN
     if isinstance(cause, OSError):
         return cause.errno in _FULL_ERRNOS
     return getattr(cause, "sqlstate", None) == _FULL_STATE
@@ -114,7 +117,7 @@ def full(where: str, error: BaseException) -> StorageFullError:
     """Return what to say where there is no space for what is to be written."""
     reason = error.strerror if isinstance(error, OSError) else one_line(error)
     return StorageFullError(
-        f"{where}: the disk is full ({reason}), must have room; make some, and run it again"
+        f"{where}: the disk or a quota is full ({reason}), must have room; make some, and run it again"
     )
 
 

@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_that_was_stored(
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (1, ""), ended
-    assert ended.stderr.startswith(f"error: database {place}/full.sqlite: the disk is full ")
+    assert ended.stderr.startswith(f"error: database {place}/full.sqlite: the disk or a quota is full ")
     assert ended.stderr.count("\n") == 1
     database = tmp_path / "full.sqlite"
     check_whole(database)
