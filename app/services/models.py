@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from app.services import kept_graphs, trust
-from graph.errors import DatabaseError, ImportFailure, UsageError
+from graph.errors import DamagedDataError, ImportFailure, UsageError
 from graph.operators import OperatorGraph
 from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
@@ -111,11 +111,11 @@ def stored_request(document: object, where: str) -> ModelRequest:
     All that is stored becomes a request here and nowhere else. `where` is what an error calls the document.
 
     Raises:
-        DatabaseError: the document is none of a model.
+        DamagedDataError: the document is none of a model.
         UsageError: it names a function that the user has not named.
     """
     if not _is_model(document):
-        raise DatabaseError(
+        raise DamagedDataError(
             f"{where}: its model is no JSON object of name, preset, batch_size and precision, must be; restore the "
             "database from a copy"
         )

@@ -196,7 +196,9 @@ def test_what_is_no_model_is_one_line(
         connection.execute("UPDATE graphs SET model = ?", [json.dumps(model)])
     connection.close()
     outcome = command("trace", "--strategy", "1")
-    assert outcome.code == 2, outcome
+    assert outcome.code == (1 if "JSON object" in words else 2), (
+        outcome
+    )  # damage, or a name that is not followed
     line = outcome.errors.splitlines()[-1]
     assert line.startswith("error: ")
     assert all(word in line for word in words), line
