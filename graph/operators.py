@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from graph.aliasing import may_alias
 from graph.axes import IterationSpace
 from graph.canonical import digest
 from graph.errors import GraphError
@@ -238,6 +239,34 @@ class OperatorGraph:
     def weights(self) -> tuple[Value, ...]:
         """The trainable parameters, in graph order."""
         return tuple(value for value in self.values if value.kind is ValueKind.WEIGHT)
+
+    @cached_property
+    def weights_behind(self) -> dict[str, frozenset[str]]:
+        """For each value, the weights of whose memory it may be: a weight itself, and views of views of weights."""
+        result = {value.name: frozenset[str]() for value in self.values}
+        result.update({weight.name: frozenset({weight.name}) for weight in self.weights})
+        for operator in self.operators:
+            if may_alias(operator.target):
+                behind = frozenset[str]().union(*(result[name] for name in operator.inputs))
+                result.update(dict.fromkeys(operator.outputs, behind))
+        return result
+
+    @cached_property
+    def weights_read(self) -> tuple[tuple[str, ...], ...]:
+        """For each operator: the weights whose memory it may read, by themselves or through views, by name."""
+        return tuple(
+            tuple(sorted(frozenset[str]().union(*(self.weights_behind[name] for name in operator.inputs))))
+            for operator in self.operators
+        )
+
+    @cached_property
+    def weight_readers(self) -> dict[str, tuple[int, ...]]:
+        """For each weight: the operators that may read its memory, by itself or through views, ascending."""
+        readers: dict[str, list[int]] = {weight.name: [] for weight in self.weights}
+        for index, names in enumerate(self.weights_read):
+            for name in names:
+                readers[name].append(index)
+        return {name: tuple(found) for name, found in readers.items()}
 
     @cached_property
     def weight_dtype(self) -> str:

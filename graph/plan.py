@@ -15,7 +15,8 @@ before the backward of the group's last operator; nothing is sent again.
 
 Weights that are kept in shares are gathered before the first operator that reads them, and before the backward of the
 last one (or before that one's group is made again), several operators' together; the next gather begins before the
-operators of this one, so that one is always under way.
+operators of this one, so that one is always under way. Who reads a view of a weight reads the weight
+(`OperatorGraph.weight_readers`).
 """
 
 from __future__ import annotations
@@ -445,13 +446,13 @@ def _gathers(
     forward: dict[int, list[str]] = {}
     backward: dict[int, list[str]] = {}
     for number, weight in enumerate(graph.weights):
-        users = [index for index, _ in graph.consumers[weight.name]]
-        if strategy.sharding_of(number) is not Sharding.PARAMETERS or not users:
+        readers = graph.weight_readers[weight.name]
+        if strategy.sharding_of(number) is not Sharding.PARAMETERS or not readers:
             continue
         if all(len(cell.devices) == 1 for cell in cells(held[weight.name])):
             continue
-        forward.setdefault(min(users), []).append(weight.name)
-        reached = [index for index in users if any(active[index])]
+        forward.setdefault(min(readers), []).append(weight.name)
+        reached = [index for index in readers if any(active[index])]
         if reached:
             backward.setdefault(needed_at(strategy.recomputation, max(reached)), []).append(weight.name)
     return (

@@ -179,10 +179,14 @@ def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None
 
 
 def stays_whole(graph: OperatorGraph) -> frozenset[str]:
-    """Return the weights that are read to renew buffers: after the backward, when of others there are shares alone."""
-    return frozenset(
-        name for index in graph.order.of_buffers for name in graph.operators[index].inputs
-    ).intersection(weight.name for weight in graph.weights)
+    """Return the weights whose memory is read when of others there are shares alone: after the last forward.
+
+    By operators that renew buffers, themselves or through views; or as the loss or a buffer's new value, where these
+    are views of a weight.
+    """
+    late = [graph.loss, *(value for _, value in graph.buffer_updates)]
+    names = [name for index in graph.order.of_buffers for name in graph.weights_read[index]]
+    return frozenset(names).union(*(graph.weights_behind[value] for value in late))
 
 
 def check_configuration(operator: Operator, configuration: Configuration, device_count: int) -> None:

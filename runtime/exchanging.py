@@ -24,12 +24,14 @@ from graph.collectives import (
 from graph.exchange import Assembly, Piece
 from graph.intervals import Region, normalize, shape, volume
 from graph.plan import Plan
+from graph.strategy import Sharding
 from runtime import instructions as steps
 from runtime.assembling import Recipe
 from runtime.collectives import Share, StartCollective, StartGradientCollective
 from runtime.layout import Layout, Local
 from runtime.segments import Segments
 from runtime.selections import Selection
+from runtime.sharing import sharing_on
 
 Instruction = steps.Instruction
 
@@ -57,6 +59,10 @@ class Exchanges:
         self._arrivals: dict[tuple[str, int, Piece], int] = {}
         self._wholes: dict[tuple[str, int], int] = {}
         self._gradient_arrivals: dict[int, list[tuple[int, int, Selection]]] = {}
+        # Views of these are sent as copies: their memory goes when their readers are done, which may be before.
+        self._gathered = frozenset(
+            name for name in layout.held if sharing_on(plan, name, layout.rank) is Sharding.PARAMETERS
+        )
 
     def cut(self, value: str, piece: Piece) -> Selection:
         """The part of its task's output that a piece is."""
@@ -102,12 +108,13 @@ class Exchanges:
 
     def issue(self, events: Sequence[Event]) -> list[Instruction]:
         """Return the collectives and then the messages of some events, as far as the rank takes part in any."""
-        instructions: list[Instruction] = [
-            self._collective(event, collective)
-            for event in events
-            for collective in event.collectives
-            if self._layout.rank in collective.devices
-        ]
+        instructions: list[Instruction] = []
+        # By slot: that of the copy which is sent.
+        copies: dict[int, int] = {}
+        for event in events:
+            for collective in event.collectives:
+                if self._layout.rank in collective.devices:
+                    instructions.append(self._collective(event, collective, copies))
         sends: dict[tuple[int, Region], tuple[int, Selection]] = {}
         order = []
         arrivals = []
@@ -118,7 +125,7 @@ class Exchanges:
                     self._arrivals[event.name, number, piece] = slot
                     arrivals.append(self._arrival(piece.source_device, slot, piece.region, event.value))
                 else:
-                    source = self._layout.piece_slot(event.value, piece)
+                    source = self._sent_from(event.value, piece, copies)
                     key = (source, piece.region)
                     if key not in sends:
                         sends[key] = (source, self.cut(event.value, piece))
@@ -127,10 +134,19 @@ class Exchanges:
             instructions.append(
                 steps.Exchange(tuple(sends.values()), tuple(order), tuple(arrivals), self._device)
             )
-        return instructions
+        return [*(steps.Copy(source, target) for source, target in copies.items()), *instructions]
 
-    def _collective(self, event: Event, collective: Collective) -> StartCollective:
-        """Return the start of a collective, and note where what it gives arrives."""
+    def _sent_from(self, value: str, piece: Piece, copies: dict[int, int]) -> int:
+        """Return the slot from which a piece is sent; `copies` gets that of a new copy, where it must be one."""
+        source = self._layout.piece_slot(value, piece)
+        if self._gathered.isdisjoint(self._plan.graph.weights_behind[value]):
+            return source
+        if source not in copies:
+            copies[source] = self._layout.new_slot(self._layout.shapes[source])
+        return copies[source]
+
+    def _collective(self, event: Event, collective: Collective, copies: dict[int, int]) -> StartCollective:
+        """Return the start of a collective, and note where what it gives arrives, and what must be copied first."""
         regions = received(collective, event.assemblies, self._layout.rank)
         assembly = assembly_on(collective, event.assemblies, self._layout.rank)
         whole = assembly is not None and _stacked(assembly.region, regions)
@@ -146,7 +162,7 @@ class Exchanges:
                 for piece, arrival in zip(by_source(assembly), arrivals, strict=True):
                     self._arrivals[event.name, number, piece] = arrival.slot
         sends = tuple(
-            (self._layout.piece_slot(event.value, piece), self.cut(event.value, piece))
+            (self._sent_from(event.value, piece, copies), self.cut(event.value, piece))
             for piece in sent(collective, event.assemblies, self._layout.rank)
         )
         return StartCollective(

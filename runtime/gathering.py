@@ -1,7 +1,8 @@
 """When a rank gathers the weights that it keeps in shares, and when it drops them again.
 
 The order is the plan's: a gather begins one operator before that which needs it. In the forward a weight goes after its
-last reader; in the backward it comes again before that reader's segment, and goes after that of its first reader.
+last reader; in the backward it comes again before that reader's segment, and goes after that of its first reader. Who
+reads a view of it is a reader.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Gathering:
             for name, slot in layout.held.items()
             if sharing_on(plan, name, layout.rank) is Sharding.PARAMETERS
         }
-        users = {name: [index for index, _ in plan.graph.consumers[name]] for name in self.weights}
-        reached = {name: [one for one in users[name] if any(plan.active[one])] for name in self.weights}
-        self._last_read = _by_operator({name: max(users[name]) for name in self.weights})
+        readers = {name: plan.graph.weight_readers[name] for name in self.weights}
+        reached = {name: [index for index in readers[name] if any(plan.active[index])] for name in readers}
+        self._last_read = _by_operator({name: max(readers[name]) for name in readers})
         self._first_reached = {name: min(found) for name, found in reached.items() if found}
 
     def groups(self, ranks: tuple[int, ...], entries: Sequence[BucketEntry]) -> list[Group]:

@@ -169,6 +169,23 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Copies a tensor whose memory goes before what is sent of it has left."""
+
+    source: int
+    target: int
+
+    @property
+    def touches(self) -> Slots:
+        """The tensor and its copy."""
+        return (self.source, self.target)
+
+    def run(self, state: StepState) -> None:
+        """Copy."""
+        state.values[self.target] = state.values[self.source].detach().clone()
+
+
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """A message to come: who sends it, its slot, its shape and dtype."""
 

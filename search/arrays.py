@@ -67,14 +67,15 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
     weight_ptr, weight_user = csr(
         sorted({index for index, _ in graph.consumers[weight.name]}) for weight in graph.weights
     )
+    reader_ptr, reader = csr(graph.weight_readers[weight.name] for weight in graph.weights)
+    behind_ptr, behind_weight = csr(
+        sorted(weight_number[name] for name in names) for names in graph.weights_read
+    )
     return GraphArrays(
         output_ptr=output_ptr,
         output_value=output_value,
         slot_ptr=slot_ptr,
         slot_value=slot_value,
-        slot_weight=np.array(
-            [weight_number.get(name, -1) for op in graph.operators for name in op.inputs], np.int64
-        ),
         slot_reading=np.array([reading for row in slots for _, reading in row], np.int64),
         read_ptr=read_ptr,
         read_value=read_value,
@@ -94,6 +95,10 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
         buffer_count=len(renewed),
         weight_ptr=weight_ptr,
         weight_user=weight_user,
+        reader_ptr=reader_ptr,
+        reader=reader,
+        behind_ptr=behind_ptr,
+        behind_weight=behind_weight,
         static_item_bytes=np.array([value.spec.item_bytes for value in statics], np.int64),
         loss_value=number[graph.loss],
         value_count=len(values),

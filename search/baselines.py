@@ -7,11 +7,12 @@ from math import prod
 
 import numpy as np
 
+from graph.aliasing import base_name
 from graph.axes import AxisKind, Degrees, coordinates
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 from search.configurations import random_configuration
-from search.groups import NO_AXIS, base_name, find_groups, follow, shared_axes
+from search.groups import NO_AXIS, find_groups, follow, shared_axes
 
 FULLY_CONNECTED = frozenset({"linear", "addmm", "mm"})
 ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})

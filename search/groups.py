@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from graph.aliasing import VIEW_TARGETS, base_name
 from graph.axes import AxisKind, Degrees, OperandMap
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration
@@ -29,13 +30,6 @@ HEAD_TARGETS = frozenset(
         "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "cat", "stack", "max_pool1d", "max_pool2d", "max_pool3d",
         "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
         "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    }
-)  # fmt: skip
-# Operators whose output is their input's memory, seen differently.
-VIEW_TARGETS = frozenset(
-    {
-        "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "squeeze", "unsqueeze", "slice",
-        "select", "alias", "detach", "flatten", "unflatten", "unbind", "split", "split_with_sizes", "chunk",
     }
 )  # fmt: skip
 
@@ -61,12 +55,6 @@ class Group:
     def operators(self) -> tuple[int, ...]:
         """Indexes of all operators of the group, the head first."""
         return (self.head, *(member.operator for member in self.members))
-
-
-def base_name(target: str) -> str:
-    """Return the name of an operator without library and overload: "conv2d" of "aten.conv2d.default"."""
-    pieces = target.split(".")
-    return pieces[1] if len(pieces) > 1 else pieces[0]
 
 
 def is_view(operator: Operator) -> bool:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from graph.aliasing import base_name
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.recomputation import Recomputation, group_numbers
-from search.groups import base_name, is_view
+from search.groups import is_view
 
 _NOTHING = frozenset(
     """

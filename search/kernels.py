@@ -141,7 +141,10 @@ class GraphArrays(NamedTuple):
     buffer_count: int  # value units of renewed buffers are V and up
     weight_ptr: Array  # W + 1, into weight_user
     weight_user: Array  # operators that read the weight, ascending
-    slot_weight: Array  # beside slot_value: the weight read, or -1
+    reader_ptr: Array  # W + 1, into reader
+    reader: Array  # operators that read the weight or a view of it, ascending
+    behind_ptr: Array  # O + 1, into behind_weight
+    behind_weight: Array  # weights that the operator reads, by themselves or through views, ascending
     static_item_bytes: Array  # a static unit
     loss_value: int
     value_count: int
@@ -902,15 +905,15 @@ def find_gathers(
     gathers.counts[:] = 0
     found = 0
     for weight in range(graph.weight_count):
-        first, last = graph.weight_ptr[weight], graph.weight_ptr[weight + 1]
+        first, last = graph.reader_ptr[weight], graph.reader_ptr[weight + 1]
         at = units.static_at[weight]
         if first == last or arena[at + 2] != SHARED_WEIGHT or arena[at + 1] == 0:
             continue
         found += 1
-        gathers.weight_2W[0, weight] = graph.weight_user[first]
-        for user in range(first, last):
-            if operator_active[graph.weight_user[user]]:
-                gathers.weight_2W[1, weight] = groups.last_O[graph.weight_user[user]]
+        gathers.weight_2W[0, weight] = graph.reader[first]
+        for place in range(first, last):
+            if operator_active[graph.reader[place]]:
+                gathers.weight_2W[1, weight] = groups.last_O[graph.reader[place]]
     if found == 0:
         return True
     operators = len(units.operator_at)
@@ -1022,9 +1025,9 @@ def add_gathers(
     e: int,
 ) -> int:
     """Let a task wait for the gathers of what it reads; return where dependencies end, -1 without room for them."""
-    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
-        weight = graph.slot_weight[slot]
-        if weight < 0 or gathers.weight_2W[side, weight] < 0:
+    for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
+        weight = graph.behind_weight[place]
+        if gathers.weight_2W[side, weight] < 0:
             continue
         gathering = gathers.weight_2W[side, weight]
         for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):
@@ -3383,9 +3386,9 @@ def gathered_ns(
 ) -> int:
     """Return when the weights that an operator reads on a device are gathered."""
     ready_ns = 0
-    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
-        weight = graph.slot_weight[slot]
-        if weight < 0 or gathers.weight_2W[side, weight] < 0:
+    for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
+        weight = graph.behind_weight[place]
+        if gathers.weight_2W[side, weight] < 0:
             continue
         gathering = gathers.weight_2W[side, weight]
         for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):

@@ -6,12 +6,12 @@ takes it: data parallel over the nodes; within a node, operators of one depth sh
 
 from __future__ import annotations
 
+from graph.aliasing import base_name
 from graph.errors import UsageError
 from graph.operators import Operator, OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from search.baselines import data_parallel
-from search.groups import base_name
 
 NAME = "expert-by-depth"
 CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})

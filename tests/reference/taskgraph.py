@@ -164,8 +164,8 @@ class Deriver:
     ) -> set[Key]:
         """The gathers on a device at the operator before which a weight is gathered that `index` reads."""
         waits: set[Key] = set()
-        for name in self.graph.operators[index].inputs:
-            if self.plan.sharding.get(name) is not Sharding.PARAMETERS:
+        for name in self.weights_seen(self.graph.operators[index].inputs):
+            if self.plan.sharding[name] is not Sharding.PARAMETERS:
                 continue
             for other, found in of_operators.items():
                 if any(entry.weight == name for gather in found for entry in gather.entries):
@@ -173,6 +173,17 @@ class Deriver:
                         if device in gather.devices:
                             waits.add((f"{side} gather", other, number))
         return waits
+
+    def weights_seen(self, names: Iterable[str]) -> set[str]:
+        """The weights among some values, and those that views of views among them are of."""
+        found: set[str] = set()
+        for name in names:
+            if name in self.plan.sharding:
+                found.add(name)
+            elif name in self.graph.producer:
+                maker = self.graph.operators[self.graph.producer[name][0]]
+                found |= self.weights_seen(maker.inputs) if is_view(maker) else set()
+        return found
 
     def shared_sums(self, device: int) -> list[Key]:
         """The sums of gradients, among the tasks so far, whose results this device shares with others."""

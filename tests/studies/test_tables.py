@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from app.services.models import import_graph, requested_model
+from graph.aliasing import base_name
 from graph.errors import UsageError
 from graph.topology import load_topology
 from scripts.studies import show, tables
@@ -26,7 +27,6 @@ from scripts.studies.experts import by_depth
 from scripts.studies.paper import REPORTED, Reported
 from scripts.studies.plots import nice_step
 from scripts.studies.results import Result
-from search.groups import base_name
 
 
 def result(
