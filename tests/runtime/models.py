@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graph.zoo import Built
+from tests.runtime.viewed import viewed as viewed
 
 
 class Perceptron(nn.Module):

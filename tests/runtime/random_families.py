@@ -26,6 +26,7 @@ FAMILIES: tuple[Family, ...] = (
     layers.product,
     tensors.view,
     tensors.view,
+    tensors.seen,
     tensors.slicing,
     tensors.slicing,
     tensors.joining,

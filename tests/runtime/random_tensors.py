@@ -81,6 +81,12 @@ def view(draft: Draft, x: str) -> list[str]:
     return draft.emit(f"{x}.expand({sizes})", x)
 
 
+def seen(draft: Draft, _x: str) -> list[str]:
+    """A weight as a value of its own, seen in another shape: further views, slices and products follow from it."""
+    weight = draft.weight(draft.choose((2, 3, 4, 6, 7)), draft.choose((2, 4, 5, 6, 8)))
+    return draft.emit(f"{weight}.{draft.choose(('t()', 'flatten()', 'unsqueeze(1)', 'detach()'))}")
+
+
 def slicing(draft: Draft, x: str) -> list[str]:
     """Slices, selections, pieces of a dim, and shifts."""
     shape = draft.shape(x)

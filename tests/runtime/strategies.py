@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operators import Operator, OperatorGraph
 from graph.recomputation import Recomputation, Recomputed
-from graph.strategy import Configuration, Strategy
+from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 
 MOST_TASKS = 8
 
@@ -103,6 +104,15 @@ def _regular_degrees(
             if axis.kind is kind and fits and tasks(tuple(degrees)) * left <= device_count:
                 degrees[index] = left
     return tuple(degrees)
+
+
+def randomly_shared(strategy: Strategy, graph: OperatorGraph, seed: int) -> Strategy:
+    """Return the strategy with what is shared of each weight drawn at random."""
+    generator, whole = random.Random(seed), stays_whole(graph)
+    levels = [
+        Sharding.OPTIMIZER if one.name in whole else generator.choice(list(Sharding)) for one in graph.weights
+    ]
+    return replace(strategy, sharding=tuple(levels))
 
 
 def groups_of(graph: OperatorGraph, size: int) -> Recomputation:

@@ -35,6 +35,7 @@ RELATIVE, KEPT_BYTES = 0.02, 32 * 1024
 TEMPORARIES = {"convolutions": 0.4}
 # Batch sizes at which activations, not weights, are what takes memory.
 BATCHES = {"perceptron": 5000, "convolutions": 200, "recurrent": 2000, "dropped": 500}
+SIZES = {**BATCHES, "viewed": 2000}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def plan_of(graph: OperatorGraph, strategy: Strategy) -> Plan:
 
 def check_against_a_run(pool: LocalPool, name: str, strategy: Strategy, optimizer: str) -> None:
     """Check the walk of every rank against what the rank measures."""
-    graph, training = graph_of(name, batch_size=BATCHES[name]), Training(1, optimizer=optimizer)
+    graph, training = graph_of(name, batch_size=SIZES[name]), Training(1, optimizer=optimizer)
     plan = plan_of(graph, strategy)
     result = pool.run(
         Job(
@@ -59,7 +60,7 @@ def check_against_a_run(pool: LocalPool, name: str, strategy: Strategy, optimize
             strategy=strategy,
             node_of=(0,) * strategy.device_count,
             training=training,
-            model=reference(name, batch_size=BATCHES[name]),
+            model=reference(name, batch_size=SIZES[name]),
             seed=SEED,
             iterations=1,
             warmup=0,

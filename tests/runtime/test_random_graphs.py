@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graph.aliasing import may_alias
 from graph.calls import call_from_json
 from graph.errors import RuntimeFailure
 from graph.importer import import_module
@@ -25,7 +26,7 @@ from tests.reference.interpreter import interpret
 from tests.runtime import oracle
 from tests.runtime.oracle import SEED, Expected, compare, train_plain
 from tests.runtime.random_graphs import RandomNetwork
-from tests.runtime.strategies import random_strategy, seeds
+from tests.runtime.strategies import random_strategy, randomly_shared, seeds
 
 # float64: sums in another order, amplified by three steps.
 TOLERANCE = 1e-8
@@ -43,9 +44,14 @@ def reference(network: int, dtype: str = "float64") -> ModelReference:
 
 
 def make_job(graph: OperatorGraph, model: ModelReference, processes: int, network: int) -> Job:
-    """Return a job of three steps under a random strategy, on one node or several, with any optimizer."""
+    """Return a job of three steps under a random strategy, on one node or several, with any optimizer.
+
+    Of every second network the weights are shared at random.
+    """
     generator = random.Random(f"{network} {processes}")
     strategy = random_strategy(graph, processes, generator.randrange(1 << 30))
+    if network % 2:
+        strategy = randomly_shared(strategy, graph, network)
     nodes = tuple(sorted(generator.choices(range(2), k=processes)))
     return replace(oracle.make_job(graph, strategy, model, generator.choice(OPTIMIZERS)), node_of=nodes)
 
@@ -94,7 +100,11 @@ def test_local_calls_of_random_networks_can_be_measured(network: int) -> None:
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
         for call in dict.fromkeys(local_calls(graph, operator, configuration.degrees)):
             again = call_from_json(json.loads(call.key))
-            outputs = execute(again, random_inputs(again, "cpu"), ExecutionContext())
+            inputs = random_inputs(again, "cpu")
+            outputs = execute(again, inputs, ExecutionContext())
+            if not may_alias(operator.target):
+                memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+                assert all(output.untyped_storage().data_ptr() not in memory for output in outputs), call
             assert tuple(tuple(output.shape) for output in outputs) == tuple(
                 spec.shape for spec in call.outputs
             )

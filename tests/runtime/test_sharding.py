@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from graph.axes import AxisKind
-from graph.operators import OperatorGraph
-from graph.strategy import Sharding, Strategy, stays_whole
+from graph.strategy import Sharding, Strategy
 from runtime.pool import LocalPool
-from search.baselines import shared
+from search.baselines import fsdp, shared
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
-from tests.runtime.strategies import by_kind, random_strategy, seeds
-from tests.runtime.test_peaks import BATCHES, check_against_a_run
+from tests.runtime.strategies import by_kind, random_groups, random_strategy, randomly_shared, seeds
+from tests.runtime.test_peaks import BATCHES, SIZES, check_against_a_run
+from tests.runtime.viewed import KINDS
 
 SHARED = (Sharding.OPTIMIZER, Sharding.PARAMETERS)
 # What is kept in shares does all that a shared update does, and more.
 MOSTLY = (pytest.param(Sharding.OPTIMIZER, marks=pytest.mark.slow), Sharding.PARAMETERS)
-
-
-def randomly_shared(strategy: Strategy, graph: OperatorGraph, seed: int) -> Strategy:
-    """Return the strategy with what is shared of each weight drawn at random."""
-    generator, whole = random.Random(seed), stays_whole(graph)
-    levels = [
-        Sharding.OPTIMIZER if one.name in whole else generator.choice(list(Sharding)) for one in graph.weights
-    ]
-    return replace(strategy, sharding=tuple(levels))
 
 
 def check(pool: LocalPool, name: str, strategy: Strategy, optimizer: str) -> None:
@@ -65,10 +55,32 @@ def test_any_strategy_may_share_any_weight(pool: LocalPool, name: str, seed: int
     check(pool, name, randomly_shared(strategy, graph, seed), "adam")
 
 
-@pytest.mark.parametrize("name", sorted(BATCHES))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_kept_while_views_of_it_are_read(pool: LocalPool, kind: str) -> None:
+    model = reference("viewed", kind=kind)
+    graph = graph_of("viewed", kind=kind)
+    assert all(graph.weight_readers[weight.name] for weight in graph.weights)
+    result = pool.run(make_job(graph, fsdp(graph, 2), model))
+    assert result.verification is not None
+    assert result.verification.ok, result.verification.worst
+    assert_equal(result, train_plain(model))
+
+
+@pytest.mark.parametrize("seed", seeds(3, 40))
+def test_any_strategy_may_share_weights_that_are_seen_through_views(pool: LocalPool, seed: int) -> None:
+    """On up to four devices, views and their readers on different ones; every second time, groups are made again."""
+    graph = graph_of("viewed")
+    strategy = fsdp(graph, 4) if seed == 0 else random_strategy(graph, 4 - seed % 3, seed)
+    strategy = strategy if seed == 0 else randomly_shared(strategy, graph, seed)
+    if seed % 2:
+        strategy = replace(strategy, recomputation=random_groups(graph, seed))
+    check(pool, "viewed", strategy, "adam")
+
+
+@pytest.mark.parametrize("name", ["viewed", *sorted(BATCHES)])
 @pytest.mark.parametrize("level", MOSTLY)
 def test_shared_weights_take_what_the_walk_says(pool: LocalPool, name: str, level: Sharding) -> None:
-    graph = graph_of(name, batch_size=BATCHES[name])
+    graph = graph_of(name, batch_size=SIZES[name])
     strategy = shared(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), level)
     check_against_a_run(pool, name, strategy, "adam")
 

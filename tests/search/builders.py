@@ -234,6 +234,21 @@ class GraphBuilder:
         )
         return name
 
+    def view(self, name: str, source: str) -> str:
+        """The same memory, transposed."""
+        rows, columns = self.spec(source).shape
+        axes = (Axis("row", rows, PARAMETER), Axis("column", columns, ATTRIBUTE))
+        self.operator(
+            name,
+            "aten.t.default",
+            (source,),
+            [(name, (columns, rows))],
+            axes,
+            [(along(0, rows), along(1, columns))],
+            [(along(1, columns), along(0, rows))],
+        )
+        return name
+
     def loss(self, source: str) -> str:
         """Sum and count over samples (partial sums), and their quotient."""
         samples, features = self.spec(source).shape
@@ -295,6 +310,20 @@ def joined() -> OperatorGraph:
     left, right = builder.linear("left", source, 4), builder.pointwise("right", source)
     both = builder.joined("both", left, right, source)
     builder.loss(builder.linear("last", builder.joined("again", both, left), 5))
+    return builder.finish()
+
+
+def viewed() -> OperatorGraph:
+    """Weights that are read through views of views, long after these are made, and by themselves as well."""
+    builder = GraphBuilder()
+    x = builder.value("input.0", (6, 8), ValueKind.INPUT)
+    weights = [builder.value(f"weight{number}", (8, 8), ValueKind.WEIGHT) for number in range(2)]
+    seen = [builder.view(f"view{number}", weight) for number, weight in enumerate(weights)]
+    again = builder.view("again", seen[0])
+    x = builder.linear("first", x, 8, weight=weights[1])
+    x = builder.pointwise("relu", builder.linear("second", x, 8, weight=seen[1]))
+    x = builder.linear("third", builder.linear("own", x, 8), 8, weight=again)
+    builder.loss(builder.linear("last", x, 8, weight=seen[0]))
     return builder.finish()
 
 
