@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph.errors import RuntimeFailure
+from graph.errors import RuntimeFailure, UsageError
 from graph.intervals import Region
 from graph.plan import Plan
 from runtime.collecting import collect_weights, scatter_parts, share_whole
 from runtime.communication import World
-from runtime.ranks import from_rank_0, gather_everywhere
-from runtime.sharing import parts_of_weight
+from runtime.ranks import everywhere, from_rank_0, gather_everywhere
+from runtime.sharing import joined, parts_of_weight, taken_apart
 
 # What a state tensor of the weight's shape is replaced by while the rest of a state travels.
 PART = "part"
@@ -67,9 +67,10 @@ class OptimizerParts:
         """
         local = self.optimizer.state_dict()
         kinds: dict[int, dict[str, Any]] = {}
-        for found in gather_everywhere(
-            {index: self._kinds(index, entry) for index, entry in local["state"].items()}
-        ):
+        own_kinds = everywhere(
+            lambda: {index: self._kinds(index, entry) for index, entry in local["state"].items()}
+        )
+        for found in gather_everywhere(own_kinds):
             for index, entry in found.items():
                 kinds.setdefault(index, entry)
         state: dict[int, dict[str, Any]] = {}
@@ -83,13 +84,10 @@ class OptimizerParts:
                 start = torch.zeros(
                     self._shapes[name], dtype=value, device="cpu" if world.rank == 0 else "meta"
                 )
-                parts = {
-                    name: [
-                        (part.region, local["state"][index][key])
-                        for part in parts_of_weight(plan, name, world.rank)
-                    ]
-                }
-                whole = collect_weights(plan, world, parts, {name: start}, device).get(name)
+                own = parts_of_weight(plan, name, world.rank)
+                tensors = taken_apart(own, local["state"][index][key]) if own else ()
+                parts = [(part.region, tensor) for part, tensor in zip(own, tensors, strict=True)]
+                whole = collect_weights(plan, world, {name: parts}, {name: start}, device).get(name)
                 if not rank_0_only:
                     whole = share_whole(world, whole, start, device)
                 if whole is not None:
@@ -135,13 +133,18 @@ class OptimizerParts:
         for index, entry in document["state"].items():
             name = self._names[index]
             holdings = _holdings(plan, world.size, name)
+            own = parts_of_weight(plan, name, world.rank)
             for key, (kind, value) in entry.items():
                 if kind == PART:
                     tensors = {name: wholes[index, key]} if world.rank == 0 else {}
-                    found = scatter_parts(world, {name: holdings}, tensors, {name: value}, device)
-                    if name in found:
-                        local.setdefault(index, {})[key] = found[name][1]
-                elif world.rank in holdings:
+                    found = [
+                        scatter_parts(world, {name: regions}, tensors, {name: value}, device)
+                        for regions in holdings
+                    ]
+                    if own:
+                        parts = [received[name][1] for received in found if name in received]
+                        local.setdefault(index, {})[key] = joined(own, parts)
+                elif own:
                     local.setdefault(index, {})[key] = value
         self.optimizer.load_state_dict({"state": local, "param_groups": document["param_groups"]})
 
@@ -191,16 +194,44 @@ class OptimizerParts:
         return {"state": state, "param_groups": groups}, wholes
 
 
-def _holdings(plan: Plan, size: int, name: str) -> dict[int, Region]:
-    """Return what each rank updates of a weight: one region at most (`runtime.trainer`)."""
-    if name not in plan.held:
-        return {}
-    return {
-        rank: part.region
-        for rank in range(size)
-        if rank in plan.held[name]
-        for part in parts_of_weight(plan, name, rank)
-    }
+def _holdings(plan: Plan, size: int, name: str) -> list[dict[int, Region]]:
+    """Return what each rank updates of a weight: by rank the first of its parts, then the second, and so on."""
+    result: list[dict[int, Region]] = []
+    for rank in range(size):
+        for place, part in enumerate(parts_of_weight(plan, name, rank)):
+            result += [{}] if place == len(result) else []
+            result[place][rank] = part.region
+    return result
+
+
+def make_optimizer(make: Any, parameters: Sequence[nn.Parameter], *, parts: bool) -> torch.optim.Optimizer:
+    """Return the optimizer that a user's factory makes of a rank's parameters; `parts`: some are parts of weights.
+
+    Raises:
+        RuntimeFailure: the factory makes none, or one that looks at whole weights.
+    """
+    made = make(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise RuntimeFailure(
+            f"optimizer: its factory returned {type(made).__name__}, must return a torch.optim.Optimizer; pass "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), or another one"
+        )
+    require_element_wise(made, parts=parts)
+    return made
+
+
+def require_factory(optimizer: object) -> None:
+    """Refuse what makes no optimizer of a rank's parameters.
+
+    Raises:
+        UsageError: it is an optimizer already, which has other parameters, or cannot be called.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"optimizer: is of type {name}, must be a function that makes an optimizer of this rank's parameters; pass "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), or another one"
+        )
 
 
 def require_element_wise(optimizer: torch.optim.Optimizer, *, parts: bool) -> None:

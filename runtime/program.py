@@ -38,6 +38,7 @@ from runtime.sharing import (
     PutBack,
     StartGather,
     StartSharedSum,
+    is_copied,
     parts_of,
 )
 from runtime.synchronization import FinishReduction, Reduction, StartReduction, reductions
@@ -332,7 +333,7 @@ class _Compiler:
             if self.plan.sharding[name] is Sharding.OPTIMIZER:
                 for part in own:
                     place = Selection(part.region, self.held[name], self.device)
-                    if part.alone and not place.is_view:
+                    if part.alone and is_copied(own, place):
                         result.append(PutBack(self.layout.held[name], place, part.number))
         starts = [StartGather(group) for group in self._updated_groups]
         ends = [FinishGather(group) for group in self._updated_groups]

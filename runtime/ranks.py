@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from graph.errors import RuntimeFailure, UsageError
+from graph.errors import RuntimeFailure, SoapstoneError, UsageError
 from profiler.pinning import threads_that_yield
 
 if TYPE_CHECKING:
     import torch
 
     from graph.plan import Plan
+
+Result = TypeVar("Result")
 
 # What torchrun, or whoever starts the ranks, must have set.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -131,6 +133,45 @@ def from_rank_0(item: object) -> Any:
     with naming_lost_peers(dist.get_rank()):
         dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def everywhere(make: Callable[[], Result]) -> Result:
+    """Return the result of `make`; where it fails on any rank, fail on all of them. All ranks must call it.
+
+    So a refusal that concerns one rank alone leaves no other waiting for it.
+
+    Raises:
+        SoapstoneError: as the first rank on which it failed raised it; a RuntimeFailure where that rank raised another
+            exception. A rank's own exception of another kind goes on as it is.
+    """
+    result: list[Result] = []
+    failure: Exception | None = None
+    try:
+        result.append(make())
+    except Exception as error:
+        failure = error
+    found = gather_everywhere(_told(failure))
+    if failure is not None and not isinstance(failure, SoapstoneError):
+        raise failure
+    for rank, told in enumerate(found):
+        if told is not None:
+            kind, message = told
+            alike = all(other == told for other in found)
+            raise kind(message if alike else f"rank {rank}: {message}") from failure
+    return result[0]
+
+
+def _told(failure: Exception | None) -> tuple[type[SoapstoneError], str] | None:
+    """Return how other ranks raise a failure."""
+    if failure is None:
+        return None
+    if isinstance(failure, SoapstoneError):
+        return type(failure), str(failure)
+    reason = (str(failure).splitlines() or [""])[0]
+    return (
+        RuntimeFailure,
+        f"{type(failure).__name__} ({reason}), must not fail; correct what is passed there",
+    )
 
 
 def own_host() -> str:

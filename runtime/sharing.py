@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from graph.holdings import cells, share_elements, shares
-from graph.intervals import Region, shape
+from graph.intervals import Region, shape, volume
 from graph.operators import OperatorGraph
 from graph.plan import BucketEntry, Plan
 from graph.strategy import Sharding
@@ -51,7 +51,7 @@ def parts_of(plan: Plan, rank: int) -> dict[str, tuple[Part, ...]]:
 
 def parts_of_weight(plan: Plan, weight: str, rank: int, first_number: int = 0) -> tuple[Part, ...]:
     """Return what a rank updates of a weight, numbered from `first_number` on."""
-    held = plan.held[weight]
+    held = plan.held.get(weight, {})
     if rank not in held:
         return ()
     own: list[tuple[Region, bool]] = []
@@ -67,6 +67,36 @@ def parts_of_weight(plan: Plan, weight: str, rank: int, first_number: int = 0) -
     return tuple(
         Part(weight, region, first_number + place, alone) for place, (region, alone) in enumerate(own)
     )
+
+
+def joined_shape(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Return the shape of the one tensor that a rank has of a weight: its part's.
+
+    Several parts stand in it one after the other, along the first of as many dims as the weight has.
+    """
+    if len(parts) == 1:
+        return shape(parts[0].region)
+    return (sum(volume(part.region) for part in parts), *(1,) * (len(parts[0].region) - 1))
+
+
+def joined(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors of a weight's parts as one."""
+    if len(parts) == 1:
+        return tensors[0]
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(joined_shape(parts))
+
+
+def taken_apart(parts: Sequence[Part], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the views of a weight's parts in a tensor as `joined` returns it."""
+    if len(parts) == 1:
+        return (tensor,)
+    pieces = tensor.view(-1).split([volume(part.region) for part in parts])
+    return tuple(piece.view(shape(part.region)) for part, piece in zip(parts, pieces, strict=True))
+
+
+def is_copied(parts: Sequence[Part], place: Selection) -> bool:
+    """Return whether a part of a weight that a rank has whole, at a place of it, is memory of its own."""
+    return len(parts) > 1 or not place.is_view
 
 
 def sharing_on(plan: Plan, weight: str, rank: int) -> Sharding:

@@ -16,7 +16,7 @@ from runtime.communication import World
 from runtime.layout import Reading
 from runtime.program import Instruction, Program, compile_program
 from runtime.selections import Selection
-from runtime.sharing import Part
+from runtime.sharing import Part, is_copied, joined, joined_shape, taken_apart
 from runtime.state import StepState
 
 # A region of a tensor, and the dense tensor of that region.
@@ -52,6 +52,8 @@ class StepRunner:
         self._program = compile_program(plan, world.rank, device)
         self._state = StepState(world, self._program.shapes)
         self._held: dict[str, torch.Tensor] = {}
+        # What the rank updates of each weight, in one tensor.
+        self._own: dict[str, torch.Tensor] = {}
         for name, (slot, region) in self._program.held.items():
             dtype = getattr(torch, plan.graph.value_by_name[name].spec.dtype)
             self._held[name] = torch.empty(shape(region), dtype=dtype, device=device)
@@ -69,15 +71,22 @@ class StepRunner:
             self._held[name].untyped_storage().resize_(0)
 
     def _make_parts(self, name: str) -> None:
-        """Make the tensors that the rank updates of a weight: views of it, but where it is kept in them."""
+        """Make what the rank updates of a weight: a view of it, where it is one part that no other holds a share of.
+
+        What is kept in shares, and several parts, which then stand in one tensor, are memory of their own.
+        """
         held, (_, within) = self._held[name], self._program.held[name]
-        for part in self._program.parts[name]:
-            place = Selection(part.region, within, self._device)
-            if name in self._program.gathered or not place.is_view:
-                own = torch.empty(shape(part.region), dtype=held.dtype, device=self._device)
-            else:
-                own = place.take(held)
-            self._state.parts[part.number] = own
+        parts = self._program.parts[name]
+        if not parts:
+            return
+        place = Selection(parts[0].region, within, self._device)
+        if name in self._program.gathered or is_copied(parts, place):
+            own = torch.empty(joined_shape(parts), dtype=held.dtype, device=self._device)
+        else:
+            own = place.take(held)
+        self._own[name] = own
+        for part, tensor in zip(parts, taken_apart(parts, own), strict=True):
+            self._state.parts[part.number] = tensor
 
     def _place_weight(self, reading: Reading, *, differentiable: bool) -> None:
         """Make the leaf of a reading: it shares the held weight's memory where the region allows that."""
@@ -172,10 +181,20 @@ class StepRunner:
 
     def loss_tensor(self) -> torch.Tensor:
         """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
-        part = self._state.loss
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        # A copy: the sum is in place.
-        return self._world.sum(total if part is None else total + part)
+        loss, _ = self.loss_and_marks(None)
+        return loss
+
+    def loss_and_marks(self, mark: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last step's loss, and every rank's `mark`, a float64 scalar, by rank, in the same sum."""
+        values = torch.zeros(
+            1 if mark is None else 1 + self._world.size, dtype=torch.float64, device=self._device
+        )
+        if self._state.loss is not None:
+            values[0] = self._state.loss
+        if mark is not None:
+            values[1 + self._world.rank] = mark
+        values = self._world.sum(values)
+        return values[0], values[1:]
 
     def loss(self) -> float:
         """Return the last step's loss as a number. All ranks must call it."""
@@ -188,6 +207,33 @@ class StepRunner:
             name: [(part.region, state.parts[part.number]) for part in own]
             for name, own in self._program.parts.items()
         }
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """The rank's weights that get a gradient."""
+        return self._program.updated
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return, for each weight of which the rank would update something, all that in one tensor (`joined`)."""
+        return dict(self._own)
+
+    def own_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return, for each weight that is updated, the last gradient of the tensor in `own_tensors`, if it has one."""
+        return {
+            name: joined(self._program.parts[name], [gradient for _, gradient in own]) if own else None
+            for name, own in self.gradients().items()
+        }
+
+    def buffer_values(self) -> dict[int, torch.Tensor]:
+        """Return the present values of buffers, by slot; no step writes into them."""
+        return {
+            reading.slot: self._state.values[reading.slot] for reading in self._readings(ValueKind.BUFFER)
+        }
+
+    def put_back_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Use buffers' values of before (`buffer_values`)."""
+        for slot, tensor in values.items():
+            self._state.values[slot] = tensor
 
     def parts(self) -> dict[str, list[Held]]:
         """Return, for each weight that is updated, the regions that this rank updates, and their values."""

@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from graph.errors import RuntimeFailure, StrategyError
+from graph.errors import RuntimeFailure
 from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, weight_holdings
 from graph.strategy import Strategy
+from runtime.batches import UNFIT, Inputs, require_same
 from runtime.collecting import collect_buffers, collect_weights, scatter_parts, share_whole
 from runtime.communication import World
-from runtime.optimizer_state import OptimizerParts, require_element_wise
+from runtime.fingerprints import fingerprint
+from runtime.optimizer_state import OptimizerParts, make_optimizer
 from runtime.processes import leave_group
-from runtime.ranks import from_rank_0, gather_everywhere
+from runtime.ranks import everywhere, from_rank_0
 from runtime.selections import Selection
+from runtime.sharing import parts_of_weight
 from runtime.stepping import StepRunner
 
 # As torch.nn.utils.clip_grad_norm_ has it.
@@ -31,8 +33,9 @@ CLIP_EPSILON = 1e-6
 class Parameters(list[nn.Parameter]):
     """The rank's parameters, one for each of the module's, in its order; `named` pairs them with their names.
 
-    A parameter is the part of the weight that this rank holds. One that the rank holds no part of, that is frozen, or
-    that the loss does not depend on, has no element here and never gets a gradient.
+    A parameter is the part of the weight that this rank holds; several parts, as where a rank shares each with other
+    ranks, stand in it one after the other, along the first of as many dims as the weight has. One that the rank holds
+    no part of, that is frozen, or that the loss does not depend on, has no element here and never gets a gradient.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -79,7 +82,7 @@ class Trainer:
         self._plan = plan
         self._world = world
         self._leaves_group = leaves_group
-        self._inputs = _Inputs(plan.graph, example)
+        self._inputs = Inputs(plan.graph, example)
         self._inputs_compared = False
         self._runner = StepRunner(plan, world, seed=seed, device=device)
         self._tensors = _named_tensors(module)
@@ -93,16 +96,24 @@ class Trainer:
         self._loaded: dict[str, torch.Tensor] = {}
         self._distribute(self._tensors, self._tensors)
         self._parameters = self._own_parameters()
-        made = optimizer(self._parameters)
         splits = any(
             region != full_region(plan.graph.value_by_name[name].spec.shape)
             for name in plan.held
             for _, region in plan.updated(name)
         )
-        require_element_wise(made, parts=splits)
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        self.optimizer = made
-        self._optimizer_parts = OptimizerParts(made, self._parameters.named, shapes)
+
+        def made() -> OptimizerParts:
+            own = make_optimizer(optimizer, self._parameters, parts=splits)
+            return OptimizerParts(own, self._parameters.named, shapes)
+
+        self._optimizer_parts = everywhere(made)
+        self.optimizer = self._optimizer_parts.optimizer
+        # Both the user's own parameters and the rank's parts of them must go on as they were when the graph was made.
+        self._trained = [
+            (name, parameter.requires_grad, (parameter, own))
+            for (name, parameter), own in zip(module.named_parameters(), self._parameters, strict=True)
+        ]
         self._counted = self._cells_to_count()
 
     def __enter__(self) -> Trainer:
@@ -142,28 +153,64 @@ class Trainer:
         return loss
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Do forward, backward and synchronization; gradients add up until `apply`. Returns the loss as `step` does."""
-        inputs = self._inputs.checked(args, kwargs)
-        if not self._inputs_compared:
-            self._inputs.compare(inputs)
+        """Do forward, backward and synchronization; gradients add up until `apply`. Returns the loss as `step` does.
+
+        A batch that does not fit, or is another one on some rank, is refused on all ranks, and changes nothing.
+        """
+        inputs, problem = self._taken(args, kwargs)
+        alone = self._world.size == 1
+        if not self._inputs_compared or (alone and problem is not None):
+            require_same(inputs, problem)
             self._inputs_compared = True
-        updated = [self._by_name[name] for name in self._runner.gradients()]
+        by_name = self._by_name
+        updated = {name: by_name[name] for name in self._runner.updated}
         # The next step writes into the tensors that the gradients of this one are views of.
-        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in updated]
-        self._runner.set_inputs(inputs)
+        before = {
+            name: None if parameter.grad is None else parameter.grad.clone()
+            for name, parameter in updated.items()
+        }
+        buffers = self._runner.buffer_values()
+        if problem is None:
+            self._runner.set_inputs(inputs)
+        # With a batch that does not fit, the one before stands in for it: the others need not wait for this rank.
         self._runner.differentiate(self.step_number)
+        mark = None
+        if not alone:
+            mark = fingerprint(inputs, self.device) if problem is None else torch.tensor(UNFIT)
+        loss, marks = self._runner.loss_and_marks(mark)
+        if len(set(marks.tolist())) > 1 or problem is not None:
+            self._runner.put_back_buffers(buffers)
+            for name, parameter in updated.items():
+                parameter.grad = before[name]
+            require_same(inputs, problem)
         self.step_number += 1
         taken: set[int] = set()
-        for parameter, earlier, own in zip(updated, before, self._runner.gradients().values(), strict=True):
-            if not own:
+        for name, found in self._runner.own_gradients().items():
+            if found is None:
                 # Others share all there is of it.
                 continue
-            ((_, found),) = own
             # Autograd may hand out one tensor as the gradients of two weights; clipping scales them in place.
             gradient = found.clone() if found.data_ptr() in taken else found.contiguous()
             taken.add(gradient.data_ptr())
-            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
-        return self._runner.loss_tensor()
+            earlier = before[name]
+            updated[name].grad = gradient if earlier is None else earlier.add_(gradient)
+        return loss
+
+    def _taken(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], RuntimeFailure | None]:
+        """Return a batch's tensors by the graph's names, and why this rank refuses the step, if it does."""
+        try:
+            for name, flag, parameters in self._trained:
+                for parameter in parameters:
+                    if parameter.requires_grad is not flag:
+                        raise RuntimeFailure(
+                            f"parameter {name}: requires_grad is {not flag}, must be {flag} as when parallelize was "
+                            "called; set it before, or call parallelize again"
+                        )
+            return self._inputs.checked(args, kwargs), None
+        except RuntimeFailure as problem:
+            return {}, problem
 
     def apply(self) -> None:
         """Update the weights from the gradients so far, and forget these."""
@@ -339,20 +386,12 @@ class Trainer:
             load(scatter_parts(self._world, chosen, wholes, dtypes, self.device))
 
     def _own_parameters(self) -> Parameters:
-        held = self._runner.all_parts()
+        own = self._runner.own_tensors()
         named = []
         for name, parameter in self._module.named_parameters():
-            own = held.get(name, [])
-            if len(own) > 1:
-                raise StrategyError(
-                    f"weight {name}: rank {self.rank} updates {len(own)} parts of it, as different ranks share "
-                    "different ones, must be one to be a parameter; share nothing of it"
-                )
-            part = (
-                own[0][1]
-                if own
-                else torch.empty([0] * parameter.ndim, dtype=parameter.dtype, device=self.device)
-            )
+            part = own.get(name)
+            if part is None:
+                part = torch.empty([0] * parameter.ndim, dtype=parameter.dtype, device=self.device)
             named.append((name, nn.Parameter(part, requires_grad=parameter.requires_grad)))
         return Parameters(named)
 
@@ -360,9 +399,15 @@ class Trainer:
         """The parts of this rank's gradients that it counts in a norm: its shares, and cells that it holds first."""
         result = []
         by_name = self._by_name
-        for name, own in self._runner.gradients().items():
+        for name in self._runner.updated:
+            own = parts_of_weight(self._plan, name, self.rank)
+            if len(own) > 1:
+                # All of them are shares, or the rank's alone.
+                whole = full_region(tuple(by_name[name].shape))
+                result.append((by_name[name], [Selection(whole, whole, self.device)]))
+                continue
             counted = [region for rank, region in self._plan.updated(name) if rank == self._world.rank]
-            selections = [Selection(region, within, self.device) for within, _ in own for region in counted]
+            selections = [Selection(region, part.region, self.device) for part in own for region in counted]
             result.append((by_name[name], selections))
         return result
 
@@ -386,73 +431,6 @@ class Trainer:
                     "pass the state dict of the same module"
                 )
         return None
-
-
-class _Inputs:
-    """The example's structure, shapes and numbers, against which each batch is checked."""
-
-    def __init__(self, graph: OperatorGraph, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self._graph = graph
-        leaves, self._structure = pytree.tree_flatten(example)
-        self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a batch by the graph's names.
-
-        Raises:
-            RuntimeFailure: the batch differs from the example in structure, shape, dtype or a number.
-        """
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        if structure != self._structure:
-            raise RuntimeFailure(
-                f"inputs: are {len(args)} and keywords {sorted(kwargs)} of another structure than the example, must "
-                "be nested as it; pass what the module was given in parallelize"
-            )
-        tensors: dict[str, torch.Tensor] = {}
-        for position, (leaf, fixed) in enumerate(zip(leaves, self._fixed, strict=True)):
-            if fixed is None and isinstance(leaf, torch.Tensor):
-                tensors[f"input.{len(tensors)}"] = leaf
-            elif isinstance(leaf, torch.Tensor) or leaf != fixed:
-                raise RuntimeFailure(
-                    f"inputs: argument {position} is {_short(leaf)}, must be {_short(fixed)} as in the example; "
-                    "call parallelize again with the new value"
-                )
-        for name in self._graph.inputs:
-            spec = self._graph.value_by_name[name].spec
-            tensor = tensors[name]
-            if tuple(tensor.shape) != spec.shape:
-                raise RuntimeFailure(
-                    f"inputs: {name} has shape {tuple(tensor.shape)}, must have {spec.shape} as in the example; drop a "
-                    "batch that is not full (drop_last=True), or pad it"
-                )
-            if tensor.dtype is not getattr(torch, spec.dtype):
-                raise RuntimeFailure(
-                    f"inputs: {name} has dtype {tensor.dtype}, must have torch.{spec.dtype} as in the "
-                    "example; convert it"
-                )
-        return tensors
-
-    def compare(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Check that all ranks were given the same batch.
-
-        Raises:
-            RuntimeFailure: one was not.
-        """
-        from runtime.fingerprints import fingerprints
-
-        found = gather_everywhere(fingerprints(inputs))
-        for rank, of_rank in enumerate(found):
-            for name, value in of_rank.items():
-                if value != found[0][name]:
-                    raise RuntimeFailure(
-                        f"inputs: {name} of rank {rank} differs from that of rank 0, must be the same whole batch on "
-                        "every rank; seed the data loader alike everywhere and use no distributed sampler"
-                    )
-
-
-def _short(item: object) -> str:
-    text = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, torch.Tensor) else repr(item)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -94,23 +94,32 @@ def parallelize(
         timeout_s: how long a rank waits for another.
 
     Raises:
+        UsageError: `optimizer` is no function.
         ImportFailure: the module cannot be exported.
         StrategyError: the strategy is for another graph, or needs more ranks; the message names what differs.
         RuntimeFailure: the ranks disagree about what to train, or cannot meet.
+
+    What one rank refuses is refused on all of them.
     """
     import torch.distributed as dist
 
     from graph.plan import build_plan
     from runtime.communication import World
-    from runtime.ranks import join_ranks, nodes_of, own_device, own_host, prepare_groups
+    from runtime.optimizer_state import require_factory
+    from runtime.ranks import everywhere, join_ranks, nodes_of, own_device, own_host, prepare_groups
     from runtime.trainer import Trainer, unread_updates
 
     example = (tuple(args), dict(kwargs or {}))
     own = own_device(device)
     joined = join_ranks(own, timeout_s)
     size = dist.get_world_size() if dist.is_initialized() else 1
-    graph = _imported(module, example, batch_norm)
-    chosen = _fitted(strategy, graph, size, module, example, batch_norm)
+
+    def prepared() -> tuple[OperatorGraph, Strategy]:
+        require_factory(optimizer)
+        imported = _imported(module, example, batch_norm)
+        return imported, _fitted(strategy, imported, size, module, example, batch_norm)
+
+    graph, chosen = everywhere(prepared)
     hosts = _agree(graph, chosen, seed, own_host())
     for buffer in unread_updates(graph):
         raise RuntimeFailure(

@@ -46,13 +46,19 @@ MADE_AGAIN = [
     Case("convolutions", "momentum", 5, 3, "accumulated", made_again=True),
     Case("recurrent", "adamw", 6, 3, "resumed", Sharding.PARAMETERS, made_again=True),
 ]
-QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED, *MADE_AGAIN]}
+# Ranks update up to four parts of a weight, each of which they share with other ranks.
+IN_PARTS = [
+    Case("convolutions", "adam", 24, 3, "disturbed", None),
+    Case("recurrent", "adamw", 11, 3, "resumed", None),
+    Case("recurrent", "momentum", 27, 3, "accumulated", None),
+]
+QUICK = {3: [*cases_of(3, EVERY[::2], 3), *SHARED, *MADE_AGAIN, *IN_PARTS]}
 FULL = {size: cases_of(size, EVERY, 100) for size in (2, 3)}
 
 
 def name_of(case: Case) -> str:
     again = "-made again" if case.made_again else ""
-    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing}{again}"
+    return f"{case.model}-{case.optimizer}-{case.way}-{case.sharing or 'at random'}{again}"
 
 
 def train_everywhere(cases: dict[int, list[Case]], folders: pytest.TempPathFactory) -> dict[Case, list[Any]]:
@@ -130,6 +136,14 @@ def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
         "another structure": "inputs: are 1 and keywords []",
         "another seed": "rank 1: has seed 1, must have that of rank 0, 0",
         "not element-wise": "optimizer: LBFGS looks at whole weights",
+        "an optimizer on rank 1": "rank 1: optimizer: is of type SGD, must be a function",
+        "no optimizer on rank 1": "rank 1: optimizer: its factory returned NoneType, must return",
+        "a failing factory on rank 1": "rank 1: factory: has no rate",
+        "no file on rank 1": "rank 1: strategy file none.json: cannot be read",
+        "another batch on rank 1, later": "inputs: input.1 of rank 1 differs from that of rank 0",
+        "another shape on rank 1, later": "rank 1: inputs: input.0 has shape (6, 6), must have (7, 6)",
+        "another structure, later": "inputs: are 1 and keywords []",
+        "frozen on rank 1, later": "rank 1: parameter first.weight: requires_grad is False, must be True",
         "missing name": "state dict: first.bias is missing",
         "unknown name": "state dict: fourth.bias is unknown",
         "other sizes": "state dict: first.bias has shape (2,), must have (10,)",
@@ -137,13 +151,19 @@ def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
         "other groups": "optimizer state: has parameter groups of [] weights, must be of [5]",
         "after close": "process group of ranks (0, 1): is not there, must be",
     }
-    assert set(first) == {*expected, "then", "group"}
+    assert set(first) == {*expected, "then", "at last", "group"}
     for name, start in expected.items():
         assert first[name].startswith(start)
         assert "\n" not in first[name]
     assert first["group"] == "gone"
     module, _, args, _ = perceptron()
-    assert first["then"] == f"{float(module(*args).detach()):.4f}"
+    optimizer = sgd(list(module.parameters()))
+    for then in ("then", "at last"):
+        loss = module(*args)
+        assert first[then] == f"{float(loss.detach()):.4f}"
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def written(path: Path, strategy: Strategy) -> Path:

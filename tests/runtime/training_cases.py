@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import runtime
 from graph.axes import AxisKind
-from graph.errors import SoapstoneError
+from graph.errors import RuntimeFailure, SoapstoneError
 from graph.strategy import Sharding
 from search.baselines import shared
 from tests.runtime.oracle import graph_of, reference
-from tests.runtime.strategies import by_kind, in_turn, random_groups, random_strategy
+from tests.runtime.strategies import by_kind, in_turn, random_groups, random_strategy, randomly_shared
 
 SEED = 5
 STEPS = 4
@@ -31,9 +32,10 @@ MAX_NORM = 0.5
 class Case:
     """A module, an optimizer, the seed of a random strategy over so many devices, and how the steps are done.
 
-    way: "plain"; "resumed" (after half of the steps under another strategy); "accumulated" (two batches a step).
-    sharing: of a split batch in place of the random strategy, what of the weights is shared. made_again: random groups
-        of operators are made again in the backward.
+    way: "plain"; "resumed" (after half of the steps under another strategy); "accumulated" (two batches a step);
+        "disturbed" (before half of the steps, batches that the last rank alone has, or that do not fit there).
+    sharing: of a split batch in place of the random strategy, what of the weights is shared; None: of the random
+        strategy, at random. made_again: random groups of operators are made again in the backward.
     """
 
     model: str
@@ -41,7 +43,7 @@ class Case:
     strategy: int
     devices: int
     way: str = "plain"
-    sharing: Sharding = Sharding.NONE
+    sharing: Sharding | None = Sharding.NONE
     made_again: bool = False
 
 
@@ -77,7 +79,9 @@ def train(case: Case) -> dict[str, Any]:
 
     def trainer_under(seed: int) -> runtime.Trainer:
         strategy = random_strategy(graph, case.devices, seed)
-        if case.sharing is not Sharding.NONE and seed == case.strategy:
+        if case.sharing is None:
+            strategy = randomly_shared(strategy, graph, seed)
+        elif case.sharing is not Sharding.NONE and seed == case.strategy:
             split = by_kind(graph, [AxisKind.SAMPLE], range(case.devices))
             strategy = shared(graph, split, case.sharing)
         if case.made_again:
@@ -104,6 +108,12 @@ def train(case: Case) -> dict[str, Any]:
             scheduler = schedule(case.optimizer, trainer.optimizer)
             if scheduler is not None and before is not None:
                 scheduler.load_state_dict(before)
+        if case.way == "disturbed" and step == STEPS // 2:
+            refused = _refused(trainer, of_step[0])
+            assert [text.split(",")[0].split("(")[0] for text in refused] == [
+                f"inputs: input.0 of rank {case.devices - 1} differs from that of rank 0",
+                f"rank {case.devices - 1}: inputs: input.0 has shape ",
+            ]
         loss = sum(float(trainer.backward(*inputs, **keywords)) for inputs, keywords in of_step)
         if case.optimizer == "adamw":
             norms.append(float(trainer.clip_grad_norm(MAX_NORM)))
@@ -121,6 +131,20 @@ def train(case: Case) -> dict[str, Any]:
         "loaded": {name: tensor.numpy() for name, tensor in fresh.state_dict().items()},
         "optimizer": _portable(trainer.optimizer_state_dict()),
     }
+
+
+def _refused(trainer: runtime.Trainer, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
+    """Return the messages of steps with batches of which the last rank has others: of its own, and one too short."""
+    (first, *others), keywords = batch
+    is_last = _rank() == torch.distributed.get_world_size() - 1
+    changed = first.clone()
+    changed.view(-1)[-1] += 1
+    messages = []
+    for wrong in (changed, first[:-1]):
+        with pytest.raises(RuntimeFailure) as caught:
+            trainer.backward(wrong if is_last else first, *others, **keywords)
+        messages.append(str(caught.value))
+    return messages
 
 
 def train_plain(case: Case) -> dict[str, Any]:
@@ -200,6 +224,23 @@ def mistakes() -> dict[str, str]:
     def state_of_rank_0(state: dict[str, Tensor]) -> Callable[[], None]:
         return lambda: trainer.load_state_dict(state if _rank() == 0 else None)
 
+    def optimizer_of_rank_1(made: Callable[[Any], Any]) -> Callable[[], None]:
+        def attempt() -> None:
+            runtime.parallelize(module, strategy, args, kwargs, optimizer=made if _rank() else sgd)
+
+        return attempt
+
+    def failing(_parameters: object) -> torch.optim.Optimizer:
+        raise SoapstoneError("factory: has no rate, must have one; give it one")
+
+    def frozen() -> None:
+        weight = module.first.weight
+        weight.requires_grad = _rank() != 1
+        try:
+            trainer.step(images, targets)
+        finally:
+            weight.requires_grad = True
+
     attempts: dict[str, Callable[[], object]] = {
         "another batch on rank 1": lambda: trainer.step(images + _rank(), targets),
         "another shape": lambda: trainer.step(images[:3], targets[:3]),
@@ -207,6 +248,12 @@ def mistakes() -> dict[str, str]:
         "another structure": lambda: trainer.step(images),
         "another seed": other_seed,
         "not element-wise": whole_weights,
+        "an optimizer on rank 1": optimizer_of_rank_1(torch.optim.SGD(module.parameters(), lr=0.1)),
+        "no optimizer on rank 1": optimizer_of_rank_1(lambda _parameters: None),
+        "a failing factory on rank 1": optimizer_of_rank_1(failing),
+        "no file on rank 1": lambda: runtime.parallelize(
+            module, "none.json" if _rank() else strategy, args, kwargs, optimizer=sgd
+        ),
         "missing name": state_of_rank_0(
             {name: tensor for name, tensor in state.items() if name != "first.bias"}
         ),
@@ -217,14 +264,23 @@ def mistakes() -> dict[str, str]:
             {"state": {}, "param_groups": []} if _rank() == 0 else None
         ),
     }
+    later: dict[str, Callable[[], object]] = {
+        "another batch on rank 1, later": lambda: trainer.step(
+            images, targets.flip(0) if _rank() else targets
+        ),
+        "another shape on rank 1, later": lambda: trainer.step(images[: 7 - _rank()], targets),
+        "another structure, later": lambda: trainer.step(images),
+        "frozen on rank 1, later": frozen,
+    }
     found = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except SoapstoneError as error:
-            found[name] = str(error)
     # Whatever was refused has changed nothing.
-    found["then"] = f"{float(trainer.step(images, targets)):.4f}"
+    for then, of_time in (("then", attempts), ("at last", later)):
+        for name, attempt in of_time.items():
+            try:
+                attempt()
+            except SoapstoneError as error:
+                found[name] = str(error)
+        found[then] = f"{float(trainer.step(images, targets)):.4f}"
     trainer.close()
     try:
         trainer.step(images, targets)
