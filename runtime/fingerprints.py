@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 # Of a larger tensor so many bytes count, in blocks spread evenly over it: reading all of a batch takes long.
-MOST_BYTES = 4 * 1024 * 1024
+MOST_BYTES = 1024 * 1024
 BLOCK_BYTES = 4 * 1024
 _WORD_BYTES = 8
 # Odd, so that no bit of a word is lost when it is multiplied (2**64 / golden ratio, as a signed number).

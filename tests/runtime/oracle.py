@@ -37,13 +37,13 @@ class Expected:
 
 
 @lru_cache(maxsize=64)
-def graph_of(name: str, **keywords: int) -> OperatorGraph:
+def graph_of(name: str, **keywords: int | str) -> OperatorGraph:
     """Return the graph of a network of tests.runtime.models."""
     module, args, kwargs = reference(name, **keywords).build(SEED)
     return import_module(module, args, kwargs, name=name)
 
 
-def reference(name: str, **keywords: int) -> ModelReference:
+def reference(name: str, **keywords: int | str) -> ModelReference:
     """Return the reference of a network of tests.runtime.models."""
     return ModelReference(f"tests.runtime.models:{name}", keywords)
 

@@ -32,8 +32,7 @@ from runtime.sharing import FinishGather, FinishSharedSum, Free, StartGather, St
 from runtime.synchronization import FinishReduction, StartReduction
 from search.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
-from tests.runtime.strategies import by_kind, in_turn, random_strategy
-from tests.runtime.test_sharding import randomly_shared
+from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
 
 CPU = torch.device("cpu")
 

@@ -224,7 +224,7 @@ def mistakes() -> dict[str, str]:
     def state_of_rank_0(state: dict[str, Tensor]) -> Callable[[], None]:
         return lambda: trainer.load_state_dict(state if _rank() == 0 else None)
 
-    def optimizer_of_rank_1(made: Callable[[Any], Any]) -> Callable[[], None]:
+    def optimizer_of_rank_1(made: Any) -> Callable[[], None]:
         def attempt() -> None:
             runtime.parallelize(module, strategy, args, kwargs, optimizer=made if _rank() else sgd)
 
