@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from graph.errors import ImportFailure
 from graph.importing.building import GraphBuilder, spec_of
+from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
 from graph.importing.lowering import Lowering
 from graph.importing.propagation import refined_spaces
@@ -57,7 +58,7 @@ def import_module(
         )
     program = export(module, args, kwargs or {}, name)
     builder = GraphBuilder(name)
-    lowering = Lowering(builder, batch_norm, {**REWRITERS, **UNROLLERS})
+    lowering = Lowering(builder, batch_norm, {**REWRITERS, **UNROLLERS, **DRAWERS})
     inputs, aliases = _place_values(program, module, lowering)
     for node in program.graph.nodes:
         if node.op == "call_function":

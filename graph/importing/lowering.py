@@ -114,7 +114,7 @@ def plain(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) ->
     if draws and all(arguments.get(probability, 1) for probability in ("dropout_p", "dropout")):
         raise ImportFailure(
             f"model {lowering.builder.model}: {name} ({node.target}) draws random numbers that parts cannot repeat, "
-            "must be dropout or attention; draw them outside and pass them as an input"
+            "must be uniform, normal, exponential, bernoulli or integer; draw them outside and pass them as an input"
         )
     result = node.meta["val"]
     many = isinstance(result, (tuple, list))
@@ -224,16 +224,6 @@ def _dropout(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments)
         given = {"self": Ref(source), "p": float(arguments["p"])}
         result = lowering.builder.add(name, "soapstone.dropout", given, [lowering.builder.spec(source)])[0]
     return (result, None) if several else result
-
-
-def _bernoulli(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    """Draw ones with probability p, as dropping whole channels does: dropout of ones gives 1 / p, or 0."""
-    spec, probability = lowering.spec(node), float(arguments["p"])
-    ones: Arguments = {"size": spec.shape, "fill_value": 1.0, "dtype": spec.dtype}
-    source = lowering.one(f"{name}.ones", "aten.full.default", ones, spec)
-    drop: Arguments = {"self": Ref(source), "p": 1 - probability}
-    kept = lowering.builder.add(f"{name}.dropout", "soapstone.dropout", drop, [spec])[0]
-    return lowering.builder.add(name, "aten.mul.Tensor", {"self": Ref(kept), "other": probability}, [spec])[0]
 
 
 def _attention(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -375,7 +365,6 @@ LOWERERS: dict[str, Lowerer] = {
     **dict.fromkeys(("arange.default", "arange.start", "arange.start_step"), _arange),
     "scalar_tensor.default": _scalar_tensor,
     "copy.default": _copy,
-    "bernoulli.p": _bernoulli,
     "cross_entropy_loss.default": _cross_entropy,
     "_native_batch_norm_legit_functional.default": _batch_norm,
     "_native_batch_norm_legit.no_stats": _batch_norm,

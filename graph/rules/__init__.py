@@ -155,7 +155,7 @@ def _form(graph: OperatorGraph, operator: Operator) -> tuple[object, ...]:
 
 
 # Operators that draw random numbers: their calls carry the operator's number.
-DRAWING = frozenset({"soapstone.dropout", "soapstone.attention"})
+DRAWING = frozenset({"soapstone.dropout", "soapstone.attention", "soapstone.random"})
 
 
 def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:

@@ -1,4 +1,4 @@
-"""Dropout that draws the same bits on any split: soapstone.dropout(input; p).
+"""Random draws that are the same on any split: soapstone.dropout(input; p), soapstone.random(distribution, size, dtype).
 
 An element's draw is a function of (seed, step, operator, global position), so a part needs to know where its elements
 stand in the whole tensor: `bindings` carry its region and the whole shape. They change no cost.
@@ -6,10 +6,13 @@ stand in the whole tensor: `bindings` carry its region and the whole shape. They
 
 from __future__ import annotations
 
+from typing import Any
+
+from graph import intervals
 from graph.calls import LocalCall
 from graph.rules.base import Part, Signature
 from graph.rules.common import local_call
-from graph.rules.generic import PointwiseRule
+from graph.rules.generic import FactoryRule, PointwiseRule
 
 
 class DropoutRule(PointwiseRule):
@@ -21,7 +24,7 @@ class DropoutRule(PointwiseRule):
             signature,
             part,
             gradients,
-            bindings=(("region", part.outputs[0]), ("shape", signature.outputs[0].shape)),
+            bindings=_positions(signature, part),
         )
 
     def flops(self, call: LocalCall) -> float:
@@ -31,3 +34,27 @@ class DropoutRule(PointwiseRule):
     def backward_flops(self, call: LocalCall) -> float:
         """Return one operation an element."""
         return float(call.outputs[0].elements) * sum(call.gradients)
+
+
+class RandomRule(FactoryRule):
+    """soapstone.random(distribution, size, dtype): a factory, with global positions bound."""
+
+    computes_nothing = False
+
+    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+        """Return the call with the local size, its region and the whole shape bound."""
+        return local_call(
+            signature,
+            part,
+            gradients,
+            replace={"size": intervals.shape(part.outputs[0])},
+            bindings=_positions(signature, part),
+        )
+
+    def flops(self, call: LocalCall) -> float:
+        """Return the operations of the generator and of a distribution, about forty an element."""
+        return 40.0 * call.outputs[0].elements
+
+
+def _positions(signature: Signature, part: Part) -> tuple[tuple[str, Any], ...]:
+    return ("region", part.outputs[0]), ("shape", signature.outputs[0].shape)

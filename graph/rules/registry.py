@@ -20,7 +20,7 @@ from graph.rules.batch_norm import (
 from graph.rules.common import BaseRule
 from graph.rules.contractions import ContractionRule, OuterRule
 from graph.rules.convolution import ConvolutionRule
-from graph.rules.dropout import DropoutRule
+from graph.rules.dropout import DropoutRule, RandomRule
 from graph.rules.experts import GroupedProductRule, HistogramRule
 from graph.rules.generic import (
     DimwiseRule,
@@ -144,6 +144,7 @@ def _table() -> dict[str, BaseRule]:
         "soapstone.batch_norm": BatchNormLocalRule(),
         "soapstone.running_statistics": RunningStatisticsRule(),
         "soapstone.dropout": DropoutRule(),
+        "soapstone.random": RandomRule(),
         "soapstone.constant": WholeRule(),
         "aten.full.default": factory,
         "aten.zeros.default": factory,

@@ -7,7 +7,8 @@ The hash's constants are those of Chris Wellons' "lowbias32"; those of the keys 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -99,27 +100,109 @@ def keep_mask(
         key: seed, step and operator number.
         device: where to make it.
     """
-    sizes = [sum(stop - start for start, stop in intervals) for intervals in region]
     threshold = round(probability * 2**32) - 2**31
+    keep = _empty(region, torch.bool, device)
     if threshold > 2**31 - 1:
-        return torch.zeros(sizes, dtype=torch.bool, device=device)
-    rows, columns = _positions(region, shape, device)
-    first, second = _row_keys(rows, _mix_key(*key))
-    keep = torch.empty((rows.numel(), columns.numel()), dtype=torch.bool, device=device)
-    step = (
-        max(1, _CHUNK_ELEMENTS // max(columns.numel(), 1)) if device.type == "cpu" else max(rows.numel(), 1)
+        return keep.fill_(False)
+    _each_chunk(
+        region, shape, (key,), keep, lambda words, into: torch.ge(words[0], threshold, out=into)
     )
+    return keep
+
+
+def _empty(region: Region, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    sizes = [sum(stop - start for start, stop in intervals) for intervals in region]
+    return torch.empty(sizes, dtype=dtype, device=device)
+
+
+def _each_chunk(
+    region: Region,
+    shape: tuple[int, ...],
+    keys: Sequence[tuple[int, ...]],
+    result: torch.Tensor,
+    write: Callable[[list[torch.Tensor], torch.Tensor], object],
+) -> None:
+    """Call `write` on 32 random bits an element for each of `keys`, as int32, and the rows of `result` they are for."""
+    rows, columns = _positions(region, shape, result.device)
+    halves = [_row_keys(rows, _mix_key(*key)) for key in keys]
+    matrix = result.view(rows.numel(), columns.numel())
+    step = max(rows.numel(), 1)
+    if result.device.type == "cpu":
+        step = max(1, _CHUNK_ELEMENTS // max(columns.numel(), 1))
     # Tensors without data (torch's fake ones) are there to see what memory a step takes: all chunks take the same.
     chunks = range(0, rows.numel(), step) if type(rows) is torch.Tensor else (0,)
     for start in chunks:
         chosen = slice(start, start + step)
-        bits = torch.bitwise_xor(first[chosen, None], columns[None, :])
-        _xor_shift_(bits, 16).mul_(_MULTIPLIER_1)
-        bits.add_(second[chosen, None])
-        _xor_shift_(bits, 15).mul_(_MULTIPLIER_2)
-        _xor_shift_(bits, 16)
-        torch.ge(bits, threshold, out=keep[chosen])
-    return keep.reshape(sizes)
+        write([_bits(first[chosen], second[chosen], columns) for first, second in halves], matrix[chosen])
+
+
+def _bits(first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    bits = torch.bitwise_xor(first[:, None], columns[None, :])
+    _xor_shift_(bits, 16).mul_(_MULTIPLIER_1)
+    bits.add_(second[:, None])
+    _xor_shift_(bits, 15).mul_(_MULTIPLIER_2)
+    return _xor_shift_(bits, 16)
+
+
+def random_numbers(
+    distribution: str,
+    region: Region,
+    shape: tuple[int, ...],
+    key: tuple[int, int, int],
+    result: tuple[torch.dtype, torch.device],
+) -> torch.Tensor:
+    """Return the numbers of a region of a tensor of `shape` whose elements are drawn independently.
+
+    A number in a format of fewer bits is that of float64, rounded; a uniform one is cut off, so that it stays below 1.
+
+    Args:
+        distribution: "uniform" (in [0, 1)), "normal" (standard), "exponential" (rate 1, never 0), or "integers"
+            (all of 62 bits alike; of int64).
+        region: index sets of the elements, one a dim.
+        shape: shape of the whole tensor.
+        key: seed, step and operator number.
+        result: dtype and device of the numbers.
+    """
+    dtype, device = result
+    convert, words = _DISTRIBUTIONS[distribution]
+    numbers = _empty(region, dtype, device)
+    keys = [(*key, word) for word in range(words)]
+    _each_chunk(region, shape, keys, numbers, lambda bits, into: into.copy_(convert(bits, dtype)))
+    return numbers
+
+
+def _fractions(bits: torch.Tensor) -> torch.Tensor:
+    """Return float64 numbers of (0, 1), the middles of 2**32 intervals."""
+    return bits.double().add_(2**31 + 0.5).mul_(2.0**-32)
+
+
+def _uniform(words: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    steps = 2.0 ** min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
+    return _fractions(words[0]).mul_(steps).floor_().div_(steps)
+
+
+def _normal(words: list[torch.Tensor], _dtype: torch.dtype) -> torch.Tensor:
+    """Return normal numbers (Box and Muller 1958)."""
+    radius = _fractions(words[0]).log_().mul_(-2.0).sqrt_()
+    return _fractions(words[1]).mul_(2 * math.pi).cos_().mul_(radius)
+
+
+def _exponential(words: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return _fractions(words[0]).log_().neg_().clamp_(min=torch.finfo(dtype).tiny)
+
+
+def _integers(words: list[torch.Tensor], _dtype: torch.dtype) -> torch.Tensor:
+    high, low = (_shift_right(word, 1).long() for word in words)
+    return high.bitwise_left_shift_(31).bitwise_or_(low)
+
+
+# By name: from words of 32 bits to numbers, and of how many words.
+_DISTRIBUTIONS: dict[str, tuple[Callable[[list[torch.Tensor], torch.dtype], torch.Tensor], int]] = {
+    "uniform": (_uniform, 1),
+    "normal": (_normal, 2),
+    "exponential": (_exponential, 1),
+    "integers": (_integers, 2),
+}
 
 
 class _Dropout(torch.autograd.Function):

@@ -25,7 +25,7 @@ from profiler.operators.batch_norm import (
     moments,
     running_statistics,
 )
-from profiler.operators.draws import dropout, keep_mask, whole_region
+from profiler.operators.draws import dropout, keep_mask, random_numbers, whole_region
 from profiler.operators.dtypes import HALVES, sum_dtype, torch_dtype
 from profiler.operators.likelihoods import nll_loss, nll_sums
 from profiler.operators.places import embedding_bag, gather, ragged_embedding_bag, scatter
@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 Pairs = Sequence[Sequence[int]]
 
 NEED_CONTEXT = frozenset(
-    {"soapstone.dropout", "soapstone.attention", "soapstone.constant", "soapstone.arange"}
+    {
+        "soapstone.dropout",
+        "soapstone.attention",
+        "soapstone.random",
+        "soapstone.constant",
+        "soapstone.arange",
+    }
 )
 
 
@@ -247,6 +253,21 @@ def _dropout(
     return dropout(self, mask, p)
 
 
+def _random(
+    distribution: str,
+    size: Sequence[int],
+    dtype: str,
+    context: ExecutionContext,
+    region: Region | None = None,
+    shape: tuple[int, ...] = (),
+    operator: int = 0,
+) -> torch.Tensor:
+    if region is None:
+        region, shape = whole_region(size)
+    key = (context.seed, context.step, operator)
+    return random_numbers(distribution, region, shape, key, (torch_dtype(dtype), context.device))
+
+
 def _constant(
     data: Sequence[Any], size: Sequence[int], dtype: str, context: ExecutionContext
 ) -> torch.Tensor:
@@ -341,6 +362,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cross_entropy_sums": _cross_entropy_sums,
     "ratio": _ratio,
     "dropout": _dropout,
+    "random": _random,
     "constant": _constant,
     "arange": _arange,
     "index_put": _index_put,

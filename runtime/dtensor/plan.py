@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graph.operators import Operator, OperatorGraph, Slot
+from graph.rules import DRAWING
 from graph.strategy import Strategy
 from runtime.dtensor.constants import check_part
 from runtime.dtensor.mesh import PARTIAL, Inexpressible, Layout, inexpressible, layouts
@@ -31,7 +32,7 @@ class ParallelPlan:
     blocks: modules that are gathered on their own by fully_shard, before the module itself.
     data: what a data dim needs to know, None without one.
     attends: there is scaled dot-product attention.
-    draws: dropout draws random numbers, other ones on every rank.
+    draws: dropout or the forward itself draws random numbers, other ones on every rank.
     notes: what a reader must know.
     """
 
@@ -123,7 +124,7 @@ def _plan_on(
 def _draws(operator: Operator) -> bool:
     if operator.target in ATTENTIONS:
         return bool(operator.argument("dropout_p"))
-    return operator.target == "soapstone.dropout"
+    return operator.target in DRAWING
 
 
 def _share_notes(share: Share) -> list[str]:
