@@ -4,6 +4,7 @@
     |-- UsageError            an option or argument of a command
     |-- GraphError            an operator graph that cannot be used
     |   `-- ImportFailure     a module that cannot be imported as a graph
+    |       `-- NeedsDataError  the same on meta alone: with data it might be
     |-- TopologyError         a topology file or device
     |-- StrategyError         a strategy that does not fit its graph or topology
     |-- TrainingError         a training description
@@ -37,6 +38,10 @@ class GraphError(SoapstoneError):
 
 class ImportFailure(GraphError):
     """A module could not be imported as an operator graph."""
+
+
+class NeedsDataError(ImportFailure):
+    """A module on meta could not be imported for want of data; built with data it might be."""
 
 
 class TopologyError(SoapstoneError):

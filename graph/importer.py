@@ -1,6 +1,7 @@
 """Import a module as an operator graph, through torch.export.
 
-An import needs no memory for weights: build module and inputs under `torch.device("meta")`.
+An import needs no memory for weights: build module and inputs under `torch.device("meta")`; they are exported as tensors
+without data on the CPU.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from graph.errors import ImportFailure
+from graph.errors import ImportFailure, NeedsDataError
+from graph.importing import locations
 from graph.importing.building import GraphBuilder, spec_of
 from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
@@ -62,7 +65,7 @@ def import_module(
     inputs, aliases = _place_values(program, module, lowering)
     for node in program.graph.nodes:
         if node.op == "call_function":
-            lowering.lower(node)
+            _lower(lowering, node)
         elif node.op == "get_attr":
             raise ImportFailure(
                 f"model {name}: {node.name} is a nested graph, must be none; avoid control flow that depends on data"
@@ -75,6 +78,16 @@ def import_module(
             f"model {name}: the loss depends on no trainable weight, must depend on one; check requires_grad"
         )
     return _finish(builder, inputs, loss, updates, aliases, batch_norm)
+
+
+def _lower(lowering: Lowering, node: fx.Node) -> None:
+    try:
+        lowering.lower(node)
+    except ImportFailure as error:
+        place = locations.of_node(node)
+        if not place:
+            raise
+        raise type(error)(f"{error} (at {place})") from None
 
 
 def _place_values(
@@ -136,9 +149,9 @@ def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, targe
     """Add a small tensor that the forward makes from numbers, as an operator that holds them."""
     tensor = program.constants[target]
     model = lowering.builder.model
-    no_values = not isinstance(tensor, torch.Tensor) or (tensor.is_meta and tensor.numel() > 0)
+    no_values = not isinstance(tensor, torch.Tensor) or (tensor.numel() > 0 and _has_no_data(tensor))
     if no_values or tensor.numel() > LARGEST_CONSTANT:
-        raise ImportFailure(
+        raise (NeedsDataError if no_values else ImportFailure)(
             f"model {model}: constant {qualified_name(target)} has no values here or too many, must have at most "
             f"{LARGEST_CONSTANT}; register it as a buffer"
         )
@@ -146,6 +159,10 @@ def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, targe
     data = tuple(tensor.detach().reshape(-1).tolist()) if tensor.numel() else ()
     arguments = {"data": data, "size": spec.shape, "dtype": spec.dtype}
     return lowering.builder.add(node.name, "soapstone.constant", arguments, [spec])[0]
+
+
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _results(program: ExportedProgram, lowering: Lowering) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from app.db.records import GraphRecord, StrategyRecord
 from app.db.references import required
 from app.db.store import Store
 from app.services.files import checked_target, replacing
-from app.services.models import build_model, graph_name, stored_request
+from app.services.models import build_and_import, stored_request
 from app.services.stored import strategy_of
 from graph.errors import RuntimeFailure, StrategyError, UsageError
 
@@ -111,21 +109,13 @@ def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
 
 def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
     """Return the Python source of a strategy's DTensor plan."""
-    import torch
-
-    from graph.importer import import_module
     from runtime.dtensor.plan import make_plan
     from runtime.dtensor.writer import Origin, source_text
 
     with as_written(f"table graphs, row {graph_record.id}, column model"):
         request = stored_request(graph_record.model, f"graph {graph_record.name}")
     batch_norm = json.loads(graph_record.document)["batch_norm"]
-    # What a user's module prints must not end up in our results.
-    with contextlib.redirect_stdout(sys.stderr):
-        with torch.device("meta"):
-            built = build_model(**request.factory_keywords)
-        module, args, kwargs = built
-        graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
+    (module, args, kwargs), graph = build_and_import(request, batch_norm)
     strategy = strategy_of(record, graph)
     keywords: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
     factory = request.name

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from app.services import kept_graphs, trust
-from graph.errors import DamagedDataError, ImportFailure, UsageError
+from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, UsageError
 from graph.operators import OperatorGraph
 from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
@@ -222,7 +222,14 @@ def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None
     try:
         built = factory(**keywords)
     except (Exception, SystemExit) as error:
-        raise ImportFailure(f"model {name}: its factory failed ({_reason(error)}); correct it") from error
+        from graph.importing import locations
+
+        place = locations.of_error(error)
+        at = f" at {place}" if place else ""
+        # On meta a tensor has no numbers to read; where that is not the reason, it fails again.
+        raise NeedsDataError(
+            f"model {name}: its factory failed{at} ({_reason(error)}), must return (module, args, kwargs); correct it"
+        ) from None
     if not (
         isinstance(built, tuple)
         and len(built) == 3
@@ -276,16 +283,38 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
 
 @looking_seldom()
 def _exported(request: ModelRequest, batch_norm: str) -> ImportedModel:
+    (_, args, kwargs), graph = build_and_import(request, batch_norm)
+    return ImportedModel(request, graph, _batch_size(request, args, kwargs))
+
+
+def build_and_import(request: ModelRequest, batch_norm: str) -> tuple[Built, OperatorGraph]:
+    """Return a network and its graph: built on meta, without memory for weights, or with data where that is not enough.
+
+    Raises:
+        UsageError: there is no such network.
+        ImportFailure: it cannot be exported, or returns no scalar loss.
+    """
+    import torch
+
+    # What a user's module prints must not end up in our results.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            return _built_on("meta", request, batch_norm)
+        except NeedsDataError:
+            # Numbers read in a constructor, tensors that are neither parameters nor buffers.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return _built_on("cpu", request, batch_norm)
+
+
+def _built_on(device: str, request: ModelRequest, batch_norm: str) -> tuple[Built, OperatorGraph]:
     import torch
 
     from graph.importer import import_module
 
-    # What a user's module prints must not end up in our results.
-    with contextlib.redirect_stdout(sys.stderr):
-        with torch.device("meta"):
-            module, args, kwargs = build_model(**request.factory_keywords)
-        graph = import_module(module, args, kwargs, name=graph_name(request), batch_norm=batch_norm)
-    return ImportedModel(request, graph, _batch_size(request, args, kwargs))
+    with torch.device(device):
+        built = build_model(**request.factory_keywords)
+    return built, import_module(*built, name=graph_name(request), batch_norm=batch_norm)
 
 
 def graph_name(request: ModelRequest) -> str:

@@ -103,6 +103,21 @@ def _permutation(lowering: Lowering, name: str, node: fx.Node, _arguments: Argum
     return _converted(lowering, name, places, spec)
 
 
+def _leaky(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Draw the slope of each negative element (randomized leaky ReLU)."""
+    spec, source = lowering.spec(node), lowering.value(arguments["self"])
+    low, high = float(arguments["lower"]), float(arguments["upper"])
+    if arguments["training"]:
+        draw = _drawn(lowering, f"{name}.draw", "uniform", spec)
+        slope: Argument = Ref(_scaled(lowering, f"{name}.slope", draw, high - low, low))
+    else:
+        slope = (low + high) / 2
+    negative = _with(lowering, f"{name}.negative", "aten.mul.Tensor", source, slope)
+    positive = _with(lowering, f"{name}.sign", "aten.gt.Scalar", source, 0, TensorSpec(spec.shape, "bool"))
+    given = {"condition": Ref(positive), "self": Ref(source), "other": Ref(negative)}
+    return lowering.builder.add(name, "aten.where.self", given, [spec])[0]
+
+
 _NORMAL_OVERLOADS = ("float_float", "Tensor_float", "float_Tensor", "Tensor_Tensor")
 
 # By the operator's name, without its library.
@@ -115,4 +130,5 @@ DRAWERS: dict[str, Lowerer] = {
     **dict.fromkeys(("randint.default", "randint.low", "randint_like.default"), _integers),
     "randint_like.low_dtype": _integers,
     "randperm.default": _permutation,
+    "rrelu.default": _leaky,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
+from torch.nn.modules import transformer
 
-from graph.errors import ImportFailure
+from graph.errors import ImportFailure, NeedsDataError
+from graph.importing import locations
+from graph.importing.standins import without_data
 
 _PREFIX = "module."
 
@@ -65,8 +70,8 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
     if not module.training:
         module.train()
     try:
-        with _quiet():
-            program = torch.export.export(_LossModule(module), tuple(args), dict(kwargs), strict=False)
+        with _quiet(), _unchecked_values(), without_data(module, args, kwargs) as given:
+            program = torch.export.export(_LossModule(module), *given, strict=False)
             _keep_gradients_stopped(program.graph_module)
             functional: ExportedProgram = program.run_decompositions({})
             return functional
@@ -75,13 +80,65 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
             f"model {name}: returns {error}, must return a scalar loss or an object whose .loss is one; "
             "compute the loss in its forward"
         ) from None
-    except (
-        Exception
-    ) as error:  # whatever the module or the exporter raises is the user's to know, in one line
-        raise ImportFailure(
-            f"model {name}: torch.export fails ({_first_line(error)}), must succeed; "
-            "avoid control flow that depends on data, and check the example inputs"
-        ) from error
+    except Exception as error:  # whatever the module or the exporter raises is the user's to know, in one line
+        raise _failure(name, error) from None
+
+
+def _failure(name: str, error: Exception) -> ImportFailure:
+    """Return the line that says what failed, where in the user's source, and what to change."""
+    place = locations.of_error(error)
+    at = f" at {place}" if place else ""
+    text = _first_line(error)
+    if locations.passed_through(error, "nn/utils/rnn.py") or (
+        "FakeTensor" in text and locations.passed_through(error, "nn/modules/rnn.py")
+    ):
+        return ImportFailure(
+            f"model {name}: torch.export fails{at}: packed sequences have lengths that depend on data, must be padded "
+            "tensors; call the recurrent layer on the padded batch and leave the padding out of the loss"
+        )
+    if type(error).__name__ in _READS_DATA:
+        return ImportFailure(
+            f"model {name}: torch.export fails{at}: a Python value is read out of a tensor ({text}), must not depend on "
+            "data; replace if, bool(), int(), item() and tolist() there by torch.where or a constant"
+        )
+    message = f"model {name}: torch.export fails{at} ({text}), must succeed; "
+    if "meta" in str(error).lower():
+        return NeedsDataError(
+            f"{message}make the tensor in forward, on the device of an input, or register it as a buffer"
+        )
+    return ImportFailure(f"{message}check that the module runs on the example inputs, and change that line")
+
+
+# What the exporter raises where a Python value would be read out of a tensor.
+_READS_DATA = frozenset(
+    {
+        "GuardOnDataDependentSymNode",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "UserError",
+    }
+)
+
+
+@contextmanager
+def _unchecked_values() -> Iterator[None]:
+    """Leave out what looks at values and decides nothing that a result depends on.
+
+    A causal mask is told by its values to run a faster kernel, with the same result; distributions check their
+    parameters.
+    """
+    distribution, detect = Distribution._validate_args, transformer._detect_is_causal_mask
+
+    def hinted(_mask: torch.Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:  # noqa: FBT001 - torch's signature
+        return is_causal is True
+
+    Distribution.set_default_validate_args(value=False)
+    transformer._detect_is_causal_mask = hinted
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(value=distribution)
+        transformer._detect_is_causal_mask = detect
 
 
 def _keep_gradients_stopped(module: fx.GraphModule) -> None:
@@ -106,9 +163,17 @@ def _is_other(node: fx.Node, user: fx.Node) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    """Return an error's type and first line, without the exporter's suggestions, links and symbols."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    text = _NOISE.sub("", lines[0]).strip() if lines else ""
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+_NOISE = re.compile(
+    r"\s*(\(unhinted: .*|\(Size-like symbols.*|For more information.*|https?://\S+|"
+    r"The following call raised this error.*|To fix the error.*)"
+)
 
 
 def qualified_name(name: str) -> str:

@@ -22,7 +22,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.zoo import build, zoo_names
 from profiler.operators import ExecutionContext, execute, random_inputs
-from profiler.operators.draws import keep_mask
+from profiler.operators.draws import random_numbers
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
 
@@ -341,8 +341,9 @@ def test_dropped_channels_are_draws_of_ours() -> None:
     graph = import_module(module, [x], name="dropout2d")
     step = interpret(graph, dict(module.named_parameters()), {}, [x], ExecutionContext(seed=2))
     shape = (2, 4, 1, 1)
-    number = graph.index_by_name["bernoulli.dropout"]
-    keep = keep_mask(full_region(shape), shape, 0.4, (2, 0, number), torch.device("cpu"))
+    key = (2, 0, graph.index_by_name["bernoulli.draw"])
+    kind = (torch.float64, torch.device("cpu"))
+    keep = random_numbers("uniform", full_region(shape), shape, key, kind) < 0.6
     expected = (conv(x) * keep / 0.6).sum()
     torch.testing.assert_close(step.loss, expected.detach())
 
@@ -362,28 +363,75 @@ def test_local_batch_norm_whole_is_the_module() -> None:
         torch.testing.assert_close(step.buffers[name], buffer)
 
 
+# Where the functions below stand, in a message, and what is said where a Python value decides.
+HERE = r"\S*test_importer\.py:\d+"
+READ = rf"torch\.export fails at {HERE}: a Python value is read out of a tensor .* replace if, bool\(\)"
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda self, x: self.head(x), r"returns a tensor of shape \[2, 2\], must return a scalar loss"),
         (lambda self, x: {"loss": self.head(x).sum()}, r"returns dict, must return a scalar loss"),
-        (lambda self, x: self.head(x).sum() if x.sum() > 0 else x.sum(), r"torch\.export fails"),
-        (lambda self, x: self.head(x)[x.sum(1) > 0].sum(), r"size that depends on data|torch\.export fails"),
-        (
-            lambda self, x: (self.head(x) / x.sum().item()).sum(),
-            r"number that depends on data|torch\.export fails",
-        ),
-        (lambda self, x: (self.head(x) * torch.rand(2, 2)).sum(), r"draws random numbers"),
+        (lambda self, x: self.head(x).sum() if x.sum() > 0 else x.sum(), READ),
+        (lambda self, x: self.head(x)[x.sum(1) > 0].sum(), r"size that depends on data.* \(at .*test_importer"),
+        (lambda self, x: (self.head(x) / x.sum().item()).sum(), rf"number that depends on data|{READ}"),
         (lambda _, x: x.sum(), r"depends on no trainable weight"),
-        (lambda self, x: self.missing(x), r"torch\.export fails \(AttributeError"),
+        (lambda self, x: self.missing(x), rf"torch\.export fails at {HERE} \(AttributeError.* change that line$"),
+        (
+            lambda self, x: self.gru(nn.utils.rnn.pack_padded_sequence(self.head(x[None]), x[0, :1].long()))[1].sum(),
+            rf"torch\.export fails at {HERE}: packed sequences .* must be padded tensors; call the recurrent layer",
+        ),
     ],
 )
 def test_failures_are_one_line(function: Any, message: str) -> None:
-    module = _Module(function, head=nn.Linear(3, 2))
+    module = _Module(function, head=nn.Linear(3, 2), gru=nn.GRU(2, 2))
     with pytest.raises(ImportFailure, match=message) as caught:
         import_module(module, [torch.randn(2, 3)], name="broken")
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("model broken: ")
+    # Nothing of the exporter's is chained to it, and printed below it in the user's own script.
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+class _MakesTensors(nn.Module):
+    """Makes tensors in its forward, and knows a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.tied = nn.Linear(8, 8)
+        self.tied_too = self.tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        padding = torch.zeros(x.shape[:2])
+        y = self.encoder(x, mask=causal, src_key_padding_mask=padding)
+        loss: torch.Tensor = (self.tied_too(self.tied(y)) * torch.tensor([1.0, 2.0])[0]).square().mean()
+        return loss
+
+
+def test_a_forward_that_makes_tensors_is_imported_on_meta_as_with_data(capfd: pytest.CaptureFixture[str]) -> None:
+    """The module keeps its own tensors, and nothing is printed."""
+    graphs = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            module, x = _MakesTensors(), torch.zeros(2, 3, 8)
+        own = {name: id(tensor) for name, tensor in module.named_parameters()}
+        graphs.append(import_module(module, [x], name="makes"))
+        assert {name: id(tensor) for name, tensor in module.named_parameters()} == own
+    assert graphs[0].digest == graphs[1].digest
+    assert graphs[0].aliases == (("tied_too.weight", "tied.weight"), ("tied_too.bias", "tied.bias"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_encoder_with_masks_is_the_module() -> None:
+    module = _MakesTensors().double()
+    for part in module.modules():
+        if isinstance(part, (nn.Dropout, nn.MultiheadAttention)):
+            part.p = part.dropout = 0.0  # type: ignore[assignment]
+    check_against_module(module, [torch.randn(2, 3, 8, dtype=torch.float64)], 1e-9)
 
 
 @pytest.mark.parametrize("name", zoo_names())
