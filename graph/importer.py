@@ -22,6 +22,7 @@ from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
 from graph.importing.lowering import Lowering
 from graph.importing.propagation import refined_spaces
+from graph.importing.recurrent import RECURRENT
 from graph.importing.rewriting import REWRITERS
 from graph.importing.unrolling import UNROLLERS
 from graph.operators import FLOATING, Operator, OperatorGraph, Value, ValueKind
@@ -61,7 +62,7 @@ def import_module(
         )
     program = export(module, args, kwargs or {}, name)
     builder = GraphBuilder(name)
-    lowering = Lowering(builder, batch_norm, {**REWRITERS, **UNROLLERS, **DRAWERS})
+    lowering = Lowering(builder, batch_norm, {**REWRITERS, **UNROLLERS, **RECURRENT, **DRAWERS})
     inputs, aliases = _place_values(program, module, lowering)
     for node in program.graph.nodes:
         if node.op == "call_function":

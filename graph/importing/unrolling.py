@@ -1,6 +1,6 @@
 """Calls that torch.export leaves as one, taken apart into operators that split.
 
-Stacked recurrent layers, bags of embeddings, means of likelihoods.
+Bags of embeddings, means of likelihoods.
 """
 
 from __future__ import annotations
@@ -96,65 +96,9 @@ def _embedding_bag(lowering: Lowering, name: str, node: fx.Node, arguments: Argu
     return *builder.add(name, "soapstone.embedding_bag", given, [spec]), None, None, None
 
 
-def _recurrent(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    """Write stacked recurrent layers one by one, so that each may run elsewhere, with dropout of ours between them."""
-    builder = lowering.builder
-    specs = [spec_of(result, builder.model, name) for result in node.meta["val"]]
-    layers, states = arguments["num_layers"], arguments["hx"]
-    states = list(states) if isinstance(states, (list, tuple)) else [states]
-    drops = bool(arguments["train"]) and arguments["dropout"] > 0
-    if layers == 1:
-        return plain(lowering, name, node, {**arguments, "dropout": 0.0})
-    directions = 2 if arguments["bidirectional"] else 1
-    weights = [lowering.value(weight) for weight in arguments["params"]]
-    of_layer = len(weights) // layers
-    source, finals = lowering.value(arguments["input"]), []
-    for layer in range(layers):
-        own = f"{name}.layer{layer}"
-        if drops and layer:
-            given: dict[str, Any] = {"self": Ref(source), "p": float(arguments["dropout"])}
-            source = builder.add(f"{own}.dropout", "soapstone.dropout", given, [builder.spec(source)])[0]
-        begin = [
-            _layer_state(lowering, f"{own}.state{position}", lowering.value(state), layer, directions)
-            for position, state in enumerate(states)
-        ]
-        given = {
-            **arguments,
-            "input": Ref(source),
-            "hx": tuple(map(Ref, begin)) if len(begin) > 1 else Ref(begin[0]),
-            "params": tuple(Ref(weight) for weight in weights[layer * of_layer : (layer + 1) * of_layer]),
-            "num_layers": 1,
-            "dropout": 0.0,
-        }
-        made = [specs[0], *(builder.spec(state) for state in begin)]
-        source, *last = builder.add(own, str(node.target), given, made)
-        finals.append(last)
-    ends = []
-    for position, spec in enumerate(specs[1:]):
-        pieces = tuple(Ref(last[position]) for last in finals)
-        given = {"tensors": pieces, "dim": 0}
-        ends.append(builder.add(f"{name}.end{position}", "aten.cat.default", given, [spec])[0])
-    return source, *ends
-
-
-def _layer_state(lowering: Lowering, name: str, state: str, layer: int, directions: int) -> str:
-    """Return the initial state of one layer: its directions' slices."""
-    spec = lowering.builder.spec(state)
-    given = {
-        "self": Ref(state),
-        "dim": 0,
-        "start": layer * directions,
-        "end": (layer + 1) * directions,
-        "step": 1,
-    }
-    made = TensorSpec((directions, *spec.shape[1:]), spec.dtype)
-    return lowering.builder.add(name, "aten.slice.Tensor", given, [made])[0]
-
-
 # By the operator's name, without its library.
 UNROLLERS: dict[str, Lowerer] = {
     **dict.fromkeys(("nll_loss_nd.default", "nll_loss.default", "nll_loss2d.default"), _nll_loss),
     "instance_norm.default": _instance_norm,
     **dict.fromkeys(("embedding_bag.padding_idx", "embedding_bag.default"), _embedding_bag),
-    **dict.fromkeys(("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"), _recurrent),
 }

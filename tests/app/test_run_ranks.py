@@ -102,10 +102,10 @@ def test_two_hosts_execute_a_strategy_together(folder: Path, database: Path) -> 
 
 def test_a_failure_on_another_host_ends_all_and_rank_0_says_why(folder: Path, database: Path) -> None:
     first, second = run_hosts(folder, 2, 1, "--model", "networks:failing", "--json")
+    line = NETWORK.splitlines().index('        raise ValueError("no such weights")') + 1
     reason = (
-        "rank 1: model networks:failing: its factory failed at networks.py:LINE (ValueError: no such weights), must return "
-        "(module, args, kwargs); correct it; "
-        "all processes were ended"
+        f"rank 1: model networks:failing: its factory failed at networks.py:{line} (ValueError: no such weights), must "
+        "return (module, args, kwargs); correct it; all processes were ended"
     )
     assert (first.code, first.output, first.errors) == (1, "", (f"error: {reason}",))
     assert (second.code, second.output, second.errors) == (1, "", ())

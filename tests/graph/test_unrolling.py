@@ -61,25 +61,56 @@ def _targets(graph: OperatorGraph) -> list[str]:
     return [operator.target for operator in graph.operators]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(("both", "batch_first"), [(False, True), (True, False), (True, True)])
-def test_stacked_recurrent_layers(kind: Any, *, both: bool, batch_first: bool) -> None:
-    """One operator a layer, whose samples split; the final states of all layers are joined again."""
-    layers = kind(4, 3, 2, batch_first=batch_first, bidirectional=both)
-    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def _output_and_last_states(module: Any, x: torch.Tensor, *begin: Any) -> torch.Tensor:
+    output, state = module.layers(x, *begin)
+    last = state[1] if isinstance(state, tuple) else state
+    total: torch.Tensor = output.square().sum() + (last * last.cos()).sum()
+    return total
 
-    def loss(module: Any, x: torch.Tensor) -> torch.Tensor:
-        output, state = module.layers(x)
-        last = state[1] if isinstance(state, tuple) else state
-        total: torch.Tensor = output.square().sum() + (last * last.cos()).sum()
-        return total
 
-    graph = _check(loss, (x,), layers=layers)
+RECURRENT = [
+    (nn.LSTM, {"bidirectional": True, "batch_first": True}),
+    (nn.LSTM, {"bias": False}),
+    (nn.GRU, {"bidirectional": True}),
+    (nn.GRU, {"batch_first": True, "num_layers": 1}),
+    (nn.RNN, {"bidirectional": True, "batch_first": True}),
+    (nn.RNN, {"nonlinearity": "relu"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), RECURRENT)
+def test_recurrent_layers_are_unrolled_into_cells(kind: Any, options: dict[str, Any]) -> None:
+    """One operator a step, layer and direction, whose samples and hidden units split."""
+    layers = kind(4, 3, **{"num_layers": 2, **options})
+    x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    graph = _check(_output_and_last_states, (x,), layers=layers)
+    cells = [o for o in graph.operators if o.target.endswith("_cell.default")]
+    assert len(cells) == x.shape[layers.batch_first] * layers.num_layers * (1 + layers.bidirectional)
+    samples = x.shape[not layers.batch_first]
+    assert {tuple(axis.size for axis in cell.space.axes[:-1]) for cell in cells} == {(samples, 3)}
+
+
+@pytest.mark.parametrize(("kind", "options"), [RECURRENT[0], RECURRENT[2], RECURRENT[4]])
+def test_recurrent_layers_of_too_many_steps_stay_one_operator_each(
+    kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their samples split; the final states of all layers are joined again."""
+    monkeypatch.setattr("graph.importing.recurrent.MOST_CELLS", 19)
+    x = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layers = kind(4, 3, 2, **options)
+    graph = _check(_output_and_last_states, (x,), layers=layers)
     recurrent = [o for o in graph.operators if o.target.endswith(".input")]
-    assert len(recurrent) == 2
-    assert [operator.space.axes[0].size for operator in recurrent] == [
-        len(x) if batch_first else x.shape[1]
-    ] * 2
+    assert [o.space.axes[0].size for o in recurrent] == [x.shape[not layers.batch_first]] * 2
+
+
+def test_given_initial_states_reach_their_layers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, hidden, cell = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, 2, 4), (4, 2, 3), (4, 2, 3))
+    )
+    layers = nn.LSTM(4, 3, 2, bidirectional=True)
+    _check(lambda m, x, h, c: _output_and_last_states(m, x, (h, c)), (x, hidden, cell), layers=layers)
 
 
 def test_projected_recurrent_layers() -> None:
@@ -91,8 +122,8 @@ def test_dropout_between_recurrent_layers_is_ours() -> None:
     x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(0))
     module = _Module(lambda m, x: m.layers(x)[0].square().mean(), layers=nn.GRU(4, 3, 3, dropout=0.2))
     targets = _targets(import_module(module, (x,), name="test"))
-    assert targets.count("soapstone.dropout") == 2
-    assert targets.count("aten.gru.input") == 3
+    assert targets.count("soapstone.dropout") == 2 * len(x)
+    assert targets.count("aten.gru_cell.default") == 3 * len(x)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
