@@ -148,6 +148,12 @@ def _grouped_product(lowering: Lowering, name: str, node: fx.Node, arguments: Ar
     return lowering.one(name, "soapstone.grouped_mm", given, lowering.spec(node))
 
 
+def _inner_product(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Give the product of two vectors one name: no value here is complex."""
+    given = {"self": arguments["self"], "tensor": arguments["other"]}
+    return lowering.one(name, "aten.dot.default", given, lowering.spec(node))
+
+
 # By the operator's name, without the library where that is ATen.
 REWRITERS: dict[str, Lowerer] = {
     "slice_scatter.default": _slice_scatter,
@@ -156,6 +162,7 @@ REWRITERS: dict[str, Lowerer] = {
     **dict.fromkeys(("sort.default", "sort.stable"), _sort),
     **dict.fromkeys(("argsort.default", "argsort.stable"), _argsort),
     "one_hot.default": _one_hot,
+    "vdot.default": _inner_product,
     "repeat_interleave.self_int": _repeat_interleave,
     **dict.fromkeys(("_grouped_mm.default", "transformers.grouped_mm_fallback.default"), _grouped_product),
 }

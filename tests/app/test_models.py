@@ -25,6 +25,25 @@ class Users(nn.Module):
 
 def users(batch_size=4):
     return Users(), (torch.randn(batch_size, 4, 4),), {}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def forward(self, x):
+        return (nn.functional.dropout(self.linear(x), self.rates[2]) * self.scale).mean()
+
+
+def scaled(batch_size=4):
+    return Scaled(), (torch.randn(batch_size, 4),), {}
+
+
+def broken():
+    return Scaled().half_of_it(), (), {}
 """
 
 
@@ -78,3 +97,19 @@ def test_show_names_what_has_no_rule(
     assert set(shown["unsplit"].values()) == {"runs whole: aten.linalg_matrix_exp.default has no rule"}
     printed = command("models", "show", "users_network:users").output
     assert "2 x runs whole: aten.linalg_matrix_exp.default has no rule: " in printed
+
+
+def test_a_module_that_reads_numbers_when_built_is_imported_with_data(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On meta there are none: neither for `.item()` in its constructor, nor in a tensor that is no buffer."""
+    (tmp_path / "reading_network.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+    shown = command("models", "show", "reading_network:scaled", "--json").document
+    assert {"soapstone.dropout", "soapstone.constant"} <= {one["target"] for one in shown["types"]}
+    failed = command("models", "show", "reading_network:broken")
+    line = USERS.splitlines().index("    return Scaled().half_of_it(), (), {}") + 1
+    assert failed.errors.startswith(
+        f"error: model reading_network:broken: its factory failed at reading_network.py:{line} (AttributeError: "
+    )
+    assert failed.errors.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from graph.axes import AxisKind
 from graph.calls import call_from_json
@@ -460,3 +462,31 @@ def test_calls_read_back_from_their_keys_execute_on_random_inputs(name: str) -> 
         assert flops(call) >= 0
         assert backward_flops(call) >= 0
         assert bytes_moved(call) >= 0
+
+
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norm_follows_the_module_over_steps(norm: Any) -> None:
+    """Each forward refines the singular vectors in place: they are buffers that a step renews."""
+    torch.manual_seed(3)
+    head = norm(nn.Linear(5, 4, dtype=torch.float64))
+    module = _Module(lambda self, x: self.head(x).square().mean(), head=head)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    graph = import_module(copy.deepcopy(module), [x], name="spectral")
+    assert len(graph.buffer_updates) == 2
+    assert not graph.unsplit
+    weights = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        step = interpret(graph, weights, buffers, [x], ExecutionContext())
+        loss = module(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step.loss, loss.detach())
+        weights = {name: weight - 0.5 * step.gradients[name] for name, weight in weights.items()}
+        buffers |= step.buffers
+        for name, weight in module.named_parameters():
+            torch.testing.assert_close(weights[name], weight.detach())
+        for name, buffer in module.named_buffers():
+            torch.testing.assert_close(buffers[name], buffer)
