@@ -1,7 +1,7 @@
 """Import a module as an operator graph, through torch.export.
 
-An import needs no memory for weights: build module and inputs under `torch.device("meta")`; they are exported as tensors
-without data on the CPU.
+An import needs no memory for weights: build module and inputs under `torch.device("meta")`; they are exported as
+tensors without data on the CPU.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import fx
 
 from graph.importing.building import Ref
 from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering
-from graph.operators import FLOATING, Argument, TensorSpec
+from graph.operators import Argument, TensorSpec
 
 
 def _drawn(lowering: Lowering, name: str, distribution: str, spec: TensorSpec) -> str:

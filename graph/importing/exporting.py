@@ -80,7 +80,9 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
             f"model {name}: returns {error}, must return a scalar loss or an object whose .loss is one; "
             "compute the loss in its forward"
         ) from None
-    except Exception as error:  # whatever the module or the exporter raises is the user's to know, in one line
+    except (
+        Exception
+    ) as error:  # whatever the module or the exporter raises is the user's to know, in one line
         raise _failure(name, error) from None
 
 
@@ -98,8 +100,8 @@ def _failure(name: str, error: Exception) -> ImportFailure:
         )
     if type(error).__name__ in _READS_DATA:
         return ImportFailure(
-            f"model {name}: torch.export fails{at}: a Python value is read out of a tensor ({text}), must not depend on "
-            "data; replace if, bool(), int(), item() and tolist() there by torch.where or a constant"
+            f"model {name}: torch.export fails{at}: a Python value is read out of a tensor ({text}), must not depend "
+            "on data; replace if, bool(), int(), item() and tolist() there by torch.where or a constant"
         )
     message = f"model {name}: torch.export fails{at} ({text}), must succeed; "
     if "meta" in str(error).lower():
@@ -133,7 +135,7 @@ def _unchecked_values() -> Iterator[None]:
         return is_causal is True
 
     Distribution.set_default_validate_args(value=False)
-    transformer._detect_is_causal_mask = hinted
+    setattr(transformer, "_detect_is_causal_mask", hinted)  # noqa: B010 - mypy refuses to assign a function
     try:
         yield
     finally:

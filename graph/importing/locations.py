@@ -31,9 +31,7 @@ def of_node(node: fx.Node) -> str:
 
 def passed_through(error: BaseException, file: str) -> bool:
     """True where an error was raised in, or below, a file of torch whose path ends so."""
-    return any(
-        frame.filename.endswith(file) for frame in traceback.extract_tb(error.__traceback__)
-    )
+    return any(frame.filename.endswith(file) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _last(frames: Sequence[tuple[str, int]]) -> str:

@@ -36,7 +36,9 @@ class _Stack:
     states: tuple[str, ...]
     arguments: Arguments
 
-    def add(self, name: str, target: str, arguments: dict[str, Argument], *specs: TensorSpec) -> tuple[str, ...]:
+    def add(
+        self, name: str, target: str, arguments: dict[str, Argument], *specs: TensorSpec
+    ) -> tuple[str, ...]:
         """Add an operator whose name begins with the call's."""
         return self.lowering.builder.add(f"{self.name}.{name}", target, arguments, specs)
 
@@ -138,7 +140,7 @@ def _rows(stack: _Stack, name: str, state: str) -> list[str]:
 
 def _joined(stack: _Stack, layer: int, made: list[list[str]]) -> list[str]:
     """Return the outputs of both directions of a layer side by side."""
-    joined = []
+    joined: list[str] = []
     for place, pair in enumerate(zip(*made, strict=True)):
         spec = stack.spec(pair[0])
         both = TensorSpec((spec.shape[0], spec.shape[1] * len(pair)), spec.dtype)
@@ -158,7 +160,10 @@ def _by_layer(stack: _Stack, source: str, specs: list[TensorSpec]) -> Lowered:
         own = f"layer{layer}"
         if layer:
             source = stack.dropped(own, source)
-        begin = [_layer_state(stack, f"{own}.state{place}", state, layer) for place, state in enumerate(stack.states)]
+        begin = [
+            _layer_state(stack, f"{own}.state{place}", state, layer)
+            for place, state in enumerate(stack.states)
+        ]
         rows = range(layer * stack.directions, (layer + 1) * stack.directions)
         given = {
             **stack.arguments,
@@ -172,7 +177,7 @@ def _by_layer(stack: _Stack, source: str, specs: list[TensorSpec]) -> Lowered:
         finals.append(last)
     if stack.layers == 1:
         return source, *finals[0]
-    ends = []
+    ends: list[str] = []
     for position, spec in enumerate(specs[1:]):
         pieces = tuple(Ref(last[position]) for last in finals)
         ends += stack.add(f"end{position}", "aten.cat.default", {"tensors": pieces, "dim": 0}, spec)
@@ -197,8 +202,8 @@ def _layer_state(stack: _Stack, name: str, state: str, layer: int) -> str:
 
 def _refused(lowering: Lowering, name: str, _node: fx.Node, _arguments: Arguments) -> Lowered:
     raise ImportFailure(
-        f"model {lowering.builder.model}: {name} runs on a packed sequence, whose lengths depend on data, must run on a "
-        "padded tensor; leave the padding out of the loss"
+        f"model {lowering.builder.model}: {name} runs on a packed sequence, whose lengths depend on data, must run on "
+        "a padded tensor; leave the padding out of the loss"
     )
 
 

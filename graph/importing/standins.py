@@ -24,7 +24,7 @@ def without_data(
     The module has its own tensors again afterwards. Where nothing is on meta, nothing changes.
     """
     given = (tuple(args), dict(kwargs))
-    slots = [
+    slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (tensors, name, tensor)
         for part in module.modules()
         for tensors in (part._parameters, part._buffers)

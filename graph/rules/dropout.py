@@ -1,4 +1,4 @@
-"""Random draws that are the same on any split: soapstone.dropout(input; p), soapstone.random(distribution, size, dtype).
+"""Random draws that are the same on any split: soapstone.dropout(input; p), soapstone.random(distribution, size).
 
 An element's draw is a function of (seed, step, operator, global position), so a part needs to know where its elements
 stand in the whole tensor: `bindings` carry its region and the whole shape. They change no cost.

@@ -103,10 +103,8 @@ def keep_mask(
     threshold = round(probability * 2**32) - 2**31
     keep = _empty(region, torch.bool, device)
     if threshold > 2**31 - 1:
-        return keep.fill_(False)
-    _each_chunk(
-        region, shape, (key,), keep, lambda words, into: torch.ge(words[0], threshold, out=into)
-    )
+        return keep.zero_()
+    _each_chunk(region, shape, (key,), keep, lambda words, into: torch.ge(words[0], threshold, out=into))
     return keep
 
 

@@ -376,12 +376,20 @@ READ = rf"torch\.export fails at {HERE}: a Python value is read out of a tensor 
         (lambda self, x: self.head(x), r"returns a tensor of shape \[2, 2\], must return a scalar loss"),
         (lambda self, x: {"loss": self.head(x).sum()}, r"returns dict, must return a scalar loss"),
         (lambda self, x: self.head(x).sum() if x.sum() > 0 else x.sum(), READ),
-        (lambda self, x: self.head(x)[x.sum(1) > 0].sum(), r"size that depends on data.* \(at .*test_importer"),
+        (
+            lambda self, x: self.head(x)[x.sum(1) > 0].sum(),
+            r"size that depends on data.* \(at .*test_importer",
+        ),
         (lambda self, x: (self.head(x) / x.sum().item()).sum(), rf"number that depends on data|{READ}"),
         (lambda _, x: x.sum(), r"depends on no trainable weight"),
-        (lambda self, x: self.missing(x), rf"torch\.export fails at {HERE} \(AttributeError.* change that line$"),
         (
-            lambda self, x: self.gru(nn.utils.rnn.pack_padded_sequence(self.head(x[None]), x[0, :1].long()))[1].sum(),
+            lambda self, x: self.missing(x),
+            rf"torch\.export fails at {HERE} \(AttributeError.* change that line$",
+        ),
+        (
+            lambda self, x: self.gru(nn.utils.rnn.pack_padded_sequence(self.head(x[None]), x[0, :1].long()))[
+                1
+            ].sum(),
             rf"torch\.export fails at {HERE}: packed sequences .* must be padded tensors; call the recurrent layer",
         ),
     ],
@@ -414,7 +422,9 @@ class _MakesTensors(nn.Module):
         return loss
 
 
-def test_a_forward_that_makes_tensors_is_imported_on_meta_as_with_data(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_forward_that_makes_tensors_is_imported_on_meta_as_with_data(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """The module keeps its own tensors, and nothing is printed."""
     graphs = []
     for device in ("meta", "cpu"):
@@ -432,7 +442,7 @@ def test_an_encoder_with_masks_is_the_module() -> None:
     module = _MakesTensors().double()
     for part in module.modules():
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)):
-            part.p = part.dropout = 0.0  # type: ignore[assignment]
+            part.p = part.dropout = 0.0
     check_against_module(module, [torch.randn(2, 3, 8, dtype=torch.float64)], 1e-9)
 
 
