@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graph.operators import Operator, OperatorGraph
+from graph.rules import DRAWING
 from runtime.dtensor.mesh import Inexpressible
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def constant_values(graph: OperatorGraph) -> frozenset[str]:
-    """Return the values that depend on no input, weight or buffer."""
+    """Return the values that depend on no input, weight or buffer, and are drawn by nobody."""
     names: set[str] = set()
     for operator in graph.operators:
-        if names.issuperset(operator.inputs):
+        if names.issuperset(operator.inputs) and operator.target not in DRAWING:
             names.update(operator.outputs)
     return frozenset(names)
 

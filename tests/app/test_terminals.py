@@ -19,6 +19,7 @@ from app.cli.output import TerminalProgress, print_lines, print_table
 from app.cli.text import printable
 from app.db.records import LinkFitRecord
 from app.db.store import Store
+from graph.canonical import canonical_json, digest
 from tests.app.conftest import Command, Outcome
 from tests.app.db import samples
 from tests.app.db.samples import Scene
@@ -51,7 +52,7 @@ def hostile(database: Path) -> Path:
     with Store.open(database) as store:
         scene = Scene.stored(store, model=evil)
         configured = json.dumps({"operators": {evil: {"degrees": {evil: 1}, "devices": [0]}}})
-        record = samples.strategy(scene.graph_id, 0, f"data-{evil}")  # type: ignore[arg-type]
+        record = samples.strategy(scene.graph_id, 0)
         strategy = store.put_strategy(replace(record, document=configured))
         store.put_simulation(scene.simulation(strategy, 0.5))
         execution = store.start_execution(scene.execution(strategy))
@@ -62,13 +63,19 @@ def hostile(database: Path) -> Path:
             kind, scene.environment_id, [LinkFitRecord(evil, 2, 9e-5, 3e9, 1.5, residual=0.1)]
         )
         with store.database.write_engine.begin() as connection:
-            connection.exec_driver_sql("UPDATE topologies SET name = ?", (evil,))
+            topology = canonical_json({**json.loads(samples.topology().document), "name": evil})
+            connection.exec_driver_sql("UPDATE topologies SET name = ?, document = ?", (evil, topology))
             model = json.dumps({"name": evil, "preset": evil, "batch_size": 8, "precision": "float32"})
-            document = json.dumps({"batch_norm": "synchronized", "operators": []})
-            connection.exec_driver_sql("UPDATE graphs SET model = ?, document = ?", (model, document))
+            graph = {"batch_norm": "synchronized", "operators": []}
+            connection.exec_driver_sql(
+                "UPDATE graphs SET model = ?, document = ?, digest = ?",
+                (model, canonical_json(graph), digest(graph)),
+            )
             connection.exec_driver_sql("UPDATE op_signatures SET target = ?", (evil,))
-            facts = json.dumps({"torch": evil, evil: evil})
-            connection.exec_driver_sql("UPDATE environments SET facts = ?, fingerprint = ?", (facts, evil))
+            facts = {"torch": evil, evil: evil}
+            connection.exec_driver_sql(
+                "UPDATE environments SET facts = ?, fingerprint = ?", (canonical_json(facts), digest(facts))
+            )
     return database
 
 
@@ -215,7 +222,6 @@ def test_only_one_module_of_the_command_line_prints() -> None:
         "app/cli/query.py": "closes what nobody reads",
         "app/db/check.py": "a check of the developers'",
         "app/services/apart.py": "flushes",
-        "app/services/exporting.py": "sends elsewhere what a module of the user's prints",
         "app/services/models.py": "sends elsewhere what a module of the user's prints",
     }
     found = {
