@@ -1,5 +1,8 @@
 """Verification of a strategy: its program against the graph on one device, both in float64, from the run's own weights.
 
+The graph on one device is compared with the user's module itself (`runtime.eager`), so that nothing is equal which the
+import has lost.
+
 In float32 a deep network with batch normalization amplifies the rounding of one sum into tenths of a gradient
 (Inception-v3, batch 4: flipping the last bit of its inputs moves elements by 18 % of the largest). In float64 a right
 program agrees to nine digits, and a wrong one does not. What is executed is otherwise the same: segments, messages,
@@ -19,11 +22,16 @@ from graph.plan import BUCKET_BYTES, Plan, build_plan
 from profiler.operators import ExecutionContext
 from profiler.updates import apply_update, initial_state
 from runtime.collecting import collect_buffers, collect_weights
+from runtime.eager import eager_step, from_eager
 from runtime.executor import Executor, InitialTensors
 from runtime.fingerprints import fingerprints
+from runtime.models import tensors_of
 from runtime.verify import (
     ALLOWED_TIMES,
+    OWN_STATISTICS,
     ROUNDING,
+    Deviation,
+    Reference,
     Verification,
     deviations,
     deviations_in,
@@ -101,6 +109,7 @@ def verify_strategy(
     context = ExecutionContext(seed=job.seed, step=0, device=device)
     whole = tensors_in_double(tensors, device)
     reference = interpret(graph, whole, context, job.strategy)
+    of_module, not_eager = _from_module(job, graph, whole, context, reference)
     updated = {name: whole.parameters[name].detach().clone() for name in reference.gradients}
     state = initial_state(job.training.optimizer, list(updated.values()))
     slopes = list(reference.gradients.values())
@@ -112,8 +121,10 @@ def verify_strategy(
             *deviations("gradient", gradients, reference.gradients),
             *deviations("weight", weights, updated),
             *deviations("buffer", buffers, {**reference.buffers}),
+            *of_module,
         ),
         differing,
+        not_eager,
     )
     if precision not in ROUNDING:
         return found
@@ -128,6 +139,32 @@ def verify_strategy(
         ),
         allowed_of_run=ALLOWED_TIMES * rounding,
     )
+
+
+def _from_module(
+    job: Job, graph: OperatorGraph, whole: InitialTensors, context: ExecutionContext, reference: Reference
+) -> tuple[tuple[Deviation, ...], str]:
+    """Return how far the graph on one device is from the module itself, or why that is not known."""
+    # Built anew: what Python counts, it counts from the start, and the run's tensors stay as they are.
+    built = job.model.build(job.seed)
+    again = tensors_in_double(tensors_of(job.graph, built), context.device)
+    for before, after in ((whole.parameters, again.parameters), (whole.inputs, again.inputs)):
+        for name, tensor in before.items():
+            if not torch.equal(tensor, after[name]):
+                return (), f"{name} is built otherwise the second time"
+    if any(operator.target in OWN_STATISTICS for operator in graph.operators):
+        # A module has the statistics of the whole batch.
+        reference = interpret(graph, whole, context)
+    initial = {
+        name: buffer.detach().to(context.device, torch.float64, copy=True)
+        for name, buffer in built[0].named_buffers()
+    }
+    try:
+        eager = eager_step(built, graph, context)
+    except Exception as error:  # whatever the module raises is the user's to know
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return (), f"it fails in float64 ({reason[:200]})"
+    return from_eager(reference, eager, initial), ""
 
 
 def _executed(job: Job, plan: Plan, world: World, tensors: InitialTensors, device: torch.device) -> Executor:

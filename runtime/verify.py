@@ -1,4 +1,4 @@
-"""The graph on one device, and how far an execution's loss and gradients are from it."""
+"""The graph on one device, and how far an execution's loss and gradients are from it, or it from the user's module."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ ALLOWED_OF_RUN = 1e-3
 ALLOWED_TIMES = 25.0
 ROUNDING = {"tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 RUN_LOSS = "the run's own, in its precision"
+# Names comparisons of the graph with the user's module itself.
+EAGER = "eager"
 # A gradient that is zero but for rounding (a bias before a normalization) is compared on this share of the largest.
 NOISE_FLOOR = 1e-3
 # Batch normalization with the statistics of each part, as DistributedDataParallel does it.
@@ -50,7 +52,9 @@ class Reference:
 class Deviation:
     """How far one tensor is from the reference.
 
-    what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise); name: of its parameter or buffer.
+    what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise), of the strategy from the graph on one
+    device; "eager gradient" or "eager buffer" (and the loss named "eager"), of the graph from the module itself in
+    eager PyTorch. name: of its parameter or buffer.
     largest: largest absolute difference. relative: that, relative to the reference's largest element (or a small
     share of the largest gradient's, where that is more). allowed: what `relative` must not exceed.
     """
@@ -60,6 +64,11 @@ class Deviation:
     largest: float
     relative: float
     allowed: float
+
+    @property
+    def from_eager(self) -> bool:
+        """True where the graph is compared with the user's module, not the strategy with the graph."""
+        return EAGER in (self.name, self.what.partition(" ")[0])
 
     @property
     def ok(self) -> bool:
@@ -72,19 +81,24 @@ class Verification:
     """Deviations of the loss (first), of every gradient, and of weights and buffers after one update.
 
     loss: the reference's.
-    differing: one line for each tensor that the factory has built otherwise on another rank than on rank 0.
+    differing: one line for each tensor that the factory has built otherwise on another rank than on rank 0, or
+    otherwise the second time.
+    not_eager: why the module itself could not be executed beside the graph; empty where it was.
     allowed_of_run: what the loss of the run itself must not deviate by.
     """
 
     loss: float
     deviations: tuple[Deviation, ...]
     differing: tuple[str, ...] = ()
+    not_eager: str = ""
     allowed_of_run: float = ALLOWED_OF_RUN
 
     @property
     def ok(self) -> bool:
-        """True where all deviations are allowed, and all ranks have built the same module."""
-        return not self.differing and all(deviation.ok for deviation in self.deviations)
+        """True where all deviations are allowed, the module's own among them, and all ranks have built the same."""
+        return (
+            not self.differing and not self.not_eager and all(deviation.ok for deviation in self.deviations)
+        )
 
     def with_run(self, first_loss: float) -> Verification:
         """Return the verification with one more deviation: of the loss of the run's own first step."""
@@ -95,6 +109,34 @@ class Verification:
     def worst(self) -> Deviation:
         """The deviation that is closest to, or furthest beyond, what is allowed."""
         return by_severity(self.deviations)[0]
+
+    @property
+    def failure(self) -> str | None:
+        """Why a strategy is not verified, in one line; None: it is."""
+        if self.differing:
+            more = f" (and {len(self.differing) - 1} more)" if len(self.differing) > 1 else ""
+            return (
+                f"verification: {self.differing[0]}{more}, must be the same on all; seed everything that the factory "
+                "draws, and let it depend on nothing of its process"
+            )
+        worst = self.worst
+        tensor = f"{worst.what} of {worst.name}" if worst.what != "loss" else f"loss {worst.name}"
+        deviates = f"deviates by {worst.relative:.2e}, must be within {worst.allowed:.0e}"
+        if not worst.ok and not worst.from_eager:
+            return (
+                f"verification: {tensor} {deviates} of the graph on one device; report it with the strategy"
+            )
+        if not worst.ok:
+            return (
+                f"verification: {tensor} {deviates} of the module in plain PyTorch; export keeps the operators of a "
+                "forward alone: leave out backwards of your own, hooks, and what Python draws or counts"
+            )
+        if self.not_eager:
+            return (
+                f"verification: the module itself cannot be compared, {self.not_eager}, must run in plain PyTorch; "
+                "correct its factory or forward"
+            )
+        return None
 
 
 def by_severity(deviations: Iterable[Deviation]) -> list[Deviation]:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from app.services.models import ModelRequest, import_graph
+from app.services.models import ImportedModel, ModelRequest, import_graph
 from graph.axes import AxisKind
 
 
@@ -101,10 +101,14 @@ class ModelReport:
 
 def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
     """Import a network and count what is in it."""
+    return described(import_graph(request, batch_norm=batch_norm))
+
+
+def described(model: ImportedModel) -> ModelReport:
+    """Count what is in a network."""
     from graph.rules import flops, rule_name, whole_call
     from search.groups import find_groups
 
-    model = import_graph(request, batch_norm=batch_norm)
     graph = model.graph
     counts: Counter[str] = Counter()
     operations: Counter[str] = Counter()

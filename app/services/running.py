@@ -429,7 +429,7 @@ def _finish(
             Deviation(d.what, d.name, d.largest, d.relative, d.allowed, d.ok)
             for d in by_severity(result.verification.deviations)
         )
-        failure = _failure(deviations, result.verification.differing)
+        failure = result.verification.failure
     record = store.finish_execution(
         execution_id,
         result.step_times_s,
@@ -465,22 +465,4 @@ def _finish(
         ),
         memory_account=simulation.account,
         recomputed=tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
-    )
-
-
-def _failure(deviations: tuple[Deviation, ...], differing: tuple[str, ...]) -> str | None:
-    """Return why a run is not verified, or None: it is."""
-    if differing:
-        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-        return (
-            f"verification: {differing[0]}{more}, must be the same on all; seed everything that the factory draws, and "
-            "let it depend on nothing of its process"
-        )
-    worst = deviations[0]
-    if worst.ok:
-        return None
-    tensor = f"{worst.what} of {worst.name}" if worst.what != "loss" else f"loss {worst.name}"
-    return (
-        f"verification: {tensor} deviates by {worst.relative:.2e}, must be within {worst.allowed:.0e} of the graph on "
-        "one device; report it with the strategy"
     )

@@ -32,17 +32,25 @@ class _LossModule(nn.Module):
         self.training = module.training  # not train(): parts may be in evaluation mode on purpose
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result = self.module(*args, **kwargs)
-        loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
-        if not isinstance(loss, torch.Tensor):
-            raise _NoLossError(type(result).__name__)
-        if loss.numel() != 1:
-            raise _NoLossError(f"a tensor of shape {list(loss.shape)}")
-        return loss.reshape(())
+        return loss_of(self.module(*args, **kwargs))
 
 
-class _NoLossError(Exception):
+class NoLossError(Exception):
     """The module returned no scalar loss; holds what it returned."""
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """Return the scalar loss that a module's result is, or holds.
+
+    Raises:
+        NoLossError: it is none.
+    """
+    loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise NoLossError(type(result).__name__)
+    if loss.numel() != 1:
+        raise NoLossError(f"a tensor of shape {list(loss.shape)}")
+    return loss.reshape(())
 
 
 @contextmanager
@@ -75,7 +83,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
             _keep_gradients_stopped(program.graph_module)
             functional: ExportedProgram = program.run_decompositions({})
             return functional
-    except _NoLossError as error:
+    except NoLossError as error:
         raise ImportFailure(
             f"model {name}: returns {error}, must return a scalar loss or an object whose .loss is one; "
             "compute the loss in its forward"

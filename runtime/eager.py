@@ -1,0 +1,261 @@
+"""One training step of the user's module itself, in plain PyTorch and float64: what an import may lose is in it.
+
+torch.export records the operators of a forward, and nothing else: backwards of the user's own, hooks, and whatever
+Python does in between are not in the graph. Here they run. The module is the factory's, its weights and inputs
+converted; below autograd every operator is made to compute in float64, whatever format the forward asks for, as the
+graph is in verification, and random operators draw the graph's own numbers, in the order of its operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from graph.importing.exporting import loss_of
+from graph.operators import Operator, OperatorGraph
+from graph.rules import DRAWING, whole_call
+from profiler.operators import ExecutionContext, compile_call
+from profiler.operators.draws import keep_mask, whole_region
+from runtime.models import Built
+from runtime.verify import EAGER, Deviation, Reference, deviations, loss_deviation
+
+# Floating-point formats that are computed in float64 instead.
+_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+# Of aten.bernoulli_.
+DEFAULT_PROBABILITY = 0.5
+
+
+def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) -> Reference:
+    """Return what one step of a freshly built module gives: loss, gradients and buffers, in float64.
+
+    `gradients` has every trainable parameter that got one; `buffers` has every buffer. The module is converted in
+    place, and moved to the context's device.
+
+    Args:
+        built: module and inputs as a factory returned them; nothing else may use the module afterwards.
+        graph: what the module was imported as; its random operators say what is drawn.
+        context: seed and step of the draws, and where to compute.
+    """
+    module, args, kwargs = built
+    module = module.to(context.device, torch.float64)
+    if not module.training:
+        module.train()
+    args, kwargs = tree_map(lambda item: _moved(item, context.device), (args, kwargs))
+    devices = [context.device] if context.device.type == "cuda" else []
+    # A fused recurrent kernel would draw its dropout where nothing sees it.
+    with (
+        torch.random.fork_rng(devices),
+        torch.backends.cudnn.flags(enabled=False),
+        _default_device_of(context.device),
+        _Double(_Draws(graph, context)),
+    ):
+        torch.manual_seed(context.seed)
+        loss = loss_of(module(*args, **kwargs))
+        if loss.requires_grad:
+            loss.backward()
+    return Reference(
+        loss=float(loss.detach()),
+        gradients={
+            name: parameter.grad
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        },
+        buffers={name: buffer.detach() for name, buffer in module.named_buffers()},
+    )
+
+
+def from_eager(
+    found: Reference, eager: Reference, initial: Mapping[str, torch.Tensor]
+) -> tuple[Deviation, ...]:
+    """Return how far the graph's loss, gradients and buffers are from those of the module itself.
+
+    Args:
+        found: of the graph on one device.
+        eager: of the module.
+        initial: the module's buffers before the step.
+    """
+    gradients = {name: torch.zeros_like(gradient) for name, gradient in found.gradients.items()}
+    gradients |= eager.gradients
+    buffers = {**initial, **found.buffers}
+    # Infinities that stay would have no difference, and most buffers stay.
+    changed = [
+        name
+        for name, buffer in eager.buffers.items()
+        if name in found.buffers or not torch.equal(buffer.double(), buffers[name].double())
+    ]
+    return (
+        loss_deviation(found.loss, eager.loss, EAGER),
+        *deviations(f"{EAGER} gradient", found.gradients, gradients),
+        *deviations(
+            f"{EAGER} buffer",
+            {name: buffers[name].double() for name in changed},
+            {name: eager.buffers[name].double() for name in changed},
+        ),
+    )
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    if not isinstance(item, torch.Tensor):
+        return item
+    return item.detach().to(device, torch.float64 if item.is_floating_point() else item.dtype)
+
+
+@contextmanager
+def _default_device_of(device: torch.device) -> Iterator[None]:
+    """Let factories without a device make their tensors where the module is, as they did for export."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.device(device):
+        yield
+
+
+class _Double(TorchDispatchMode):
+    """Computes in float64 whatever is asked for, and draws the graph's random numbers."""
+
+    def __init__(self, draws: _Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Execute one operator."""
+        given, named = tree_map(_wider_dtype, (tuple(args), kwargs or {}))
+        if not isinstance(function, torch._ops.OpOverload):
+            return function(*given, **named)
+        if not function._schema.is_mutable:
+            given, named = tree_map(_wider, (given, named))
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            result = self._draws.draw(function, given, named)
+        elif function is torch.ops.aten._grouped_mm.default:
+            result = _grouped_product(*given, **named)
+        else:
+            result = function(*given, **named)
+        return tree_map(_wider, result)
+
+
+def _wider_dtype(item: Any) -> Any:
+    return torch.float64 if isinstance(item, torch.dtype) and item in _NARROWER else item
+
+
+def _wider(item: Any) -> Any:
+    return item.double() if isinstance(item, torch.Tensor) and item.dtype in _NARROWER else item
+
+
+def _grouped_product(
+    first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None, **_options: Any
+) -> torch.Tensor:
+    """Multiply runs of rows, or of the contracted dim, each with its own factor: torch's kernel lacks float64."""
+    ends = [] if offs is None else offs.tolist()
+    starts = [0, *ends[:-1]]
+    if first.dim() == 2 and second.dim() == 3:
+        result = first.new_zeros(first.shape[0], second.shape[2])
+        for run, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            result[start:end] = first[start:end] @ second[run]
+        return result
+    if first.dim() == 2 and second.dim() == 2:
+        runs = zip(starts, ends, strict=True)
+        return torch.stack([first[:, start:end] @ second[start:end] for start, end in runs])
+    return torch.bmm(first, second)
+
+
+class _Draws:
+    """The graph's random numbers, for the random operators of a forward in the order in which they come.
+
+    An operator that draws what no random operator of the graph does is one whose result the loss does not depend on,
+    or one that the export has lost: it draws from torch's generator. A draw that begins at the same state of that
+    generator as an earlier one repeats it (activation checkpoints), and gets the same numbers.
+    """
+
+    def __init__(self, graph: OperatorGraph, context: ExecutionContext) -> None:
+        self._graph = graph
+        self._context = context
+        self._waiting = [operator for operator in graph.operators if self._draws(operator)]
+        self._earlier: dict[bytes, Operator | None] = {}
+
+    def draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what a random operator gives: the next numbers of the graph, if they fit."""
+        key = self._state()
+        result = function(*args, **kwargs)  # moves torch's generator on, as it would without us
+        several = isinstance(result, (tuple, list))
+        values = result[0] if several else result
+        name = function.overloadpacket.__name__
+        if name == "native_dropout":
+            probability = float(args[1])
+            operator = self._next(key, tuple(values.shape), probability)
+            if operator is None:
+                return result
+            mask = self._mask(operator, tuple(values.shape), probability, values.device)
+            return args[0] * mask / (1 - probability), mask
+        if several:
+            return result
+        if name in ("bernoulli", "bernoulli_"):
+            kept = _probability(args, kwargs, in_place=name == "bernoulli_")
+            operator = None if kept is None else self._next(key, tuple(values.shape), 1 - kept)
+            if operator is None or kept is None:
+                return result
+            return values.copy_(self._mask(operator, tuple(values.shape), 1 - kept, values.device))
+        operator = self._next(key, tuple(values.shape), None)
+        if operator is not None:
+            (drawn,) = compile_call(whole_call(self._graph, operator))((), self._context)
+            values.copy_(drawn)
+        return result
+
+    def _draws(self, operator: Operator) -> bool:
+        """True where the module, too, draws: dropout of everything is a product with zeros there."""
+        return operator.target in DRAWING and _dropped(operator) != 1.0
+
+    def _state(self) -> bytes:
+        if self._context.device.type == "cuda":
+            return torch.cuda.get_rng_state(self._context.device).numpy().tobytes()
+        return torch.get_rng_state().numpy().tobytes()
+
+    def _next(self, key: bytes, shape: tuple[int, ...], probability: float | None) -> Operator | None:
+        """Return the operator whose numbers are drawn, or None: the graph has none here."""
+        if key in self._earlier:
+            return self._earlier[key]
+        operator = None
+        if self._waiting and self._fits(self._waiting[0], shape, probability):
+            operator = self._waiting.pop(0)
+        self._earlier[key] = operator
+        return operator
+
+    def _fits(self, operator: Operator, shape: tuple[int, ...], probability: float | None) -> bool:
+        own = _dropped(operator)
+        if (own is None) != (probability is None) or abs((own or 0.0) - (probability or 0.0)) > 1e-9:
+            return False
+        return self._shape(operator) == shape
+
+    def _shape(self, operator: Operator) -> tuple[int, ...]:
+        """Return the shape of what an operator draws: attention drops of its scores."""
+        if operator.target != "soapstone.attention":
+            return self._graph.output_specs(operator)[0].shape
+        query, key = (self._graph.value_by_name[name].spec.shape for name in operator.inputs[:2])
+        return (*query[:-1], key[-2])
+
+    def _mask(
+        self, operator: Operator, shape: tuple[int, ...], probability: float, device: torch.device
+    ) -> torch.Tensor:
+        region, whole = whole_region(shape)
+        number = self._graph.index_by_name[operator.name]
+        key = (self._context.seed, self._context.step, number)
+        return keep_mask(region, whole, probability, key, device)
+
+
+def _dropped(operator: Operator) -> float | None:
+    """Return the probability with which an operator drops; None for one that draws numbers."""
+    given = dict(operator.arguments)
+    found = given.get("p", given.get("dropout_p"))
+    return None if found is None else float(found)  # type: ignore[arg-type]
+
+
+def _probability(args: Sequence[Any], kwargs: dict[str, Any], *, in_place: bool) -> float | None:
+    """Return the probability of a one of `bernoulli`; None where each element has its own."""
+    found = kwargs.get("p", args[1] if len(args) > 1 else DEFAULT_PROBABILITY if in_place else None)
+    return float(found) if isinstance(found, (int, float)) else None
