@@ -155,16 +155,12 @@ def _from_module(
     if any(operator.target in OWN_STATISTICS for operator in graph.operators):
         # A module has the statistics of the whole batch.
         reference = interpret(graph, whole, context)
-    initial = {
-        name: buffer.detach().to(context.device, torch.float64, copy=True)
-        for name, buffer in built[0].named_buffers()
-    }
     try:
         eager = eager_step(built, graph, context)
     except Exception as error:  # whatever the module raises is the user's to know
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return (), f"it fails in float64 ({reason[:200]})"
-    return from_eager(reference, eager, initial), ""
+    return from_eager(reference, eager), ""
 
 
 def _executed(job: Job, plan: Plan, world: World, tensors: InitialTensors, device: torch.device) -> Executor:

@@ -8,11 +8,13 @@ graph is in verification, and random operators draw the graph's own numbers, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -22,7 +24,7 @@ from graph.rules import DRAWING, whole_call
 from profiler.operators import ExecutionContext, compile_call
 from profiler.operators.draws import keep_mask, whole_region
 from runtime.models import Built
-from runtime.verify import EAGER, Deviation, Reference, deviations, loss_deviation
+from runtime.verify import EAGER, EAGER_AGAIN, Deviation, Reference, deviations, loss_deviation
 
 # Floating-point formats that are computed in float64 instead.
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,14 +32,25 @@ _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_PROBABILITY = 0.5
 
 
-def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) -> Reference:
-    """Return what one step of a freshly built module gives: loss, gradients and buffers, in float64.
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """What a step of a module itself gives.
 
-    `gradients` has every trainable parameter that got one; `buffers` has every buffer. The module is converted in
-    place, and moved to the context's device.
+    result: loss; gradients of the trainable parameters that got one; all buffers afterwards.
+    loss_again: of the same forward once more, from the same buffers and draws: another one where Python counts.
+    initial: all buffers before.
+    """
+
+    result: Reference
+    loss_again: float
+    initial: dict[str, torch.Tensor]
+
+
+def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) -> EagerStep:
+    """Return what one step of a freshly built module gives, in float64.
 
     Args:
-        built: module and inputs as a factory returned them; nothing else may use the module afterwards.
+        built: module and inputs as a factory returned them; both are converted, and nothing else may use them then.
         graph: what the module was imported as; its random operators say what is drawn.
         context: seed and step of the draws, and where to compute.
     """
@@ -46,42 +59,39 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
     if not module.training:
         module.train()
     args, kwargs = tree_map(lambda item: _moved(item, context.device), (args, kwargs))
-    devices = [context.device] if context.device.type == "cuda" else []
-    # A fused recurrent kernel would draw its dropout where nothing sees it.
-    with (
-        torch.random.fork_rng(devices),
-        torch.backends.cudnn.flags(enabled=False),
-        _default_device_of(context.device),
-        _Double(_Draws(graph, context)),
-    ):
-        torch.manual_seed(context.seed)
-        loss = loss_of(module(*args, **kwargs))
-        if loss.requires_grad:
-            loss.backward()
-    return Reference(
-        loss=float(loss.detach()),
-        gradients={
-            name: parameter.grad
-            for name, parameter in module.named_parameters()
-            if parameter.grad is not None
-        },
-        buffers={name: buffer.detach() for name, buffer in module.named_buffers()},
-    )
+    initial = _buffers(module)
+    with _plain_kernels(context.device):
+        with _Double(_Draws(graph, context)):
+            loss = loss_of(module(*args, **kwargs))
+            if loss.requires_grad:
+                loss.backward()
+        result = Reference(
+            loss=float(loss.detach()),
+            gradients={
+                name: parameter.grad
+                for name, parameter in module.named_parameters()
+                if parameter.grad is not None
+            },
+            buffers=_buffers(module),
+        )
+        del loss
+        for name, buffer in module.named_buffers():
+            buffer.copy_(initial[name])
+        with _Double(_Draws(graph, context)):
+            again = float(loss_of(module(*args, **kwargs)).detach())
+    return EagerStep(result, again, initial)
 
 
-def from_eager(
-    found: Reference, eager: Reference, initial: Mapping[str, torch.Tensor]
-) -> tuple[Deviation, ...]:
-    """Return how far the graph's loss, gradients and buffers are from those of the module itself.
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
-    Args:
-        found: of the graph on one device.
-        eager: of the module.
-        initial: the module's buffers before the step.
-    """
+
+def from_eager(found: Reference, step: EagerStep) -> tuple[Deviation, ...]:
+    """Return how far the loss, gradients and buffers of the graph on one device are from those of the module itself."""
+    eager = step.result
     gradients = {name: torch.zeros_like(gradient) for name, gradient in found.gradients.items()}
     gradients |= eager.gradients
-    buffers = {**initial, **found.buffers}
+    buffers = {**step.initial, **found.buffers}
     # Infinities that stay would have no difference, and most buffers stay.
     changed = [
         name
@@ -90,6 +100,7 @@ def from_eager(
     ]
     return (
         loss_deviation(found.loss, eager.loss, EAGER),
+        loss_deviation(found.loss, step.loss_again, EAGER_AGAIN),
         *deviations(f"{EAGER} gradient", found.gradients, gradients),
         *deviations(
             f"{EAGER} buffer",
@@ -106,12 +117,12 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _default_device_of(device: torch.device) -> Iterator[None]:
-    """Let factories without a device make their tensors where the module is, as they did for export."""
-    if device.type == "cpu":
-        yield
-        return
-    with torch.device(device):
+def _plain_kernels(device: torch.device) -> Iterator[None]:
+    """Let the body draw, and make tensors, as it did for export, and leave torch's generators as they were."""
+    devices = [device] if device.type == "cuda" else []
+    # A fused recurrent kernel would draw its dropout where nothing sees it.
+    with torch.random.fork_rng(devices), torch.backends.cudnn.flags(enabled=False), torch.device(device):
+        torch.manual_seed(0)
         yield
 
 

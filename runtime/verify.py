@@ -33,6 +33,7 @@ ROUNDING = {"tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 RUN_LOSS = "the run's own, in its precision"
 # Names comparisons of the graph with the user's module itself.
 EAGER = "eager"
+EAGER_AGAIN = "eager, the second time"
 # A gradient that is zero but for rounding (a bias before a normalization) is compared on this share of the largest.
 NOISE_FLOOR = 1e-3
 # Batch normalization with the statistics of each part, as DistributedDataParallel does it.
@@ -68,7 +69,7 @@ class Deviation:
     @property
     def from_eager(self) -> bool:
         """True where the graph is compared with the user's module, not the strategy with the graph."""
-        return EAGER in (self.name, self.what.partition(" ")[0])
+        return self.what.startswith(EAGER) or self.name in (EAGER, EAGER_AGAIN)
 
     @property
     def ok(self) -> bool:

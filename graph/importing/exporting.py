@@ -19,6 +19,7 @@ from torch.nn.modules import transformer
 from graph.errors import ImportFailure, NeedsDataError
 from graph.importing import locations
 from graph.importing.standins import without_data
+from graph.importing.untraced import Untraced, changed, gradient_hook, noticing
 
 _PREFIX = "module."
 
@@ -26,13 +27,15 @@ _PREFIX = "module."
 class _LossModule(nn.Module):
     """Returns the loss alone, wherever the module's result holds it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, noticed: Untraced) -> None:
         super().__init__()
         self.module = module
+        self._noticed = noticed
         self.training = module.training  # not train(): parts may be in evaluation mode on purpose
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return loss_of(self.module(*args, **kwargs))
+        with noticing(self.module, self._noticed):
+            return loss_of(self.module(*args, **kwargs))
 
 
 class NoLossError(Exception):
@@ -73,16 +76,28 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
     """Export `module` in training mode as a functional ATen graph whose only result is the scalar loss.
 
     Raises:
-        ImportFailure: the module cannot be exported, or returns no scalar loss.
+        ImportFailure: the module cannot be exported, returns no scalar loss, or does what no export keeps.
     """
     if not module.training:
         module.train()
+    hooked = gradient_hook(module)
+    if hooked is not None:
+        raise ImportFailure(
+            f"model {name}: {hooked} has a hook that runs in the backward, must have none, as export leaves it out; "
+            "remove it"
+        )
+    noticed = Untraced()
     try:
         with _quiet(), _unchecked_values(), without_data(module, args, kwargs) as given:
-            program = torch.export.export(_LossModule(module), *given, strict=False)
+            program = torch.export.export(_LossModule(module, noticed), *given, strict=False)
+            if noticed.changed:
+                # A first forward may settle what later ones leave alone: theirs counts.
+                later = Untraced()
+                with changed(module, noticed):
+                    program = torch.export.export(_LossModule(module, later), *given, strict=False)
+                noticed.changed = later.changed
             _keep_gradients_stopped(program.graph_module)
             functional: ExportedProgram = program.run_decompositions({})
-            return functional
     except NoLossError as error:
         raise ImportFailure(
             f"model {name}: returns {error}, must return a scalar loss or an object whose .loss is one; "
@@ -92,6 +107,10 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
         Exception
     ) as error:  # whatever the module or the exporter raises is the user's to know, in one line
         raise _failure(name, error) from None
+    problem = noticed.problem()
+    if problem is not None:
+        raise ImportFailure(f"model {name}: {problem}")
+    return functional
 
 
 def _failure(name: str, error: Exception) -> ImportFailure:

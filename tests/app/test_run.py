@@ -23,6 +23,20 @@ def differing(batch_size=6):
     if not module.a.bias.is_meta:
         module.a.bias.data += os.getpid() % 1000 / 1000
     return module, args, kwargs
+
+def hooked(batch_size=6):
+    module, args, kwargs = fine(batch_size)
+    if not module.a.bias.is_meta:
+        module.a.bias.register_hook(lambda gradient: 2 * gradient)
+    return module, args, kwargs
+
+class Counting(Net):
+    steps = 0
+    def forward(self, x, y):
+        self.steps += 1
+        return super().forward(x, y) * self.steps
+def counting(batch_size=6):
+    return Counting(), *fine(batch_size)[1:]
 """
 
 
@@ -47,7 +61,9 @@ def test_a_verified_run_lists_every_tensor(command: Command, database: Path, net
     names = ("a.weight", "a.bias", "b.weight", "b.bias")
     assert sorted(found) == sorted(
         [(what, name) for what in ("gradient", "weight") for name in names]
-        + [("loss", "in float64"), ("loss", "the run's own, in its precision")]
+        + [("eager gradient", name) for name in names]
+        + [("loss", name) for name in ("in float64", "eager", "eager, the second time")]
+        + [("loss", "the run's own, in its precision")]
     )
     assert all(
         one["absolute"] >= 0 and one["relative"] <= one["allowed"] for one in done.document["deviations"]
@@ -68,6 +84,26 @@ def test_a_module_that_differs_by_process_fails_verification(
     ((status, failure, timed),) = executions(database)
     assert (status, timed) == ("failed", True)
     assert str(failure).startswith(line)
+
+
+def test_a_module_that_is_not_its_graph_fails_verification(command: Command, networks: str) -> None:
+    done = command("run", "--model", f"{networks}:hooked", *TWO, "--verify", "--json")
+    assert done.code == 1
+    assert done.errors.startswith(
+        "error: verification: eager gradient of a.bias deviates by 5.00e-01, must be within"
+    )
+    assert done.errors.count("\n") == 1
+    assert done.document["verified"] is False
+    assert {one["name"] for one in done.document["deviations"] if not one["ok"]} == {"a.bias"}
+
+
+def test_a_module_that_python_changes_is_refused(command: Command, networks: str) -> None:
+    done = command("run", "--model", f"{networks}:counting", *TWO)
+    assert (done.code, done.output) == (2, "")
+    assert done.errors == (
+        f"error: model {networks}:counting: its forward changes attribute steps (0 to 1), must not, as export keeps "
+        "its value for all steps; make it a buffer, or change it outside of the forward\n"
+    )
 
 
 @pytest.mark.parametrize(

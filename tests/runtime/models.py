@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -238,3 +241,61 @@ def drawing() -> Built:
         module.get_parameter("first.bias").fill_(random.random())
         module.get_parameter("third.bias").fill_(float(np.random.rand()))
     return module, args, kwargs
+
+
+class _Doubled(torch.autograd.Function):
+    """The identity, with twice its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+class Secretive(nn.Module):
+    """A perceptron of two layers; between them comes what no export keeps, or nothing where `lost` is ""."""
+
+    def __init__(self, lost: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.lost = lost
+        self.seen: list[int] = []
+        self.numbers = numpy.random.default_rng()
+        if lost == "parameter hook":
+            self.first.weight.register_hook(lambda gradient: 2 * gradient)
+        if lost == "module hook":
+            self.first.register_full_backward_hook(lambda _module, _inputs, gradients: (2 * gradients[0],))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        hidden = self._between(torch.tanh(self.first(x)))
+        return functional.cross_entropy(self.second(hidden), targets)
+
+    def _between(self, hidden: Tensor) -> Tensor:
+        if self.lost == "backward":
+            doubled: Tensor = _Doubled.apply(hidden)  # type: ignore[no-untyped-call]
+            return doubled
+        if self.lost == "tensor hook" and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 2 * gradient)
+        if self.lost == "counter":
+            self.seen.append(1)
+            return hidden * len(self.seen)
+        return hidden * self.numbers.random() if self.lost == "generator" else hidden
+
+
+def secretive(lost: str = "") -> Built:
+    return Secretive(lost), (torch.randn(4, 6), torch.randint(0, 5, (4,))), {}
+
+
+class Broken(Perceptron):
+    """A perceptron that cannot be executed."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        raise ValueError("two lines\nof it")
+
+
+def broken() -> Built:
+    _, args, kwargs = perceptron()
+    return Broken(), args, kwargs

@@ -1,6 +1,6 @@
 """Networks that come with Soapstone, small preset, executed by strategies and trained by their own module.
 
-Every case compares with the graph in float64 (`verify`). Data parallelism runs in float32, as users run it, and
+Every case compares in float64 with the graph, and that with the module itself, dropout included (`verify`). Data parallelism runs in float32, as users run it, and
 compares loss and gradients with the plain module. Random strategies run in float64, where rounding cannot hide a
 mistake nor a hundred layers amplify it, and compare three steps of training by torch.optim: losses, the first
 gradients, and how far every weight and buffer has moved. Dropout cannot be repeated by a plain module: every second
@@ -26,7 +26,7 @@ from graph.operators import FLOATING, OperatorGraph
 from graph.zoo import Built, build, zoo_entry
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
-from runtime.verify import RUN_LOSS
+from runtime.verify import EAGER, EAGER_AGAIN, RUN_LOSS
 from tests.runtime.oracle import compare, make_job, train_plain
 from tests.runtime.strategies import by_kind, random_groups, random_strategy, seeds
 
@@ -127,6 +127,10 @@ def check_network(pool: LocalPool, name: str, choice: str | int, *, makes_much_a
         *(("gradient", name) for name in trained),
         *(("weight", name) for name in trained),
         *(("buffer", name) for name, _ in graph.buffer_updates),
+        ("loss", EAGER),
+        ("loss", EAGER_AGAIN),
+        *(("eager gradient", name) for name in trained),
+        *(("eager buffer", name) for name, _ in graph.buffer_updates),
     }
     if draws(graph):
         return

@@ -223,6 +223,12 @@ def test_a_module_without_a_loss_is_refused() -> None:
         runtime.parallelize(torch.nn.Linear(2, 3), "none.json", (torch.zeros(4, 2),), optimizer=sgd)
 
 
+def test_a_module_whose_export_would_lose_something_is_refused() -> None:
+    module, args, _ = secretive("parameter hook")
+    with pytest.raises(ImportFailure, match="parameter first.weight has a hook that runs in the backward"):
+        runtime.parallelize(module, "none.json", args, optimizer=sgd)
+
+
 def test_an_incomplete_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -12,7 +12,7 @@ from graph.axes import AxisKind
 from runtime.jobs import run_job
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
-from runtime.verify import Deviation, Verification, by_severity, deviations, loss_deviation
+from runtime.verify import RUN_LOSS, Deviation, Verification, by_severity, deviations, loss_deviation
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
 from tests.runtime.strategies import by_kind, in_turn
 
@@ -32,7 +32,53 @@ def test_gradients_weights_and_buffers_are_all_compared() -> None:
     assert sorted(compared["gradient"]) == sorted(parameters)
     assert sorted(compared["weight"]) == sorted(parameters)
     assert sorted(compared["buffer"]) == sorted(name for name, _ in module.named_buffers())
-    assert len(compared["loss"]) == 2
+    assert compared["eager gradient"] == compared["gradient"]
+    assert sorted(compared["eager buffer"]) == sorted(compared["buffer"])
+    assert compared["loss"] == ["in float64", "eager", "eager, the second time", RUN_LOSS]
+
+
+@pytest.mark.parametrize(
+    ("lost", "deviates"),
+    [
+        ("parameter hook", "eager gradient of first.weight"),
+        ("module hook", "eager gradient of first.weight"),
+        ("tensor hook", "eager gradient of first.weight"),
+        ("backward", "eager gradient of first.weight"),
+        ("counter", "loss eager, the second time"),
+        ("generator", "loss eager"),
+    ],
+)
+def test_what_a_graph_lacks_of_its_module_is_unequal(lost: str, deviates: str) -> None:
+    graph = graph_of("secretive")
+    job = make_job(
+        graph, in_turn(graph, [0]), ModelReference("tests.runtime.models:secretive", {"lost": lost})
+    )
+    result = run_job(job)
+    assert result is not None
+    assert result.verification is not None
+    assert not result.verification.ok
+    unequal = [one for one in result.verification.deviations if not one.ok]
+    assert all(one.from_eager for one in unequal)
+    assert any(
+        f"{one.what} of {one.name}" == deviates or f"{one.what} {one.name}" == deviates for one in unequal
+    )
+    line = result.verification.failure
+    assert line is not None
+    assert "of the module in plain PyTorch; export keeps the operators of a forward alone" in line
+    assert "\n" not in line
+
+
+def test_a_module_that_cannot_run_by_itself_is_not_verified() -> None:
+    graph = graph_of("perceptron")
+    result = run_job(make_job(graph, in_turn(graph, [0]), ModelReference("tests.runtime.models:broken")))
+    assert result is not None
+    assert result.verification is not None
+    assert not result.verification.ok
+    line = result.verification.failure
+    assert line is not None
+    assert line.startswith(
+        "verification: the module itself cannot be compared, it fails in float64 (ValueError: two lines of it)"
+    )
 
 
 def test_a_module_that_differs_by_process_is_not_verified(pool: LocalPool) -> None:

@@ -1,0 +1,250 @@
+"""What a module does beside the operators of its forward: no trace shows it, so that it is refused.
+
+A module that is trained from its trace would lose, without a word: hooks on gradients, backwards of the user's own that
+are not what autograd makes of their forwards, random numbers that are not torch's, and what Python counts.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+
+# Larger calls of a backward of the user's own are compared in as many elements a dim.
+_LARGEST_CALL = 1 << 22
+_FEW = 8
+_TOLERANCE = 1e-9
+_NUMBERS = (bool, int, float)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of an autograd function: tensors as (shape, dtype, requires_grad), all else as it is."""
+
+    function: type[torch.autograd.Function]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A tensor among the arguments of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiated: bool
+
+
+@dataclass(slots=True)
+class Untraced:
+    """What was noticed while a forward was traced."""
+
+    hooks: int = 0
+    calls: dict[type, _Call] = field(default_factory=dict)
+    drawn: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    def problem(self) -> str | None:
+        """Return the first thing that the graph has lost, in words that follow the model's name; None: nothing."""
+        if self.hooks:
+            return (
+                "its forward puts hooks on tensors, must not, as export leaves them out; compute what they do in the "
+                "forward"
+            )
+        if self.drawn:
+            return (
+                f"its forward draws from {self.drawn[0]}, must not, as export keeps the numbers of one draw for all "
+                "steps; draw by torch, or pass them as an input"
+            )
+        if self.changed:
+            return (
+                f"its forward changes {self.changed[0]}, must not, as export keeps its value for all steps; make it a "
+                "buffer, or change it outside of the forward"
+            )
+        for call in self.calls.values():
+            reason = _lost_backward(call)
+            if reason is not None:
+                return (
+                    f"{call.function.__qualname__} {reason}, must be what autograd makes of its forward, as export "
+                    "keeps that alone; write it with torch's operators"
+                )
+        return None
+
+
+def gradient_hook(module: nn.Module) -> str | None:
+    """Return what of a module has a hook that runs in the backward, or None."""
+    if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+        return "every module"
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            return f"module {name}" if name else "the module"
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"parameter {name}"
+    return None
+
+
+@contextmanager
+def noticing(module: nn.Module, noticed: Untraced) -> Iterator[None]:
+    """Notice what the body's call of `module` does that a trace does not show."""
+    numbers, generators = _numbers(module), _generators()
+    with _noticed_hooks(noticed), _noticed_functions(noticed):
+        yield
+    after = _generators()
+    noticed.drawn += [name for name, state in generators.items() if state != after[name]]
+    noticed.changed += [
+        f"attribute {name} ({numbers[name]!r} to {value!r})"
+        for name, value in _numbers(module).items()
+        if name in numbers and numbers[name] != value
+    ]
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers among the attributes of all parts of a module."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) in _NUMBERS
+    }
+
+
+def _generators() -> dict[str, object]:
+    """Return the states of the generators that a forward may draw from beside torch's."""
+    states: dict[str, object] = {"Python's random": random.getstate()}
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        kind, keys, *rest = np.random.get_state()
+        states["numpy's random"] = (kind, bytes(keys), *rest)
+    return states
+
+
+@contextmanager
+def _noticed_hooks(noticed: Untraced) -> Iterator[None]:
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    before = {name: getattr(torch.Tensor, name) for name in names}
+
+    def counting(register: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(register)
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            noticed.hooks += 1
+            return register(tensor, *args, **kwargs)
+
+        return counted
+
+    for name, register in before.items():
+        setattr(torch.Tensor, name, counting(register))
+    try:
+        yield
+    finally:
+        for name, register in before.items():
+            setattr(torch.Tensor, name, register)
+
+
+@contextmanager
+def _noticed_functions(noticed: Untraced) -> Iterator[None]:
+    """Notice the first call of each autograd function that is not torch's.
+
+    Its `forward` is replaced, not `apply`, which users keep under names of their own.
+    """
+    own = [one for one in _subclasses(torch.autograd.Function) if not one.__module__.startswith("torch.")]
+    before = {one: vars(one)["forward"] for one in own if "forward" in vars(one)}
+
+    def noting(function: type, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            given = args if _has_context_apart(function) else args[1:]
+            noticed.calls.setdefault(function, _Call(function, tuple(map(_described, given))))
+            return forward(*args, **kwargs)
+
+        return noted
+
+    for one in before:
+        setattr(one, "forward", staticmethod(noting(one, one.forward)))  # noqa: B010 - mypy: a method
+    try:
+        yield
+    finally:
+        for one, forward in before.items():
+            setattr(one, "forward", forward)  # noqa: B010 - mypy: a method
+
+
+def _subclasses(root: type) -> set[type[torch.autograd.Function]]:
+    return {child for one in root.__subclasses__() for child in (one, *_subclasses(one))}
+
+
+def _has_context_apart(function: Any) -> bool:
+    """True where `forward` takes no context, as `setup_context` does."""
+    return function.setup_context is not torch.autograd.Function.setup_context
+
+
+def _described(argument: Any) -> Any:
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return _Given(tuple(argument.shape), argument.dtype, argument.is_floating_point())
+
+
+def _lost_backward(call: _Call) -> str | None:
+    """Return why the graph would not have the backward of a call; None where autograd makes the same of its forward."""
+    elements = sum(torch.Size(one.shape).numel() for one in call.arguments if isinstance(one, _Given))
+    most = None if elements <= _LARGEST_CALL else _FEW
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+        torch.manual_seed(0)
+        given = [_tensor(one, most) if isinstance(one, _Given) else one for one in call.arguments]
+        try:
+            own = _gradients(call.function.apply, given)
+            plain = _gradients(lambda *args: _forward(call.function, args), given)
+        except Exception as error:  # whatever its forward or backward raises
+            return f"has a backward of its own that cannot be compared ({type(error).__name__})"
+    same = all(
+        torch.allclose(mine, theirs, _TOLERANCE, _TOLERANCE, equal_nan=True)
+        for mine, theirs in zip(own, plain, strict=True)
+    )
+    return None if same else "has a backward of its own"
+
+
+def _tensor(given: _Given, most: int | None) -> torch.Tensor:
+    shape = [size if most is None else min(size, most) for size in given.shape]
+    if not given.differentiated:
+        return torch.zeros(shape, dtype=given.dtype)
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def _gradients(function: Callable[..., Any], given: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the gradients of a random sum of a function's results, by tensors among its arguments."""
+    results = function(*given)
+    outputs = [
+        one
+        for one in (results if isinstance(results, tuple) else (results,))
+        if isinstance(one, torch.Tensor) and one.requires_grad
+    ]
+    inputs = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
+    if not outputs or not inputs:
+        return [torch.zeros_like(one) for one in inputs]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(one.shape, dtype=one.dtype, generator=generator) for one in outputs]
+    found = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+    return [
+        torch.zeros_like(one) if gradient is None else gradient
+        for one, gradient in zip(inputs, found, strict=True)
+    ]
+
+
+class _Context:
+    """Takes what a forward keeps for its backward, and keeps nothing."""
+
+    needs_input_grad = (True,) * 64
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+def _forward(function: Any, args: Sequence[Any]) -> Any:
+    return function.forward(*args) if _has_context_apart(function) else function.forward(_Context(), *args)

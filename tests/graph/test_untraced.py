@@ -1,0 +1,133 @@
+"""What a module does beside its forward's operators: refused in one line, where the graph would not have it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graph.errors import ImportFailure
+from graph.importer import import_module
+
+
+class Square(torch.autograd.Function):
+    """A backward of its own that is what autograd makes of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, and lets gradients through: autograd's would be zero."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Scaled(torch.autograd.Function):
+    """Scales by a list's number: what no random input repeats."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scales: list[float]) -> Tensor:
+        return x * scales.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+# As users keep them.
+square, rounded, scaled = Square.apply, Rounded.apply, Scaled.apply
+
+
+class Net(nn.Module):
+    """Two layers, and what is done between them."""
+
+    def __init__(self, between: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.between = between
+        self.step = 0
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.second(self.between(self, self.first(x))), targets)
+
+
+def count(module: Net, x: Tensor) -> Tensor:
+    module.step += 1
+    return x * module.step
+
+
+def hook(_module: Net, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+def import_net(module: nn.Module) -> None:
+    import_module(module, (torch.randn(3, 4), torch.randint(0, 2, (3,))), name="net")
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (lambda _module, x: x * random.random(), "its forward draws from Python's random, must not"),
+        (lambda _module, x: x * float(np.random.rand()), "its forward draws from numpy's random, must not"),
+        (count, "its forward changes attribute step (0 to 1), must not"),
+        (hook, "its forward puts hooks on tensors, must not"),
+        (lambda _module, x: rounded(x), "Rounded has a backward of its own, must be what autograd makes"),
+        (lambda _module, x: scaled(x, [2.0]), "Scaled has a backward of its own that cannot be compared (IndexError)"),
+    ],
+)  # fmt: skip
+def test_what_a_forward_does_beside_its_operators_is_refused(
+    between: Callable[[Net, Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(ImportFailure) as refused:
+        import_net(Net(between))
+    assert str(refused.value).startswith(f"model net: {message}")
+    assert "\n" not in str(refused.value)
+
+
+def test_hooks_of_the_backward_are_refused() -> None:
+    for register, where in (
+        (lambda module: module.first.weight.register_hook(torch.neg), "parameter first.weight"),
+        (
+            lambda module: module.first.weight.register_post_accumulate_grad_hook(lambda _weight: None),
+            "parameter first.weight",
+        ),
+        (lambda module: module.second.register_full_backward_hook(lambda *_: None), "module second"),
+        (lambda module: module.register_full_backward_pre_hook(lambda *_: None), "the module"),
+    ):
+        module = Net(lambda _module, x: x)
+        register(module)  # type: ignore[no-untyped-call]
+        with pytest.raises(ImportFailure, match=f"model net: {where} has a hook that runs in the backward"):
+            import_net(module)
+
+
+def test_what_loses_nothing_is_imported() -> None:
+    module = Net(lambda _module, x: square(x))
+    module.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    forward = Square.forward
+    import_net(module)
+    assert Square.forward is forward
+    assert torch.Tensor.register_hook.__module__ == "torch._tensor"
