@@ -19,17 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from graph.importing.exporting import loss_of
-from graph.operators import Operator, OperatorGraph
-from graph.rules import DRAWING, whole_call
-from profiler.operators import ExecutionContext, compile_call
-from profiler.operators.draws import keep_mask, whole_region
+from graph.operators import OperatorGraph
+from profiler.operators import ExecutionContext
+from runtime.eager_draws import Draws
 from runtime.models import Built
 from runtime.verify import EAGER, EAGER_AGAIN, Deviation, Reference, deviations, loss_deviation
 
 # Floating-point formats that are computed in float64 instead.
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
-# Of aten.bernoulli_.
-DEFAULT_PROBABILITY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
     args, kwargs = tree_map(lambda item: _moved(item, context.device), (args, kwargs))
     initial = _buffers(module)
     with _plain_kernels(context.device):
-        with _Double(_Draws(graph, context)):
+        with _Double(Draws(graph, context)):
             loss = loss_of(module(*args, **kwargs))
             if loss.requires_grad:
                 loss.backward()
@@ -77,7 +74,7 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
         del loss
         for name, buffer in module.named_buffers():
             buffer.copy_(initial[name])
-        with _Double(_Draws(graph, context)):
+        with _Double(Draws(graph, context)):
             again = float(loss_of(module(*args, **kwargs)).detach())
     return EagerStep(result, again, initial)
 
@@ -129,7 +126,7 @@ def _plain_kernels(device: torch.device) -> Iterator[None]:
 class _Double(TorchDispatchMode):
     """Computes in float64 whatever is asked for, and draws the graph's random numbers."""
 
-    def __init__(self, draws: _Draws) -> None:
+    def __init__(self, draws: Draws) -> None:
         super().__init__()
         self._draws = draws
 
@@ -174,99 +171,3 @@ def _grouped_product(
         runs = zip(starts, ends, strict=True)
         return torch.stack([first[:, start:end] @ second[start:end] for start, end in runs])
     return torch.bmm(first, second)
-
-
-class _Draws:
-    """The graph's random numbers, for the random operators of a forward in the order in which they come.
-
-    An operator that draws what no random operator of the graph does is one whose result the loss does not depend on,
-    or one that the export has lost: it draws from torch's generator. A draw that begins at the same state of that
-    generator as an earlier one repeats it (activation checkpoints), and gets the same numbers.
-    """
-
-    def __init__(self, graph: OperatorGraph, context: ExecutionContext) -> None:
-        self._graph = graph
-        self._context = context
-        self._waiting = [operator for operator in graph.operators if self._draws(operator)]
-        self._earlier: dict[bytes, Operator | None] = {}
-
-    def draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what a random operator gives: the next numbers of the graph, if they fit."""
-        key = self._state()
-        result = function(*args, **kwargs)  # moves torch's generator on, as it would without us
-        several = isinstance(result, (tuple, list))
-        values = result[0] if several else result
-        name = function.overloadpacket.__name__
-        if name == "native_dropout":
-            probability = float(args[1])
-            operator = self._next(key, tuple(values.shape), probability)
-            if operator is None:
-                return result
-            mask = self._mask(operator, tuple(values.shape), probability, values.device)
-            return args[0] * mask / (1 - probability), mask
-        if several:
-            return result
-        if name in ("bernoulli", "bernoulli_"):
-            kept = _probability(args, kwargs, in_place=name == "bernoulli_")
-            operator = None if kept is None else self._next(key, tuple(values.shape), 1 - kept)
-            if operator is None or kept is None:
-                return result
-            return values.copy_(self._mask(operator, tuple(values.shape), 1 - kept, values.device))
-        operator = self._next(key, tuple(values.shape), None)
-        if operator is not None:
-            (drawn,) = compile_call(whole_call(self._graph, operator))((), self._context)
-            values.copy_(drawn)
-        return result
-
-    def _draws(self, operator: Operator) -> bool:
-        """True where the module, too, draws: dropout of everything is a product with zeros there."""
-        return operator.target in DRAWING and _dropped(operator) != 1.0
-
-    def _state(self) -> bytes:
-        if self._context.device.type == "cuda":
-            return torch.cuda.get_rng_state(self._context.device).numpy().tobytes()
-        return torch.get_rng_state().numpy().tobytes()
-
-    def _next(self, key: bytes, shape: tuple[int, ...], probability: float | None) -> Operator | None:
-        """Return the operator whose numbers are drawn, or None: the graph has none here."""
-        if key in self._earlier:
-            return self._earlier[key]
-        operator = None
-        if self._waiting and self._fits(self._waiting[0], shape, probability):
-            operator = self._waiting.pop(0)
-        self._earlier[key] = operator
-        return operator
-
-    def _fits(self, operator: Operator, shape: tuple[int, ...], probability: float | None) -> bool:
-        own = _dropped(operator)
-        if (own is None) != (probability is None) or abs((own or 0.0) - (probability or 0.0)) > 1e-9:
-            return False
-        return self._shape(operator) == shape
-
-    def _shape(self, operator: Operator) -> tuple[int, ...]:
-        """Return the shape of what an operator draws: attention drops of its scores."""
-        if operator.target != "soapstone.attention":
-            return self._graph.output_specs(operator)[0].shape
-        query, key = (self._graph.value_by_name[name].spec.shape for name in operator.inputs[:2])
-        return (*query[:-1], key[-2])
-
-    def _mask(
-        self, operator: Operator, shape: tuple[int, ...], probability: float, device: torch.device
-    ) -> torch.Tensor:
-        region, whole = whole_region(shape)
-        number = self._graph.index_by_name[operator.name]
-        key = (self._context.seed, self._context.step, number)
-        return keep_mask(region, whole, probability, key, device)
-
-
-def _dropped(operator: Operator) -> float | None:
-    """Return the probability with which an operator drops; None for one that draws numbers."""
-    given = dict(operator.arguments)
-    found = given.get("p", given.get("dropout_p"))
-    return None if found is None else float(found)  # type: ignore[arg-type]
-
-
-def _probability(args: Sequence[Any], kwargs: dict[str, Any], *, in_place: bool) -> float | None:
-    """Return the probability of a one of `bernoulli`; None where each element has its own."""
-    found = kwargs.get("p", args[1] if len(args) > 1 else DEFAULT_PROBABILITY if in_place else None)
-    return float(found) if isinstance(found, (int, float)) else None

@@ -119,6 +119,9 @@ def plain(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) ->
     result = node.meta["val"]
     many = isinstance(result, (tuple, list))
     specs = [spec_of(tensor, lowering.builder.model, name) for tensor in (result if many else [result])]
+    if arguments.get("dtype", "") is None and not node.all_input_nodes:
+        # A factory's default would be the process's, not the graph's.
+        arguments = {**arguments, "dtype": specs[0].dtype}
     names = lowering.add(name, str(node.target), arguments, specs)
     return names if many else names[0]
 

@@ -49,7 +49,7 @@ class Untraced:
     hooks: int = 0
     calls: dict[type, _Call] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def problem(self) -> str | None:
         """Return the first thing that the graph has lost, in words that follow the model's name; None: nothing."""
@@ -64,8 +64,9 @@ class Untraced:
                 "steps; draw by torch, or pass them as an input"
             )
         if self.changed:
+            name, (before, after) = next(iter(self.changed.items()))
             return (
-                f"its forward changes {self.changed[0]}, must not, as export keeps its value for all steps; make it a "
+                f"its forward changes attribute {name} ({before!r} to {after!r}), must not, as export keeps its value for all steps; make it a "
                 "buffer, or change it outside of the forward"
             )
         for call in self.calls.values():
@@ -99,11 +100,29 @@ def noticing(module: nn.Module, noticed: Untraced) -> Iterator[None]:
         yield
     after = _generators()
     noticed.drawn += [name for name, state in generators.items() if state != after[name]]
-    noticed.changed += [
-        f"attribute {name} ({numbers[name]!r} to {value!r})"
+    noticed.changed |= {
+        name: (numbers[name], value)
         for name, value in _numbers(module).items()
         if name in numbers and numbers[name] != value
-    ]
+    }
+
+
+@contextmanager
+def changed(module: nn.Module, noticed: Untraced) -> Iterator[None]:
+    """Let the body have the module as its forward has left it: an export puts its attributes back."""
+    places = [(*_split(module, name), before, after) for name, (before, after) in noticed.changed.items()]
+    for part, name, _, after in places:
+        setattr(part, name, after)
+    try:
+        yield
+    finally:
+        for part, name, before, _ in places:
+            setattr(part, name, before)
+
+
+def _split(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_a_module_that_python_changes_is_refused(command: Command, networks: str
     done = command("run", "--model", f"{networks}:counting", *TWO)
     assert (done.code, done.output) == (2, "")
     assert done.errors == (
-        f"error: model {networks}:counting: its forward changes attribute steps (0 to 1), must not, as export keeps "
+        f"error: model {networks}:counting: its forward changes attribute steps (1 to 2), must not, as export keeps "
         "its value for all steps; make it a buffer, or change it outside of the forward\n"
     )
 

@@ -37,11 +37,11 @@ class Rounded(torch.autograd.Function):
         return x.round()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(_context: Any, _inputs: Any, _output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(_context: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
 
@@ -49,11 +49,11 @@ class Scaled(torch.autograd.Function):
     """Scales by a list's number: what no random input repeats."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: list[float]) -> Tensor:
+    def forward(_context: Any, x: Tensor, scales: list[float]) -> Tensor:
         return x * scales.pop()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(_context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
@@ -79,6 +79,11 @@ def count(module: Net, x: Tensor) -> Tensor:
     return x * module.step
 
 
+def settle(module: Net, x: Tensor) -> Tensor:
+    module.step = min(module.step + 1, 1)
+    return x * module.step
+
+
 def hook(_module: Net, x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: 2 * gradient)
     return x
@@ -93,7 +98,7 @@ def import_net(module: nn.Module) -> None:
     [
         (lambda _module, x: x * random.random(), "its forward draws from Python's random, must not"),
         (lambda _module, x: x * float(np.random.rand()), "its forward draws from numpy's random, must not"),
-        (count, "its forward changes attribute step (0 to 1), must not"),
+        (count, "its forward changes attribute step (1 to 2), must not"),
         (hook, "its forward puts hooks on tensors, must not"),
         (lambda _module, x: rounded(x), "Rounded has a backward of its own, must be what autograd makes"),
         (lambda _module, x: scaled(x, [2.0]), "Scaled has a backward of its own that cannot be compared (IndexError)"),
@@ -125,6 +130,7 @@ def test_hooks_of_the_backward_are_refused() -> None:
 
 
 def test_what_loses_nothing_is_imported() -> None:
+    import_net(Net(settle))
     module = Net(lambda _module, x: square(x))
     module.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
     forward = Square.forward

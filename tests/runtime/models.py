@@ -247,11 +247,11 @@ class _Doubled(torch.autograd.Function):
     """The identity, with twice its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_context: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(_context: Any, *gradients: Tensor) -> Tensor:
         return 2 * gradients[0]
 
 
@@ -267,7 +267,7 @@ class Secretive(nn.Module):
         if lost == "parameter hook":
             self.first.weight.register_hook(lambda gradient: 2 * gradient)
         if lost == "module hook":
-            self.first.register_full_backward_hook(lambda _module, _inputs, gradients: (2 * gradients[0],))
+            self.second.register_full_backward_hook(lambda _module, gradients, _outputs: (2 * gradients[0],))
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         hidden = self._between(torch.tanh(self.first(x)))
@@ -292,7 +292,7 @@ def secretive(lost: str = "") -> Built:
 class Broken(Perceptron):
     """A perceptron that cannot be executed."""
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, *_inputs: Tensor) -> Tensor:
         raise ValueError("two lines\nof it")
 
 

@@ -1,0 +1,144 @@
+"""The graph's random numbers, for the random operators of the module itself.
+
+Both are in the order of the forward. What torch draws in one call the graph may draw in several: the dropout between
+layers of a recurrent module, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graph.operators import Operator, OperatorGraph
+from graph.rules import DRAWING, whole_call
+from profiler.operators import ExecutionContext, compile_call
+from profiler.operators.draws import keep_mask, whole_region
+
+# Of aten.bernoulli_.
+_DEFAULT_PROBABILITY = 0.5
+_ROUNDING = 1e-9
+
+
+class Draws:
+    """Gives the random operators of one forward, in the order in which they come, the graph's numbers.
+
+    An operator that draws what no random operator of the graph does is one whose result the loss does not depend on,
+    or one that the import has lost: it draws from torch's generator. A draw that begins at the same state of that
+    generator as an earlier one repeats it (activation checkpoints), and gets the same numbers.
+    """
+
+    def __init__(self, graph: OperatorGraph, context: ExecutionContext) -> None:
+        self._graph = graph
+        self._context = context
+        # Dropout of everything is a product with zeros in torch.
+        self._waiting = [one for one in graph.operators if one.target in DRAWING and _dropped(one) != 1.0]
+        self._earlier: dict[bytes, list[Operator]] = {}
+
+    def draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what a random operator gives: the next numbers of the graph, if they fit."""
+        state = self._state()
+        result = function(*args, **kwargs)  # moves torch's generator on, as it would without us
+        values = result[0] if isinstance(result, (tuple, list)) else result
+        shape = tuple(values.shape)
+        given = dict(zip(_names(function), args, strict=False)) | kwargs
+        name = function.overloadpacket.__name__.removesuffix("_like").rstrip("_")
+        if name == "native_dropout":
+            found = self._next(state, shape, given["p"])
+            if not found:
+                return result
+            mask = self._numbers(found, shape)
+            return args[0] * mask / (1 - given["p"]), mask
+        if name == "bernoulli":
+            # Probabilities of each element are `p`, or the values themselves.
+            ones = given.get("p", _DEFAULT_PROBABILITY if function._overloadname == "float" else args[0])
+            found = self._next(state, shape, 1 - ones if isinstance(ones, float) else None)
+            if found:
+                numbers = self._numbers(found, shape)
+                values.copy_(numbers if numbers.dtype == torch.bool else numbers < ones)
+            return result
+        if name in _CONVERSIONS:
+            found = self._next(state, shape, None)
+            if found:
+                values.copy_(_CONVERSIONS[name](self._numbers(found, shape), given))
+        return result
+
+    def _state(self) -> bytes:
+        if self._context.device.type == "cuda":
+            return torch.cuda.get_rng_state(self._context.device).numpy().tobytes()
+        return torch.get_rng_state().numpy().tobytes()
+
+    def _next(self, state: bytes, shape: tuple[int, ...], dropped: float | None) -> list[Operator]:
+        """Return the operators whose numbers are drawn, or none: the graph has none here."""
+        if state not in self._earlier:
+            count = self._fitting(shape, dropped)
+            self._earlier[state] = self._waiting[:count]
+            del self._waiting[:count]
+        return self._earlier[state]
+
+    def _fitting(self, shape: tuple[int, ...], dropped: float | None) -> int:
+        """Return how many of the next operators of the graph together draw a tensor of `shape`."""
+        steps = shape[0] if shape else 0
+        for count, own in ((1, shape), (1, (*shape[1::-1], *shape[2:])), (steps, shape[1:])):
+            following = self._waiting[:count]
+            if len(following) == count > 0 and all(
+                self._shape(one) == own and _alike(_dropped(one), dropped) for one in following
+            ):
+                return count
+        return 0
+
+    def _shape(self, operator: Operator) -> tuple[int, ...]:
+        """Return the shape of what an operator draws: attention drops of its scores."""
+        if operator.target != "soapstone.attention":
+            return self._graph.output_specs(operator)[0].shape
+        query, key = (self._graph.value_by_name[name].spec.shape for name in operator.inputs[:2])
+        return (*query[:-1], key[-2])
+
+    def _numbers(self, operators: Sequence[Operator], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return what operators draw together: True for what is kept, or numbers."""
+        pieces = [self._drawn(one) for one in operators]
+        whole = pieces[0] if len(pieces) == 1 else torch.stack(pieces)
+        return whole if tuple(whole.shape) == shape else whole.transpose(0, 1)
+
+    def _drawn(self, operator: Operator) -> torch.Tensor:
+        dropped = _dropped(operator)
+        if dropped is None:
+            return compile_call(whole_call(self._graph, operator))((), self._context)[0]
+        region, shape = whole_region(self._shape(operator))
+        key = (self._context.seed, self._context.step, self._graph.index_by_name[operator.name])
+        return keep_mask(region, shape, dropped, key, self._context.device)
+
+
+def _names(function: Any) -> list[str]:
+    return [argument.name for argument in function._schema.arguments]
+
+
+def _dropped(operator: Operator) -> float | None:
+    """Return the probability with which an operator drops; None for one that draws numbers."""
+    given = dict(operator.arguments)
+    found = given.get("p", given.get("dropout_p"))
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def _alike(own: float | None, dropped: float | None) -> bool:
+    """True where an operator of the graph draws what torch does; numbers become ones and zeros as well."""
+    return own is None or (dropped is not None and abs(own - dropped) < _ROUNDING)
+
+
+def _scaled(numbers: torch.Tensor, factor: Any, offset: Any) -> torch.Tensor:
+    return numbers * factor + offset
+
+
+# From the graph's numbers to what an operator draws.
+_CONVERSIONS: dict[str, Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]] = {
+    "rand": lambda numbers, _given: numbers,
+    "randn": lambda numbers, _given: numbers,
+    "uniform": lambda numbers, given: _scaled(
+        numbers, given.get("to", 1) - given.get("from", 0), given.get("from", 0)
+    ),
+    "normal": lambda numbers, given: _scaled(numbers, given.get("std", 1), given.get("mean", 0)),
+    "exponential": lambda numbers, given: numbers / given.get("lambd", 1),
+    "randint": lambda numbers, given: numbers % (given["high"] - given.get("low", 0)) + given.get("low", 0),
+    "randperm": lambda numbers, _given: numbers.argsort(stable=True),
+}
