@@ -66,8 +66,8 @@ class Untraced:
         if self.changed:
             name, (before, after) = next(iter(self.changed.items()))
             return (
-                f"its forward changes attribute {name} ({before!r} to {after!r}), must not, as export keeps its value for all steps; make it a "
-                "buffer, or change it outside of the forward"
+                f"its forward changes attribute {name} ({before!r} to {after!r}), must not, as export keeps its value "
+                "for all steps; make it a buffer, or change it outside of the forward"
             )
         for call in self.calls.values():
             reason = _lost_backward(call)

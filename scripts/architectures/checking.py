@@ -77,8 +77,8 @@ def strategies(graph: OperatorGraph, name: str) -> Iterator[tuple[str, Strategy]
 class Checking:
     """Checks architectures one after another, on the processes of one pool as long as none fails. A context manager."""
 
-    def __init__(self) -> None:
-        self._pool: LocalPool | None = None
+    def __init__(self, pool: LocalPool | None = None) -> None:
+        self._pool = pool
 
     def __enter__(self) -> Checking:
         return self

@@ -34,7 +34,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
         "",
         "| architecture | operators | flops that can be split | data parallel | fsdp | random strategies |",
         "|---|---|---|---|---|---|",
-        *(_row(outcome) for outcome in outcomes),
+        *(row(outcome) for outcome in outcomes),
     ]
     failed = [(one.name, *failure) for one in outcomes for failure in _distinct(one)]
     if failed:
@@ -43,7 +43,8 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(outcome: Outcome) -> str:
+def row(outcome: Outcome) -> str:
+    """Return an architecture's line of the table."""
     if outcome.refused is not None:
         return f"| {outcome.name} | refused | | | | |"
     verdicts = [reason for title, reason in outcome.equal.items() if title.startswith(RANDOM)]

@@ -3,8 +3,8 @@
 Every case compares in float64 with the graph, and the graph with the module itself, dropout included (`verify`). Data
 parallelism runs in float32, as users run it, and compares loss and gradients with the plain module. Random strategies
 run in float64, where rounding cannot hide a mistake nor a hundred layers amplify it, and compare three steps of
-training by torch.optim: losses, the first gradients, and how far every weight and buffer has moved. There dropout cannot be
-repeated by a plain module: every second random case goes without.
+training by torch.optim: losses, the first gradients, and how far every weight and buffer has moved. There
+dropout cannot be repeated by a plain module: every second random case goes without.
 """
 
 from __future__ import annotations
