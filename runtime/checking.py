@@ -12,6 +12,7 @@ far from those in float64 as the graph's on one device in that format, a few tim
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ from runtime.verify import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from runtime.communication import World
     from runtime.jobs import Job
@@ -83,6 +84,17 @@ def tensors_in_double(tensors: InitialTensors, device: torch.device) -> InitialT
     return InitialTensors(convert(tensors.parameters), convert(tensors.buffers), convert(tensors.inputs))
 
 
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    """Let the body make float64 where nothing names a format: quotients of whole numbers, factories."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def verify_strategy(
     job: Job, world: World, tensors: InitialTensors, device: torch.device
 ) -> Verification | None:
@@ -96,19 +108,21 @@ def verify_strategy(
     plan = build_plan(graph, job.strategy, job.node_of, wider * BUCKET_BYTES)
     doubled = tensors_in_double(tensors, torch.device("cpu"))
     differing = differing_tensors(world, tensors)
-    executor = _executed(job, plan, world, doubled, device)
-    loss = executor.loss()
-    gradients = collect_gradients(plan, world, executor, doubled, device)
-    weights = collect_weights(plan, world, executor.weights(), doubled.parameters, device)
-    buffers = collect_buffers(world, executor.buffers(), doubled.buffers)
-    del executor
+    with _double_by_default():
+        executor = _executed(job, plan, world, doubled, device)
+        loss = executor.loss()
+        gradients = collect_gradients(plan, world, executor, doubled, device)
+        weights = collect_weights(plan, world, executor.weights(), doubled.parameters, device)
+        buffers = collect_buffers(world, executor.buffers(), doubled.buffers)
+        del executor
     precision = job.training.precision
     of_run = _run_gradients(job, world, tensors, device) if precision in ROUNDING else {}
     if world.rank != 0:
         return None
     context = ExecutionContext(seed=job.seed, step=0, device=device)
     whole = tensors_in_double(tensors, device)
-    reference = interpret(graph, whole, context, job.strategy)
+    with _double_by_default():
+        reference = interpret(graph, whole, context, job.strategy)
     of_module, not_eager = _from_module(job, graph, whole, context, reference)
     updated = {name: whole.parameters[name].detach().clone() for name in reference.gradients}
     state = initial_state(job.training.optimizer, list(updated.values()))
@@ -152,11 +166,12 @@ def _from_module(
         for name, tensor in before.items():
             if not torch.equal(tensor, after[name]):
                 return (), f"{name} is built otherwise the second time"
-    if any(operator.target in OWN_STATISTICS for operator in graph.operators):
-        # A module has the statistics of the whole batch.
-        reference = interpret(graph, whole, context)
     try:
-        eager = eager_step(built, graph, context)
+        with _double_by_default():
+            if any(operator.target in OWN_STATISTICS for operator in graph.operators):
+                # A module has the statistics of the whole batch.
+                reference = interpret(graph, whole, context)
+            eager = eager_step(built, graph, context)
     except Exception as error:  # whatever the module raises is the user's to know
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return (), f"it fails in float64 ({reason[:200]})"

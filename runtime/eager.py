@@ -127,7 +127,7 @@ class _Double(TorchDispatchMode):
     """Computes in float64 whatever is asked for, and draws the graph's random numbers."""
 
     def __init__(self, draws: Draws) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
     def __torch_dispatch__(
@@ -141,6 +141,9 @@ class _Double(TorchDispatchMode):
             given, named = tree_map(_wider, (given, named))
         if torch.Tag.nondeterministic_seeded in function.tags:
             result = self._draws.draw(function, given, named)
+        elif function is torch.ops.aten.lift_fresh.default:
+            # A constant of the forward: export has it in float32.
+            result = tree_map(_rounded, function(*given, **named))
         elif function is torch.ops.aten._grouped_mm.default:
             result = _grouped_product(*given, **named)
         else:
@@ -150,6 +153,10 @@ class _Double(TorchDispatchMode):
 
 def _wider_dtype(item: Any) -> Any:
     return torch.float64 if isinstance(item, torch.dtype) and item in _NARROWER else item
+
+
+def _rounded(item: Any) -> Any:
+    return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
 
 def _wider(item: Any) -> Any:

@@ -127,7 +127,8 @@ def _alike(own: float | None, dropped: float | None) -> bool:
 
 
 def _scaled(numbers: torch.Tensor, factor: Any, offset: Any) -> torch.Tensor:
-    return numbers * factor + offset
+    result: torch.Tensor = numbers * factor + offset
+    return result
 
 
 # From the graph's numbers to what an operator draws.

@@ -141,8 +141,7 @@ def _generators() -> dict[str, object]:
     if "numpy" in sys.modules:
         import numpy as np
 
-        kind, keys, *rest = np.random.get_state()
-        states["numpy's random"] = (kind, bytes(keys), *rest)
+        states["numpy's random"] = repr(np.random.get_state(legacy=False))
     return states
 
 
@@ -196,7 +195,8 @@ def _noticed_functions(noticed: Untraced) -> Iterator[None]:
 
 
 def _subclasses(root: type) -> set[type[torch.autograd.Function]]:
-    return {child for one in root.__subclasses__() for child in (one, *_subclasses(one))}
+    children: list[type[torch.autograd.Function]] = root.__subclasses__()
+    return {*children, *(one for child in children for one in _subclasses(child))}
 
 
 def _has_context_apart(function: Any) -> bool:

@@ -26,7 +26,9 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * gradients[0]
+        (x,) = ctx.saved_tensors
+        gradient: Tensor = 2 * x * gradients[0]
+        return gradient
 
 
 class Rounded(torch.autograd.Function):
@@ -58,7 +60,9 @@ class Scaled(torch.autograd.Function):
 
 
 # As users keep them.
-square, rounded, scaled = Square.apply, Rounded.apply, Scaled.apply
+square: Any = Square.apply
+rounded: Any = Rounded.apply
+scaled: Any = Scaled.apply
 
 
 class Net(nn.Module):

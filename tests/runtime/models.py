@@ -255,6 +255,10 @@ class _Doubled(torch.autograd.Function):
         return 2 * gradients[0]
 
 
+def _twice(_module: nn.Module, gradients: Any, _outputs: Any) -> tuple[Tensor]:
+    return (2 * gradients[0],)
+
+
 class Secretive(nn.Module):
     """A perceptron of two layers; between them comes what no export keeps, or nothing where `lost` is ""."""
 
@@ -267,7 +271,7 @@ class Secretive(nn.Module):
         if lost == "parameter hook":
             self.first.weight.register_hook(lambda gradient: 2 * gradient)
         if lost == "module hook":
-            self.second.register_full_backward_hook(lambda _module, gradients, _outputs: (2 * gradients[0],))
+            self.second.register_full_backward_hook(_twice)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         hidden = self._between(torch.tanh(self.first(x)))
