@@ -40,7 +40,10 @@ def run(
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps before the first measured one.")] = 2,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, data and dropout.")] = 0,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare loss and every gradient with the graph on one device.")
+        bool,
+        typer.Option(
+            "--verify", help="Compare loss and every gradient with one device, and with the module itself."
+        ),
     ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help=f"Record {RECORDED_STEPS} more steps, for app trace.")
@@ -179,5 +182,5 @@ def _print(report: RunReport) -> None:
         )
         print_lines(
             f"{sum(one.ok for one in report.deviations)} of {len(report.deviations)} are equal: loss, gradients, "
-            "weights after one update, buffers; --json lists all"
+            "weights after one update, buffers; eager: the module's own; --json lists all"
         )
