@@ -101,9 +101,9 @@ def noticing(module: nn.Module, noticed: Untraced) -> Iterator[None]:
     after = _generators()
     noticed.drawn += [name for name, state in generators.items() if state != after[name]]
     noticed.changed |= {
-        name: (numbers[name], value)
+        name: (numbers.get(name), value)
         for name, value in _numbers(module).items()
-        if name in numbers and numbers[name] != value
+        if numbers.get(name) != value
     }
 
 
@@ -117,7 +117,11 @@ def changed(module: nn.Module, noticed: Untraced) -> Iterator[None]:
         yield
     finally:
         for part, name, before, _ in places:
-            setattr(part, name, before)
+            if before is None:
+                # The forward made it, perhaps over one of the class.
+                vars(part).pop(name, None)
+            else:
+                setattr(part, name, before)
 
 
 def _split(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -68,6 +68,8 @@ scaled: Any = Scaled.apply
 class Net(nn.Module):
     """Two layers, and what is done between them."""
 
+    calls = 0
+
     def __init__(self, between: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
@@ -81,6 +83,11 @@ class Net(nn.Module):
 def count(module: Net, x: Tensor) -> Tensor:
     module.step += 1
     return x * module.step
+
+
+def count_over_the_class(module: Net, x: Tensor) -> Tensor:
+    module.calls += 1
+    return x * module.calls
 
 
 def settle(module: Net, x: Tensor) -> Tensor:
@@ -103,6 +110,7 @@ def import_net(module: nn.Module) -> None:
         (lambda _module, x: x * random.random(), "its forward draws from Python's random, must not"),
         (lambda _module, x: x * float(np.random.rand()), "its forward draws from numpy's random, must not"),
         (count, "its forward changes attribute step (1 to 2), must not"),
+        (count_over_the_class, "its forward changes attribute calls (1 to 2), must not"),
         (hook, "its forward puts hooks on tensors, must not"),
         (lambda _module, x: rounded(x), "Rounded has a backward of its own, must be what autograd makes"),
         (lambda _module, x: scaled(x, [2.0]), "Scaled has a backward of its own that cannot be compared (IndexError)"),
@@ -134,7 +142,9 @@ def test_hooks_of_the_backward_are_refused() -> None:
 
 
 def test_what_loses_nothing_is_imported() -> None:
-    import_net(Net(settle))
+    module = Net(settle)
+    import_net(module)
+    assert module.step == 0
     module = Net(lambda _module, x: square(x))
     module.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
     forward = Square.forward
