@@ -39,6 +39,7 @@ from runtime.verify import (
     interpret,
     loss_deviation,
 )
+from runtime.watch import beat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -159,6 +160,7 @@ def _from_module(
     job: Job, graph: OperatorGraph, whole: InitialTensors, context: ExecutionContext, reference: Reference
 ) -> tuple[tuple[Deviation, ...], str]:
     """Return how far the graph on one device is from the module itself, or why that is not known."""
+    beat("verifying the module itself")
     # Built anew: what Python counts, it counts from the start, and the run's tensors stay as they are.
     built = job.model.build(job.seed)
     again = tensors_in_double(tensors_of(job.graph, built), context.device)
@@ -166,6 +168,7 @@ def _from_module(
         for name, tensor in before.items():
             if not torch.equal(tensor, after[name]):
                 return (), f"{name} is built otherwise the second time"
+    del again
     try:
         with _double_by_default():
             if any(operator.target in OWN_STATISTICS for operator in graph.operators):

@@ -82,9 +82,8 @@ class Verification:
     """Deviations of the loss (first), of every gradient, and of weights and buffers after one update.
 
     loss: the reference's.
-    differing: one line for each tensor that the factory has built otherwise on another rank than on rank 0, or
-    otherwise the second time.
-    not_eager: why the module itself could not be executed beside the graph; empty where it was.
+    differing: one line for each tensor that the factory has built otherwise on another rank than on rank 0.
+    not_eager: why the module itself could not be compared with the graph; empty where it was.
     allowed_of_run: what the loss of the run itself must not deviate by.
     """
 
