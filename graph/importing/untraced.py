@@ -198,8 +198,8 @@ def _noticed_functions(noticed: Untraced) -> Iterator[None]:
             setattr(one, "forward", forward)  # noqa: B010 - mypy: a method
 
 
-def _subclasses(root: type) -> set[type[torch.autograd.Function]]:
-    children: list[type[torch.autograd.Function]] = root.__subclasses__()
+def _subclasses(root: Any) -> set[type[torch.autograd.Function]]:
+    children: list[Any] = root.__subclasses__()
     return {*children, *(one for child in children for one in _subclasses(child))}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from scripts.architectures.checking import RANDOM, RANDOM_STRATEGIES, Outcome
 
 BEGIN, END = "<!-- table: scripts/models -->", "<!-- end -->"
-_LONGEST = 160
+_LONGEST = 240
 
 
 def summary(outcome: Outcome) -> str:
@@ -68,5 +68,6 @@ def _distinct(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _cell(text: str) -> str:
+    text = re.sub(r"\S*/site-packages/", "", text)
     short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
     return short.replace("|", "/").replace("<", "&lt;")
