@@ -100,10 +100,10 @@ def test_a_module_that_is_not_its_graph_fails_verification(command: Command, net
 def test_a_module_that_python_changes_is_refused(command: Command, networks: str) -> None:
     done = command("run", "--model", f"{networks}:counting", *TWO)
     assert (done.code, done.output) == (2, "")
-    assert done.errors == (
+    assert done.errors.splitlines()[1:] == [
         f"error: model {networks}:counting: its forward changes attribute steps (1 to 2), must not, as export keeps "
-        "its value for all steps; make it a buffer, or change it outside of the forward\n"
-    )
+        "its value for all steps; make it a buffer, or change it outside of the forward"
+    ]
 
 
 @pytest.mark.parametrize(
