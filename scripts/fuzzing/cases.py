@@ -1,0 +1,171 @@
+"""The cases: each from a seed and a number, so that it can be had again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from scripts.fuzzing.arguments import commands, random_arguments
+from scripts.fuzzing.corpus import Corpus, read_folder, write_folder
+from scripts.fuzzing.damage import damage
+from scripts.fuzzing.oracles import Finding, judge, judge_database, judge_files
+from scripts.fuzzing.running import Limits, Outcome, Runner, Stop
+from scripts.fuzzing.values import chance
+
+KINDS = ("arguments", "damage", "kill")
+SHARES = (0.60, 0.37, 0.03)
+# Commands that work for long where their arguments are right: they are stopped.
+SLOW = (("search",), ("run",), ("profile",), ("topology", "probe"), ("topology", "show"), ("models", "show"), ("strategy", "import"))
+SMALL = ("--model", "mlp", "--preset", "small")
+WALK = ("search", *SMALL, "--topology", "p100-cluster", "--devices", "2", "--proposals", "5")
+VIEWS = (
+    "device_kinds", "environments", "op_costs", "link_costs", "graphs", "topologies", "strategies", "searches", "simulations",
+    "executions", "proposals", "proposal_devices", "proposal_configurations", "proposal_starts", "best_per_model",
+)  # fmt: skip
+READINGS: tuple[tuple[str, ...], ...] = (
+    ("db", "status"), ("db", "upgrade"), ("compare",), ("compare", "--search", "1"), ("compare", "--execution", "1"), ("compare", "--json"),
+    ("trace", "--strategy", "1"), ("trace", "--execution", "1"), ("report",), ("report", "--execution", "1"), ("report", "--strategy", "2"), ("report", "--search", "1"),
+    ("strategy", "list"), ("strategy", "list", "--json"), ("strategy", "show", "1"), ("strategy", "show", "3", "--json"), ("strategy", "diff", "1", "2"),
+    ("strategy", "export", "1", "new.json"), ("strategy", "export", "2", "new.py", "--format", "dtensor"), ("strategy", "rebuild", "1"),
+    ("strategy", "rebuild", "1", "--chain", "0", "--step", "3"), ("strategy", "rebuild", "2"), ("search", "--resume", "1"), ("search", "--resume", "2"),
+    WALK, (*WALK, "--start", "1"), (*WALK, "--start", "strategy.json"), ("search", *SMALL, "--topology", "topology.yaml", "--proposals", "5"),
+    ("search", *SMALL, "--device", "cpu", "--devices", "2", "--proposals", "5", "--on-miss", "estimate"),
+    ("db", "export", "new.parquet"), ("db", "import", "costs.parquet"), ("db", "import", "costs.parquet", "--database", "new.sqlite"),
+    ("strategy", "import", "strategy.json", *SMALL), ("topology", "show", "topology.yaml"), ("topology", "show", "topology.yaml", "--json"),
+    ("models", "show", "mlp", "--preset", "small"), ("models", "cache"),
+)  # fmt: skip
+# Of these, moments are drawn from as much time as they take; the last two start processes.
+KILLED: tuple[tuple[str, ...], ...] = (
+    ("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh"),
+    ("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh", "--workers", "2"),
+    ("search", "--resume", "1"),
+    ("db", "import", "costs.parquet", "--database", "db.sqlite"),
+    ("db", "import", "--shipped"),
+    ("strategy", "rebuild", "1"),
+    ("report",),
+    ("profile", *SMALL, "--device", "cpu", "--devices", "2", "--batch-size", "6"),
+    ("run", *SMALL, "--device", "cpu", "--devices", "2", "--iterations", "1000000"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one case does."""
+
+    seed: int
+    number: int
+    kind: str
+    arguments: tuple[str, ...]
+    stop: Stop | None = None
+
+    @property
+    def replay(self) -> str:
+        """The command that runs it again."""
+        return f"scripts/fuzz --case {self.seed}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case did and what is wrong with that."""
+
+    case: Case
+    damage: str
+    findings: tuple[Finding, ...]
+    outcomes: tuple[Outcome, ...]
+
+
+def make_case(seed: int, number: int) -> Case:
+    """Return the case of this number."""
+    random = Random(f"{seed} {number}")
+    kind = random.choices(KINDS, weights=SHARES)[0]
+    match kind:
+        case "arguments":
+            arguments = random_arguments(random)
+            stop = None
+            if any(arguments[: len(names)] == names for names in SLOW):
+                stop = Stop(random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), random.uniform(0.3, 2.5))
+        case "damage":
+            # What is new in the tree of commands is tried as well.
+            checks = tuple(command.names for command in commands() if command.names[-1] == "check")
+            views = tuple(("query", f"SELECT * FROM {view}") for view in VIEWS)
+            arguments, stop = random.choice((*READINGS, *READINGS, *views, *checks, *checks)), None
+        case _:
+            arguments = random.choice(KILLED[:7]) if chance(random, 0.93) else random.choice(KILLED[7:])
+            number_of = random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+            longest = 15.0 if arguments in KILLED[7:] else 1.5
+            stop = Stop(number_of, random.uniform(0, longest) * random.uniform(0, 1))
+    return Case(seed, number, kind, arguments, stop)
+
+
+def run_case(case: Case, runner: Runner, corpus: Corpus, folder: Path) -> Result:
+    """Run a case in a folder, which must not exist yet and stays."""
+    write_folder(corpus, folder)
+    random = Random(f"{case.seed} {case.number} files")
+    words, before = "", corpus
+    if case.kind == "damage":
+        words = runner.apart(lambda: damage(folder, random))
+        before = _readable(folder)
+    limits = Limits()
+    outcome = runner.run(case.arguments, folder, limits, case.stop)
+    number = case.stop.number if case.stop else None
+    findings = list(judge(outcome, number, damaged=case.kind == "damage"))
+    outcomes = [outcome]
+    after = _readable(folder)
+    findings += judge_files(before, after, outcome, folder, gentle=not _killed(outcome))
+    if case.kind == "kill":
+        for following, found in _work_goes_on(runner, folder, limits):
+            outcomes.append(following)
+            findings += found
+    return Result(case, words, tuple({finding.key: finding for finding in findings}.values()), tuple(outcomes))
+
+
+def _killed(outcome: Outcome) -> bool:
+    return outcome.code < 0 or outcome.timed_out
+
+
+def _readable(folder: Path) -> Corpus:
+    return read_folder(folder)
+
+
+def _work_goes_on(runner: Runner, folder: Path, limits: Limits) -> Iterator[tuple[Outcome, list[Finding]]]:
+    """Run what a user would run after a kill, and give what is wrong with that."""
+    import sqlite3
+
+    findings = list(judge_database(folder))
+    status = runner.run(("db", "status"), folder, limits)
+    findings += judge(status, None, damaged=False)
+    if status.code:
+        findings.append(Finding("db status fails after a kill", str(status.code), status.errors[-300:]))
+    yield status, findings
+    with sqlite3.connect(folder / "db.sqlite") as connection:
+        searches = connection.execute("SELECT id FROM searches WHERE status = 'interrupted'").fetchall()
+        running = connection.execute("SELECT id FROM searches WHERE status = 'running'").fetchall()
+    connection.close()
+    if running:
+        yield status, [Finding("still running after a kill", "searches", str(running))]
+    for (search,) in searches:
+        resumed = runner.run(("search", "--resume", str(search)), folder, limits)
+        findings = list(judge(resumed, None, damaged=False))
+        if resumed.code not in (0, 2):
+            findings.append(Finding("cannot be resumed after a kill", str(resumed.code), resumed.errors[-300:]))
+        left = [name for name in read_folder(folder) if name.endswith(".tmp") and name.startswith("db.traces")]
+        findings += [Finding("leftover after resume", "traces", name) for name in left]
+        yield resumed, findings
+
+
+def minimized(result: Result, finding: Finding, runner: Runner, corpus: Corpus, folder: Path) -> Case:
+    """Return the case with as few arguments as lead to the finding."""
+    smallest, place = result.case, len(result.case.arguments) - 1
+    while place >= 0:
+        arguments = smallest.arguments[:place] + smallest.arguments[place + 1 :]
+        shorter = replace(smallest, arguments=arguments)
+        shutil.rmtree(folder, ignore_errors=True)
+        if finding.key in {other.key for other in run_case(shorter, runner, corpus, folder).findings}:
+            smallest = shorter
+        place -= 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return smallest
