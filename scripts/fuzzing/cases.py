@@ -17,7 +17,7 @@ from scripts.fuzzing.running import Limits, Outcome, Runner, Stop
 from scripts.fuzzing.values import chance
 
 KINDS = ("arguments", "damage", "kill")
-SHARES = (0.60, 0.37, 0.03)
+SHARES = (0.56, 0.36, 0.08)
 # Commands that work for long where their arguments are right: they are stopped.
 SLOW = (("search",), ("run",), ("profile",), ("topology", "probe"), ("topology", "show"), ("models", "show"), ("strategy", "import"))
 SMALL = ("--model", "mlp", "--preset", "small")
@@ -38,18 +38,24 @@ READINGS: tuple[tuple[str, ...], ...] = (
     ("strategy", "import", "strategy.json", *SMALL), ("topology", "show", "topology.yaml"), ("topology", "show", "topology.yaml", "--json"),
     ("models", "show", "mlp", "--preset", "small"), ("models", "cache"),
 )  # fmt: skip
-# Of these, moments are drawn from as much time as they take; the last two start processes.
-KILLED: tuple[tuple[str, ...], ...] = (
-    ("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh"),
-    ("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh", "--workers", "2"),
-    ("search", "--resume", "1"),
-    ("db", "import", "costs.parquet", "--database", "db.sqlite"),
-    ("db", "import", "--shipped"),
-    ("strategy", "rebuild", "1"),
-    ("report",),
-    ("profile", *SMALL, "--device", "cpu", "--devices", "2", "--batch-size", "6"),
-    ("run", *SMALL, "--device", "cpu", "--devices", "2", "--iterations", "1000000"),
+# Commands with about as many seconds as they take; the last two start processes, and are tried seldom.
+KILLED: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh"), 1.5),
+    (("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh", "--workers", "2"), 1.5),
+    (("search", "--resume", "1"), 0.5),
+    (("db", "import", "costs.parquet"), 0.3),
+    (("db", "import", "--shipped"), 0.5),
+    (("strategy", "rebuild", "1"), 0.5),
+    (("strategy", "export", "1", "new.json"), 0.3),
+    (("trace", "--execution", "1"), 0.6),
+    (("report",), 1.0),
+    (("compare",), 0.5),
+    (("query", "SELECT * FROM proposals"), 0.3),
+    (("db", "upgrade", "--database", "new.sqlite"), 0.5),
+    (("profile", *SMALL, "--device", "cpu", "--devices", "2", "--batch-size", "6"), 10.0),
+    (("run", *SMALL, "--device", "cpu", "--devices", "2", "--iterations", "1000000"), 10.0),
 )  # fmt: skip
+STARTING_PROCESSES = 2
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,10 @@ def make_case(seed: int, number: int) -> Case:
             views = tuple(("query", f"SELECT * FROM {view}") for view in VIEWS)
             arguments, stop = random.choice((*READINGS, *READINGS, *views, *checks, *checks)), None
         case _:
-            arguments = random.choice(KILLED[:7]) if chance(random, 0.93) else random.choice(KILLED[7:])
-            number_of = random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
-            longest = 15.0 if arguments in KILLED[7:] else 1.5
-            stop = Stop(number_of, random.uniform(0, longest) * random.uniform(0, 1))
+            usual, seldom = KILLED[:-STARTING_PROCESSES], KILLED[-STARTING_PROCESSES:]
+            arguments, longest_s = random.choice(usual if chance(random, 0.97) else seldom)
+            signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+            stop = Stop(random.choice(signals), random.uniform(0, longest_s))
     return Case(seed, number, kind, arguments, stop)
 
 

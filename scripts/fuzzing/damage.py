@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -71,11 +72,9 @@ def damage_row(folder: Path, random: Random) -> str:
     """Change a value of a row in the database, as somebody with SQLite's shell could."""
     path = folder / "db.sqlite"
     try:
-        with sqlite3.connect(path, isolation_level=None) as connection:
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
             connection.execute("PRAGMA ignore_check_constraints=ON")
-            words = _damage_row(connection, random)
-        connection.close()
-        return words
+            return _damage_row(connection, random)
     except (sqlite3.Error, UnicodeDecodeError) as error:  # damaged already
         return f"no row changed ({error})"
 
@@ -141,9 +140,8 @@ def damage_schema(folder: Path, random: Random) -> str:
     )  # fmt: skip
     statement = random.choice(statements)
     try:
-        with sqlite3.connect(folder / "db.sqlite", isolation_level=None) as connection:
+        with closing(sqlite3.connect(folder / "db.sqlite", isolation_level=None)) as connection:
             connection.execute(statement)
-        connection.close()
     except (sqlite3.Error, UnicodeDecodeError) as error:
         return f"schema unchanged ({error})"
     return statement

@@ -90,8 +90,8 @@ def judge_files(before: Corpus, after: Corpus, outcome: Outcome, folder: Path, *
         old, new = before.get(name), after.get(name)
         if old == new or name.endswith("readers.lock"):
             continue
-        if name.endswith(("-wal", "-shm")):
-            # A reader cannot remove them; what is in no log is of no use to anybody.
+        if name.endswith(("-wal", "-shm", "-journal")):
+            # SQLite removes those that it cannot use. A reader cannot remove them; what is in no log is of no use to anybody.
             if gentle and old is None and new is not None and name.endswith("-wal") and new.content and not writes:
                 yield Finding("leftover", f"{command}: {_kind(name)}", f"{name} of {len(new.content)} bytes")
             continue
@@ -204,6 +204,8 @@ def _changed(
         earlier, later = _content(old.content), _content(new.content)
     except (sqlite3.Error, UnicodeDecodeError):
         return  # damaged: nothing to compare
+    if not earlier:
+        return  # an empty database: whoever opens it first makes its tables
     for table in earlier.keys() | later.keys():
         one, other = earlier.get(table, []), later.get(table, [])
         if (not writes and one != other) or len(other) < len(one):

@@ -79,7 +79,6 @@ def warm() -> None:
     _warm_commands()
     gc.collect()
     gc.freeze()  # a fork's collector would touch, and so copy, every page
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _warm_commands() -> None:
@@ -104,14 +103,17 @@ class Runner:
     """Runs commands one after another, each in a fork, and sees what they leave behind."""
 
     def __init__(self, main: Callable[[], None] | None = None) -> None:
-        """Begin; `main` stands in for the application's own in tests."""
+        """Begin; `main` stands in for the application's own in tests. What a command leaves becomes this process's."""
         self._main = main
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def run(
         self, arguments: Sequence[str], folder: Path, limits: Limits = Limits(), stop: Stop | None = None
     ) -> Outcome:
         """Run `app` with these arguments in the folder, whose database, cache and temporary files it has."""
         out, err, mark = (folder.with_name(folder.name + f".{name}") for name in ("out", "err", MARK))
+        for path in (out, err):
+            path.write_bytes(b"")
         began = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -129,6 +131,9 @@ class Runner:
                 os.kill(process, signal.SIGUSR1)  # says where it is
                 _ended(handle, time.monotonic() + 5)
                 os.kill(process, signal.SIGKILL)
+        except BaseException:  # this process is to end: nobody else would end the other
+            os.killpg(process, signal.SIGKILL)
+            raise
         finally:
             os.close(handle)
         _, status = os.waitpid(process, 0)
@@ -223,6 +228,7 @@ def _enter(folder: Path, limits: Limits, files: tuple[Path, Path, Path]) -> None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(folder)
     tempfile.tempdir = None
+    sys.modules["__main__"].__package__ = None  # messages say `app`, as argv does
     os.environ |= {
         "HOME": str(folder / "home"),
         "XDG_CACHE_HOME": str(folder / "home"),

@@ -1,0 +1,126 @@
+"""Cases one after another, in as many processes as wanted, and what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.fuzzing.cases import Case, Result, make_case, minimized, run_case
+from scripts.fuzzing.corpus import Corpus
+from scripts.fuzzing.oracles import Finding
+from scripts.fuzzing.running import Runner
+
+
+@dataclass
+class Tally:
+    """What cases found: a line each, by what tells findings apart; and how the commands ended."""
+
+    found: dict[str, str] = field(default_factory=dict)
+    codes: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def cases(self) -> int:
+        """How many cases there were."""
+        return sum(self.codes.values())
+
+    def add(self, other: Tally) -> None:
+        """Add what others found."""
+        self.found |= other.found
+        self.codes += other.codes
+
+
+class Session:
+    """Runs cases of one seed, and reports what none of them found before."""
+
+    def __init__(self, seed: int, kinds: tuple[str, ...], corpus: Corpus, root: Path) -> None:
+        """Begin with nothing found; folders of cases are made in `root`."""
+        self.tally = Tally()
+        self._seed, self._kinds, self._corpus, self._root = seed, kinds, corpus, root
+        self._runner = Runner()
+
+    def run(self, number: int) -> None:
+        """Run the case of a number, where it is of the kinds that are wanted."""
+        case = make_case(self._seed, number)
+        if case.kind not in self._kinds:
+            return
+        folder = self._root / f"case-{number}"
+        result = run_case(case, self._runner, self._corpus, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        self.tally.codes[result.outcomes[0].code] += 1
+        for finding in result.findings:
+            key = ": ".join(finding.key)
+            if key not in self.tally.found:
+                self.tally.found[key] = self._described(result, finding)
+                print(self.tally.found[key], flush=True)
+
+    def _described(self, result: Result, finding: Finding) -> str:
+        case = result.case
+        if case.kind == "arguments" and case.stop is None and finding.oracle != "does not end":
+            case = minimized(result, finding, self._runner, self._corpus, self._root / f"smaller-{case.number}")
+        return described(case, result.damage, finding)
+
+
+def run_in_processes(jobs: int, work: Callable[[int], Tally]) -> Tally:
+    """Do the work of each number below `jobs` in a fork of this process, and return what all found together."""
+    pipes = [_forked(work, number) for number in range(jobs)]
+    tally = Tally()
+    for process, reader in pipes:
+        with open(reader) as pipe:
+            told = pipe.read()
+        os.waitpid(process, 0)
+        if not told:
+            raise RuntimeError(f"fuzz: process {process} ended before it told what it found")
+        document = json.loads(told)
+        tally.add(Tally(document["found"], Counter({int(code): count for code, count in document["codes"].items()})))
+    return tally
+
+
+def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        os.close(writer)
+        return process, reader
+    try:
+        tally = work(number)
+        with open(writer, "w") as pipe:
+            json.dump({"found": tally.found, "codes": tally.codes}, pipe)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
+
+
+def numbers(first: int, step: int, *, count: int | None, until: float | None) -> Iterator[int]:
+    """Give every `step`th number from `first`: those below a count, or as many as there is time for."""
+    number = first
+    while time.monotonic() < until if until is not None else count is not None and number < count:
+        yield number
+        number += step
+
+
+def described(case: Case, damage: str, finding: Finding) -> str:
+    """Return one line on a finding, which says how to have it again."""
+    typed = "".join(_visible(letter) for letter in shlex.join(("app", *case.arguments)))
+    stop = f" [{case.stop.number.name} after {case.stop.after_s:.2f} s]" if case.stop else ""
+    words = "".join(_visible(letter) for letter in damage)
+    damaged = f" [{words[:400]}]" if words else ""
+    told = f"FOUND {finding.oracle}: {finding.detail} | {ascii(finding.words)} | {_short(typed)}{stop}{damaged} | {case.replay}"
+    return "".join(_visible(letter) for letter in told)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 1000 else f"{text[:1000]}..."
+
+
+def _visible(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape", "backslashreplace").decode()
