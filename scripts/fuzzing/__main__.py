@@ -1,4 +1,4 @@
-"""Fuzz the command line: for some minutes, for a number of cases, or one case again. Exit code 1: something was found."""
+"""Fuzz the command line: for some minutes, a number of cases, or one case again. Exit code 1: something was found."""
 
 from __future__ import annotations
 
@@ -44,11 +44,17 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("minutes", nargs="?", type=float, help="how long")
     wanted.add_argument("--count", type=int, help="so many cases, however long they take")
-    wanted.add_argument("--case", type=_case, metavar="SEED:NUMBER", help="this case alone; its folder is kept")
+    wanted.add_argument(
+        "--case", type=_case, metavar="SEED:NUMBER", help="this case alone; its folder is kept"
+    )
     parser.add_argument("--seed", type=int, help="of all cases; else one of this moment, which is printed")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="only cases of this kind; may be repeated")
+    parser.add_argument(
+        "--kind", action="append", choices=KINDS, help="only cases of this kind; may be repeated"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cases")
-    parser.add_argument("--corpus", type=Path, help="a folder kept for later calls: made where it is not there")
+    parser.add_argument(
+        "--corpus", type=Path, help="a folder kept for later calls: made where it is not there"
+    )
     return parser.parse_args(arguments)
 
 
@@ -60,16 +66,22 @@ def _case(text: str) -> tuple[int, int]:
 def _corpus(folder: Path) -> Corpus:
     if folder.exists():
         return read_folder(folder)
-    return make_corpus(Runner(), folder)
+    return make_corpus(folder)
 
 
 def _replay(case: Case, corpus: Corpus) -> int:
     folder = Path(tempfile.mkdtemp(prefix="soapstone-fuzz-case-")) / "case"
     result = run_case(case, Runner(), corpus, folder)
-    print(f"{case.kind}: {ascii(shlex.join(('app', *case.arguments)))}\nstop: {case.stop}\ndamage: {ascii(result.damage)}")
+    print(
+        f"{case.kind}: {shlex.join(('app', *case.arguments))!a}\nstop: {case.stop}\ndamage: {result.damage!a}"
+    )
     for outcome in result.outcomes:
-        print(f"--- {ascii(outcome.arguments)}: exit code {outcome.code}\n{outcome.output[-3000:]!r}")
-        print("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in outcome.errors[-6000:]))
+        print(f"--- {outcome.arguments!a}: exit code {outcome.code}\n{outcome.output[-3000:]!r}")
+        print(
+            "".join(
+                letter if letter.isprintable() or letter == "\n" else "?" for letter in outcome.errors[-6000:]
+            )
+        )
     for finding in result.findings:
         print(described(case, result.damage, finding))
     print(f"folder: {folder}")

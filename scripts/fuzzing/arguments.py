@@ -12,22 +12,28 @@ from scripts.fuzzing.values import FLOATS, INTEGERS, any_text, chance
 
 # Names of files in the folder of a case, see scripts.fuzzing.corpus.
 FILES = (
-    "db.sqlite", "other.sqlite", "db.sqlite-wal", "link.sqlite", "costs.parquet", "strategy.json", "plan.py", "topology.yaml",
-    "notes.txt", "folder", "tripwire.py", "db.traces", "db.traces/search-1/chunk-000001.parquet", "missing.txt", "no/where.txt",
-    "new.json", "new.csv", "new.parquet", "new.html", "./db.sqlite", "folder/../db.sqlite", "/dev/null", "/dev/full",
-    "/dev/zero", "/dev/stdout", "/proc/self/mem", "/proc/1/environ", "db.traces/readers.lock", "loop", "cache", "new\x1b[31m.json",
+    "db.sqlite", "other.sqlite", "db.sqlite-wal", "link.sqlite", "costs.parquet", "strategy.json", "plan.py",
+    "topology.yaml", "notes.txt", "folder", "tripwire.py", "db.traces",
+    "db.traces/search-1/chunk-000001.parquet", "missing.txt", "no/where.txt", "new.json", "new.csv",
+    "new.parquet", "new.html", "./db.sqlite", "folder/../db.sqlite", "/dev/null", "/dev/full", "/dev/zero",
+    "/dev/stdout", "/proc/self/mem", "/proc/1/environ", "db.traces/readers.lock", "loop", "cache",
+    "new\x1b[31m.json",
 )  # fmt: skip
 QUERIES = (
     "SELECT 1", "SELECT * FROM proposals LIMIT 5", "SELECT * FROM strategies", "SELECT count(*) FROM op_costs",
-    "SELECT * FROM best_per_model", "SUMMARIZE searches", "SHOW ALL TABLES", "DESCRIBE graphs", "EXPLAIN SELECT 1",
-    "SELECT chr(27) || '[31m' AS x", "SELECT chr(0)", "SELECT 'a' AS \"\x1b[2J\"", "SELECT", "", ";", "SELECT 1;", "SELECT 1; SELECT 2",
-    "DROP TABLE searches", "INSTALL httpfs", "LOAD httpfs", "COPY (SELECT 1) TO 'stolen.csv'", "ATTACH 'new.db'",
-    "SELECT * FROM read_csv('notes.txt')", "SELECT * FROM 'costs.parquet'", "SELECT * FROM read_text('tripwire.py')",
-    "PRAGMA database_list", "SET memory_limit='1GB'", "SELECT getenv('HOME')", "SELECT * FROM glob('*')", "WITH a AS (SELECT 1) SELECT * FROM a",
-    "SELECT 1/0", "SELECT 'x'::INTEGER", "SELECT repeat('x', 1000)", "SELECT NULL", "SELECT [1,2], {'a': 1}", "SELECT 1 AS a, 2 AS a",
-    "SELECT * FROM searches WHERE false", "SELECT 'NaN'::DOUBLE, 'inf'::DOUBLE", "SELECT DATE '2020-01-01', INTERVAL 1 DAY",
-    "SELECT 10::HUGEINT ** 30", "SELECT '\\xAA'::BLOB", "FROM searches", "PIVOT (SELECT 1 AS a, 2 AS b) ON a USING sum(b)", "VALUES (1)", "CALL pragma_version()",
-    "SELECT length(array_to_string(range(10000000), ','))", "CREATE TABLE x AS SELECT 1", "SELECT * FROM range(10000)", "SELECT current_setting('home_directory')",
+    "SELECT * FROM best_per_model", "SUMMARIZE searches", "SHOW ALL TABLES", "DESCRIBE graphs",
+    "EXPLAIN SELECT 1", "SELECT chr(27) || '[31m' AS x", "SELECT chr(0)", "SELECT 'a' AS \"\x1b[2J\"", "SELECT",
+    "", ";", "SELECT 1;", "SELECT 1; SELECT 2", "DROP TABLE searches", "INSTALL httpfs", "LOAD httpfs",
+    "COPY (SELECT 1) TO 'stolen.csv'", "ATTACH 'new.db'", "SELECT * FROM read_csv('notes.txt')",
+    "SELECT * FROM 'costs.parquet'", "SELECT * FROM read_text('tripwire.py')", "PRAGMA database_list",
+    "SET memory_limit='1GB'", "SELECT getenv('HOME')", "SELECT * FROM glob('*')",
+    "WITH a AS (SELECT 1) SELECT * FROM a", "SELECT 1/0", "SELECT 'x'::INTEGER", "SELECT repeat('x', 1000)",
+    "SELECT NULL", "SELECT [1,2], {'a': 1}", "SELECT 1 AS a, 2 AS a", "SELECT * FROM searches WHERE false",
+    "SELECT 'NaN'::DOUBLE, 'inf'::DOUBLE", "SELECT DATE '2020-01-01', INTERVAL 1 DAY",
+    "SELECT 10::HUGEINT ** 30", "SELECT '\\xAA'::BLOB", "FROM searches",
+    "PIVOT (SELECT 1 AS a, 2 AS b) ON a USING sum(b)", "VALUES (1)", "CALL pragma_version()",
+    "SELECT length(array_to_string(range(10000000), ','))", "CREATE TABLE x AS SELECT 1",
+    "SELECT * FROM range(10000)", "SELECT current_setting('home_directory')",
 )  # fmt: skip
 GOOD: dict[str, tuple[str, ...]] = {
     "model": ("mlp", "mlp", "mlp", "mlp-small", "tripwire:factory", "mlp:factory"),
@@ -39,15 +45,23 @@ GOOD: dict[str, tuple[str, ...]] = {
     "batch_norm": ("synchronized", "local"),
     "order": ("program", "fifo", "priority", "priority-tic", "priority-tac"),
     "on_miss": ("estimate", "measure", "fail"),
-    "algorithm": ("mcmc", "optcnn", "greedy", "random", "exhaustive", "sharding", "recomputation", "mcmc,greedy", ",", "mcmc,,"),
+    "algorithm": (
+        "mcmc", "optcnn", "greedy", "random", "exhaustive", "sharding", "recomputation", "mcmc,greedy", ",", "mcmc,,",
+    ),
     "recompute": ("all", "none"),
-    "strategy": ("1", "2", "strategy.json", "best", "data-parallel", "megatron-4", "fsdp", "zero", "single-device", "expert", "0" * 8),
+    "strategy": (
+        "1", "2", "strategy.json", "best", "data-parallel", "megatron-4", "fsdp", "zero", "single-device", "expert",
+        "0" * 8,
+    ),
     "one": ("1", "2", "3"),
     "other": ("1", "2", "3"),
     "start": ("1", "2", "99"),
     "file_format": ("table", "csv", "json", "parquet", "dtensor"),
     "sql": QUERIES,
-    "database": ("db.sqlite", "other.sqlite", "new.sqlite", "sqlite:///db.sqlite", "sqlite://", "postgresql://127.0.0.1:1/x", "mysql://x"),
+    "database": (
+        "db.sqlite", "other.sqlite", "new.sqlite", "sqlite:///db.sqlite", "sqlite://", "postgresql://127.0.0.1:1/x",
+        "mysql://x",
+    ),
     "gpus": ("0", "0-7", "7-0", "0,0", "0-", ",", "0-99999999999"),
     "device_kind": ("P100-SXM2", "nothing"),
     "search": ("1", "2"),
@@ -130,7 +144,10 @@ def random_arguments(random: Random) -> tuple[str, ...]:
     if chance(random, 0.03):
         typed.insert(random.randrange(len(typed) + 1), any_text(random))
     if chance(random, 0.02):
-        typed.insert(random.randrange(len(command.names), len(typed) + 1), random.choice(("--help", "--version", "--nothing", "-h")))
+        typed.insert(
+            random.randrange(len(command.names), len(typed) + 1),
+            random.choice(("--help", "--version", "--nothing", "-h")),
+        )
     if chance(random, 0.02):
         typed.pop()
     return tuple(typed)

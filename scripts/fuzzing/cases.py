@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -12,45 +14,66 @@ from random import Random
 from scripts.fuzzing.arguments import commands, random_arguments
 from scripts.fuzzing.corpus import Corpus, read_folder, write_folder
 from scripts.fuzzing.damage import damage
-from scripts.fuzzing.oracles import Finding, judge, judge_database, judge_files
-from scripts.fuzzing.running import Limits, Outcome, Runner, Stop
+from scripts.fuzzing.file_oracles import FileJudge, judge_database
+from scripts.fuzzing.oracles import Finding, judge, shape
+from scripts.fuzzing.running import Outcome, Runner, Stop
 from scripts.fuzzing.values import chance
 
 KINDS = ("arguments", "damage", "kill")
 SHARES = (0.56, 0.36, 0.08)
 # Commands that work for long where their arguments are right: they are stopped.
-SLOW = (("search",), ("run",), ("profile",), ("topology", "probe"), ("topology", "show"), ("models", "show"), ("strategy", "import"))
+SLOW = (
+    ("search",),
+    ("run",),
+    ("profile",),
+    ("topology", "probe"),
+    ("topology", "show"),
+    ("models", "show"),
+    ("strategy", "import"),
+)
 SMALL = ("--model", "mlp", "--preset", "small")
 WALK = ("search", *SMALL, "--topology", "p100-cluster", "--devices", "2", "--proposals", "5")
+LONG_WALK = (
+    "search",
+    *SMALL,
+    "--topology",
+    "p100-cluster",
+    "--devices",
+    "4",
+    "--proposals",
+    "400",
+    "--fresh",
+)
 VIEWS = (
-    "device_kinds", "environments", "op_costs", "link_costs", "graphs", "topologies", "strategies", "searches", "simulations",
-    "executions", "proposals", "proposal_devices", "proposal_configurations", "proposal_starts", "best_per_model",
+    "device_kinds", "environments", "op_costs", "link_costs", "graphs", "topologies", "strategies", "searches",
+    "simulations", "executions", "proposals", "proposal_devices", "proposal_configurations", "proposal_starts",
+    "best_per_model",
 )  # fmt: skip
 READINGS: tuple[tuple[str, ...], ...] = (
-    ("db", "status"), ("db", "upgrade"), ("compare",), ("compare", "--search", "1"), ("compare", "--execution", "1"), ("compare", "--json"),
-    ("trace", "--strategy", "1"), ("trace", "--execution", "1"), ("report",), ("report", "--execution", "1"), ("report", "--strategy", "2"), ("report", "--search", "1"),
-    ("strategy", "list"), ("strategy", "list", "--json"), ("strategy", "show", "1"), ("strategy", "show", "3", "--json"), ("strategy", "diff", "1", "2"),
-    ("strategy", "export", "1", "new.json"), ("strategy", "export", "2", "new.py", "--format", "dtensor"), ("strategy", "rebuild", "1"),
-    ("strategy", "rebuild", "1", "--chain", "0", "--step", "3"), ("strategy", "rebuild", "2"), ("search", "--resume", "1"), ("search", "--resume", "2"),
-    WALK, (*WALK, "--start", "1"), (*WALK, "--start", "strategy.json"), ("search", *SMALL, "--topology", "topology.yaml", "--proposals", "5"),
+    ("db", "status"), ("db", "upgrade"), ("compare",), ("compare", "--search", "1"),
+    ("compare", "--execution", "1"), ("compare", "--json"), ("trace", "--strategy", "1"),
+    ("trace", "--execution", "1"), ("report",), ("report", "--execution", "1"), ("report", "--strategy", "2"),
+    ("report", "--search", "1"), ("strategy", "list"), ("strategy", "list", "--json"),
+    ("strategy", "show", "1"), ("strategy", "show", "3", "--json"), ("strategy", "diff", "1", "2"),
+    ("strategy", "export", "1", "new.json"), ("strategy", "export", "2", "new.py", "--format", "dtensor"),
+    ("strategy", "rebuild", "1"), ("strategy", "rebuild", "1", "--chain", "0", "--step", "3"),
+    ("strategy", "rebuild", "2"), ("search", "--resume", "1"), ("search", "--resume", "2"), WALK,
+    (*WALK, "--start", "1"), (*WALK, "--start", "strategy.json"),
+    ("search", *SMALL, "--topology", "topology.yaml", "--proposals", "5"),
     ("search", *SMALL, "--device", "cpu", "--devices", "2", "--proposals", "5", "--on-miss", "estimate"),
-    ("db", "export", "new.parquet"), ("db", "import", "costs.parquet"), ("db", "import", "costs.parquet", "--database", "new.sqlite"),
-    ("strategy", "import", "strategy.json", *SMALL), ("topology", "show", "topology.yaml"), ("topology", "show", "topology.yaml", "--json"),
-    ("models", "show", "mlp", "--preset", "small"), ("models", "cache"),
+    ("db", "export", "new.parquet"), ("db", "import", "costs.parquet"),
+    ("db", "import", "costs.parquet", "--database", "new.sqlite"),
+    ("strategy", "import", "strategy.json", *SMALL), ("topology", "show", "topology.yaml"),
+    ("topology", "show", "topology.yaml", "--json"), ("models", "show", "mlp", "--preset", "small"),
+    ("models", "cache"),
 )  # fmt: skip
 # Commands with about as many seconds as they take; the last two start processes, and are tried seldom.
 KILLED: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh"), 1.5),
-    (("search", *SMALL, "--topology", "p100-cluster", "--devices", "4", "--proposals", "400", "--fresh", "--workers", "2"), 1.5),
-    (("search", "--resume", "1"), 0.5),
-    (("db", "import", "costs.parquet"), 0.3),
-    (("db", "import", "--shipped"), 0.5),
-    (("strategy", "rebuild", "1"), 0.5),
-    (("strategy", "export", "1", "new.json"), 0.3),
-    (("trace", "--execution", "1"), 0.6),
-    (("report",), 1.0),
-    (("compare",), 0.5),
-    (("query", "SELECT * FROM proposals"), 0.3),
+    (LONG_WALK, 1.5), ((*LONG_WALK, "--workers", "2"), 1.5),
+    (("search", "--resume", "1"), 0.5), (("db", "import", "costs.parquet"), 0.3),
+    (("db", "import", "--shipped"), 0.5), (("strategy", "rebuild", "1"), 0.5),
+    (("strategy", "export", "1", "new.json"), 0.3), (("trace", "--execution", "1"), 0.6), (("report",), 1.0),
+    (("compare",), 0.5), (("query", "SELECT * FROM proposals"), 0.3),
     (("db", "upgrade", "--database", "new.sqlite"), 0.5),
     (("profile", *SMALL, "--device", "cpu", "--devices", "2", "--batch-size", "6"), 10.0),
     (("run", *SMALL, "--device", "cpu", "--devices", "2", "--iterations", "1000000"), 10.0),
@@ -93,7 +116,9 @@ def make_case(seed: int, number: int) -> Case:
             arguments = random_arguments(random)
             stop = None
             if any(arguments[: len(names)] == names for names in SLOW):
-                stop = Stop(random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), random.uniform(0.3, 2.5))
+                stop = Stop(
+                    random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), random.uniform(0.3, 2.5)
+                )
         case "damage":
             # What is new in the tree of commands is tried as well.
             checks = tuple(command.names for command in commands() if command.names[-1] == "check")
@@ -114,52 +139,39 @@ def run_case(case: Case, runner: Runner, corpus: Corpus, folder: Path) -> Result
     words, before = "", corpus
     if case.kind == "damage":
         words = runner.apart(lambda: damage(folder, random))
-        before = _readable(folder)
-    limits = Limits()
-    outcome = runner.run(case.arguments, folder, limits, case.stop)
-    number = case.stop.number if case.stop else None
-    findings = list(judge(outcome, number, damaged=case.kind == "damage"))
+        before = read_folder(folder)
+    outcome = runner.run(case.arguments, folder, case.stop)
+    findings = list(judge(outcome, case.stop.number if case.stop else None, damaged=case.kind == "damage"))
+    findings += FileJudge(outcome, folder).judge(before, read_folder(folder))
     outcomes = [outcome]
-    after = _readable(folder)
-    findings += judge_files(before, after, outcome, folder, gentle=not _killed(outcome))
     if case.kind == "kill":
-        for following, found in _work_goes_on(runner, folder, limits):
+        for following, found in _work_goes_on(runner, folder):
             outcomes.append(following)
             findings += found
-    return Result(case, words, tuple({finding.key: finding for finding in findings}.values()), tuple(outcomes))
+    return Result(
+        case, words, tuple({finding.key: finding for finding in findings}.values()), tuple(outcomes)
+    )
 
 
-def _killed(outcome: Outcome) -> bool:
-    return outcome.code < 0 or outcome.timed_out
-
-
-def _readable(folder: Path) -> Corpus:
-    return read_folder(folder)
-
-
-def _work_goes_on(runner: Runner, folder: Path, limits: Limits) -> Iterator[tuple[Outcome, list[Finding]]]:
+def _work_goes_on(runner: Runner, folder: Path) -> Iterator[tuple[Outcome, list[Finding]]]:
     """Run what a user would run after a kill, and give what is wrong with that."""
-    import sqlite3
-
-    findings = list(judge_database(folder))
-    status = runner.run(("db", "status"), folder, limits)
+    findings = list(judge_database(folder / "db.sqlite"))
+    status = runner.run(("db", "status"), folder)
     findings += judge(status, None, damaged=False)
     if status.code:
         findings.append(Finding("db status fails after a kill", str(status.code), status.errors[-300:]))
+    with closing(sqlite3.connect(folder / "db.sqlite")) as connection:
+        searches = connection.execute("SELECT id, status FROM searches ORDER BY id").fetchall()
+    if any(status == "running" for _, status in searches):
+        findings.append(Finding("still running after a kill", "searches", str(searches)))
     yield status, findings
-    with sqlite3.connect(folder / "db.sqlite") as connection:
-        searches = connection.execute("SELECT id FROM searches WHERE status = 'interrupted'").fetchall()
-        running = connection.execute("SELECT id FROM searches WHERE status = 'running'").fetchall()
-    connection.close()
-    if running:
-        yield status, [Finding("still running after a kill", "searches", str(running))]
-    for (search,) in searches:
-        resumed = runner.run(("search", "--resume", str(search)), folder, limits)
+    for search in (search for search, status in searches if status == "interrupted"):
+        resumed = runner.run(("search", "--resume", str(search)), folder)
         findings = list(judge(resumed, None, damaged=False))
-        if resumed.code not in (0, 2):
-            findings.append(Finding("cannot be resumed after a kill", str(resumed.code), resumed.errors[-300:]))
-        left = [name for name in read_folder(folder) if name.endswith(".tmp") and name.startswith("db.traces")]
-        findings += [Finding("leftover after resume", "traces", name) for name in left]
+        left = [
+            name for name in read_folder(folder) if name.startswith("db.traces") and name.endswith(".tmp")
+        ]
+        findings += [Finding("leftover after resume", shape(name), name) for name in left]
         yield resumed, findings
 
 

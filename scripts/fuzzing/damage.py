@@ -5,25 +5,41 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import yaml
 
-from scripts.fuzzing.values import any_text, any_value, chance, mutated, nested
+from scripts.fuzzing.row_damage import damage_model, damage_row, damage_schema, damaged_cell
+from scripts.fuzzing.values import any_value, chance, mutated, nested
 
+# For strategies and topologies: JSON and YAML that readers stumble over.
+WHOLE_DOCUMENTS = (
+    "!!python/object/apply:tripwire.run []", "a: &a [*a, *a]", "&a {a: *a}",
+    "kinds: !!python/name:tripwire.run", "{", "- " * 5000, nested(50_000), "\x00", "\ufeff{}",
+    "a: " + "9" * 6000, '{"format": ' + "9" * 5000 + "}", "--- 1\n--- 2", '{"format":1,"format":1}',
+    "\x1b[31m", "'", "x: 0x" + "f" * 9000,
+    "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b]\n"
+    "d: &d [*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d]",
+    "2001-01-01: 2001-01-01\n? [1]\n: 2", "kinds: {1: 2, null: 3, true: 4, 1.5: 5}", "<<: {a: 1}\n",
+)  # fmt: skip
 Damage = Callable[[Path, Random], str]
 
 
 def damage(folder: Path, random: Random) -> str:
     """Damage some files of the folder, and return words for what was done."""
     kinds: list[Damage] = random.choices(
-        (damage_bytes, damage_row, damage_document, damage_parquet, damage_names, damage_schema),
-        weights=(6, 8, 4, 4, 3, 1),
+        (
+            damage_bytes,
+            damage_row,
+            damage_document,
+            damage_parquet,
+            damage_names,
+            damage_schema,
+            damage_model,
+        ),
+        weights=(6, 8, 4, 4, 3, 1, 2),
         k=random.choice((1, 1, 1, 2, 3)),
     )
     return "; ".join(kind(folder, random) for kind in kinds)
@@ -68,88 +84,14 @@ def damage_bytes(folder: Path, random: Random) -> str:
     return f"{path.relative_to(folder)}: {kind} {count} at {at}"
 
 
-def damage_row(folder: Path, random: Random) -> str:
-    """Change a value of a row in the database, as somebody with SQLite's shell could."""
-    path = folder / "db.sqlite"
-    try:
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute("PRAGMA ignore_check_constraints=ON")
-            return _damage_row(connection, random)
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # damaged already
-        return f"no row changed ({error})"
-
-
-def _damage_row(connection: sqlite3.Connection, random: Random) -> str:
-    names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type='table' ORDER BY name")]
-    likely = [name for name in ("graphs", "strategies", "searches", "traces", "topologies", "trainings", "executions") if name in names]
-    table = random.choice([*names, *likely, *likely])
-    rows = [row for (row,) in connection.execute(f"SELECT rowid FROM {table} ORDER BY rowid")]
-    if not rows:
-        return f"{table} is empty"
-    row = random.choice(rows)
-    if chance(random, 0.08):
-        connection.execute(f"DELETE FROM {table} WHERE rowid=?", (row,))
-        return f"{table} {row} deleted"
-    columns = [column[1] for column in connection.execute(f"PRAGMA table_info({table})")]
-    column = random.choice(columns)
-    (old,) = connection.execute(f'SELECT "{column}" FROM {table} WHERE rowid=?', (row,)).fetchone()
-    new = _damaged_cell(column, old, random)
-    try:
-        connection.execute(f'UPDATE {table} SET "{column}"=? WHERE rowid=?', (new, row))
-    except (sqlite3.IntegrityError, OverflowError, UnicodeEncodeError):
-        connection.execute(f'UPDATE {table} SET "{column}"=\'x\' WHERE rowid=?', (row,))
-        new = "x"
-    return f"{table}.{column} of {row} = {str(new)[:150]!r}"
-
-
-def _damaged_cell(column: str, old: Any, random: Random) -> Any:
-    if isinstance(old, str) and old[:1] in "{[" and chance(random, 0.75):
-        if chance(random, 0.1):
-            return random.choice(("", "{", "[]", "null", "0", '"x"', "NaN", nested(100_000), old[:-1], old + "}", '{"a":1,"a":2}'))
-        try:
-            return json.dumps(mutated(json.loads(old), random)[0])
-        except ValueError:
-            return old[: len(old) // 2]
-    match random.choice(("hostile", "value", "text", "number", "blob", "null", "tripwire", "path")):
-        case "hostile" | "text":
-            return any_text(random)
-        case "value":
-            value = any_value(random)
-            return value if isinstance(value, (str, float)) or value is None else str(value)
-        case "number":
-            return random.choice((0, -1, 1, 2, 99, 2**62, -(2**63), 0.5, 1e308, float("inf")))
-        case "blob":
-            return random.choice((b"", b"\x00", b"\xff\xfe", random.randbytes(20)))
-        case "tripwire":
-            return random.choice(('"tripwire:factory"', "tripwire:factory", '{"batch_size":null,"name":"tripwire:factory","preset":"small"}'))
-        case "path" if "path" in column:
-            return random.choice(("/etc/passwd", "../../costs.parquet", "costs.parquet", "/dev/zero", "", "db.traces", "x\x1b[31m"))
-        case _:
-            return None
-
-
-def damage_schema(folder: Path, random: Random) -> str:
-    """Change the database's schema, or of which revision it says to be."""
-    statements = (
-        "UPDATE alembic_version SET version_num='9999'", "UPDATE alembic_version SET version_num='0001'",
-        "DELETE FROM alembic_version", "INSERT INTO alembic_version VALUES ('0002')", "DROP TABLE alembic_version", "DROP TABLE traces", "DROP TABLE graphs",
-        "ALTER TABLE strategies DROP COLUMN source", "ALTER TABLE searches RENAME COLUMN options TO choices", "ALTER TABLE graphs ADD COLUMN x",
-        "CREATE VIEW zzz AS SELECT * FROM nowhere", "CREATE TABLE proposals (x)", "DROP INDEX ix_graphs_name", "PRAGMA user_version=7", "PRAGMA application_id=7",
-        "PRAGMA journal_mode=DELETE", "PRAGMA journal_mode=WAL", "CREATE TRIGGER t AFTER INSERT ON searches BEGIN DELETE FROM graphs; END",
-        "CREATE TABLE \"a\x1b[31mb\" (x)", "DROP TABLE simulations", "DROP TABLE op_costs", "UPDATE alembic_version SET version_num='\x1b[31m'",
-    )  # fmt: skip
-    statement = random.choice(statements)
-    try:
-        with closing(sqlite3.connect(folder / "db.sqlite", isolation_level=None)) as connection:
-            connection.execute(statement)
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        return f"schema unchanged ({error})"
-    return statement
-
-
 def damage_document(folder: Path, random: Random) -> str:
     """Change a strategy, a topology or a kept graph in a place that is right in JSON or YAML."""
-    files = [folder / "strategy.json", folder / "strategy.json", folder / "topology.yaml", folder / "topology.yaml"]
+    files = [
+        folder / "strategy.json",
+        folder / "strategy.json",
+        folder / "topology.yaml",
+        folder / "topology.yaml",
+    ]
     files += sorted(folder.glob("cache/**/*.json"))
     path = random.choice(files)
     try:
@@ -159,13 +101,7 @@ def damage_document(folder: Path, random: Random) -> str:
         return f"{path.name} unchanged ({type(error).__name__})"
     name = str(path.relative_to(folder))
     if chance(random, 0.12):
-        whole = (
-            "!!python/object/apply:tripwire.run []", "a: &a [*a, *a]", "&a {a: *a}", "kinds: !!python/name:tripwire.run", "{", "- " * 5000, nested(50_000),
-            "\x00", "\ufeff{}", "a: " + "9" * 6000, '{"format": ' + "9" * 5000 + "}", "--- 1\n--- 2", '{"format":1,"format":1}', "\x1b[31m", "'", "x: 0x" + "f" * 9000,
-            "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d]",
-            "2001-01-01: 2001-01-01\n? [1]\n: 2", "kinds: {1: 2, null: 3, true: 4, 1.5: 5}", "<<: {a: 1}\n",
-        )  # fmt: skip
-        chosen = random.choice(whole)
+        chosen = random.choice(WHOLE_DOCUMENTS)
         path.write_text(chosen)
         return f"{name} = {chosen[:60]!r}"
     document, words = mutated(document, random)
@@ -186,18 +122,22 @@ def damage_parquet(folder: Path, random: Random) -> str:
         return f"{path.name} unchanged"
     name = str(path.relative_to(folder))
     column = random.randrange(table.num_columns) if table.num_columns else 0
-    kind = random.choice(("value", "value", "value", "value", "drop", "add", "type", "rows", "metadata", "order"))
+    kind = random.choice(
+        ("value", "value", "value", "value", "drop", "add", "type", "rows", "metadata", "order")
+    )
     title = table.column_names[column]
     values = table.column(column).to_pylist()
     match kind:
         case "value" if values:
             row = random.randrange(len(values))
-            words = f"{title}[{row}]"
+            old, words = values[row], f"{title}[{row}]"
             try:
-                if isinstance(values[row], str) and values[row][:1] in "{[" and chance(random, 0.7):
-                    values[row] = json.dumps(mutated(json.loads(values[row]), random)[0])
+                if isinstance(old, str) and old[:1] in "{[" and chance(random, 0.7):
+                    values[row] = json.dumps(mutated(json.loads(old), random)[0])
                 else:
-                    values[row] = _damaged_cell(title, None, random) if isinstance(values[row], str) else any_value(random)
+                    values[row] = (
+                        damaged_cell(title, None, random) if isinstance(old, str) else any_value(random)
+                    )
                 changed = pa.array(values, type=table.schema.field(column).type)
                 words += f" = {str(values[row])[:100]!r}"
             except (pa.ArrowException, OverflowError, TypeError, ValueError, UnicodeEncodeError):
@@ -210,7 +150,10 @@ def damage_parquet(folder: Path, random: Random) -> str:
         case "add":
             table, words = table.append_column("x\x1b[31m", pa.array([1] * len(values))), "a column added"
         case "type":
-            table, words = table.set_column(column, title, pa.array([str(value) for value in values])), f"{title} as text"
+            table, words = (
+                table.set_column(column, title, pa.array([str(value) for value in values])),
+                f"{title} as text",
+            )
         case "rows":
             count = random.choice((0, 1, len(values) // 2))
             table, words = table.slice(0, count), f"{count} rows"
@@ -218,7 +161,10 @@ def damage_parquet(folder: Path, random: Random) -> str:
             metadata = dict(table.schema.metadata or {})
             for key in list(metadata):
                 metadata[key] = random.choice((b"", b"{", b"9999", b"\xff", b"null", b"1" * 5000))
-            table, words = table.replace_schema_metadata(metadata or None), f"metadata {sorted(metadata)} = {list(metadata.values())}"[:200]
+            table, words = (
+                table.replace_schema_metadata(metadata or None),
+                f"metadata {sorted(metadata)} = {list(metadata.values())}"[:200],
+            )
         case _:
             names = list(reversed(table.column_names))
             table, words = table.select(names), "columns reversed"
@@ -230,7 +176,9 @@ def damage_names(folder: Path, random: Random) -> str:
     """Remove, swap, or add files."""
     path = random.choice(_files(folder))
     name = path.relative_to(folder)
-    match random.choice(("remove", "swap", "folder", "stray", "stray", "loop", "device", "pipe", "journal", "lock", "copy")):
+    match random.choice(
+        ("remove", "swap", "folder", "stray", "stray", "loop", "device", "pipe", "journal", "lock", "copy")
+    ):
         case "remove":
             path.unlink()
             return f"{name} removed"
@@ -245,10 +193,24 @@ def damage_names(folder: Path, random: Random) -> str:
             path.mkdir()
             return f"{name} is a folder"
         case "stray":
-            home = random.choice(("db.traces", "db.traces/search-1", "db.traces/search-2", "cache", "db.traces/executions"))
-            stray = random.choice(("chunk-000002.parquet", "chunk-000001.1.tmp", "search-9", ".hidden", "chunk-x.parquet", "x\x1b[31m", "starts-000002.parquet"))
+            home = random.choice(
+                ("db.traces", "db.traces/search-1", "db.traces/search-2", "cache", "db.traces/executions")
+            )
+            stray = random.choice(
+                (
+                    "chunk-000002.parquet",
+                    "chunk-000001.1.tmp",
+                    "search-9",
+                    ".hidden",
+                    "chunk-x.parquet",
+                    "x\x1b[31m",
+                    "starts-000002.parquet",
+                )
+            )
             (folder / home).mkdir(exist_ok=True, parents=True)
-            (folder / home / stray).write_bytes(random.choice((b"", b"x", b"PAR1PAR1", random.randbytes(100))))
+            (folder / home / stray).write_bytes(
+                random.choice((b"", b"x", b"PAR1PAR1", random.randbytes(100)))
+            )
             return f"stray {home}/{stray}"
         case "loop":
             path.unlink()
@@ -265,7 +227,9 @@ def damage_names(folder: Path, random: Random) -> str:
             return f"{name} is a pipe"
         case "journal":
             suffix = random.choice(("-journal", "-wal", "-shm"))
-            (folder / f"db.sqlite{suffix}").write_bytes(random.choice((b"", random.randbytes(64), random.randbytes(40000))))
+            (folder / f"db.sqlite{suffix}").write_bytes(
+                random.choice((b"", random.randbytes(64), random.randbytes(40000)))
+            )
             return f"db.sqlite{suffix} of random bytes"
         case "lock":
             lock = folder / "db.traces" / "readers.lock"

@@ -67,7 +67,17 @@ def warm() -> None:
     for module in pkgutil.walk_packages(app.__path__, "app."):
         if "_migrations" not in module.name and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for name in ("torch", "duckdb", "pyarrow.parquet", "pandas", "alembic.command", "yaml", "rich.table", "runtime", "app.db.schema"):
+    for name in (
+        "torch",
+        "duckdb",
+        "pyarrow.parquet",
+        "pandas",
+        "alembic.command",
+        "yaml",
+        "rich.table",
+        "runtime",
+        "app.db.schema",
+    ):
         importlib.import_module(name)
     import torch
 
@@ -89,10 +99,14 @@ def _warm_commands() -> None:
 
     # Made anew by every call, and the same each time.
     tree = typer.main.get_command(application)
-    typer.main.get_command = lambda _application: tree
+    typer.main.get_command = lambda typer_instance: tree  # noqa: ARG005  # Typer's name
     with tempfile.TemporaryDirectory(prefix="soapstone-fuzz-") as folder, open(os.devnull, "w") as nowhere:
         database = ("--database", f"{folder}/db.sqlite")
-        for arguments in (("topology", "list"), ("db", "upgrade", *database), ("strategy", "list", *database)):
+        for arguments in (
+            ("topology", "list"),
+            ("db", "upgrade", *database),
+            ("strategy", "list", *database),
+        ):
             sys.argv = ["app", *arguments]
             with contextlib.redirect_stdout(nowhere), contextlib.suppress(SystemExit):
                 main()
@@ -102,15 +116,15 @@ def _warm_commands() -> None:
 class Runner:
     """Runs commands one after another, each in a fork, and sees what they leave behind."""
 
-    def __init__(self, main: Callable[[], None] | None = None) -> None:
+    def __init__(self, main: Callable[[], None] | None = None, limits: Limits | None = None) -> None:
         """Begin; `main` stands in for the application's own in tests. What a command leaves becomes this process's."""
         self._main = main
+        self._limits = limits or Limits()
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def run(
-        self, arguments: Sequence[str], folder: Path, limits: Limits = Limits(), stop: Stop | None = None
-    ) -> Outcome:
+    def run(self, arguments: Sequence[str], folder: Path, stop: Stop | None = None) -> Outcome:
         """Run `app` with these arguments in the folder, whose database, cache and temporary files it has."""
+        limits = self._limits
         out, err, mark = (folder.with_name(folder.name + f".{name}") for name in ("out", "err", MARK))
         for path in (out, err):
             path.write_bytes(b"")
@@ -119,7 +133,7 @@ class Runner:
         sys.stderr.flush()
         process = os.fork()
         if process == 0:
-            self._become(arguments, folder, limits, (out, err, mark))
+            self._become(arguments, folder, (out, err, mark))
         handle = os.pidfd_open(process)
         try:
             stopped = False
@@ -129,7 +143,7 @@ class Runner:
             timed_out = not _ended(handle, time.monotonic() + limits.wall_s)
             if timed_out:
                 os.kill(process, signal.SIGUSR1)  # says where it is
-                _ended(handle, time.monotonic() + 5)
+                _ended(handle, time.monotonic() + 1)
                 os.kill(process, signal.SIGKILL)
         except BaseException:  # this process is to end: nobody else would end the other
             os.killpg(process, signal.SIGKILL)
@@ -171,14 +185,12 @@ class Runner:
         os.waitpid(process, 0)
         return words
 
-    def _become(
-        self, arguments: Sequence[str], folder: Path, limits: Limits, files: tuple[Path, Path, Path]
-    ) -> NoReturn:
+    def _become(self, arguments: Sequence[str], folder: Path, files: tuple[Path, Path, Path]) -> NoReturn:
         """Be the process of the command."""
         code = 70
         try:
             os.setsid()
-            _enter(folder, limits, files)
+            _enter(folder, self._limits, files)
             sys.argv = ["app", *arguments]
             code = self._call()
         except BaseException:
@@ -219,9 +231,9 @@ def _enter(folder: Path, limits: Limits, files: tuple[Path, Path, Path]) -> None
         os.close(target)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -56,15 +56,16 @@ class Session:
         shutil.rmtree(folder, ignore_errors=True)
         self.tally.codes[result.outcomes[0].code] += 1
         for finding in result.findings:
-            key = ": ".join(finding.key)
-            if key not in self.tally.found:
-                self.tally.found[key] = self._described(result, finding)
-                print(self.tally.found[key], flush=True)
+            if finding.key not in self.tally.found:
+                self.tally.found[finding.key] = self._described(result, finding)
+                print(self.tally.found[finding.key], flush=True)
 
     def _described(self, result: Result, finding: Finding) -> str:
         case = result.case
         if case.kind == "arguments" and case.stop is None and finding.oracle != "does not end":
-            case = minimized(result, finding, self._runner, self._corpus, self._root / f"smaller-{case.number}")
+            case = minimized(
+                result, finding, self._runner, self._corpus, self._root / f"smaller-{case.number}"
+            )
         return described(case, result.damage, finding)
 
 
@@ -79,7 +80,9 @@ def run_in_processes(jobs: int, work: Callable[[int], Tally]) -> Tally:
         if not told:
             raise RuntimeError(f"fuzz: process {process} ended before it told what it found")
         document = json.loads(told)
-        tally.add(Tally(document["found"], Counter({int(code): count for code, count in document["codes"].items()})))
+        tally.add(
+            Tally(document["found"], Counter({int(code): count for code, count in document["codes"].items()}))
+        )
     return tally
 
 
@@ -114,7 +117,7 @@ def described(case: Case, damage: str, finding: Finding) -> str:
     stop = f" [{case.stop.number.name} after {case.stop.after_s:.2f} s]" if case.stop else ""
     words = "".join(_visible(letter) for letter in damage)
     damaged = f" [{words[:400]}]" if words else ""
-    told = f"FOUND {finding.oracle}: {finding.detail} | {ascii(finding.words)} | {_short(typed)}{stop}{damaged} | {case.replay}"
+    told = f"FOUND {finding.key} | {finding.words!a} | {_short(typed)}{stop}{damaged} | {case.replay}"
     return "".join(_visible(letter) for letter in told)
 
 
