@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import shutil
@@ -10,13 +11,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from scripts.fuzzing.cases import KINDS, Case, make_case, run_case
+from scripts.fuzzing.cases import KINDS, Case, found_cases, make_case, run_case
 from scripts.fuzzing.corpus import Corpus, make_corpus, read_folder
 from scripts.fuzzing.running import Runner, warm
-from scripts.fuzzing.session import Session, Tally, described, numbers, run_in_processes
+from scripts.fuzzing.session import Session, Tally, described, run_in_processes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         corpus = _corpus(options.corpus or root / "corpus")
         print(f"fuzz: ready after {time.monotonic() - began:.0f} s", flush=True)
         if options.case:
-            return _replay(make_case(*options.case), corpus)
+            return _replay(options.case, corpus)
         return _fuzz(options, corpus, root)
     except KeyboardInterrupt:
         print("fuzz: interrupted", flush=True)
@@ -40,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    usable = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("minutes", nargs="?", type=float, help="how long")
@@ -49,18 +52,20 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="of all cases; else one of this moment, which is printed")
     parser.add_argument(
-        "--kind", action="append", choices=KINDS, help="only cases of this kind; may be repeated"
+        "--kind", action="append", choices=(*KINDS, "found"), help="only cases of this kind; may be repeated"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes that run cases")
+    parser.add_argument(
+        "--jobs", type=int, default=usable, help="processes that run cases. Default: one a usable core"
+    )
     parser.add_argument(
         "--corpus", type=Path, help="a folder kept for later calls: made where it is not there"
     )
     return parser.parse_args(arguments)
 
 
-def _case(text: str) -> tuple[int, int]:
+def _case(text: str) -> Case:
     seed, number = text.split(":")
-    return int(seed), int(number)
+    return found_cases()[int(number)] if seed == "found" else make_case(int(seed), int(number))
 
 
 def _corpus(folder: Path) -> Corpus:
@@ -90,15 +95,23 @@ def _replay(case: Case, corpus: Corpus) -> int:
 
 def _fuzz(options: argparse.Namespace, corpus: Corpus, root: Path) -> int:
     seed = options.seed if options.seed is not None else int(time.time())
-    kinds = tuple(options.kind or KINDS)
     began = time.monotonic()
     until = began + options.minutes * 60 if options.minutes is not None else None
+    kinds = options.kind or (*KINDS, "found")
+
+    def cases() -> Iterator[Case]:
+        yield from found_cases()
+        for number in itertools.count():
+            if number == options.count or (until is not None and time.monotonic() > until):
+                return
+            yield make_case(seed, number)
 
     def work(job: int) -> Tally:
-        session = Session(seed, kinds, corpus, root)
+        session = Session(corpus, root)
         with suppress(KeyboardInterrupt):  # what was found until then is told
-            for number in numbers(job, options.jobs, count=options.count, until=until):
-                session.run(number)
+            for place, case in enumerate(cases()):
+                if place % options.jobs == job and case.kind in kinds:
+                    session.run(case)
         return session.tally
 
     tally = run_in_processes(options.jobs, work)

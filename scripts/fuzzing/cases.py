@@ -15,6 +15,7 @@ from scripts.fuzzing.arguments import commands, random_arguments
 from scripts.fuzzing.corpus import Corpus, read_folder, write_folder
 from scripts.fuzzing.damage import damage
 from scripts.fuzzing.file_oracles import FileJudge, judge_database
+from scripts.fuzzing.found import FOUND
 from scripts.fuzzing.oracles import Finding, judge, shape
 from scripts.fuzzing.running import Outcome, Runner, Stop
 from scripts.fuzzing.values import chance
@@ -94,7 +95,7 @@ class Case:
     @property
     def replay(self) -> str:
         """The command that runs it again."""
-        return f"scripts/fuzz --case {self.seed}:{self.number}"
+        return f"scripts/fuzz --case {'found' if self.kind == 'found' else self.seed}:{self.number}"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,11 @@ def make_case(seed: int, number: int) -> Case:
     return Case(seed, number, kind, arguments, stop)
 
 
+def found_cases() -> list[Case]:
+    """Return the cases that once found something; of kind `found`."""
+    return [Case(0, number, "found", found.arguments, found.stop) for number, found in enumerate(FOUND)]
+
+
 def run_case(case: Case, runner: Runner, corpus: Corpus, folder: Path) -> Result:
     """Run a case in a folder, which must not exist yet and stays."""
     write_folder(corpus, folder)
@@ -140,8 +146,11 @@ def run_case(case: Case, runner: Runner, corpus: Corpus, folder: Path) -> Result
     if case.kind == "damage":
         words = runner.apart(lambda: damage(folder, random))
         before = read_folder(folder)
+    elif case.kind == "found" and (made := FOUND[case.number].damage) is not None:
+        words = runner.apart(lambda: made(folder) or "as found")
+        before = read_folder(folder)
     outcome = runner.run(case.arguments, folder, case.stop)
-    findings = list(judge(outcome, case.stop.number if case.stop else None, damaged=case.kind == "damage"))
+    findings = list(judge(outcome, case.stop.number if case.stop else None, damaged=bool(words)))
     findings += FileJudge(outcome, folder).judge(before, read_folder(folder))
     outcomes = [outcome]
     if case.kind == "kill":

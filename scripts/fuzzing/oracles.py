@@ -140,7 +140,8 @@ def _frame(errors: str) -> str:
     if not frames:
         return ""
     ours = [pair for pair in frames if "site-packages" not in pair[0] and "/lib/python" not in pair[0]]
-    file, name = (ours or frames)[-1]
+    # faulthandler says where a process is that does not end, the innermost frame first.
+    file, name = (ours or frames)[0 if "most recent call first" in errors else -1]
     kind = next((match[1] for line in reversed(errors.splitlines()) if (match := _RAISED.match(line))), "")
     parts = Path(file).parts[-3:]
     return f"{'/'.join(parts)}:{name} {kind}"

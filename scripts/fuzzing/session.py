@@ -7,13 +7,12 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.fuzzing.cases import Case, Result, make_case, minimized, run_case
+from scripts.fuzzing.cases import Case, Result, minimized, run_case
 from scripts.fuzzing.corpus import Corpus
 from scripts.fuzzing.oracles import Finding
 from scripts.fuzzing.running import Runner
@@ -38,20 +37,17 @@ class Tally:
 
 
 class Session:
-    """Runs cases of one seed, and reports what none of them found before."""
+    """Runs cases, and reports what none of them found before."""
 
-    def __init__(self, seed: int, kinds: tuple[str, ...], corpus: Corpus, root: Path) -> None:
+    def __init__(self, corpus: Corpus, root: Path) -> None:
         """Begin with nothing found; folders of cases are made in `root`."""
         self.tally = Tally()
-        self._seed, self._kinds, self._corpus, self._root = seed, kinds, corpus, root
+        self._corpus, self._root = corpus, root
         self._runner = Runner()
 
-    def run(self, number: int) -> None:
-        """Run the case of a number, where it is of the kinds that are wanted."""
-        case = make_case(self._seed, number)
-        if case.kind not in self._kinds:
-            return
-        folder = self._root / f"case-{number}"
+    def run(self, case: Case) -> None:
+        """Run a case, and print what no case before it has found."""
+        folder = self._root / f"case-{case.kind}-{case.number}"
         result = run_case(case, self._runner, self._corpus, folder)
         shutil.rmtree(folder, ignore_errors=True)
         self.tally.codes[result.outcomes[0].code] += 1
@@ -101,14 +97,6 @@ def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(0)
-
-
-def numbers(first: int, step: int, *, count: int | None, until: float | None) -> Iterator[int]:
-    """Give every `step`th number from `first`: those below a count, or as many as there is time for."""
-    number = first
-    while time.monotonic() < until if until is not None else count is not None and number < count:
-        yield number
-        number += step
 
 
 def described(case: Case, damage: str, finding: Finding) -> str:
