@@ -79,7 +79,10 @@ def list_strategies(
 def rebuild(
     search: Annotated[int, typer.Argument(max=options.LARGEST_ID, help="The search that visited it.")],
     chain: Annotated[
-        int | None, typer.Option("--chain", min=0, help="The chain, see view proposals.", show_default=False)
+        int | None,
+        typer.Option(
+            "--chain", min=0, max=2**31 - 1, help="The chain, see view proposals.", show_default=False
+        ),
     ] = None,
     step: Annotated[
         int | None,

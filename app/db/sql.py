@@ -17,6 +17,7 @@ from app.db.engine import Database, display_name
 from app.db.failures import damaged_row, database_failure, row_name
 from app.db.validation import TABLES, Fault, values_of
 from graph.canonical import canonical_json
+from graph.errors import UsageError
 
 Record = TypeVar("Record")
 Item = TypeVar("Item")
@@ -48,6 +49,10 @@ class StorePart:
     def _errors_named(self) -> Iterator[None]:
         try:
             yield
+        except OverflowError:  # sqlite3's own; no row has such a number
+            raise UsageError(
+                "an id or a limit has more than 63 bits, must be at most 9223372036854775807; choose a smaller one"
+            ) from None
         except exc.DBAPIError as error:
             raise database_failure(self.database.name, error) from error
 
