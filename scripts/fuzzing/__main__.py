@@ -24,6 +24,7 @@ from scripts.fuzzing.session import Session, Tally, described, run_in_processes
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that the arguments ask for, and return the exit code."""
     options = _parsed(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was begun is removed
     root = Path(tempfile.mkdtemp(prefix="soapstone-fuzz-"))
     try:
         print("fuzz: importing, and making the files that cases start from", flush=True)

@@ -124,6 +124,7 @@ FOUND = (
     FoundCase(("db", "export", "new\x1b[31m.json")),
     FoundCase(("strategy", "export", "1", "db.sqlite")),
     FoundCase(("trace", "--strategy", "1", "--output", "db.traces/search-1/chunk-000001.parquet")),
+    FoundCase(("db", "export", "9" * 300)),
     FoundCase(("profile", "--preset")),
     FoundCase(("strategy", "list", "9" * 5000)),
     FoundCase(("strategy", "rebuild", _LARGE)),

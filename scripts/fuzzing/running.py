@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LARGEST_FILE_BYTES = 2**30
 MARK = "mark"
@@ -100,6 +101,7 @@ def _warm_commands() -> None:
     # Made anew by every call, and the same each time.
     tree = typer.main.get_command(application)
     typer.main.get_command = lambda typer_instance: tree  # noqa: ARG005  # Typer's name
+    before = signal.getsignal(signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="soapstone-fuzz-") as folder, open(os.devnull, "w") as nowhere:
         database = ("--database", f"{folder}/db.sqlite")
         for arguments in (
@@ -110,7 +112,12 @@ def _warm_commands() -> None:
             sys.argv = ["app", *arguments]
             with contextlib.redirect_stdout(nowhere), contextlib.suppress(SystemExit):
                 main()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent() -> None:
+    """Let this process end when the one that forked it does, which may be killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 class Runner:
@@ -120,7 +127,7 @@ class Runner:
         """Begin; `main` stands in for the application's own in tests. What a command leaves becomes this process's."""
         self._main = main
         self._limits = limits or Limits()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def run(self, arguments: Sequence[str], folder: Path, stop: Stop | None = None) -> Outcome:
         """Run `app` with these arguments in the folder, whose database, cache and temporary files it has."""
@@ -190,6 +197,7 @@ class Runner:
         code = 70
         try:
             os.setsid()
+            end_with_parent()
             _enter(folder, self._limits, files)
             sys.argv = ["app", *arguments]
             code = self._call()

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 from scripts.fuzzing.cases import Case, Result, minimized, run_case
 from scripts.fuzzing.corpus import Corpus
 from scripts.fuzzing.oracles import Finding
-from scripts.fuzzing.running import Runner
+from scripts.fuzzing.running import Runner, end_with_parent
 
 
 @dataclass
@@ -69,16 +70,25 @@ def run_in_processes(jobs: int, work: Callable[[int], Tally]) -> Tally:
     """Do the work of each number below `jobs` in a fork of this process, and return what all found together."""
     pipes = [_forked(work, number) for number in range(jobs)]
     tally = Tally()
-    for process, reader in pipes:
-        with open(reader) as pipe:
-            told = pipe.read()
-        os.waitpid(process, 0)
-        if not told:
-            raise RuntimeError(f"fuzz: process {process} ended before it told what it found")
-        document = json.loads(told)
-        tally.add(
-            Tally(document["found"], Counter({int(code): count for code, count in document["codes"].items()}))
-        )
+    try:
+        for process, reader in pipes:
+            with open(reader) as pipe:
+                told = pipe.read()
+            os.waitpid(process, 0)
+            if not told:
+                raise RuntimeError(f"fuzz: process {process} ended before it told what it found")
+            document = json.loads(told)
+            tally.add(
+                Tally(
+                    document["found"],
+                    Counter({int(code): count for code, count in document["codes"].items()}),
+                )
+            )
+    except SystemExit:  # SIGTERM; Ctrl-C reaches them as well, and they tell what they found
+        for process, _ in pipes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        raise
     return tally
 
 
@@ -89,6 +99,7 @@ def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
     if process:
         os.close(writer)
         return process, reader
+    end_with_parent()
     try:
         tally = work(number)
         with open(writer, "w") as pipe:
