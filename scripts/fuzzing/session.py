@@ -100,6 +100,7 @@ def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
         os.close(writer)
         return process, reader
     end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         tally = work(number)
         with open(writer, "w") as pipe:
