@@ -102,7 +102,7 @@ def commands() -> tuple[Command, ...]:
     """Return every command of the application."""
     from typer.main import get_command
 
-    from app.cli.main import application
+    from app.cli.application import application
 
     return tuple(_commands(get_command(application), ()))
 

@@ -96,7 +96,8 @@ def _warm_commands() -> None:
     """Run commands here, of those that start no thread, so that what they import when they run is there as well."""
     import typer.main
 
-    from app.cli.main import application, main
+    from app.cli.application import application
+    from app.cli.main import main
 
     # Made anew by every call, and the same each time.
     tree = typer.main.get_command(application)
