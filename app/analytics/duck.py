@@ -22,7 +22,7 @@ from app.analytics.decoding import MACROS
 from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
 from app.db.chunks import chunk_file
 from app.db.engine import Database
-from app.db.failures import database_failure, is_damage
+from app.db.failures import damaged, database_failure, is_damage
 from app.db.reading import reading
 from app.db.records import TraceRecord
 from app.db.rows import ADDED_COLUMNS
@@ -66,8 +66,9 @@ def connect(database: Database, resources: Resources = Resources()) -> Iterator[
         try:
             yield connection
         except _duckdb_error() as error:
-            if not is_damage(error):
-                raise
+            # All SQL that gets here is ours, and fits what is stored as it was written; `answer` has its own errors.
+            if is_damage(error) or _is_about_values(error):
+                raise damaged(database.name, error) from None
             raise database_failure(database.name, error) from None
         finally:
             connection.close()
@@ -241,6 +242,13 @@ def _duckdb_error() -> type[Exception]:
     import duckdb
 
     return duckdb.Error
+
+
+def _is_about_values(error: Exception) -> bool:
+    """Return whether DuckDB could not take a value for what its column holds: a number, a moment, JSON."""
+    import duckdb
+
+    return isinstance(error, duckdb.DataError | duckdb.InvalidInputException)
 
 
 def _extension_file(backend: str) -> Path:

@@ -120,17 +120,24 @@ _listener: Listener | None = None
 
 @contextmanager
 def listening() -> Iterator[Listener]:
-    """Take signals while the context lasts; in a process of its own, since handlers stay.
+    """Take signals from `hear` on while the context lasts; in a process of its own, since handlers stay.
 
     Not among the ranks that torchrun started: it sends more than one signal, and the team finds out what they mean.
     """
     global _listener
+    # What comes while handlers are set up waits until `hear`.
+    signal.pthread_sigmask(signal.SIG_BLOCK, WORDS)
     _listener = listener = Listener()
     listener.start(watched=not is_rank())
     try:
         yield listener
     finally:
         listener.stop()
+
+
+def hear() -> None:
+    """Let signals reach this process; those that came before are raised here."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WORDS)
 
 
 def came() -> int | None:

@@ -18,11 +18,14 @@ from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
 from graph.texts import shown
 
 FAILED, MISUSED = 1, 2
+LONGEST_MISTAKE = 300
+"""Letters of what Typer says, which repeats what was typed."""
 
 
 def main() -> NoReturn:
     """Run the command line, and raise `SystemExit` with its exit code: a mistake is one line on standard error."""
     try:
+        ending.hear()
         code = _invoke()
         sys.stdout.flush()
     except BaseException as error:
@@ -92,11 +95,12 @@ def _refuse(error: Any) -> int:
     text = error.format_message()
     if not _speaks():
         return MISUSED
-    if error.ctx is None or text == error.ctx.get_help():
+    if error.ctx is not None and text == error.ctx.get_help():
         sys.stderr.write("".join(f"{printable(line)}\n" for line in text.rstrip().split("\n")))
         return MISUSED
-    command = error.ctx.command_path
-    said = _misfit(error) or f"{text[:1].lower()}{text[1:].rstrip('.')}"
+    # Typer does not say whose option lacks its value.
+    command = "app" if error.ctx is None else error.ctx.command_path
+    said = _misfit(error) or shown(f"{text[:1].lower()}{text[1:].rstrip('.')}", LONGEST_MISTAKE)
     return _fail(f"{command}: {said}; see {command} --help", MISUSED)
 
 

@@ -30,6 +30,7 @@ _FULL_STATE = "53100"
 # Of quotas and limits of file sizes SQLite says no more than that writing failed: IOERR_WRITE, IOERR_SHMSIZE.
 _SQLITE_UNWRITTEN = (778, 4874)
 _SQLITE_SAYS = "database disk image is malformed"
+_SCANNER_SAYS = "Mismatch Type Error: Invalid type in column"
 _LONGEST_REASON = 200
 
 
@@ -39,6 +40,10 @@ class Connection(sqlite3.Connection):
     def cursor(self, factory: Any = None) -> Any:
         """Return a cursor of the same kind."""
         return super().cursor(factory or _Cursor)
+
+    def execute(self, *arguments: Any) -> Any:
+        """Return a cursor of the same kind that executes a statement; sqlite3's own short cut would not use it."""
+        return self.cursor().execute(*arguments)
 
 
 class _Cursor(sqlite3.Cursor):
@@ -86,8 +91,10 @@ def is_damage(error: BaseException) -> bool:
         if code is None:
             return any(word in str(cause) for word in ("malformed", "Could not decode"))
         return code & 0xFF in (_SQLITE_CORRUPT, _SQLITE_ERROR)
-    # DuckDB has a SQLite of its own, and gives its words alone.
-    return _SQLITE_SAYS in str(cause) or getattr(cause, "sqlstate", None) in (
+    # DuckDB has a SQLite of its own, and gives its words alone: of a file, and of a value that its column cannot hold.
+    return any(words in str(cause) for words in (_SQLITE_SAYS, _SCANNER_SAYS)) or getattr(
+        cause, "sqlstate", None
+    ) in (
         *_DAMAGED_STATES,
         *_MISSING_STATES,
     )
@@ -109,8 +116,13 @@ def database_failure(name: str, error: BaseException) -> DatabaseFailure:
     if is_full(error):
         return full(f"database {name}", error)
     if is_damage(error):
-        return DamagedDataError(f"database {name}: is damaged ({one_line(error)}), must be whole; {CHECK}")
+        return damaged(name, error)
     return DatabaseFailure(f"database {name}: operation failed ({one_line(error)}); check the database")
+
+
+def damaged(name: str, error: BaseException) -> DamagedDataError:
+    """Return what to say of a driver's error that shows damage: `name` is the database's."""
+    return DamagedDataError(f"database {name}: is damaged ({one_line(error)}), must be whole; {CHECK}")
 
 
 def full(where: str, error: BaseException) -> StorageFullError:

@@ -86,6 +86,9 @@ def bound_memory(memory_bytes: int) -> None:
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     held = re.search(r"^VmData:\s+(\d+) kB", status, flags=re.MULTILINE)
     limit = memory_bytes + (int(held[1]) * 1024 if held is not None else 0)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)  # what bounds this process already may only become less
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 

@@ -93,7 +93,10 @@ def key_of(request: ModelRequest, batch_norm: str) -> str | None:
 def find(key: str) -> tuple[OperatorGraph, int] | None:
     """Return the graph that is kept under a key, and its batch size; None where there is none that can be trusted."""
     try:
-        checksum, _, text = _path(key).read_text("ascii").partition("\n")
+        path = _path(key)
+        if not path.is_file():  # a link to a device has no end
+            return None
+        checksum, _, text = path.read_text("ascii").partition("\n")
         if checksum != hashlib.sha256(text.encode()).hexdigest():
             return None
         document = json.loads(text)

@@ -139,8 +139,11 @@ def read_file(path: Path) -> tuple[Timeline, ...]:
     from pyarrow import parquet
 
     with readable(path):
-        columns = parquet.read_table(path, schema=_schema(), page_checksum_verification=True).to_pydict()
-        return _timelines(columns)
+        table = parquet.read_table(path, schema=_schema(), page_checksum_verification=True)
+        table.validate()
+        if any(column.null_count for column in table.columns):
+            raise ValueError("a value is missing")
+        return _timelines(table.to_pydict())
 
 
 def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[Timeline, ...]:

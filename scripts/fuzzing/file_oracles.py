@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from scripts.fuzzing.corpus import Corpus, Entry
-from scripts.fuzzing.oracles import Finding, command_of, shape
+from scripts.fuzzing.oracles import Finding, command_of, shape, typed_command
 from scripts.fuzzing.running import Outcome
 
 # Commands that write into the database; others leave it as it is.
@@ -32,7 +32,7 @@ class FileJudge:
         self._outcome = outcome
         self._folder = folder
         self._command = command_of(outcome)
-        self._writes = any(outcome.arguments[: len(names)] == names for names in WRITERS)
+        self._writes = any(typed_command(outcome)[: len(names)] == names for names in WRITERS)
         # One that was killed, or did not end, could not clean up.
         self._gentle = outcome.code >= 0 and not outcome.timed_out
         named = {part for argument in outcome.arguments for part in (argument, argument.partition("=")[2])}

@@ -57,6 +57,11 @@ def judge(outcome: Outcome, stop: signal.Signals | None, *, damaged: bool) -> It
         )
 
 
+def typed_command(outcome: Outcome) -> tuple[str, ...]:
+    """Return the arguments without the mark that ends options, which may stand before a command's name."""
+    return tuple(argument for argument in outcome.arguments if argument != "--")
+
+
 def command_of(outcome: Outcome) -> str:
     """Return the names of the command, without what it was given."""
     return " ".join(name for name in outcome.arguments[:2] if re.fullmatch("[a-z]+", name))
@@ -94,7 +99,8 @@ def _wrong_messages(outcome: Outcome, last: str) -> Iterator[Finding]:
         yield Finding("warning", shape(line), line[:300])
     if len(messages) > 1 or (messages and messages[-1] != last):
         yield Finding("more than one line of error", command, " | ".join(errors.splitlines()[-3:])[:300])
-    if outcome.code in (1, 2) and not messages and not errors.lstrip().startswith("Usage:"):
+    reports = outcome.code == 1 and typed_command(outcome)[:2] == ("db", "check")
+    if outcome.code in (1, 2) and not messages and not reports and not errors.lstrip().startswith("Usage:"):
         yield Finding(
             f"exit code {outcome.code} without a reason",
             shape(last),
@@ -119,11 +125,12 @@ def _may_fail(outcome: Outcome) -> bool:
 
 
 def _steering(outcome: Outcome) -> Iterator[Finding]:
-    """Look for letters that steer a terminal. CSV is data: a cell holds what the database holds."""
+    """Look for letters that steer a terminal. CSV is data, and so is a file that is written to standard output."""
     command = command_of(outcome)
-    as_csv = command.startswith("query") and any("csv" in argument for argument in outcome.arguments)
+    as_data = command.startswith("query") and any("csv" in argument for argument in outcome.arguments)
+    as_data |= any("/dev/stdout" in argument for argument in outcome.arguments)
     for name, raw in (
-        ("standard output", b"" if as_csv else outcome.output),
+        ("standard output", b"" if as_data else outcome.output),
         ("standard error", outcome.errors),
     ):
         text = raw if isinstance(raw, str) else raw.decode("utf-8", "surrogateescape")
