@@ -168,8 +168,8 @@ def export_strategy(
     name_own_model(model)
     exported = exporting.export_strategy(database, strategy, target, file_format, check=check)
     print_lines(f"strategy {exported.strategy.digest[:12]} written to {target}")
-    if exported.trial is not None:
-        print_lines(f"checked on {exported.strategy.device_count} processes: {exported.trial}")
+    if exported.checked is not None:
+        print_lines(f"checked on {exported.strategy.device_count} processes: {exported.checked}")
 
 
 @application.command("show")

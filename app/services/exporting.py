@@ -21,10 +21,10 @@ FORMATS = ("json", "dtensor")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A strategy that was written to a file; `trial` is the last line of its plan's own check, None without one."""
+    """A strategy that was written to a file; `checked` is the last line of its plan's own check, None without one."""
 
     strategy: StrategyRecord
-    trial: str | None = None
+    checked: str | None = None
 
 
 def export_strategy(
@@ -63,30 +63,30 @@ def export_strategy(
         if file_format == "json"
         else _dtensor_text(record, graph)
     )
-    trial = _tried(record, text) if check else None
+    checked = _checked(record, text) if check else None
     with replacing(target, "file") as temporary:
         temporary.write_text(text, encoding="utf-8")
-    return Exported(record, trial)
+    return Exported(record, checked)
 
 
-def _tried(record: StrategyRecord, source: str) -> str:
+def _checked(record: StrategyRecord, source: str) -> str:
     """Run a plan's own check on gloo processes and return its last line."""
-    from runtime.dtensor.trial import try_plan
+    from runtime.dtensor.plan_check import check_plan
     from runtime.launch import DEFAULT_TIMEOUT_S
 
-    trial = try_plan(source, record.device_count, DEFAULT_TIMEOUT_S)
+    plan_check = check_plan(source, record.device_count, DEFAULT_TIMEOUT_S)
     where = f"strategy {record.digest[:12]}"
-    if trial.failure:
+    if plan_check.failure:
         raise StrategyError(
-            f"{where}: its DTensor plan does not run ({trial.failure}), must run on {record.device_count} processes; "
+            f"{where}: its DTensor plan does not run ({plan_check.failure}), must run on {record.device_count} processes; "
             "export it with --format json"
         )
-    if not trial.equal:
+    if not plan_check.equal:
         raise RuntimeFailure(
-            f"{where}: its DTensor plan computes something else ({trial.summary}), must equal the plain module; "
+            f"{where}: its DTensor plan computes something else ({plan_check.summary}), must equal the plain module; "
             "export it with --format json"
         )
-    return trial.summary
+    return plan_check.summary
 
 
 def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:

@@ -25,7 +25,7 @@ ENVIRONMENT_VARIABLE = "SOAPSTONE_STATE_DIR"
 _not_kept: list[object] = []
 
 
-class _Entry(TypedDict):
+class _Consent(TypedDict):
     """A function that the user has named, and the files that its import runs."""
 
     model: str
@@ -102,7 +102,7 @@ class FolderFinder:
         return PathFinder.find_spec(name, [self.folder], target) if path is None else None
 
 
-def _entry(model: str, folder: str) -> _Entry:
+def _entry(model: str, folder: str) -> _Consent:
     return {"model": model, "files": _files(model, folder)}
 
 

@@ -26,7 +26,7 @@ _NUMBERS = (bool, int, float)
 
 
 @dataclass(slots=True)
-class _Call:
+class _FunctionCall:
     """A call of an autograd function: tensors as (shape, dtype, requires_grad), all else as it is."""
 
     function: type[torch.autograd.Function]
@@ -34,7 +34,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _GivenInput:
     """A tensor among the arguments of a call."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Untraced:
     """What was noticed while a forward was traced."""
 
     hooks: int = 0
-    calls: dict[type, _Call] = field(default_factory=dict)
+    calls: dict[type, _FunctionCall] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -184,7 +184,7 @@ def _noticed_functions(noticed: Untraced) -> Iterator[None]:
         @wraps(forward)
         def noted(*args: Any, **kwargs: Any) -> Any:
             given = args if _has_context_apart(function) else args[1:]
-            noticed.calls.setdefault(function, _Call(function, tuple(map(_described, given))))
+            noticed.calls.setdefault(function, _FunctionCall(function, tuple(map(_described, given))))
             return forward(*args, **kwargs)
 
         return noted
@@ -211,16 +211,16 @@ def _has_context_apart(function: Any) -> bool:
 def _described(argument: Any) -> Any:
     if not isinstance(argument, torch.Tensor):
         return argument
-    return _Given(tuple(argument.shape), argument.dtype, argument.is_floating_point())
+    return _GivenInput(tuple(argument.shape), argument.dtype, argument.is_floating_point())
 
 
-def _lost_backward(call: _Call) -> str | None:
+def _lost_backward(call: _FunctionCall) -> str | None:
     """Return why the graph would not have the backward of a call; None where autograd makes the same of its forward."""
-    elements = sum(torch.Size(one.shape).numel() for one in call.arguments if isinstance(one, _Given))
+    elements = sum(torch.Size(one.shape).numel() for one in call.arguments if isinstance(one, _GivenInput))
     most = None if elements <= _LARGEST_CALL else _FEW
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(0)
-        given = [_tensor(one, most) if isinstance(one, _Given) else one for one in call.arguments]
+        given = [_tensor(one, most) if isinstance(one, _GivenInput) else one for one in call.arguments]
         try:
             own = _gradients(call.function.apply, given)
             plain = _gradients(lambda *args: _forward(call.function, args), given)
@@ -233,7 +233,7 @@ def _lost_backward(call: _Call) -> str | None:
     return None if same else "has a backward of its own"
 
 
-def _tensor(given: _Given, most: int | None) -> torch.Tensor:
+def _tensor(given: _GivenInput, most: int | None) -> torch.Tensor:
     shape = [size if most is None else min(size, most) for size in given.shape]
     if not given.differentiated:
         return torch.zeros(shape, dtype=given.dtype)

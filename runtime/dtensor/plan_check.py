@@ -25,7 +25,7 @@ END_S = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PlanCheck:
     """The end of a plan's own check: `summary` is its last line, `failure` one line where it could not run."""
 
     equal: bool = False
@@ -33,7 +33,7 @@ class Trial:
     failure: str = ""
 
 
-def try_plan(source: str, processes: int, timeout_s: float) -> Trial:
+def check_plan(source: str, processes: int, timeout_s: float) -> PlanCheck:
     """Run a plan's own check (one training step against the plain module, in float64) and return how it ended.
 
     Args:
@@ -60,7 +60,7 @@ def try_plan(source: str, processes: int, timeout_s: float) -> Trial:
         try:
             _, errors = launcher.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return Trial(failure=f"it ran for more than {timeout_s:g} s")
+            return PlanCheck(failure=f"it ran for more than {timeout_s:g} s")
         finally:
             _end(launcher)
         return _ending(Path(folder), errors)
@@ -77,16 +77,16 @@ def _end(launcher: subprocess.Popen[str]) -> None:
         launcher.communicate()
 
 
-def _ending(folder: Path, errors: str) -> Trial:
+def _ending(folder: Path, errors: str) -> PlanCheck:
     failures = sorted(folder.glob(f"{FAILURE_FILE}-*"), key=lambda file: file.stat().st_mtime_ns)
     if failures:
-        return Trial(failure=failures[0].read_text())
+        return PlanCheck(failure=failures[0].read_text())
     summary = folder / SUMMARY_FILE
     if summary.is_file():
         verdict, _, line = summary.read_text().partition("\n")
-        return Trial(equal=verdict == str(True), summary=line)
+        return PlanCheck(equal=verdict == str(True), summary=line)
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "no reason given")
-    return Trial(failure=f"its processes ended without a result ({last})")
+    return PlanCheck(failure=f"its processes ended without a result ({last})")
 
 
 def _check(folder: Path) -> None:
