@@ -78,8 +78,8 @@ def _checked(record: StrategyRecord, source: str) -> str:
     where = f"strategy {record.digest[:12]}"
     if plan_check.failure:
         raise StrategyError(
-            f"{where}: its DTensor plan does not run ({plan_check.failure}), must run on {record.device_count} processes; "
-            "export it with --format json"
+            f"{where}: its DTensor plan does not run ({plan_check.failure}), must run on "
+            f"{record.device_count} processes; export it with --format json"
         )
     if not plan_check.equal:
         raise RuntimeFailure(
