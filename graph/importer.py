@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from graph.axes import operand_regions
 from graph.errors import ImportFailure, NeedsDataError
 from graph.importing import locations
-from graph.importing.building import GraphBuilder, spec_of
+from graph.importing.building import DraftOperator, GraphBuilder, Ref, spec_of
 from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
 from graph.importing.lowering import Lowering
@@ -25,7 +26,9 @@ from graph.importing.propagation import refined_spaces
 from graph.importing.recurrent import RECURRENT
 from graph.importing.rewriting import REWRITERS
 from graph.importing.unrolling import UNROLLERS
+from graph.intervals import full_region
 from graph.operators import FLOATING, Operator, OperatorGraph, Value, ValueKind
+from graph.rules import rule_for
 
 BATCH_NORM_MODES = ("synchronized", "local")
 # Larger tensors that a forward makes from numbers must be buffers, so that the graph stays small.
@@ -72,7 +75,9 @@ def import_module(
                 f"model {name}: {node.name} is a nested graph, must be none; avoid control flow that depends on data"
             )
     loss, updates = _results(program, lowering)
+    updates = _copied(builder, updates)
     _remove_dead(builder, loss, updates)
+    _require_own_memory(builder, module, {buffer for buffer, _ in updates})
     _stop_gradients(builder, loss)
     if not builder.values[loss].requires_gradient:
         raise ImportFailure(
@@ -146,6 +151,35 @@ def _canonical_names(module: nn.Module) -> tuple[dict[str, str], tuple[tuple[str
     return names, tuple(aliases)
 
 
+def _require_own_memory(builder: GraphBuilder, module: nn.Module, renewed: set[str]) -> None:
+    """Refuse tensors that share memory without being the same tensor, where a step changes one: here each has its own.
+
+    Raises:
+        ImportFailure: there are two.
+    """
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    taken: dict[int, list[tuple[int, int, str]]] = {}
+    for name, value in builder.values.items():
+        tensor = tensors.get(name)
+        if tensor is None or value.kind not in (ValueKind.WEIGHT, ValueKind.BUFFER) or not tensor.numel():
+            continue
+        first = int(tensor.storage_offset())
+        last = first + sum(
+            (int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        of_storage = taken.setdefault(tensor.untyped_storage()._cdata, [])
+        for other_first, other_last, other in of_storage:
+            changes = any(
+                one in renewed or builder.values[one].kind is ValueKind.WEIGHT for one in (name, other)
+            )
+            if changes and first <= other_last and other_first <= last:
+                raise ImportFailure(
+                    f"model {builder.model}: {name} and {other} are two tensors in the same memory, of which a step "
+                    "changes one, must be one tensor or have memory of their own; assign the same one, or clone it"
+                )
+        of_storage.append((first, last, name))
+
+
 def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, target: str) -> str:
     """Add a small tensor that the forward makes from numbers, as an operator that holds them."""
     tensor = program.constants[target]
@@ -178,6 +212,12 @@ def _results(program: ExportedProgram, lowering: Lowering) -> tuple[str, tuple[t
             buffer = qualified_name(str(spec.target))
             if value != buffer:
                 updates.append((buffer, value))
+        elif spec.kind is OutputKind.PARAMETER_MUTATION:
+            name = qualified_name(str(spec.target))
+            raise ImportFailure(
+                f"model {lowering.builder.model}: its forward writes into parameter {name} (max_norm does, too), "
+                "must leave parameters to the optimizer; make it a buffer, or write after the step"
+            )
         elif spec.kind is OutputKind.USER_OUTPUT:
             loss = lowering.value(node)
     if lowering.builder.values[loss].kind is not ValueKind.OPERATOR:
@@ -185,6 +225,41 @@ def _results(program: ExportedProgram, lowering: Lowering) -> tuple[str, tuple[t
             f"model {lowering.builder.model}: the loss is {loss} itself, must be computed from the inputs"
         )
     return loss, tuple(updates)
+
+
+def _copied(builder: GraphBuilder, updates: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return the updates, through a copy into the buffer where no operator reads it whole or none makes its new value.
+
+    Devices hold of a buffer what their operators read, so that the copy, which the module makes too, is where all of
+    it is kept.
+    """
+    renewed = {buffer for buffer, _ in updates}
+    whole = {
+        name
+        for operator in builder.operators
+        if not renewed.isdisjoint(operator.inputs)
+        for name in _read_whole(builder, operator)
+    }
+    result = []
+    for buffer, value in updates:
+        if buffer not in whole or builder.values[value].kind is not ValueKind.OPERATOR:
+            arguments = {"self": Ref(buffer), "src": Ref(value), "non_blocking": False}
+            value = builder.add(f"{buffer}.renewed", "aten.copy.default", arguments, [builder.spec(buffer)])[
+                0
+            ]
+        result.append((buffer, value))
+    return tuple(result)
+
+
+def _read_whole(builder: GraphBuilder, operator: DraftOperator) -> list[str]:
+    """Return the inputs of which an operator reads every element: a slice does not."""
+    space = rule_for(operator.target).space(builder.signature(operator))
+    degrees = (1,) * len(space.axes)
+    return [
+        name
+        for name, operand in zip(operator.inputs, space.inputs, strict=True)
+        if operand_regions(space.axes, operand, degrees)[0] == full_region(builder.spec(name).shape)
+    ]
 
 
 def _ancestors(builder: GraphBuilder, values: Sequence[str]) -> set[str]:

@@ -159,6 +159,8 @@ class Plan:
         """
         found: list[tuple[int, Region]] = []
         for cell in cells(self.held[weight]) if self.held[weight] else ():
+            if not cell_elements(cell):
+                continue
             if self.sharding[weight] is Sharding.NONE or len(cell.devices) == 1:
                 found.append((cell.devices[0], cell.region))
                 continue

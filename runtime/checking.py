@@ -142,7 +142,9 @@ def verify_strategy(
         not_eager,
     )
     if precision not in ROUNDING:
-        return found
+        # A module may round to 16 bits itself.
+        coarsest = max(ROUNDING.get(value.spec.dtype, 0.0) for value in job.graph.values)
+        return replace(found, allowed_of_run=max(found.allowed_of_run, ALLOWED_TIMES * coarsest))
     # The same rounded weights and inputs in the run's own precision, on one device.
     alone = interpret(job.graph, _on_device(tensors, device), context, job.strategy)
     rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)

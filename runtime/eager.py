@@ -59,13 +59,14 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
     initial = _buffers(module)
     with _plain_kernels(context.device):
         with _Double(Draws(graph, context)):
-            loss = loss_of(module(*args, **kwargs))
+            # A forward may write into its inputs.
+            loss = loss_of(module(*tree_map(_copied, args), **tree_map(_copied, kwargs)))
             if loss.requires_grad:
                 loss.backward()
         result = Reference(
             loss=float(loss.detach()),
             gradients={
-                name: parameter.grad
+                name: parameter.grad.to_dense()
                 for name, parameter in module.named_parameters()
                 if parameter.grad is not None
             },
@@ -105,6 +106,10 @@ def from_eager(found: Reference, step: EagerStep) -> tuple[Deviation, ...]:
             {name: eager.buffers[name].double() for name in changed},
         ),
     )
+
+
+def _copied(item: Any) -> Any:
+    return item.clone() if isinstance(item, torch.Tensor) else item
 
 
 def _moved(item: Any, device: torch.device) -> Any:

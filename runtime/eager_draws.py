@@ -58,6 +58,15 @@ class Draws:
                 numbers = self._numbers(found, shape)
                 values.copy_(numbers if numbers.dtype == torch.bool else numbers < ones)
             return result
+        if name == "rrelu_with_noise" and given["training"]:
+            found = self._next(state, shape, None)
+            if found:
+                low, noise = given["lower"], given["noise"]
+                slopes = _scaled(self._numbers(found, shape), given["upper"] - low, low)
+                # The backward reads them there.
+                noise.copy_(torch.where(args[0] > 0, 1.0, slopes))
+                values.copy_(args[0] * noise)
+            return result
         if name in _CONVERSIONS:
             found = self._next(state, shape, None)
             if found:

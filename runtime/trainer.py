@@ -436,8 +436,3 @@ class Trainer:
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by their first names."""
     return {**dict(module.named_buffers()), **dict(module.named_parameters())}
-
-
-def unread_updates(graph: OperatorGraph) -> Sequence[str]:
-    """Return the buffers that a step overwrites and nothing reads: their values are nowhere kept."""
-    return [buffer for buffer, _ in graph.buffer_updates if not graph.consumers[buffer]]

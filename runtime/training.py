@@ -107,7 +107,7 @@ def parallelize(
     from runtime.communication import World
     from runtime.optimizer_state import require_factory
     from runtime.ranks import everywhere, join_ranks, nodes_of, own_device, own_host, prepare_groups
-    from runtime.trainer import Trainer, unread_updates
+    from runtime.trainer import Trainer
 
     example = (tuple(args), dict(kwargs or {}))
     own = own_device(device)
@@ -121,11 +121,6 @@ def parallelize(
 
     graph, chosen = everywhere(prepared)
     hosts = _agree(graph, chosen, seed, own_host())
-    for buffer in unread_updates(graph):
-        raise RuntimeFailure(
-            f"buffer {buffer}: is overwritten in every step and never read, must be read to be kept; return it beside "
-            "the loss in a module of its own, or leave it out"
-        )
     plan = build_plan(graph, chosen, nodes_of(hosts), every_element=True)
     prepare_groups(plan, size, timeout_s)
     return Trainer(module, plan, World(size), example, optimizer, seed=seed, device=own, leaves_group=joined)

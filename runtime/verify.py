@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan, sqrt
+from math import inf, isfinite, isnan, sqrt
 from typing import TYPE_CHECKING
 
 from graph.axes import Degrees
@@ -113,6 +113,11 @@ class Verification:
     @property
     def failure(self) -> str | None:
         """Why a strategy is not verified, in one line; None: it is."""
+        if not isfinite(self.loss):
+            return (
+                f"verification: the graph's loss on one device is {self.loss}, must be a finite number; check what "
+                "the module itself gives for its inputs"
+            )
         if self.differing:
             more = f" (and {len(self.differing) - 1} more)" if len(self.differing) > 1 else ""
             return (
@@ -219,6 +224,8 @@ def deviations(
     what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[Deviation]:
     """Compare tensors by name with what is expected; a missing one counts as zeros."""
+    # Buffers may be booleans, which have no differences.
+    expected = {name: tensor.double() for name, tensor in expected.items()}
     largest = [float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()]
     floor = NOISE_FLOOR * max(largest, default=1.0) or 1.0
     result = []

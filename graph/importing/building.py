@@ -125,6 +125,10 @@ def spec_of(tensor: object, model: str, where: str) -> TensorSpec:
         raise ImportFailure(
             f"model {model}: {where} is a number that depends on data, must be a tensor; avoid item() in its forward"
         )
+    if tensor.layout is not torch.strided:
+        raise ImportFailure(
+            f"model {model}: {where} is sparse, must be dense; pass it by to_dense(), or its indices and values"
+        )
     shape = []
     for size in tensor.shape:
         if not isinstance(size, int):

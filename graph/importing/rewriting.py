@@ -154,8 +154,14 @@ def _inner_product(lowering: Lowering, name: str, node: fx.Node, arguments: Argu
     return lowering.one(name, "aten.dot.default", given, lowering.spec(node))
 
 
+def _embedding(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
+    """Look rows up with a dense gradient: a sparse one holds the same numbers, and parts add up dense ones."""
+    return plain(lowering, name, node, {**arguments, "sparse": False})
+
+
 # By the operator's name, without the library where that is ATen.
 REWRITERS: dict[str, Lowerer] = {
+    "embedding.default": _embedding,
     "slice_scatter.default": _slice_scatter,
     "select_scatter.default": _select_scatter,
     "diff.default": _diff,

@@ -176,7 +176,8 @@ class EmbeddingRule(BaseRule):
     """aten.embedding(weight [V, E], indices [...]).
 
     Axes: the dims of the indices, channel (E), vocabulary (V, a reduction): a part of the vocabulary looks up its own
-    rows and gives zeros for the others.
+    rows and gives zeros for the others. Where gradients are divided by how often a row is looked up in all, channels
+    alone split.
     """
 
     computes_nothing = True
@@ -186,15 +187,18 @@ class EmbeddingRule(BaseRule):
         """Return the axes."""
         weight, indices = signature.inputs[0].shape, signature.inputs[1].shape
         builder = SpaceBuilder()
+        by_frequency = bool(signature.argument("scale_grad_by_freq"))
         dims = [
-            builder.add(
+            whole(size)
+            if by_frequency
+            else builder.add(
                 dim_name(len(indices) + 1, dim), size, AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE
             )
             for dim, size in enumerate(indices)
         ]
         channel = builder.add("channel", weight[1], AxisKind.PARAMETER)
         vocabulary = whole(weight[0])
-        if not signature.argument("scale_grad_by_freq"):
+        if not by_frequency:
             vocabulary = builder.add("vocabulary", weight[0], AxisKind.REDUCTION)
         return builder.space([(vocabulary, channel), tuple(dims)], [(*dims, channel)])
 
@@ -214,6 +218,12 @@ class EmbeddingRule(BaseRule):
             replace={"padding_idx": positive(padding, size) if padding != -1 else -1},
             bindings=(("start", rows[0][0]),),
         )
+
+    def unsplit_reason(self, signature: Signature) -> str | None:
+        """Name gradients that depend on all indices."""
+        if signature.argument("scale_grad_by_freq"):
+            return "its indices run whole: gradients are divided by how often an index is among all of them"
+        return None
 
     def backward_flops(self, call: LocalCall) -> float:
         """Return one addition an output element."""
