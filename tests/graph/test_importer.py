@@ -383,6 +383,18 @@ READ = rf"torch\.export fails at {HERE}: a Python value is read out of a tensor 
         (lambda self, x: (self.head(x) / x.sum().item()).sum(), rf"number that depends on data|{READ}"),
         (lambda _, x: x.sum(), r"depends on no trainable weight"),
         (
+            lambda self, x: self.head(x).sum() + self.again.sum(),
+            "again and head.weight are two tensors in the same memory|head.weight and again are two",
+        ),
+        (
+            lambda self, x: torch.no_grad()(self.gru.bias_ih_l0.clamp_)(-1, 1).sum() + self.head(x).sum(),
+            "its forward writes into parameter gru.bias_ih_l0",
+        ),
+        (
+            lambda self, x: torch.sparse.mm(x.to_sparse(), self.head.weight.T).sum(),
+            "is sparse, must be dense",
+        ),
+        (
             lambda self, x: self.missing(x),
             rf"torch\.export fails at {HERE} \(AttributeError.* change that line$",
         ),
@@ -395,7 +407,10 @@ READ = rf"torch\.export fails at {HERE}: a Python value is read out of a tensor 
     ],
 )
 def test_failures_are_one_line(function: Any, message: str) -> None:
-    module = _Module(function, head=nn.Linear(3, 2), gru=nn.GRU(2, 2))
+    head = nn.Linear(3, 2)
+    # As somebody does who wants to tie a weight.
+    again = nn.Parameter(head.weight)
+    module = _Module(function, head=head, gru=nn.GRU(2, 2), again=again)
     with pytest.raises(ImportFailure, match=message) as caught:
         import_module(module, [torch.randn(2, 3)], name="broken")
     assert "\n" not in str(caught.value)

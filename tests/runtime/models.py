@@ -293,6 +293,60 @@ def secretive(lost: str = "") -> Built:
     return Secretive(lost), (torch.randn(4, 6), torch.randint(0, 5, (4,))), {}
 
 
+class Unusual(nn.Module):
+    """Tables of sparse or divided gradients, or without rows, random slopes, unread buffers, changed inputs."""
+
+    last: Tensor
+    rows: Tensor
+    seen: Tensor
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.sparse = nn.Embedding(7, 6, sparse=True)
+        self.frequent = nn.Embedding(3, 6, padding_idx=0, scale_grad_by_freq=True)
+        self.none = nn.Parameter(torch.zeros(0, 6))
+        self.head = nn.Linear(6, 5)
+        self.register_buffer("last", torch.zeros(batch_size, 5))
+        self.register_buffer("rows", torch.zeros(3, 5))
+        self.register_buffer("before", torch.zeros(5, 6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        x.add_(1)
+        hidden = self.head(torch.cat([self.sparse(tokens) + self.frequent(tokens % 3) + x, self.none]))
+        loss: Tensor = functional.rrelu(hidden, training=True).square().mean()
+        with torch.no_grad():
+            self.last.copy_(hidden)
+            self.rows[1] = hidden[0]
+            self.rows[:, 2] += 1
+            self.get_buffer("before").copy_(self.head.weight)
+            self.seen.fill_(value=True)
+        return loss
+
+
+def unusual(batch_size: int = 5) -> Built:
+    return Unusual(batch_size), (torch.randint(0, 7, (batch_size,)), torch.randn(batch_size, 6)), {}
+
+
+def endless(batch_size: int = 5) -> Built:
+    """Build a perceptron whose loss is no number."""
+    module, (x, targets), kwargs = perceptron(batch_size)
+    return module, (x / 0, targets), kwargs
+
+
+class Autocast(Perceptron):
+    """A perceptron that computes in sixteen bits by itself."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(*inputs)
+
+
+def autocast() -> Built:
+    _, args, kwargs = perceptron()
+    return Autocast(), args, kwargs
+
+
 class Broken(Perceptron):
     """A perceptron that cannot be executed."""
 

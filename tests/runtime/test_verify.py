@@ -13,8 +13,9 @@ from runtime.jobs import run_job
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
 from runtime.verify import RUN_LOSS, Deviation, Verification, by_severity, deviations, loss_deviation
+from search.baselines import fsdp
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
-from tests.runtime.strategies import by_kind, in_turn
+from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
 
 
 def test_gradients_weights_and_buffers_are_all_compared() -> None:
@@ -79,6 +80,40 @@ def test_a_module_that_cannot_run_by_itself_is_not_verified() -> None:
     assert line.startswith(
         "verification: the module itself cannot be compared, it fails in float64 (ValueError: two lines of it)"
     )
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_modules_seldom_do_is_equal_and_kept(pool: LocalPool, devices: int) -> None:
+    """All weights are shared; buffers that no operator reads, or reads in part, have their new values after the run."""
+    graph = graph_of("unusual")
+    strategy = fsdp(graph, devices)
+    if devices == 3:
+        strategy = randomly_shared(random_strategy(graph, devices, SEED), graph, SEED)
+    result = pool.run(make_job(graph, strategy, reference("unusual")))
+    assert result.verification is not None
+    assert result.verification.failure is None
+    assert result.buffers is not None
+    assert bool(result.buffers["seen"])
+    assert result.buffers["rows"][[0, 2], 2].tolist() == [3.0, 3.0]
+    assert all(result.buffers[name].any() for name in ("last", "before"))
+
+
+def test_a_loss_that_is_no_number_is_the_modules_own() -> None:
+    graph = graph_of("endless")
+    result = run_job(make_job(graph, in_turn(graph, [0]), reference("endless")))
+    assert result is not None
+    assert result.verification is not None
+    line = result.verification.failure
+    assert line is not None
+    assert line.startswith("verification: the graph's loss on one device is nan, must be a finite number")
+
+
+def test_a_module_that_rounds_by_itself_may_deviate_so_far() -> None:
+    graph = graph_of("autocast")
+    result = run_job(make_job(graph, in_turn(graph, [0]), reference("autocast")))
+    assert result is not None
+    assert result.verification is not None
+    assert result.verification.failure is None
 
 
 def test_a_module_that_differs_by_process_is_not_verified(pool: LocalPool) -> None:
