@@ -53,8 +53,8 @@ def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
     """
     import duckdb
 
-    if "\0" in sql:
-        raise UsageError("query: has a NUL character, must be text; remove it")
+    if "\0" in sql or any("\ud800" <= letter <= "\udfff" for letter in sql):
+        raise UsageError("query: has a NUL character or bytes that are no UTF-8, must be text; remove them")
     try:
         sql = _with_listed_pivots(connection, sql)
         statements = connection.extract_statements(sql)

@@ -77,7 +77,16 @@ def _explained(error: BaseException) -> int:
         if error.broken_pipe:
             return ending.BROKEN_PIPE
         return _fail(f"standard output: cannot be written ({error}), must be; write to another place", FAILED)
+    if isinstance(error, FileNotFoundError) and not _has_folder():
+        return _fail("current folder: has been removed, must be there; change to another", MISUSED)
     raise error
+
+
+def _has_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
 
 
 def _signalled(number: int) -> int:

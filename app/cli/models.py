@@ -116,9 +116,16 @@ def show_cache(
 
     removed = kept_graphs.clear() if clear else 0
     count, size_bytes = kept_graphs.kept()
-    folder = str(kept_graphs.folder())
+    folder = kept_graphs.folder()
     if as_json:
-        print_json({"folder": folder, "graphs": count, "bytes": size_bytes, "removed": removed})
+        print_json(
+            {
+                "folder": None if folder is None else str(folder),
+                "graphs": count,
+                "bytes": size_bytes,
+                "removed": removed,
+            }
+        )
         return
     if clear:
         print_lines(f"{removed} graphs removed from {folder}")

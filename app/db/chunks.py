@@ -19,9 +19,10 @@ import numpy as np
 from app.db import owners, readers
 from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text, row_count, write_file
 from app.db.columns import view
-from app.db.engine import Database
+from app.db.engine import Database, begins_as_sqlite, with_logs
 from app.db.failures import damaged_chunk, unwritable
 from app.db.records import TraceKind, TraceRecord
+from graph.errors import DatabaseError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -75,6 +76,55 @@ def chunk_of(stem: str, name: str, rows: int = 0) -> Chunk | None:
 def trace_folder(store: RunStore, search_id: int) -> Path:
     """Return the folder of a search's chunks; it need not exist."""
     return store.database.trace_folder / f"search-{search_id}"
+
+
+def begin_folder(store: RunStore, search_id: int) -> Path:
+    """Return the folder of a search that begins or goes on, made where it is not there.
+
+    Raises:
+        DatabaseError: it cannot be made, leads elsewhere, or has files although nothing of the search is registered.
+    """
+    folder = trace_folder(store, search_id)
+    _check_no_link(store.database, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Of a database that is gone, or of another copy of this one.
+        if not store.traces(search_id=search_id) and any(folder.glob("*.parquet")):
+            raise DatabaseError(
+                f"trace folder {folder}: has the trace of another database, must be empty; move it away, or use "
+                "another database file"
+            )
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    return folder
+
+
+def may_delete(database: Database) -> bool:
+    """Return whether what is not registered may be deleted from traces: no other database has them, too.
+
+    Databases that differ in their suffix alone, such as one and its copy, have one folder, and so have those of which a
+    link leads to the other's.
+    """
+    if database.trace_folder.is_symlink():
+        return False
+    if database.url.get_backend_name() != "sqlite":
+        return True
+    own = Path(str(database.url.database))
+    try:
+        return not any(
+            other.stem == own.stem and other not in with_logs(own) and begins_as_sqlite(other)
+            for other in own.parent.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def _check_no_link(database: Database, folder: Path) -> None:
+    for path in (database.trace_folder, folder):
+        if path.is_symlink():
+            raise DatabaseError(
+                f"trace folder {path}: is a link, must be a folder; put the folder itself there"
+            )
 
 
 def registered(store: RunStore, search_id: int, kind: TraceKind) -> list[Chunk]:
@@ -199,7 +249,7 @@ def recover(store: RunStore, search_id: int) -> None:
         DatabaseError: a file cannot be deleted.
     """
     folder = trace_folder(store, search_id)
-    if not folder.is_dir():
+    if not folder.is_dir() or folder.is_symlink() or not may_delete(store.database):
         return
     try:
         for path in folder.glob("*.tmp"):

@@ -20,10 +20,21 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from app.db.failures import Connection
+from app.folders import user_folder
 from graph.errors import DatabaseError
 
 ENVIRONMENT_VARIABLE = "SOAPSTONE_DATABASE_URL"
+FILE_NAME = "soapstone.sqlite"
 LOCK_TIMEOUT_S = 60.0
+LOG_SUFFIXES = ("-wal", "-shm", "-journal")
+"""What SQLite keeps beside a database is called like it, and these."""
+# How files of SQLite begin: a database; a write-ahead log in either byte order; a rollback journal.
+_BEGINNINGS = (
+    b"SQLite format 3\0",
+    b"\x37\x7f\x06\x82",
+    b"\x37\x7f\x06\x83",
+    b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +59,23 @@ class Database:
 
 
 def default_folder() -> Path:
-    """Return the user's data folder for Soapstone; it is not created here."""
-    import platformdirs
+    """Return the user's data folder for Soapstone; it is not created here.
 
-    return Path(platformdirs.user_data_dir("soapstone", appauthor=False))
+    Raises:
+        DatabaseError: the user has none.
+    """
+    folder = user_folder("data")
+    if folder is None:
+        raise DatabaseError(
+            "database: you have no home folder, must have one for the default; set HOME, or name a file by --database "
+            f"or {ENVIRONMENT_VARIABLE}"
+        )
+    return folder
 
 
 def default_path() -> Path:
     """Return the SQLite file that is used where nobody names another."""
-    return default_folder() / "soapstone.sqlite"
+    return default_folder() / FILE_NAME
 
 
 def display_name(url: sa.URL) -> str:
@@ -84,7 +103,12 @@ def resolve_url(database: str | os.PathLike[str] | None = None) -> sa.URL:
             )
         return _sqlite_url(default_path())
     if "://" not in text:
-        return _sqlite_url(Path(text).expanduser())
+        try:
+            return _sqlite_url(Path(text).expanduser())
+        except RuntimeError:
+            raise DatabaseError(
+                f"database {text}: {text.partition('/')[0]} is nobody's home folder, must be; correct the path"
+            ) from None
     try:
         url = sa.make_url(text)
     except (exc.ArgumentError, ValueError):
@@ -115,7 +139,12 @@ def connect_engines(url: sa.URL) -> Database:
     """
     if url.get_backend_name() == "sqlite":
         path = Path(str(url.database))
-        _check_sqlite_path(path)
+        try:
+            _check_sqlite_path(path)
+        except OSError as error:  # too long, links in a circle
+            raise DatabaseError(
+                f"database {path}: cannot be used ({error.strerror}), must be; name another by --database"
+            ) from None
         return Database(
             url=url,
             write_engine=_sqlite_engine(url, begin="BEGIN IMMEDIATE", pragmas=("foreign_keys=ON",)),
@@ -141,6 +170,22 @@ def connect_engines(url: sa.URL) -> Database:
     )
 
 
+def with_logs(path: Path) -> list[Path]:
+    """Return a SQLite file, and what SQLite may keep beside it."""
+    return [path, *(path.with_name(path.name + suffix) for suffix in LOG_SUFFIXES)]
+
+
+def begins_as_sqlite(path: Path) -> bool:
+    """Return whether there is a file that begins as a database of SQLite's or one of its logs, and can be read."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(16).startswith(_BEGINNINGS)
+    except PermissionError:
+        return False
+
+
 def migration_engine(url: sa.URL) -> sa.Engine:
     """Return an engine for schema changes: writing, and on SQLite without foreign keys.
 
@@ -153,6 +198,14 @@ def migration_engine(url: sa.URL) -> sa.Engine:
 
 
 def _sqlite_url(path: Path) -> sa.URL:
+    try:
+        encoded = str(path).encode()  # paths of traces are text in the database
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise DatabaseError(
+            f"database {path}: has bytes in its name that are no text, must be a path; rename it"
+        )
     return sa.URL.create("sqlite", database=str(path.absolute()))
 
 
@@ -175,7 +228,7 @@ def _without_password(text: str) -> str:
 
 
 def _check_sqlite_path(path: Path) -> None:
-    if path == default_path():
+    if (folder := user_folder("data")) is not None and path == folder / FILE_NAME:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -70,11 +70,13 @@ def _folders(database: Database, traces: Iterable[TraceRecord]) -> set[Path]:
 def _replaced(store: RunStore, traces: Iterable[TraceRecord]) -> list[Path]:
     """Return the files that merging left: not registered, and their rows in a registered chunk beside them."""
     found: list[Path] = []
+    if not chunks.may_delete(store.database):
+        return found
     by_search = sorted(traces, key=lambda trace: trace.search_id)
     for search_id, of_search in groupby(by_search, key=lambda trace: trace.search_id):
         folder = chunks.trace_folder(store, search_id)
         try:
-            there = set(os.listdir(folder))
+            there = set() if folder.is_symlink() else set(os.listdir(folder))
         except OSError:
             continue
         prefix = f"{chunks.relative(store, folder)}/"

@@ -19,6 +19,7 @@ from sqlalchemy import exc, pool
 
 from app.db.engine import connect_engines, display_name
 from app.db.failures import Connection, is_damage, one_line
+from app.db.schema import intruders
 
 # Between two rows that can be read, as many numbers are tried where no index tells.
 LONGEST_GAP = 100_000
@@ -66,6 +67,14 @@ class Source:
                 yield dict(row)
         except exc.DBAPIError as error:
             raise self._lost(error) from None
+
+    def intruders(self) -> dict[str, str]:
+        """Return what `schema.intruders` does; of a schema that cannot be read nothing."""
+        try:
+            return intruders(self._connection)
+        except exc.DBAPIError as error:
+            self._lost(error)
+            return {}
 
     def problems(self) -> list[str]:
         """Return what SQLite itself finds wrong with its file; nothing of PostgreSQL."""

@@ -16,7 +16,9 @@ from sqlalchemy import exc
 
 from app.db.engine import Database, connect_engines, display_name, migration_engine, resolve_url
 from app.db.failures import database_failure, is_damage, is_full, one_line
-from graph.errors import DatabaseError
+from app.db.models import metadata
+from graph.errors import DamagedDataError, DatabaseError
+from graph.texts import shown
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -144,7 +146,31 @@ def _current(engine: sa.Engine) -> str | None:
         return _current_on(connection, display_name(engine.url))
 
 
+def intruders(connection: sa.Connection) -> dict[str, str]:
+    """Return the triggers of a SQLite file, and its views that are called as tables of ours, each with its kind.
+
+    SQLite runs them itself: a trigger changes rows whatever is written, and a view need not end.
+    """
+    if connection.dialect.name != "sqlite":
+        return {}
+    names = {*metadata.tables, "alembic_version"}
+    rows = connection.exec_driver_sql(
+        "SELECT name, type FROM sqlite_master WHERE type IN ('trigger', 'view')"
+    )
+    return {str(name): kind for name, kind in rows if kind == "trigger" or str(name).casefold() in names}
+
+
+def intruder_found(name: str, intruder: str, kind: str) -> DamagedDataError:
+    """Return what to say of a database with one of `intruders`."""
+    remedy = "restore the database from a copy" if kind == "view" else "run: app db check --repair NEW"
+    return DamagedDataError(
+        f"database {name}: has a {kind} {shown(intruder)}, which is none of Soapstone's, must have none; {remedy}"
+    )
+
+
 def _current_on(connection: sa.Connection, name: str) -> str | None:
+    for intruder, kind in intruders(connection).items():
+        raise intruder_found(name, intruder, kind)
     tables = set(sa.inspect(connection).get_table_names())
     if "alembic_version" in tables:
         revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()

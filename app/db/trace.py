@@ -51,11 +51,7 @@ class ProposalTrace:
         self._store = store
         self._search_id = search_id
         self._groups = groups
-        self._folder = chunks.trace_folder(store, search_id)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(self._folder, error) from None
+        self._folder = chunks.begin_folder(store, search_id)
         chunks.recover(store, search_id)
         self._chunks = {kind: chunks.registered(store, search_id, kind) for kind in chunks.STEMS}
         # Parts of merged chunks that are still there, because somebody reads.

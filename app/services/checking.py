@@ -31,6 +31,7 @@ from app.services.recording import checkpoint_of, groups_of
 from app.services.stored import strategy_in, topology_of
 from app.services.tracing_store import FOLDER, read_file, recording_name
 from graph.errors import DamagedDataError, DatabaseError, SoapstoneError, UsageError
+from graph.texts import shown
 
 Row = dict[str, Any]
 KINDS = {table.name: kind for kind, table in TABLES.items()}
@@ -155,6 +156,7 @@ class _Check:
 
     def findings(self) -> Findings:
         """Look at everything."""
+        self._check_intruders()
         self._check_schema()
         for reason in self._source.problems():
             self._found.damages.append(Damage(f"SQLite finds: {reason}", file=self._found.name))
@@ -168,6 +170,13 @@ class _Check:
         self._check_recordings()
         self._check_strays()
         return self._found
+
+    def _check_intruders(self) -> None:
+        for name, kind in self._source.intruders().items():
+            if kind == "view":
+                raise schema.intruder_found(self._found.name, name, kind)
+            reason = f"trigger {shown(name)} is none of Soapstone's"
+            self._found.damages.append(Damage(reason, file=self._found.name))
 
     def _check_schema(self) -> None:
         try:

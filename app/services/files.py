@@ -10,18 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from app.db.engine import Database
+from app.db.engine import LOG_SUFFIXES, Database, begins_as_sqlite, with_logs
 from graph.errors import StorageFullError, UsageError
 
-# How files of SQLite begin: a database; a write-ahead log in either byte order; a rollback journal.
-_BEGINNINGS = (
-    b"SQLite format 3\0",
-    b"\x37\x7f\x06\x82",
-    b"\x37\x7f\x06\x83",
-    b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7",
-)
-# What SQLite keeps beside a database, under its name and these.
-_SUFFIXES = ("-wal", "-shm", "-journal")
 # What shows that a folder called *.traces is one of Soapstone's.
 _IN_TRACES = ("search-*", "executions")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -90,14 +81,14 @@ def _is_of_a_database(target: Path, database: Database) -> bool:
     traces = database.trace_folder.resolve()
     own: list[Path] = []
     if database.url.get_backend_name() == "sqlite":
-        own = _with_logs(Path(str(database.url.database)).resolve())
+        own = with_logs(Path(str(database.url.database)).resolve())
     # As a file system that does not tell cases apart sees them.
     if str(target).casefold() in {str(path).casefold() for path in own} or target.is_relative_to(traces):
         return True
     if any(map(_is_trace_folder, target.parents)):
         return True
-    logged = [target.name.removesuffix(suffix) for suffix in _SUFFIXES if target.name.endswith(suffix)]
-    if any(map(_begins_as_sqlite, (target, *(target.parent / name for name in logged)))):
+    logged = [target.name.removesuffix(suffix) for suffix in LOG_SUFFIXES if target.name.endswith(suffix)]
+    if any(map(begins_as_sqlite, (target, *(target.parent / name for name in logged)))):
         return True
     # A hard link is another name of the same file.
     return (
@@ -107,21 +98,7 @@ def _is_of_a_database(target: Path, database: Database) -> bool:
     )
 
 
-def _with_logs(path: Path) -> list[Path]:
-    return [path, *(path.with_name(path.name + suffix) for suffix in _SUFFIXES)]
-
-
 def _is_trace_folder(folder: Path) -> bool:
     return folder.name.casefold().endswith(".traces") and any(
         any(folder.glob(pattern)) for pattern in _IN_TRACES
     )
-
-
-def _begins_as_sqlite(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(16).startswith(_BEGINNINGS)
-    except PermissionError:
-        return False  # says so when it is to be written

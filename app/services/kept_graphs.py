@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import graph as graph_package
 from app.db.failures import MALFORMED
+from app.folders import user_folder
 from graph.canonical import canonical_json, digest
 from graph.document import graph_from_document, graph_to_document
 from graph.errors import GraphError
@@ -52,14 +53,10 @@ _LOADED_S = time.time()
 _LOADING_S = 2.0
 
 
-def folder() -> Path:
-    """Return where graphs are kept; it is not created here."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if named:
-        return Path(named).expanduser() / "graphs"
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("soapstone", appauthor=False)) / "graphs"
+def folder() -> Path | None:
+    """Return where graphs are kept; it is not created here. None: nowhere."""
+    cache = user_folder("cache", ENVIRONMENT_VARIABLE)
+    return None if cache is None else cache / "graphs"
 
 
 def key_of(request: ModelRequest, batch_norm: str) -> str | None:
@@ -94,7 +91,7 @@ def find(key: str) -> tuple[OperatorGraph, int] | None:
     """Return the graph that is kept under a key, and its batch size; None where there is none that can be trusted."""
     try:
         path = _path(key)
-        if not path.is_file():  # a link to a device has no end
+        if path is None or not path.is_file():  # a link to a device has no end
             return None
         checksum, _, text = path.read_text("ascii").partition("\n")
         if checksum != hashlib.sha256(text.encode()).hexdigest():
@@ -111,6 +108,8 @@ def keep(key: str, graph: OperatorGraph, batch_size: int) -> None:
     """Keep a graph under a key; where the folder cannot be written, nothing is kept and nothing said."""
     text = canonical_json({"key": key, "graph": graph_to_document(graph), "batch_size": batch_size})
     target = _path(key)
+    if target is None:
+        return
     with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=target.parent)
@@ -145,13 +144,15 @@ def clear() -> int:
     return count
 
 
-def _path(key: str) -> Path:
-    return folder() / f"{key}.json"
+def _path(key: str) -> Path | None:
+    place = folder()
+    return None if place is None else place / f"{key}.json"
 
 
 def _files() -> list[Path]:
+    place = folder()
     try:
-        return [path for path in folder().iterdir() if path.suffix == ".json"]
+        return [] if place is None else [path for path in place.iterdir() if path.suffix == ".json"]
     except OSError:
         return []
 

@@ -101,21 +101,24 @@ class _Writer:
     def _flush(self) -> None:
         if self._table is None or not self._rows:
             return
-        insert = self._table.insert()
+        try:
+            if not self._inserted(self._table, self._rows):
+                # A damaged index let two rows have one name: the first stays.
+                for row in self._rows:
+                    self._inserted(self._table, [row])
+        except exc.DBAPIError as error:
+            # Of the new database: what the old one's reader says of its own must not name it.
+            raise database_failure(self._target.name, _first(error)) from None
+        self._rows = []
+
+    def _inserted(self, table: sa.Table, rows: list[Row]) -> bool:
         try:
             with self._connection.begin_nested():
-                self._connection.execute(insert, self._rows)
-            self.written[self._table.name] += len(self._rows)
+                self._connection.execute(table.insert(), rows)
         except exc.IntegrityError:
-            # A damaged index let two rows have one name: the first stays.
-            for row in self._rows:
-                try:
-                    with self._connection.begin_nested():
-                        self._connection.execute(insert, [row])
-                    self.written[self._table.name] += 1
-                except exc.IntegrityError:
-                    continue
-        self._rows = []
+            return False
+        self.written[table.name] += len(rows)
+        return True
 
     def _moved(self, table: sa.Table, row: Row, file: Path | None) -> Row:
         """Return a row as it is in the new database: traces lie beside it, and nothing runs."""
@@ -135,8 +138,15 @@ class _Writer:
         return row | changed
 
 
+def _first(error: exc.DBAPIError) -> exc.DBAPIError:
+    """Return the error that came first: a full disk ends SQLite's transaction, with its savepoints."""
+    while isinstance(error.__context__, exc.DBAPIError):
+        error = error.__context__
+    return error
+
+
 def _check_new(target: Database, new: str) -> None:
-    """Check that there is nothing yet where the new database is to be."""
+    """Check that there is nothing yet where the new database is to be; of SQLite, begin its file."""
     beside = target.trace_folder
     there = beside.is_dir() and any(beside.iterdir())
     if target.url.get_backend_name() == "sqlite":
@@ -152,6 +162,16 @@ def _check_new(target: Database, new: str) -> None:
         raise UsageError(f"--repair: database {target.name} is not empty, must be; make a new one")
     if there or (beside.exists() and not beside.is_dir()):
         raise UsageError(f"--repair: {beside} is there already, must be new; choose another name")
+    if target.url.get_backend_name() == "sqlite":
+        try:
+            # Ours from now on: another repair at the same moment finds it.
+            os.close(os.open(str(target.url.database), os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            raise UsageError(
+                f"--repair: {target.name} is there already, must be a new file; choose another name"
+            ) from None
+        except OSError as error:
+            raise unwritable(Path(target.name), error) from None
 
 
 @contextmanager

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from stat import S_IWOTH
 from types import ModuleType
 from typing import TypedDict
 
+from app.folders import user_folder
 from graph.errors import SoapstoneError, UsageError
 
 ENVIRONMENT_VARIABLE = "SOAPSTONE_STATE_DIR"
@@ -32,14 +34,10 @@ class _Consent(TypedDict):
     files: list[str]
 
 
-def consents_file() -> Path:
-    """Return the file of what the user has named; it need not exist."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if named:
-        return Path(named).expanduser() / "models.json"
-    import platformdirs
-
-    return Path(platformdirs.user_state_dir("soapstone", appauthor=False)) / "models.json"
+def consents_file() -> Path | None:
+    """Return the file of what the user has named; it need not exist. None: there is no place for it."""
+    folder = user_folder("state", ENVIRONMENT_VARIABLE)
+    return None if folder is None else folder / "models.json"
 
 
 def remember(model: str, folder: str) -> None:
@@ -54,6 +52,9 @@ def remember(model: str, folder: str) -> None:
     if not entry["files"] or entry in known:
         return
     file = consents_file()
+    if file is None or _is_of_others(file):
+        _not_kept.append(entry)
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, "models named by --model:") as temporary:
@@ -139,8 +140,18 @@ def _found(name: str, locations: list[str] | None, folder: str) -> ModuleSpec | 
 
 
 def _consents() -> list[object]:
-    try:
-        content = json.loads(consents_file().read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        content = None
+    file = consents_file()
+    content = None
+    with suppress(OSError, ValueError, RecursionError):
+        if file is not None and not _is_of_others(file):
+            content = json.loads(file.read_text("utf-8"))
     return [*(content if isinstance(content, list) else []), *_not_kept]
+
+
+def _is_of_others(file: Path) -> bool:
+    """Return whether somebody else may have written a file: it is another user's (as under sudo), or open to all."""
+    try:
+        status = file.stat()
+    except OSError:
+        return False
+    return os.name == "posix" and (status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & S_IWOTH))

@@ -7,6 +7,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,47 @@ def test_numbers_go_on_after_those_that_were_saved(sound: Path, database_url: st
     with Store.open(database_url) as store:
         known = {one.id for one in store.environments()}
         assert store.put_environment(samples.environment(7)) not in known
+
+
+def test_a_trigger_runs_nothing_and_the_rows_are_saved_without_it(
+    command: Command, copy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        # Of nobody: the next command that opens the database says that it has ended.
+        connection.execute("UPDATE searches SET status = 'running', owner = NULL")
+        connection.execute("CREATE TRIGGER t AFTER UPDATE ON searches BEGIN DELETE FROM strategies; END")
+    before = digests(copy.parent)
+    for words in READING:
+        outcome = command(*words)
+        assert is_one_line(outcome), outcome
+        assert "has a trigger t, which is none of Soapstone's" in outcome.errors
+    assert digests(copy.parent) == before
+    found = check_saved(command, copy, tmp_path_factory.mktemp("saved") / "new.sqlite")
+    assert [one["reason"] for one in found["damages"]] == ["trigger t is none of Soapstone's"]
+    assert found["saved"]["rows"]["strategies"] == found["tables"]["strategies"]["rows"] > 0
+
+
+def test_a_view_in_place_of_a_table_does_not_run(command: Command, copy: Path) -> None:
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        connection.execute("CREATE VIEW mine AS SELECT 1")
+    assert command("strategy", "list").code == 0
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        connection.execute("ALTER TABLE strategies RENAME TO others")
+        connection.execute(f"CREATE VIEW strategies AS {endless} SELECT others.* FROM others, n")
+    for words in (*READING, ("db", "check")):
+        outcome = command(*words)
+        assert (outcome.code, outcome.errors.count("error: ")) == (1, 1), outcome
+        assert "has a view strategies, which is none of Soapstone's" in outcome.errors
+
+
+def test_of_two_repairs_into_one_file_one_is_refused(copy: Path, tmp_path: Path) -> None:
+    new = tmp_path / "other" / "new.sqlite"
+    new.parent.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        attempts = [pool.submit(repair, str(copy), str(new)) for _ in range(2)]
+    errors = [attempt.exception() for attempt in attempts]
+    assert [str(error).endswith("must be a new file; choose another name") for error in errors if error] == [
+        True
+    ]
+    assert check(str(new)).damages == []

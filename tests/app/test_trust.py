@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import shutil
 import sqlite3
 from pathlib import Path
@@ -208,3 +210,39 @@ def test_what_is_no_model_is_one_line(
 def test_requests_are_made_in_one_module_alone() -> None:
     makers = [path.name for path in (REPOSITORY / "app").rglob("*.py") if "ModelRequest(" in path.read_text()]
     assert makers == ["models.py"]
+
+
+@pytest.mark.parametrize("how", ["relative", "no home", "somebody's", "for all"])
+def test_consents_that_are_not_surely_the_users_permit_nothing(
+    command: Command, mine: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A file of them may lie in what is shared, and name what lies there: in the folder where the user is."""
+    assert command("strategy", "show", "1", "--model", NETWORK).code == 0
+    (mine / RAN).unlink()
+    kept = mine / "state" / "models.json"
+    if how == "relative":
+        monkeypatch.setenv(trust.ENVIRONMENT_VARIABLE, "state")
+        outcome = command("strategy", "show", "1")
+        assert (outcome.code, "must be an absolute path" in outcome.errors) == (2, True), outcome
+        assert not (mine / RAN).exists()
+        return
+    if how == "no home":
+        monkeypatch.delenv(trust.ENVIRONMENT_VARIABLE)
+        monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+        beside = mine / "~" / ".local" / "state" / "soapstone"
+        beside.parent.mkdir(parents=True)
+        (mine / "state").rename(beside)
+    elif how == "for all":
+        kept.chmod(0o666)
+    else:
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(kept, 12345, 12345)
+    assert_refused(command("strategy", "show", "1"))
+    # Nothing is added to such a file, nor is it replaced.
+    monkeypatch.setattr(trust, "_not_kept", [])
+    before = kept.read_bytes() if kept.exists() else None
+    assert command("strategy", "show", "1", "--model", NETWORK).code == 0
+    assert (kept.read_bytes() if kept.exists() else None) == before

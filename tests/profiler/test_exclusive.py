@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from graph.errors import UsageError
 from profiler.devices import PhysicalDevice, cpu_devices
 from profiler.exclusive import held
 
@@ -78,3 +81,25 @@ def test_other_devices_are_not_waited_for() -> None:
         pytest.skip("one core stands for both")
     with held([one]), held([two]):
         pass
+
+
+def test_locks_are_never_written_through_what_others_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody may write to the folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    folder = tmp_path / f"soapstone-devices-{os.getuid()}"
+    folder.mkdir()
+    devices = cpu_devices(1)
+    (folder / f"core-{devices[0].core}").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), held(devices):
+        pass
+    shutil.rmtree(folder)
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="is somebody else's, must be yours"), held(devices):
+        pass
+    assert precious.read_text() == "precious"
+    assert list((tmp_path / "elsewhere").iterdir()) == []

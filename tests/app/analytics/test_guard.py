@@ -223,3 +223,9 @@ def test_every_function_that_reads_or_changes_more_than_its_arguments_is_known(s
     tables = {name for name, kind, _ in listed if kind in ("table", "table_macro")}
     assert tables.isdisjoint(CATALOG)
     assert {"unnest", "range", "generate_series", "json_each", "json_tree"} <= tables & TABLE_FUNCTIONS
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    """The command line gives them as lone surrogates."""
+    with pytest.raises(UsageError, match="must be text"):
+        check_query(duckdb.connect(), "SELECT '\udcff'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pwd
 import shutil
 import sqlite3
 import subprocess
@@ -330,3 +331,20 @@ def test_migrations_are_found_in_an_installed_package(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_without_a_home_folder_there_is_no_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor is there one relative to where the user is, who may be in somebody else's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SOAPSTONE_DATABASE_URL", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(DatabaseError, match="you have no home folder, must have one for the default"):
+        resolve_url()
+    Store.open(tmp_path / "named.sqlite").close()
+    for path in ("~nobody-of-that-name/x.sqlite", "a\udcff", "a\0", "sqlite:///a%00"):
+        with pytest.raises(DatabaseError, match=r"must be a path|nobody's home folder"):
+            resolve_url(path)
+    with pytest.raises(DatabaseError, match="cannot be used"):
+        Store.open("a" * 300)

@@ -389,3 +389,43 @@ with Store.open({str(tmp_path / "x.sqlite")!r}) as store:
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_new_search_takes_no_file_of_another_database_for_its_own(tmp_path: Path) -> None:
+    """A copy of a database has the folder of its traces, too, where they differ in their suffix alone."""
+    with Store.open(tmp_path / "a.db") as store:
+        search = store.start_search(Scene.stored(store).search())
+        with ProposalTrace(store, search) as trace:
+            trace.add(batch(0, 5))
+        before = files(store, search)
+    with Store.open(tmp_path / "a.copy") as copy:
+        other = copy.start_search(Scene.stored(copy).search())
+        assert other == search
+        with pytest.raises(DatabaseError, match="has the trace of another database"):
+            ProposalTrace(copy, other)
+        chunks.recover(copy, other)
+        assert copy.traces(search_id=other) == []
+    with Store.open(tmp_path / "a.db") as store:
+        assert files(store, search) == before
+        assert read(store, search)["step"].to_pylist() == list(range(5))
+
+
+def test_files_behind_a_link_are_left_alone(tmp_path: Path) -> None:
+    """A shared database may bring a link to the traces of the user's own."""
+    with Store.open(tmp_path / "mine.db") as store:
+        search = store.start_search(Scene.stored(store).search())
+        with ProposalTrace(store, search) as trace:
+            trace.add(batch(0, 5))
+        folder = chunks.trace_folder(store, search)
+        merged = folder / "chunk-000001-000016.parquet"
+        merged.write_bytes((folder / "chunk-000001.parquet").read_bytes())
+    (tmp_path / "shared").mkdir()
+    with Store.open(tmp_path / "shared" / "theirs.db") as theirs:
+        other = theirs.start_search(Scene.stored(theirs).search())
+        link = chunks.trace_folder(theirs, other)
+        link.parent.mkdir()
+        link.symlink_to(folder)
+        chunks.recover(theirs, other)
+        assert merged.is_file()
+        with pytest.raises(DatabaseError, match="is a link"):
+            ProposalTrace(theirs, other)
