@@ -99,7 +99,7 @@ class Architecture:
         """Return the network in training mode, of random weights, and its inputs."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            transformers.logging.set_verbosity_error()
+            transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
             config = getattr(transformers, self.configuration)(**self.settings)
             module = getattr(transformers, self.network)(config)
         if self.network.endswith("LMHeadModel"):

@@ -133,7 +133,8 @@ class VAE(nn.Module):
         mean, log_variance = self.mean(hidden), self.log_variance(hidden)
         latent = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
-        return functional.binary_cross_entropy_with_logits(self.decoder(latent), x) + 0.1 * divergence
+        loss: Tensor = functional.binary_cross_entropy_with_logits(self.decoder(latent), x) + 0.1 * divergence
+        return loss
 
 
 def vae(batch_size: int = 4) -> Built:
