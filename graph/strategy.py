@@ -329,7 +329,8 @@ def _check_keys(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> N
     for key in entry:
         if key not in known:
             raise StrategyError(
-                f"{where}: key {shown(key)} is unknown, must be one of {', '.join(known)}; {meant(str(key), known)}"
+                f"{where}: key {shown(key)} is unknown, must be one of {', '.join(known)}; "
+                f"{meant(str(key), known, 'leave it out')}"
             )
 
 

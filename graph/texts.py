@@ -26,12 +26,12 @@ def shown(item: object, longest: int = LONGEST) -> str:
     return shown(str(item), longest)
 
 
-def meant(name: str, names: Iterable[str]) -> str:
-    """Return the advice for a mistyped name: the one of `names` that it is most like, or to choose one."""
+def meant(name: str, names: Iterable[str], otherwise: str = "choose one") -> str:
+    """Return the advice for a mistyped name: the one of `names` that it is most like, `otherwise` for none."""
     known = list(names)
     begun = [one for one in known if name and one.startswith(name.lower())]
     close = begun if len(begun) == 1 else get_close_matches(name.lower(), known, n=1)
-    return f"did you mean {close[0]}?" if close else "choose one"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def unreadable(error: Exception) -> str:

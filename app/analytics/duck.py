@@ -70,6 +70,8 @@ def connect(database: Database, resources: Resources = Resources()) -> Iterator[
             if is_damage(error) or _is_about_values(error):
                 raise damaged(database.name, error) from None
             raise database_failure(database.name, error) from None
+        except UnicodeDecodeError as error:  # DuckDB hands on what SQLite holds
+            raise damaged(database.name, error) from None
         finally:
             connection.close()
 

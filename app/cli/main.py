@@ -18,6 +18,7 @@ from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
 from graph.texts import shown
 
 FAILED, MISUSED = 1, 2
+LONGEST_LINE = 1200
 LONGEST_MISTAKE = 300
 """Letters of what Typer says, which repeats what was typed."""
 
@@ -135,7 +136,7 @@ def _misfit(error: Any) -> str | None:
 def _fail(text: str, code: int, *, silent: bool = False) -> int:
     if not silent:
         with suppress(OSError):  # the exit code says it too
-            sys.stderr.write(f"error: {' '.join(printable(text).split())}\n")
+            sys.stderr.write(f"error: {shown(' '.join(printable(text).split()), LONGEST_LINE)}\n")
     return code
 
 

@@ -81,7 +81,9 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
 def test_a_signal_is_said_in_a_word_and_has_its_exit_code(
     stage: str, number: signal.Signals, word: str
 ) -> None:
-    done = ended(START + stage.format(int(number)))
+    # The tests may have been started where it is ignored (nohup), which stays so in what they start.
+    heeded = f"signal.signal({int(number)}, signal.default_int_handler)\n"
+    done = ended(START + heeded + stage.format(int(number)))
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", f"{word}\n")
 
 

@@ -16,6 +16,7 @@ from app.db.store import Store
 from app.services.progress import Silent
 from app.services.strategies import MOST_DEVICES, operator_costs
 from app.services.tracing_case import strategy_case
+from graph.canonical import canonical_json
 from tests.app.conftest import Command, Outcome, store_results
 
 MLP = ("--model", "mlp", "--preset", "small", "--batch-size", "8")
@@ -216,8 +217,10 @@ def test_names_of_the_database_steer_no_terminal(stored: Path, command: Command,
     shutil.copy(stored, database)
     evil = "\x1b[31m[b]\x9b2J\u202e\nforged"
     with closing(sqlite3.connect(database)) as connection, connection:
-        for table in ("graphs", "topologies"):
-            connection.execute(f"UPDATE {table} SET name = ?", (evil,))
+        connection.execute("UPDATE graphs SET name = ?", (evil,))
+        (text,) = connection.execute("SELECT document FROM topologies").fetchone()
+        document = canonical_json({**json.loads(text), "name": evil})
+        connection.execute("UPDATE topologies SET name = ?, document = ?", (evil, document))
     for arguments in (("show", "1"), ("diff", "1", "2")):
         outcome = command("strategy", *arguments)
         assert (outcome.code, "?[31m[b]?2J? forged" in outcome.output) == (0, True), outcome

@@ -241,7 +241,7 @@ MALFORMED = [
     ("kinds.P100.contention", -1, "contention of P100 is -1"),
     ("kinds.P100.contention", "1 s", "kinds.P100.contention: is '1 s', must be a number without a unit"),
     ("kinds", {4: {}}, "kinds: has the key 4, keys must be text"),
-    ("nodes", 4, "nodes: is 4, must be a mapping"),
+    ("nodes", 4, "nodes: is 4, must be a map of keys to values"),
     ("nodes.count", 0, "nodes.count: is 0, must be a whole number >= 1"),
     ("nodes.count", True, "nodes.count: is True, must be a whole number"),
     ("nodes.devices", {"V100": 2}, "nodes.devices.V100: is no kind of this file, those are P100"),
@@ -308,7 +308,7 @@ def test_pcie_groups_must_hold_every_device_once(tmp_path: Path) -> None:
 
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(
-        TopologyError, match=r"topology dgx9: neither .* those are dgx-a100, dgx1-v100, .*p100-cluster"
+        TopologyError, match=r"topology dgx9: is neither .* local, or dgx-a100, dgx1-v100, .*p100-cluster"
     ):
         load_topology("dgx9")
 

@@ -217,13 +217,16 @@ def test_batch_size_and_sizes_override_the_preset() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "lenet"}, r"model lenet: unknown, known are alexnet, inception, .*package\.module:factory"),
-        ({"name": "mlp", "preset": "large"}, "preset large is unknown, known are paper, small"),
+        (
+            {"name": "lenet"},
+            r"model lenet: is unknown, must be alexnet, inception, .*package\.module:factory",
+        ),
+        ({"name": "mlp", "preset": "large"}, "preset large is unknown, must be paper, small"),
         (
             {"name": "rnnlm", "preset": "small", "layer": 3},
             "size layer is unknown, known are steps, layers, hidden",
         ),
-        ({"name": "mlp", "batch_size": 0}, "batch size is 0, must be >= 1"),
+        ({"name": "mlp", "batch_size": 0}, "batch size is 0, must be at least 1"),
     ],
 )
 def test_what_does_not_exist_is_named_in_one_line(arguments: dict[str, Any], message: str) -> None:

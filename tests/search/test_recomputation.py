@@ -29,8 +29,8 @@ from tests.search.builders import (
     random_mesh,
     unrolled,
 )
-from tests.search.test_delta import GRAPHS, TOPOLOGIES, builder_of, reference_ns
-from tests.search.test_sharding import PAIRS, check_plans, sharded
+from tests.search.test_delta import TOPOLOGIES, builder_of, reference_ns
+from tests.search.test_sharding import GRAPHS, PAIRS, check_plans, sharded
 from tests.search.test_taskgraph import LINKS, TRAINING
 
 

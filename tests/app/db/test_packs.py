@@ -256,7 +256,8 @@ def test_other_files_are_no_packs(tmp_path: Path) -> None:
         file = tmp_path / name
         if write is not None:
             write(file)
-        with pytest.raises(UsageError, match=rf"pack .*{name}: .*; export"):
+        advice = "export" if write is not None else "check the path"
+        with pytest.raises(UsageError, match=rf"pack .*{name}: .*; {advice}"):
             read_pack(file)
 
 

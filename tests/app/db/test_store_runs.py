@@ -55,7 +55,7 @@ def test_unknown_strategy_is_named(store: Store) -> None:
         digest[:5],
         digest + "0",
     ):
-        with pytest.raises(UsageError, match=f"strategy '{reference}': is not in database"):
+        with pytest.raises(UsageError, match=f"strategy '{str(reference)[:40]}.*': is not in database"):
             store.strategy(reference)
 
 

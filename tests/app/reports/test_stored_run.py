@@ -32,8 +32,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory, probed: Path) -> Path:
     return path
 
 
-def one_line(outcome: Outcome, *words: str) -> None:
-    assert outcome.code == 2, outcome
+def one_line(outcome: Outcome, *words: str, code: int = 2) -> None:
+    assert outcome.code == code, outcome
     assert outcome.errors.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in outcome.errors
     assert all(word in outcome.errors for word in words)
@@ -148,7 +148,8 @@ def test_a_broken_recording_is_named(run: Command, stored: Path, tmp_path: Path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     try:
-        one_line(run("trace", "--execution", "1", "--output", str(tmp_path / "t.json")), str(path))
+        outcome = run("trace", "--execution", "1", "--output", str(tmp_path / "t.json"))
+        one_line(outcome, str(path), code=1)
     finally:
         path.write_bytes(whole)
 
