@@ -127,7 +127,9 @@ def show_cache(
             }
         )
         return
-    if clear:
+    if folder is None:
+        print_lines("no graphs are kept: you have no cache folder; set HOME or SOAPSTONE_CACHE_DIR")
+    elif clear:
         print_lines(f"{removed} graphs removed from {folder}")
     else:
         print_lines(f"{count} graphs, {mebibytes(size_bytes)}, in {folder}")

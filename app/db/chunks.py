@@ -88,15 +88,30 @@ def begin_folder(store: RunStore, search_id: int) -> Path:
     _check_no_link(store.database, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Of a database that is gone, or of another copy of this one.
-        if not store.traces(search_id=search_id) and any(folder.glob("*.parquet")):
-            raise DatabaseError(
-                f"trace folder {folder}: has the trace of another database, must be empty; move it away, or use "
-                "another database file"
-            )
+        if not store.traces(search_id=search_id):
+            _check_empty(folder)
     except OSError as error:
         raise unwritable(folder, error) from None
     return folder
+
+
+def check_next_folder(store: RunStore) -> None:
+    """Check that a search that begins now finds no other database's trace where its own will be.
+
+    Raises:
+        DatabaseError: a folder of a later search than this database has is not empty.
+    """
+    newest = max((one.id for one in store.searches(limit=1)), default=0)
+    _check_empty(trace_folder(store, newest + 1))
+
+
+def _check_empty(folder: Path) -> None:
+    # What is there is of a database that is gone, or of another copy of this one.
+    if any(folder.glob("*.parquet")):
+        raise DatabaseError(
+            f"trace folder {folder}: has the trace of another database, must be empty; move it away, or use "
+            "another database file"
+        )
 
 
 def may_delete(database: Database) -> bool:

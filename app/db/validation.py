@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from functools import cache
-from math import isfinite, isnan
+from math import inf, isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -43,6 +43,8 @@ TABLES: dict[type, sa.Table] = {
 }
 """Where the rows of a record are."""
 
+# A predicted step that does not fit into memory takes for ever; no other number of a row is infinite.
+_MAY_BE_INFINITE = frozenset({"initial_time_s", "best_time_s", "step_time_s"})
 # Of an operator cost: another row, which is read with it or by itself.
 _SIGNATURE = "signature"
 _LONGEST_SHOWN = 40
@@ -70,6 +72,9 @@ def values_of(kind: type, row: Row) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, read in _readers(kind):
         if name not in row and name == _SIGNATURE:
+            continue
+        if name in _MAY_BE_INFINITE and row[name] == inf:
+            values[name] = inf
             continue
         try:
             values[name] = read(row[name])
@@ -105,8 +110,7 @@ def _reader(hint: Any) -> Reader:
 
 _PLAIN: dict[type, Reader] = {
     int: lambda value: _must(value, type(value) is int, "is no whole number"),
-    # A step that does not fit into memory takes for ever.
-    float: lambda value: _must(value, type(value) in (int, float) and not isnan(value), "is no number"),
+    float: lambda value: _must(value, _is_real(value), "is no number"),
     str: lambda value: _must(value, isinstance(value, str), "is no text"),
     bool: lambda value: _must(value, isinstance(value, bool), "is neither true nor false"),
     datetime: lambda value: _must(value, isinstance(value, datetime), "is no moment"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # No device holds as many samples, and libraries count them in 64 bits or fewer.
 LARGEST_BATCH = 2**31 - 1
 # A user's module must not stand in for one of ours: the import system would find ours first.
-OWN_PACKAGES = ("app", "graph", "profiler", "runtime", "search")
+OWN_PACKAGES = ("__main__", "app", "graph", "profiler", "runtime", "search")
 
 
 @dataclass(frozen=True, slots=True)

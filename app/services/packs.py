@@ -174,7 +174,8 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
         problem = "is no regular file" if file.exists() else "is not there"
         raise UsageError(f"pack {file}: {problem}, must be a file that app db export wrote; check the path")
     try:
-        table = parquet.read_table(file)
+        with file.open("rb") as opened:  # by its name pyarrow finds none that is no UTF-8
+            table = parquet.read_table(opened)
         metadata = table.schema.metadata or {}
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:

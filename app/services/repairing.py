@@ -6,8 +6,10 @@ folder) means the same in the new one.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,19 +50,18 @@ def repair(database: str | None, new: str) -> tuple[Findings, Repaired]:
         UsageError: the new one is there already, or the old one is not.
         DatabaseError: the old one cannot be opened, or the new one cannot be written.
     """
-    url = resolve_url(new)
-    target = connect_engines(url)
+    target = connect_engines(resolve_url(new))
     target.dispose()
     _check_new(target, new)
-    with _removed_on_failure(target):
-        schema.upgrade(url)
-        engine = migration_engine(url)
+    with _filled(target) as made:
+        schema.upgrade(made.url)
+        engine = migration_engine(made.url)
         try:
             with engine.begin() as connection:
-                writer = _Writer(connection, target)
+                writer = _Writer(connection, made, target.name)
                 found = check(database, writer.take)
                 writer.finish()
-                recordings = _copied(found.recordings, target.trace_folder / FOLDER)
+                recordings = _copied(found.recordings, made.trace_folder / FOLDER)
         except exc.DBAPIError as error:
             raise database_failure(target.name, error) from None
         except OSError as error:
@@ -73,11 +74,12 @@ def repair(database: str | None, new: str) -> tuple[Findings, Repaired]:
 class _Writer:
     """Writes rows into a new database, in the order in which they come, and files of traces beside it."""
 
-    def __init__(self, connection: sa.Connection, target: Database) -> None:
+    def __init__(self, connection: sa.Connection, target: Database, name: str) -> None:
         self.written: Counter[str] = Counter()
         self.files = 0
         self._connection = connection
         self._target = target
+        self._name = name
         self._table: sa.Table | None = None
         self._rows: list[Row] = []
 
@@ -108,7 +110,7 @@ class _Writer:
                     self._inserted(self._table, [row])
         except exc.DBAPIError as error:
             # Of the new database: what the old one's reader says of its own must not name it.
-            raise database_failure(self._target.name, _first(error)) from None
+            raise database_failure(self._name, _first(error)) from None
         self._rows = []
 
     def _inserted(self, table: sa.Table, rows: list[Row]) -> bool:
@@ -146,7 +148,7 @@ def _first(error: exc.DBAPIError) -> exc.DBAPIError:
 
 
 def _check_new(target: Database, new: str) -> None:
-    """Check that there is nothing yet where the new database is to be; of SQLite, begin its file."""
+    """Check that there is nothing yet where the new database is to be."""
     beside = target.trace_folder
     there = beside.is_dir() and any(beside.iterdir())
     if target.url.get_backend_name() == "sqlite":
@@ -155,40 +157,68 @@ def _check_new(target: Database, new: str) -> None:
             path for path in (file, Path(f"{file}-wal"), Path(f"{file}-journal")) if os.path.lexists(path)
         ]
         if named:
-            raise UsageError(
-                f"--repair: {named[0]} is there already, must be a new file; choose another name"
-            )
+            raise _there_already(named[0])
     elif schema.status(new)[0] is not None:
         raise UsageError(f"--repair: database {target.name} is not empty, must be; make a new one")
     if there or (beside.exists() and not beside.is_dir()):
         raise UsageError(f"--repair: {beside} is there already, must be new; choose another name")
-    if target.url.get_backend_name() == "sqlite":
-        try:
-            # Ours from now on: another repair at the same moment finds it.
-            os.close(os.open(str(target.url.database), os.O_CREAT | os.O_EXCL, 0o666))
-        except FileExistsError:
-            raise UsageError(
-                f"--repair: {target.name} is there already, must be a new file; choose another name"
-            ) from None
-        except OSError as error:
-            raise unwritable(Path(target.name), error) from None
 
 
 @contextmanager
-def _removed_on_failure(target: Database) -> Iterator[None]:
-    """Remove what was made of a new database if it is not finished: of PostgreSQL its tables."""
+def _filled(target: Database) -> Iterator[Database]:
+    """Give an empty database that becomes the target at the end; where that fails, nothing of it stays.
+
+    One of SQLite is made in a folder of its own and moved: a name that was chosen is never that of half a database,
+    however a repair ends. One of PostgreSQL is the target itself.
+    """
+    if target.url.get_backend_name() != "sqlite":
+        with _emptied_on_failure(target):
+            yield target
+        return
+    file = Path(str(target.url.database))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{file.name}-", suffix=".repairing", dir=file.parent))
+    except OSError as error:
+        raise unwritable(file.parent, error) from None
+    try:
+        made = connect_engines(resolve_url(str(folder / file.name)))
+        made.dispose()
+        yield made
+        _move(made, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move(made: Database, target: Database) -> None:
+    """Move a database of SQLite to its place, its traces first: onto another's, which is not empty, that fails."""
+    file = Path(str(target.url.database))
+    if os.path.lexists(file):
+        raise _there_already(file)
+    try:
+        if made.trace_folder.exists():
+            made.trace_folder.rename(target.trace_folder)
+        Path(str(made.url.database)).rename(file)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise _there_already(target.trace_folder) from None
+        raise unwritable(file.parent, error) from None
+
+
+def _there_already(path: Path) -> UsageError:
+    return UsageError(f"--repair: {path} is there already, must be a new file; choose another name")
+
+
+@contextmanager
+def _emptied_on_failure(target: Database) -> Iterator[None]:
+    """Remove the tables and traces of a new database of PostgreSQL's if it is not finished."""
     try:
         yield
     except BaseException:
         shutil.rmtree(target.trace_folder, ignore_errors=True)
-        if target.url.get_backend_name() == "sqlite":
-            for suffix in ("", "-wal", "-shm", "-journal"):
-                Path(f"{target.url.database}{suffix}").unlink(missing_ok=True)
-        else:
-            models.metadata.drop_all(target.write_engine)
-            with target.write_engine.begin() as connection:
-                connection.execute(sa.text("DROP TABLE IF EXISTS alembic_version"))
-            target.dispose()
+        models.metadata.drop_all(target.write_engine)
+        with target.write_engine.begin() as connection:
+            connection.execute(sa.text("DROP TABLE IF EXISTS alembic_version"))
+        target.dispose()
         raise
 
 

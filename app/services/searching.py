@@ -231,34 +231,36 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
     workers = worker_count(request.workers)
     _named_topology(request)
     model = _imported(request, names, workers, progress)
-    with Store.open(database) as store, _setting(store, request, model, progress) as setting:
-        if request.starts:
-            known = given_starts(store, setting, request.starts)
-        else:
-            known = [] if request.fresh else known_starts(store, setting, request.order)
-        if request.share_weights:
-            known = [*known, *_shared_starts(store, setting, {one.strategy for one in known})]
-        if not known:
-            known = fitting_starts(store, setting, request.order)
-        if request.recompute:
-            progress.begin("searching what to make again in the backward", None)
-            known = [*known, *recomputed_starts(store, setting, request.order, known)]
-            progress.end()
-        options = replace(options, shares=shares_for(len(setting.topology.devices)))
-        search_id = store.start_search(_record(request, options, setting, known))
-        return _search(
-            store,
-            setting,
-            Plan(
-                search_id,
-                names,
-                options,
-                tuple(known),
-                compare_baselines=request.compare_baselines,
-                workers=workers,
-            ),
-            progress,
-        )
+    with Store.open(database) as store:
+        chunks.check_next_folder(store)
+        with _setting(store, request, model, progress) as setting:
+            if request.starts:
+                known = given_starts(store, setting, request.starts)
+            else:
+                known = [] if request.fresh else known_starts(store, setting, request.order)
+            if request.share_weights:
+                known = [*known, *_shared_starts(store, setting, {one.strategy for one in known})]
+            if not known:
+                known = fitting_starts(store, setting, request.order)
+            if request.recompute:
+                progress.begin("searching what to make again in the backward", None)
+                known = [*known, *recomputed_starts(store, setting, request.order, known)]
+                progress.end()
+            options = replace(options, shares=shares_for(len(setting.topology.devices)))
+            search_id = store.start_search(_record(request, options, setting, known))
+            return _search(
+                store,
+                setting,
+                Plan(
+                    search_id,
+                    names,
+                    options,
+                    tuple(known),
+                    compare_baselines=request.compare_baselines,
+                    workers=workers,
+                ),
+                progress,
+            )
 
 
 def resume_search(

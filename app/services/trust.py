@@ -77,7 +77,10 @@ def trusted_folder(model: str, folder: str) -> str:
             f"model {model}: comes from the database, must be named by you to be run from here; add --model {model} "
             "if you trust it"
         )
-    return folder if Path(entry["files"][0]).is_relative_to(Path(folder).resolve()) else ""
+    package = Path(folder).resolve() / model.partition(":")[0].partition(".")[0]
+    first = Path(entry["files"][0])
+    # Not just somewhere below: an environment with all that is installed may be there.
+    return folder if first.is_relative_to(package) or first == package.with_suffix(first.suffix) else ""
 
 
 def is_function_name(model: str) -> bool:

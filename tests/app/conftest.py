@@ -24,7 +24,8 @@ class Outcome:
 
     @property
     def document(self) -> Any:
-        """Standard output as JSON."""
+        """Standard output as JSON; a command that printed none is shown with what it said."""
+        assert self.output, f"exit {self.code}: {self.errors}"
         return json.loads(self.output)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,21 @@ def test_an_interrupted_repair_leaves_nothing(copy: Path, tmp_path: Path) -> Non
     assert list(new.parent.iterdir()) == []
 
 
+def test_a_repair_that_is_killed_leaves_no_database_under_the_new_name(sound: Path, tmp_path: Path) -> None:
+    """And the next one is not in its way."""
+    program = (
+        "import os, signal, sys\nfrom app.services import repairing\n"
+        "repairing._copied = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "repairing.repair(sys.argv[1], sys.argv[2])"
+    )
+    new = tmp_path / "new.sqlite"
+    killed = subprocess.run([sys.executable, "-c", program, str(sound), str(new)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.suffix for path in tmp_path.iterdir()] == [".repairing"]
+    repair(str(sound), str(new))
+    assert check(str(new)).damages == []
+
+
 def test_numbers_go_on_after_those_that_were_saved(sound: Path, database_url: str) -> None:
     repair(str(sound), database_url)
     with Store.open(database_url) as store:
@@ -338,10 +355,13 @@ def test_a_view_in_place_of_a_table_does_not_run(command: Command, copy: Path) -
 def test_of_two_repairs_into_one_file_one_is_refused(copy: Path, tmp_path: Path) -> None:
     new = tmp_path / "other" / "new.sqlite"
     new.parent.mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        attempts = [pool.submit(repair, str(copy), str(new)) for _ in range(2)]
-    errors = [attempt.exception() for attempt in attempts]
-    assert [str(error).endswith("must be a new file; choose another name") for error in errors if error] == [
-        True
+    words = (sys.executable, "-m", "app", "db", "check", "--database", str(copy), "--repair", str(new))
+    repairs = [
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
+    errors = [one.communicate()[1] for one in repairs]
+    assert sorted(one.returncode for one in repairs) == [0, 2], errors
+    assert "is there already" in "".join(errors)
+    assert [path.name for path in new.parent.iterdir() if path.name.startswith(".")] == []
     assert check(str(new)).damages == []

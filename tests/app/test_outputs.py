@@ -21,6 +21,7 @@ WRITING: dict[str, tuple[str, ...]] = {
     "strategy export": ("1",),
     "trace": ("--strategy", "1"),
 }
+NETWORK = ("--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "2")
 # Paths that a command only reads.
 READ = {("db import", "file"), ("strategy import", "file")}
 
@@ -40,8 +41,7 @@ def test_every_path_of_a_command_is_marked_as_written_or_listed_as_read() -> Non
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two databases, each with a search and so with chunks of its trace; to be copied."""
     folder = tmp_path_factory.mktemp("made")
-    network = ("--model", "mlp", "--preset", "small", "--topology", "p100-cluster", "--devices", "2")
-    store_results(folder / "test.sqlite", ("search", *network, "--proposals", "20", "--workers", "1"))
+    store_results(folder / "test.sqlite", ("search", *NETWORK, "--proposals", "20", "--workers", "1"))
     shutil.copy(folder / "test.sqlite", folder / "other.db")
     shutil.copytree(folder / "test.traces", folder / "other.traces")
     return folder
@@ -95,6 +95,16 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.endswith(("-wal", "-shm", ".lock"))
     }
+
+
+def test_a_search_begins_in_no_folder_of_a_database_that_is_gone(command: Command, stored: Path) -> None:
+    (stored / "test.sqlite").unlink()
+    before = contents(stored / "test.traces")
+    outcome = command("search", *NETWORK, "--proposals", "20", "--workers", "1")
+    assert (outcome.code, outcome.output) == (2, ""), outcome
+    assert "search-1: has the trace of another database" in outcome.errors.splitlines()[-1]
+    assert contents(stored / "test.traces") == before
+    assert command("query", "SELECT count(*) AS n FROM searches", "--format", "json").document == [{"n": 0}]
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda one: f"{one.command} {one.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def test_an_imported_pack_is_as_good_as_a_profile(command: Command, database: Pa
     searched = command("search", *SMALL, "--proposals", "20", "--fresh", "--json").document
 
     database.unlink()
+    shutil.rmtree(database.with_suffix(".traces"))
     imported = command("db", "import", str(file), "--json").document
     assert imported["given"] == imported["new"]
     assert imported["new"] == {name: exported[name] for name in imported["new"]}
