@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -11,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from app.db.engine import LOG_SUFFIXES, Database, begins_as_sqlite, with_logs
-from graph.errors import StorageFullError, UsageError
+from app.db.failures import full, is_full
+from graph.errors import UsageError
 
 # What shows that a folder called *.traces is one of Soapstone's.
 _IN_TRACES = ("search-*", "executions")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checked_target(path: Path, database: Database, name: str) -> Path:
@@ -63,11 +62,8 @@ def replacing(target: Path, name: str) -> Iterator[Path]:
             with suppress(OSError):
                 temporary.unlink()
     except OSError as error:
-        if error.errno in _FULL:
-            raise StorageFullError(
-                f"{name} {target}: the disk is full, must have space; nothing was written, free some or choose another "
-                "path"
-            ) from error
+        if is_full(error):
+            raise full(f"{name} {target}", error) from error
         raise _unwritable(name, target, error) from error
 
 

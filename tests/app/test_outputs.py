@@ -176,7 +176,7 @@ def test_a_full_disk_is_called_full_and_is_no_mistake_of_the_user(tmp_path: Path
     target = tmp_path / "kept.json"
     target.write_text("before")
     with (
-        pytest.raises(StorageFullError, match=r"kept\.json: the disk is full") as raised,
+        pytest.raises(StorageFullError, match=r"kept\.json: the disk or a quota is full") as raised,
         replacing(target, "--output"),
         open("/dev/full", "w") as file,
     ):

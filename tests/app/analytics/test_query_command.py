@@ -43,6 +43,15 @@ def filled(database: Path) -> Path:
     return database
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which commands run: an empty one."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
 def test_table_is_the_default(command: Command, filled: Path) -> None:
     outcome = command("query", "SELECT model, operator_count, NULL AS x FROM graphs ORDER BY model")
     assert outcome.code == 0, outcome
@@ -145,22 +154,14 @@ def test_files_hold_all_rows(command: Command, filled: Path, tmp_path: Path) -> 
     ],
 )
 def test_mistakes_are_one_line(
-    command: Command,
-    filled: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    message: str,
+    command: Command, filled: Path, here: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
     outcome = command("query", *arguments)
     assert outcome.code == 2, outcome
     (line,) = outcome.errors.splitlines()
     assert line.startswith("error: ")
     assert message in line
-    assert list(folder.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.skipif(not can_fork(), reason="a query has no process of its own elsewhere")
@@ -174,20 +175,12 @@ def test_mistakes_are_one_line(
     ],
 )
 def test_whatever_a_query_does_it_keeps_its_limits(
-    command: Command,
-    filled: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    message: str,
+    command: Command, filled: Path, here: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
     outcome = command("query", *arguments)
     (line,) = outcome.errors.splitlines()
     assert (outcome.code, message in line) == (1, True), outcome
-    assert list(folder.iterdir()) == []
+    assert list(here.iterdir()) == []
     assert [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE] == []
 
 
