@@ -43,19 +43,19 @@ def list_strategies(
     from app.db.store import Store
 
     with Store.open(database) as store:
-        found = store.strategies(limit=limit)
         names = Referred("graphs", ((graph.id, graph.name) for graph in store.graphs()))
+        models = [(strategy, names[strategy.graph_id]) for strategy in store.strategies(limit=limit)]
     if as_json:
         print_json(
             [
                 {
-                    "id": one.id,
-                    "digest": one.digest,
-                    "model": names[one.graph_id],
-                    "devices": one.device_count,
-                    "source": one.source,
+                    "id": strategy.id,
+                    "digest": strategy.digest,
+                    "model": model,
+                    "devices": strategy.device_count,
+                    "source": strategy.source,
                 }
-                for one in found
+                for strategy, model in models
             ]
         )
         return
@@ -63,14 +63,14 @@ def list_strategies(
         ["id", "digest", "model", "devices", "source", "made"],
         [
             [
-                one.id,
-                one.digest[:12],
-                names[one.graph_id],
-                one.device_count,
-                one.source,
-                f"{one.created_at:%Y-%m-%d %H:%M}",
+                strategy.id,
+                strategy.digest[:12],
+                model,
+                strategy.device_count,
+                strategy.source,
+                f"{strategy.created_at:%Y-%m-%d %H:%M}",
             ]
-            for one in found
+            for strategy, model in models
         ],
     )
 

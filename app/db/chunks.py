@@ -176,9 +176,13 @@ def chunk_file(database: Database, trace: TraceRecord) -> Path | None:
     The path comes out of the database, which others may write to: it must not lead to another file.
     """
     root = database.trace_root.resolve()
-    file = (root / trace.path).resolve()
-    inside = file.is_relative_to(root) and file.relative_to(root).parts[0].endswith(".traces")
-    return file if inside and file.suffix == ".parquet" and file.is_file() else None
+    try:
+        file = (root / trace.path).resolve()
+        is_file = file.suffix == ".parquet" and file.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, links in a circle, a null byte
+        return None
+    inside = file.is_relative_to(root) and file.relative_to(root).parts[:1]
+    return file if is_file and inside and inside[0].endswith(".traces") else None
 
 
 def relative(store: RunStore, path: Path) -> str:

@@ -9,6 +9,7 @@ psycopg.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sqlite3
 import time
@@ -35,6 +36,9 @@ _BEGINNINGS = (
     b"\x37\x7f\x06\x83",
     b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7",
 )
+
+# Whatever it logs it raises as well; where nobody has set up logging, Python would print the traceback.
+logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True)

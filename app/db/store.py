@@ -21,6 +21,7 @@ from app.db.schema import open_database
 from app.db.store_costs import CostStore
 from app.db.store_nouns import NounStore
 from app.db.store_runs import RunStore
+from graph.errors import DamagedDataError
 
 
 class Store(CostStore, NounStore, RunStore):
@@ -51,6 +52,9 @@ class Store(CostStore, NounStore, RunStore):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+        if isinstance(error, DamagedDataError) and str(error).startswith("table "):
+            # Found in a record, which does not know where it was read.
+            raise DamagedDataError(f"database {self.database.name}: {error}") from None
 
     def table_counts(self) -> dict[str, int]:
         """Return the number of rows of every table, by name."""

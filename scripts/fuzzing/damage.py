@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -42,7 +43,15 @@ def damage(folder: Path, random: Random) -> str:
         weights=(6, 8, 4, 4, 3, 1, 2),
         k=random.choice((1, 1, 1, 2, 3)),
     )
-    return "; ".join(kind(folder, random) for kind in kinds)
+    return "; ".join(_done(kind, folder, random) for kind in kinds)
+
+
+def _done(kind: Damage, folder: Path, random: Random) -> str:
+    """Return words for one kind of damage; what was damaged before may leave it nothing to damage."""
+    try:
+        return kind(folder, random)
+    except (sqlite3.Error, IndexError, OSError, ValueError) as error:
+        return f"{kind.__name__} had nothing to damage ({error})"
 
 
 def _files(folder: Path) -> list[Path]:

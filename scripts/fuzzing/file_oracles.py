@@ -88,6 +88,8 @@ class FileJudge:
             yield self._finding("wrote a file", name, name)
 
     def _judge_stored(self, name: str, old: Entry, new: Entry | None) -> Iterator[Finding]:
+        if not old.content and name == "db.sqlite" and new is not None:
+            return  # an empty file is a new database
         was_database = old.content.startswith(b"SQLite")
         if new is None or new.kind != old.kind or (was_database and not new.content.startswith(b"SQLite")):
             if not (self._writes and ".traces" in name):

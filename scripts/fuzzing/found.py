@@ -165,4 +165,6 @@ FOUND = (
     FoundCase(_REBUILD, _without_column("db.traces/search-1/configurations-*.parquet", "family")),
     FoundCase(_REBUILD, _bytes(_CHUNK, lambda raw: raw[:-200] + bytes([raw[-200] ^ 4]) + raw[-199:])),
     FoundCase(_REBUILD, _removed(_CHUNK)),
+    FoundCase(_QUERY, _linked("db.traces/search-2/chunk-000001.parquet", "chunk-000001.parquet")),
+    FoundCase(("compare",), _bytes("db.sqlite", lambda _: b"")),
 )  # fmt: skip

@@ -45,7 +45,7 @@ def judge(outcome: Outcome, stop: signal.Signals | None, *, damaged: bool) -> It
         yield Finding("traceback", _frame(outcome.errors), last[:300])
     else:
         yield from _unexpected_code(outcome, sent, last, damaged=damaged)
-        yield from _wrong_messages(outcome, last)
+        yield from _wrong_messages(outcome, sent, last)
     yield from _steering(outcome)
     for line in outcome.orphans:
         yield Finding("left a process", f"{command_of(outcome)}: {shape(line)}", line)
@@ -90,12 +90,14 @@ def _unexpected_code(
         yield Finding(told, _frame(outcome.errors) or f"{command_of(outcome)}: {shape(last)}", last[:300])
 
 
-def _wrong_messages(outcome: Outcome, last: str) -> Iterator[Finding]:
+def _wrong_messages(outcome: Outcome, sent: signal.Signals | None, last: str) -> Iterator[Finding]:
     """Look for an error that is not said in one line, the last."""
     command, errors = command_of(outcome), outcome.errors
     messages = [line for line in errors.splitlines() if line.startswith("error:")]
-    if warning := _WARNING.search(errors):
+    for warning in _WARNING.finditer(errors):
         line = errors[warning.start() :].splitlines()[0]
+        if sent == signal.SIGKILL and "resource_tracker" in line:
+            continue  # Python's own process tidies up what the killed one cannot, and says so
         yield Finding("warning", shape(line), line[:300])
     if len(messages) > 1 or (messages and messages[-1] != last):
         yield Finding("more than one line of error", command, " | ".join(errors.splitlines()[-3:])[:300])

@@ -263,7 +263,8 @@ def test_rows_without_their_parents_are_left_out_and_counted(
         connection.execute("DELETE FROM graphs")
     outcome = command("strategy", "list")
     assert is_one_line(outcome), outcome
-    assert "table graphs, row 1: is not there, while another row refers to it" in outcome.errors
+    where = f"database {copy}: table graphs, row 1"
+    assert f"error: {where}: is not there, while another row refers to it" in outcome.errors
     found = check_saved(command, copy, tmp_path_factory.mktemp("saved") / "new.sqlite")
     assert found["code"] == 1
     assert {one["table"] for one in found["damages"]} >= {"strategies", "searches", "simulations", "traces"}

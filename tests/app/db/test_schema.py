@@ -333,6 +333,26 @@ def test_migrations_are_found_in_an_installed_package(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_an_interrupt_while_a_connection_is_closed_is_no_traceback(tmp_path: Path) -> None:
+    """SQLAlchemy logs it, and raises it as well."""
+    program = """
+import sys
+from app.db import engine
+def interrupted(self):
+    raise KeyboardInterrupt
+engine.Connection.close = interrupted
+database = engine.connect_engines(engine.resolve_url(sys.argv[1]))
+database.write_engine.connect().close()
+try:
+    database.dispose()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "new.sqlite")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
 def test_without_a_home_folder_there_is_no_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nor is there one relative to where the user is, who may be in somebody else's folder."""
     monkeypatch.chdir(tmp_path)
