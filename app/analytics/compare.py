@@ -112,7 +112,11 @@ def compare(
                 raise UsageError(
                     f"search {search}: is not in database {database.name}, must be; search first"
                 )
-        parameters = {"model": model, "topology": topology, "search": search}
+        # An argument's bytes may be no text: then nothing is called so.
+        names = {"model": model, "topology": topology}
+        parameters = {
+            key: name and name.encode(errors="backslashreplace").decode() for key, name in names.items()
+        } | {"search": search}
         rows = connection.execute(_ROWS, parameters).fetchall()
         accuracy = connection.execute(_ACCURACY, parameters).fetchall()
     return Comparison(tuple(ComparisonRow(*row) for row in rows), tuple(Accuracy(*row) for row in accuracy))

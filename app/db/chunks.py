@@ -85,7 +85,7 @@ def begin_folder(store: RunStore, search_id: int) -> Path:
         DatabaseError: it cannot be made, leads elsewhere, or has files although nothing of the search is registered.
     """
     folder = trace_folder(store, search_id)
-    _check_no_link(store.database, folder)
+    check_no_link(store.database, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not store.traces(search_id=search_id):
@@ -134,7 +134,12 @@ def may_delete(database: Database) -> bool:
         return False
 
 
-def _check_no_link(database: Database, folder: Path) -> None:
+def check_no_link(database: Database, folder: Path) -> None:
+    """Check that neither a folder of traces nor all of them together are behind a link, which may lead anywhere.
+
+    Raises:
+        DatabaseError: one is.
+    """
     for path in (database.trace_folder, folder):
         if path.is_symlink():
             raise DatabaseError(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.db.chunk_files import readable
+from app.db.chunks import check_no_link
 from app.db.failures import unwritable
 from app.db.records import ExecutionRecord
 from app.db.store import Store
@@ -63,6 +64,7 @@ def write_recording(store: Store, execution: ExecutionRecord, recorded: Recorded
                 values = (step, rank, label.kind, label.subject, label.name, span.start_ns, span.end_ns)
                 for column, value in zip(rows.values(), values, strict=True):
                     column.append(value)
+    check_no_link(store.database, path.parent)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

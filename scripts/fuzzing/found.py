@@ -167,4 +167,5 @@ FOUND = (
     FoundCase(_REBUILD, _removed(_CHUNK)),
     FoundCase(_QUERY, _linked("db.traces/search-2/chunk-000001.parquet", "chunk-000001.parquet")),
     FoundCase(("compare",), _bytes("db.sqlite", lambda _: b"")),
+    FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip

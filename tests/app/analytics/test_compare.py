@@ -201,3 +201,9 @@ def test_best_per_model_equals_numbers_by_hand(store: Store, scene: Scene) -> No
         ).fetchall()
     best = samples.strategy(scene.graph_id, 2).digest
     assert rows == [("inception", "local", 8, best, 1.0, 2.0, best, 0.8, 3.125, 4)]
+
+
+def test_a_name_that_is_no_text_is_that_of_no_model(store: Store, scene: Scene) -> None:
+    """Arguments of a command line are bytes."""
+    assert compare(store.database, "\udcff").rows == ()
+    assert compare(store.database, topology="\udcff").rows == ()

@@ -9,6 +9,7 @@ import pytest
 from app.db.store import Store
 from app.services.tracing_attribution import attribute
 from app.services.tracing_store import Recording, read_recording, write_recording
+from graph.errors import DatabaseError
 from graph.training import Training
 from runtime.spans import Label, Span
 from search.baselines import single_device
@@ -49,3 +50,16 @@ def test_a_device_without_work_waits_all_along(tmp_path: Path, busy: int) -> Non
     assert waiting.predicted_s == pytest.approx(simulation.step_time_s / 2)
     assert sum(row.measured_s for row in found.rows) == pytest.approx(found.measured_s) == pytest.approx(3e-6)
     assert sum(row.predicted_s for row in found.rows) == pytest.approx(found.predicted_s)
+
+
+def test_a_recording_is_not_written_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "test.traces").mkdir()
+    (tmp_path / "test.traces" / "executions").symlink_to(tmp_path / "elsewhere")
+    with Store.open(tmp_path / "test.sqlite") as store:
+        scene = Scene.stored(store)
+        strategy = store.put_strategy(samples.strategy(scene.graph_id, 1))
+        execution = store.execution(store.start_execution(scene.execution(strategy)))
+        with pytest.raises(DatabaseError, match="executions: is a link, must be a folder"):
+            write_recording(store, execution, (((),),))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
