@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from app.analytics.accuracy import Accuracy, accuracy_query
-from app.analytics.duck import connect
+from app.analytics.duck import as_text, connect
 from app.db.engine import Database
 from graph.errors import UsageError
 
@@ -112,11 +112,7 @@ def compare(
                 raise UsageError(
                     f"search {search}: is not in database {database.name}, must be; search first"
                 )
-        # An argument's bytes may be no text: then nothing is called so.
-        names = {"model": model, "topology": topology}
-        parameters = {
-            key: name and name.encode(errors="backslashreplace").decode() for key, name in names.items()
-        } | {"search": search}
+        parameters = {"model": as_text(model), "topology": as_text(topology), "search": search}
         rows = connection.execute(_ROWS, parameters).fetchall()
         accuracy = connection.execute(_ACCURACY, parameters).fetchall()
     return Comparison(tuple(ComparisonRow(*row) for row in rows), tuple(Accuracy(*row) for row in accuracy))

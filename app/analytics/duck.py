@@ -110,6 +110,11 @@ def _connected(
     return connection
 
 
+def as_text(name: str | None) -> str | None:
+    """Return a name as DuckDB takes it; the bytes of an argument may be no text, and then nothing is called so."""
+    return None if name is None else name.encode(errors="backslashreplace").decode()
+
+
 def spill_folder() -> Path:
     """Return a folder, not there yet, for what does not fit into memory."""
     return Path(tempfile.gettempdir(), f"soapstone-query-{uuid.uuid4().hex}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.analytics.duck import connect
+from app.analytics.duck import as_text, connect
 from app.db.engine import Database
 
 if TYPE_CHECKING:
@@ -118,14 +118,17 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
 
 
 # What a step is beside its network: batch size, number format, optimizer.
-_TRAINING = "batch_size || ', ' || precision || ', ' || optimizer"
+_TRAINING = (
+    "coalesce(batch_size || ', ' || precision || ', ' || optimizer, "
+    "error('table trainings, row ' || training_id || ' lacks what it must say'))"
+)
 _WANTED = (
     "($model::VARCHAR IS NULL OR model = $model) AND ($topology::VARCHAR IS NULL OR topology = $topology)"
 )
 
 
 def _names(wanted: Filter) -> dict[str, object]:
-    return {"model": wanted.model, "topology": wanted.topology}
+    return {"model": as_text(wanted.model), "topology": as_text(wanted.topology)}
 
 
 def _summaries(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[Summary, ...]:

@@ -167,5 +167,7 @@ FOUND = (
     FoundCase(_REBUILD, _removed(_CHUNK)),
     FoundCase(_QUERY, _linked("db.traces/search-2/chunk-000001.parquet", "chunk-000001.parquet")),
     FoundCase(("compare",), _bytes("db.sqlite", lambda _: b"")),
+    FoundCase(("report",), _sql("UPDATE trainings SET document = json_remove(document, '$.optimizer')")),
+    FoundCase(("report", "--model", "\udcff")),
     FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip
