@@ -91,6 +91,16 @@ def _metadata(pattern: str, key: str, value: str) -> Damage:
     return damage
 
 
+def _without_rows(pattern: str) -> Damage:
+    def damage(folder: Path) -> None:
+        import pyarrow.parquet as pq
+
+        for path in folder.glob(pattern):
+            pq.write_table(pq.read_table(path).slice(0, 0), path)
+
+    return damage
+
+
 def _removed(pattern: str) -> Damage:
     def damage(folder: Path) -> None:
         for path in folder.glob(pattern):
@@ -169,5 +179,6 @@ FOUND = (
     FoundCase(("compare",), _bytes("db.sqlite", lambda _: b"")),
     FoundCase(("report",), _sql("UPDATE trainings SET document = json_remove(document, '$.optimizer')")),
     FoundCase(("report", "--model", "\udcff")),
+    FoundCase(("trace", "--execution", "1"), _without_rows("db.traces/executions/*.parquet")),
     FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip
