@@ -264,9 +264,10 @@ class CostStore(StorePart):
                 newest=max(row.newest for row in group),
                 link_fits=sum(row.link_fits for row in group),
             )
-            for (kind_id, environment_id), group in sorted(groups.items())
+            for (kind_id, environment_id), group in groups.items()
         ]
-        return sorted(found, key=lambda one: one.newest, reverse=True)
+        found.sort(key=lambda summary: (summary.device_kind.id, summary.environment.id))
+        return sorted(found, key=lambda summary: summary.newest, reverse=True)
 
 
 def _held(table: sa.Table, measured: Any, failed: Any, link_fits: Any) -> sa.Select[Any]:

@@ -180,5 +180,6 @@ FOUND = (
     FoundCase(("report",), _sql("UPDATE trainings SET document = json_remove(document, '$.optimizer')")),
     FoundCase(("report", "--model", "\udcff")),
     FoundCase(("trace", "--execution", "1"), _without_rows("db.traces/executions/*.parquet")),
+    FoundCase(("db", "status"), _sql("UPDATE link_fits SET device_kind_id = 'x' WHERE id = 14")),
     FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip
