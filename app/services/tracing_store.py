@@ -145,9 +145,10 @@ def read_file(path: Path) -> tuple[Timeline, ...]:
         table.validate()
         if any(column.null_count for column in table.columns):
             raise ValueError("a value is missing")
-        if table.num_rows == 0 or min(table["rank"].to_pylist()) < 0:
+        columns = table.to_pydict()
+        if not columns["rank"] or min(columns["rank"]) < 0:
             raise ValueError("it has no step, or a rank below 0")
-        return _timelines(table.to_pydict())
+        return _timelines(columns)
 
 
 def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[Timeline, ...]:
