@@ -56,6 +56,8 @@ class Session:
             if finding.key not in self.tally.found:
                 self.tally.found[finding.key] = self._described(result, finding)
                 print(self.tally.found[finding.key], flush=True)
+                if case.stop is not None:  # its moment does not come again
+                    print(_errors(result), flush=True)
 
     def _described(self, result: Result, finding: Finding) -> str:
         case = result.case
@@ -119,6 +121,12 @@ def described(case: Case, damage: str, finding: Finding) -> str:
     damaged = f" [{words[:400]}]" if words else ""
     told = f"FOUND {finding.key} | {finding.words!a} | {_short(typed)}{stop}{damaged} | {case.replay}"
     return "".join(_visible(letter) for letter in told)
+
+
+def _errors(result: Result) -> str:
+    """Return what the commands of a case wrote to standard error, indented; of very much the end."""
+    lines = [line for outcome in result.outcomes for line in outcome.errors.splitlines()]
+    return "\n".join("    " + "".join(_visible(letter) for letter in line) for line in lines[-100:])
 
 
 def _short(text: str) -> str:
