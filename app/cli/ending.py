@@ -32,6 +32,8 @@ AGAIN_S = 0.5
 GRACE_S = 5.0
 # For a child that was killed, or has nothing left to do.
 REAP_S = 1.0
+# Until a request is made again that came where no exception gets out; less than `AGAIN_S`.
+RETRY_S = 0.05
 
 
 class Listener:
@@ -55,6 +57,7 @@ class Listener:
         for number in WORDS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._take)
+        sys.unraisablehook = self._ask_again
         if watched:
             self._thread.start()
             signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
@@ -86,6 +89,16 @@ class Listener:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
+
+    def _ask_again(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Send a signal again whose exception came in a destructor or a callback, where Python drops it."""
+        if self.first is None or not isinstance(ignored.exc_value, KeyboardInterrupt | SystemExit):
+            sys.__unraisablehook__(ignored)
+            return
+        self._raised = False
+        again = threading.Timer(RETRY_S, os.kill, (os.getpid(), self.first))
+        again.daemon = True
+        again.start()
 
     def _watch(self) -> None:
         """See every signal as it arrives, whatever the main thread does."""

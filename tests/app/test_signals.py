@@ -75,8 +75,11 @@ def ended(script: str) -> subprocess.CompletedProcess[str]:
         "import builtins\nreal = builtins.__import__\n"
         "def look(name, *rest):\n    if name == 'typer': os.kill(os.getpid(), {0})\n    return real(name, *rest)\n"
         "builtins.__import__ = look\nmain.command()\n",
+        # Python drops what is raised there.
+        "class Part:\n    def __del__(self): os.kill(os.getpid(), {0}); time.sleep(0.2)\n"
+        "def work():\n    Part()\n    time.sleep(9)\n    print('goes on')\n" + SERVE,
     ],
-    ids=["in a command", "in an import"],
+    ids=["in a command", "in an import", "in a destructor"],
 )
 def test_a_signal_is_said_in_a_word_and_has_its_exit_code(
     stage: str, number: signal.Signals, word: str
