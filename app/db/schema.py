@@ -7,7 +7,7 @@ schema is never changed silently: a running process of an older Soapstone may st
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,8 +95,10 @@ def status(database: str | os.PathLike[str] | sa.URL | None = None) -> tuple[str
         DatabaseError: it cannot be opened, or belongs to another program.
     """
     url = database if isinstance(database, sa.URL) else resolve_url(database)
-    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
-        return None, HEAD
+    if url.get_backend_name() == "sqlite":
+        with suppress(OSError):  # `connect_engines` says what is wrong with such a name
+            if not Path(str(url.database)).exists():
+                return None, HEAD
     opened = connect_engines(url)
     try:
         return _current(opened.read_engine), HEAD

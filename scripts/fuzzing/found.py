@@ -181,5 +181,6 @@ FOUND = (
     FoundCase(("report", "--model", "\udcff")),
     FoundCase(("trace", "--execution", "1"), _without_rows("db.traces/executions/*.parquet")),
     FoundCase(("db", "status"), _sql("UPDATE link_fits SET device_kind_id = 'x' WHERE id = 14")),
+    FoundCase(("db", "status", "--database", "a" * 300)),
     FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip
