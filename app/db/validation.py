@@ -136,9 +136,16 @@ def _is_real(value: Any) -> bool:
 
 def _parsed(text: Any) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (TypeError, ValueError, RecursionError):
         raise _Malformed(f"{_shown(text)} is no JSON") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)  # JSON has none such, and no document of ours
+    return number
 
 
 def _mapping(text: Any) -> dict[str, Any]:

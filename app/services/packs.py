@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -170,8 +171,9 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    if not file.is_file():
-        problem = "is no regular file" if file.exists() else "is not there"
+    # A name may be longer than paths can be: nothing is there then.
+    if not os.path.isfile(file):
+        problem = "is no regular file" if os.path.exists(file) else "is not there"
         raise UsageError(f"pack {file}: {problem}, must be a file that app db export wrote; check the path")
     try:
         with file.open("rb") as opened:  # by its name pyarrow finds none that is no UTF-8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -454,7 +455,7 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
                 f"{setting.training.batch_size}, must be; run app search first"
             )
         record = ranked.strategy
-    elif Path(reference).suffix == ".json" or Path(reference).is_file():
+    elif Path(reference).suffix == ".json" or os.path.isfile(reference):
         return read_strategy(Path(reference), graph, count), "import"
     else:
         record = store.strategy(reference)

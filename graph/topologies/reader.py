@@ -22,6 +22,7 @@ Quantities are numbers in base units (bytes, seconds, FLOP/s) or text with a uni
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -87,8 +88,9 @@ def read_topology(name_or_path: str | Path, nodes: int | None = None) -> Topolog
         content = resources.files("graph.topologies").joinpath(f"{text}.yaml").read_text(encoding="utf-8")
         return parse_topology(content, text, f"{text}.yaml", nodes)
     path = Path(name_or_path)
-    if not path.is_file():
-        problem = "is no regular file" if path.exists() else "is neither a file nor packaged"
+    # A name may be longer than paths can be: nothing is there then.
+    if not os.path.isfile(path):
+        problem = "is no regular file" if os.path.exists(path) else "is neither a file nor packaged"
         raise TopologyError(
             f"topology {shown(text, 400)}: {problem}, must be a YAML file, local, or {', '.join(packaged_names())}; "
             f"{meant(text, packaged_names())}"

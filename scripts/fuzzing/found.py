@@ -182,5 +182,15 @@ FOUND = (
     FoundCase(("trace", "--execution", "1"), _without_rows("db.traces/executions/*.parquet")),
     FoundCase(("db", "status"), _sql("UPDATE link_fits SET device_kind_id = 'x' WHERE id = 14")),
     FoundCase(("db", "status", "--database", "a" * 300)),
+    FoundCase(("search", *_SMALL, "--topology", "a" * 300)),
+    FoundCase(("db", "import", "a" * 300)),
+    FoundCase(("strategy", "import", "a" * 300)),
+    FoundCase(("trace", *_SMALL, "--strategy", "a" * 300)),
+    FoundCase(
+        ("db", "export", "new.parquet"), _sql("UPDATE environments SET facts = '{\"memory_gib\":NaN}'")
+    ),
+    FoundCase(
+        ("db", "export", "new.parquet"), _sql("UPDATE device_kinds SET description = '{\"cores\":1e999}'")
+    ),
     FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip
