@@ -6,19 +6,68 @@ loss, which is made anyway, so that all ranks notice in the same step where one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from graph.errors import RuntimeFailure
+from graph.errors import RuntimeFailure, UsageError
 from graph.operators import OperatorGraph
-from runtime.fingerprints import fingerprints
+from runtime.fingerprints import fingerprint, fingerprints
 from runtime.ranks import gather_everywhere
 
 # What a rank adds whose batch does not fit; fingerprints are not negative.
 UNFIT = -1.0
+
+# Arguments of `Trainer.backward` itself, which a module can therefore not have as keywords.
+RESERVED = frozenset({"scale", "scaler"})
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a rank was given for a step: tensors by the graph's names, the scale of the loss; or why it refuses."""
+
+    inputs: dict[str, torch.Tensor]
+    scale: float
+    problem: RuntimeFailure | None
+
+    def mark(self, device: torch.device) -> torch.Tensor:
+        """Return the number by which ranks notice that they were given different things."""
+        if self.problem is not None:
+            return torch.tensor(UNFIT)
+        return fingerprint({**self.inputs, "scale": torch.tensor(self.scale, dtype=torch.float64)}, device)
+
+
+def checked_scale(scale: float) -> float:
+    """Return the scale of a loss.
+
+    Raises:
+        RuntimeFailure: it is no finite number.
+    """
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RuntimeFailure(f"scale: is {_short(scale)}, must be a finite number; pass 1 / n for n batches")
+    return number
+
+
+def require_free(keywords: Iterable[str]) -> None:
+    """Refuse keywords of a module that `Trainer.backward` takes for itself.
+
+    Raises:
+        UsageError: there is one.
+    """
+    taken = sorted(RESERVED.intersection(keywords))
+    if taken:
+        raise UsageError(
+            f"inputs: {taken[0]} is a keyword of the module and an argument of backward, must be one of them; pass it "
+            "to the module by position"
+        )
 
 
 class Inputs:
@@ -71,21 +120,26 @@ def _short(item: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def require_same(inputs: Mapping[str, torch.Tensor], problem: RuntimeFailure | None) -> None:
+def require_same(batch: Batch) -> None:
     """Check that every rank was given the same batch, and that on none there is a problem. All ranks must call it.
 
     Raises:
         RuntimeFailure: the same on all ranks.
     """
-    own = None if problem is None else str(problem)
-    found = gather_everywhere((own, {} if problem is not None else fingerprints(inputs)))
-    for rank, (reason, _) in enumerate(found):
+    own = None if batch.problem is None else str(batch.problem)
+    told = gather_everywhere((own, batch.scale, fingerprints(batch.inputs)))
+    for rank, (reason, _, _) in enumerate(told):
         if reason is not None:
-            alike = all(other == reason for other, _ in found)
+            alike = all(other == reason for other, _, _ in told)
             raise RuntimeFailure(reason if alike else f"rank {rank}: {reason}")
-    for rank, (_, of_rank) in enumerate(found):
+    _, first_scale, first = told[0]
+    for rank, (_, scale, of_rank) in enumerate(told):
+        if scale != first_scale:
+            raise RuntimeFailure(
+                f"scale: of rank {rank} is {scale:g}, must be that of rank 0, {first_scale:g}; pass the same everywhere"
+            )
         for name, value in of_rank.items():
-            if value != found[0][1][name]:
+            if value != first[name]:
                 raise RuntimeFailure(
                     f"inputs: {name} of rank {rank} differs from that of rank 0, must be the same whole batch on "
                     "every rank; seed the data loader alike everywhere and use no distributed sampler"

@@ -351,7 +351,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """Starts the backward: the gradient of each part of the loss is one."""
+    """Starts the backward: the gradient of each part of the loss is the loss scale."""
 
     parts: Slots
 
@@ -363,7 +363,8 @@ class Seed:
     def run(self, state: StepState) -> None:
         """Set the gradients."""
         for slot in self.parts:
-            state.gradients.set(slot, torch.ones_like(state.values[slot]))
+            # Not full_like, which refuses a scale beyond the range of float16 that must become infinite.
+            state.gradients.set(slot, torch.ones_like(state.values[slot]).mul_(state.loss_scale))
 
 
 @dataclass(frozen=True, slots=True)

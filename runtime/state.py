@@ -87,6 +87,7 @@ class StepState:
         "gradients",
         "leaving",
         "loss",
+        "loss_scale",
         "parts",
         "reducing",
         "renewed",
@@ -116,6 +117,8 @@ class StepState:
         self.weights: dict[int, torch.Tensor] = {}
         self.renewed: dict[int, torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
+        # Gradients are those of the loss times this.
+        self.loss_scale = 1.0
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[tuple[int, Message]]) -> None:
         """Start the messages of one event; received ones arrive in their slots (`wait_for`)."""

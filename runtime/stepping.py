@@ -148,9 +148,15 @@ class StepRunner:
         finally:
             self._program, self._state.world = program, own
 
-    def differentiate(self, number: int) -> None:
-        """Do forward, backward and synchronization of one step; buffers are renewed. `number` seeds dropout."""
+    def differentiate(self, number: int, *, loss_scale: float = 1.0) -> None:
+        """Do forward, backward and synchronization of one step; buffers are renewed.
+
+        Args:
+            number: of the step; it seeds dropout.
+            loss_scale: gradients are those of the loss times this; the loss stays as it is.
+        """
         state = self._state
+        state.loss_scale = loss_scale
         state.context = ExecutionContext(seed=self._seed, step=number, device=self._device)
         self._forget_gradients()
         for slot, weight, selection, differentiable in self._refreshed:

@@ -9,25 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from graph.errors import RuntimeFailure
 from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, weight_holdings
 from graph.strategy import Strategy
-from runtime.batches import UNFIT, Inputs, require_same
+from runtime.batches import Batch, Inputs, checked_scale, require_same
+from runtime.clipping import Clipping
 from runtime.collecting import collect_buffers, collect_weights, scatter_parts, share_whole
 from runtime.communication import World
-from runtime.fingerprints import fingerprint
+from runtime.grad_scaling import scale_of, step_scaled
 from runtime.optimizer_state import OptimizerParts, make_optimizer
 from runtime.processes import leave_group
 from runtime.ranks import everywhere, from_rank_0
-from runtime.selections import Selection
-from runtime.sharing import parts_of_weight
 from runtime.stepping import StepRunner
-
-# As torch.nn.utils.clip_grad_norm_ has it.
-CLIP_EPSILON = 1e-6
 
 
 class Parameters(list[nn.Parameter]):
@@ -84,6 +81,8 @@ class Trainer:
         self._leaves_group = leaves_group
         self._inputs = Inputs(plan.graph, example)
         self._inputs_compared = False
+        # Whether a GradScaler has scaled the gradients so far.
+        self._scaled = False
         self._runner = StepRunner(plan, world, seed=seed, device=device)
         self._tensors = _named_tensors(module)
         self._buffer_holdings = {
@@ -114,7 +113,7 @@ class Trainer:
             (name, parameter.requires_grad, (parameter, own))
             for (name, parameter), own in zip(module.named_parameters(), self._parameters, strict=True)
         ]
-        self._counted = self._cells_to_count()
+        self._clipping = Clipping(plan, world, self._by_name, self._runner.updated)
 
     def __enter__(self) -> Trainer:
         return self
@@ -134,12 +133,16 @@ class Trainer:
 
     # ---- steps
 
-    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self, *args: Any, scale: float = 1.0, scaler: GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         """Do one training step on a batch: forward, backward, synchronization, update.
 
         Args:
             *args: what the module takes, of the example's shapes: the same whole batch on every rank. Each rank reads
                 the parts that its tasks need, whatever the strategy splits.
+            scale: as of `backward`.
+            scaler: as of `backward` and `apply`.
             **kwargs: further inputs, as in the example.
 
         Returns:
@@ -148,19 +151,28 @@ class Trainer:
         Raises:
             RuntimeFailure: an input has another shape than the example, or another rank is lost.
         """
-        loss = self.backward(*args, **kwargs)
-        self.apply()
+        loss = self.backward(*args, scale=scale, scaler=scaler, **kwargs)
+        self.apply(scaler)
         return loss
 
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, *args: Any, scale: float = 1.0, scaler: GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         """Do forward, backward and synchronization; gradients add up until `apply`. Returns the loss as `step` does.
 
         A batch that does not fit, or is another one on some rank, is refused on all ranks, and changes nothing.
+
+        Args:
+            *args: as of `step`.
+            scale: the gradients are those of `scale` times the loss; the loss that is returned is not scaled. With
+                1 / n, n batches make the step of their mean. The same on every rank.
+            scaler: scales the loss as well, as `scaler.scale(loss).backward()` does; give it to `apply`, too.
+            **kwargs: as of `step`.
         """
-        inputs, problem = self._taken(args, kwargs)
+        batch = self._taken(args, kwargs, scale, scaler)
         alone = self._world.size == 1
-        if not self._inputs_compared or (alone and problem is not None):
-            require_same(inputs, problem)
+        if not self._inputs_compared or (alone and batch.problem is not None):
+            require_same(batch)
             self._inputs_compared = True
         by_name = self._by_name
         updated = {name: by_name[name] for name in self._runner.updated}
@@ -170,20 +182,18 @@ class Trainer:
             for name, parameter in updated.items()
         }
         buffers = self._runner.buffer_values()
-        if problem is None:
-            self._runner.set_inputs(inputs)
+        if batch.problem is None:
+            self._runner.set_inputs(batch.inputs)
         # With a batch that does not fit, the one before stands in for it: the others need not wait for this rank.
-        self._runner.differentiate(self.step_number)
-        mark = None
-        if not alone:
-            mark = fingerprint(inputs, self.device) if problem is None else torch.tensor(UNFIT)
-        loss, marks = self._runner.loss_and_marks(mark)
-        if len(set(marks.tolist())) > 1 or problem is not None:
+        self._runner.differentiate(self.step_number, loss_scale=batch.scale)
+        loss, marks = self._runner.loss_and_marks(None if alone else batch.mark(self.device))
+        if len(set(marks.tolist())) > 1 or batch.problem is not None:
             self._runner.put_back_buffers(buffers)
             for name, parameter in updated.items():
                 parameter.grad = before[name]
-            require_same(inputs, problem)
+            require_same(batch)
         self.step_number += 1
+        self._scaled |= scaler is not None and scaler.is_enabled()
         taken: set[int] = set()
         for name, found in self._runner.own_gradients().items():
             if found is None:
@@ -197,9 +207,9 @@ class Trainer:
         return loss
 
     def _taken(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], RuntimeFailure | None]:
-        """Return a batch's tensors by the graph's names, and why this rank refuses the step, if it does."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, scaler: GradScaler | None
+    ) -> Batch:
+        """Return what this rank was given for a step, or why it refuses the step."""
         try:
             for name, flag, parameters in self._trained:
                 for parameter in parameters:
@@ -208,18 +218,38 @@ class Trainer:
                             f"parameter {name}: requires_grad is {not flag}, must be {flag} as when parallelize was "
                             "called; set it before, or call parallelize again"
                         )
-            return self._inputs.checked(args, kwargs), None
+            scale = checked_scale(scale)
+            if scaler is not None:
+                scale *= scale_of(scaler, self.graph, self.device)
+            return Batch(self._inputs.checked(args, kwargs), scale, None)
         except RuntimeFailure as problem:
-            return {}, problem
+            return Batch({}, 1.0, problem)
 
-    def apply(self) -> None:
-        """Update the weights from the gradients so far, and forget these."""
-        self.optimizer.step()
+    def apply(self, scaler: GradScaler | None = None) -> None:
+        """Update the weights from the gradients so far, and forget these. All ranks must call it.
+
+        Args:
+            scaler: with which `backward` was called: gradients are unscaled where `scaler.unscale_(trainer.optimizer)`
+                has not done so, and the update is skipped on all ranks where one of them found an infinite gradient
+                or NaN, as `scaler.step(optimizer)` does. `scaler.update()` follows, on every rank.
+
+        Raises:
+            RuntimeFailure: gradients are scaled, and there is no scaler.
+        """
+        if scaler is None and self._scaled:
+            raise RuntimeFailure(
+                "apply: the gradients were scaled by a GradScaler, must be unscaled; pass it: apply(scaler)"
+            )
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            step_scaled(scaler, self.optimizer, self._world, self.device)
         self._runner.make_weights_whole()
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Forget the gradients so far."""
+        self._scaled = False
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -233,25 +263,7 @@ class Trainer:
             max_norm: the largest norm allowed.
             norm_type: p of the p-norm; `float("inf")` for the largest element.
         """
-        parts = [
-            selection.take(parameter.grad)
-            for parameter, selections in self._counted
-            if parameter.grad is not None
-            for selection in selections
-        ]
-        norms = [torch.linalg.vector_norm(part, norm_type).double() for part in parts]
-        own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self.device)
-        if norm_type == float("inf"):
-            largest = torch.zeros(self._world.size, dtype=torch.float64, device=self.device)
-            largest[self._world.rank] = own.max()
-            total = self._world.sum(largest).max()
-        else:
-            total = self._world.sum((own**norm_type).sum()) ** (1.0 / norm_type)
-        share = torch.clamp(max_norm / (total + CLIP_EPSILON), max=1.0)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(share.to(parameter.grad.dtype))
-        return total
+        return self._clipping.clip(max_norm, norm_type, self.device)
 
     # ---- states
 
@@ -394,22 +406,6 @@ class Trainer:
                 part = torch.empty([0] * parameter.ndim, dtype=parameter.dtype, device=self.device)
             named.append((name, nn.Parameter(part, requires_grad=parameter.requires_grad)))
         return Parameters(named)
-
-    def _cells_to_count(self) -> list[tuple[nn.Parameter, list[Selection]]]:
-        """The parts of this rank's gradients that it counts in a norm: its shares, and cells that it holds first."""
-        result = []
-        by_name = self._by_name
-        for name in self._runner.updated:
-            own = parts_of_weight(self._plan, name, self.rank)
-            if len(own) > 1:
-                # All of them are shares, or the rank's alone.
-                whole = full_region(tuple(by_name[name].shape))
-                result.append((by_name[name], [Selection(whole, whole, self.device)]))
-                continue
-            counted = [region for rank, region in self._plan.updated(name) if rank == self._world.rank]
-            selections = [Selection(region, part.region, self.device) for part in own for region in counted]
-            result.append((by_name[name], selections))
-        return result
 
     def _misfit(self, state_dict: Mapping[str, Any] | None) -> str | None:
         """Return why a state dict is not the module's, or None."""

@@ -104,6 +104,7 @@ def parallelize(
     import torch.distributed as dist
 
     from graph.plan import build_plan
+    from runtime.batches import require_free
     from runtime.communication import World
     from runtime.optimizer_state import require_factory
     from runtime.ranks import everywhere, join_ranks, nodes_of, own_device, own_host, prepare_groups
@@ -116,6 +117,7 @@ def parallelize(
 
     def prepared() -> tuple[OperatorGraph, Strategy]:
         require_factory(optimizer)
+        require_free(example[1])
         imported = _imported(module, example, batch_norm)
         return imported, _fitted(strategy, imported, size, module, example, batch_norm)
 

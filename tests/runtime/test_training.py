@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import runtime
-from graph.errors import ImportFailure, StrategyError, UsageError
+from graph.errors import ImportFailure, RuntimeFailure, StrategyError, UsageError
+from graph.importer import import_module
 from graph.strategy import Sharding, Strategy, strategy_text
 from tests.runtime.models import secretive
 from tests.runtime.oracle import graph_of, reference
@@ -145,6 +146,8 @@ def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
         "another shape on rank 1, later": "rank 1: inputs: input.0 has shape (6, 6), must have (7, 6)",
         "another structure, later": "inputs: are 1 and keywords []",
         "frozen on rank 1, later": "rank 1: parameter first.weight: requires_grad is False, must be True",
+        "another scale on rank 1, later": "scale: of rank 1 is 2, must be that of rank 0, 1",
+        "no scale": "scale: is nan, must be a finite number",
         "missing name": "state dict: first.bias is missing",
         "unknown name": "state dict: fourth.bias is unknown",
         "other sizes": "state dict: first.bias has shape (2,), must have (10,)",
@@ -228,6 +231,21 @@ def test_a_module_whose_export_would_lose_something_is_refused() -> None:
     module, args, _ = secretive("parameter hook")
     with pytest.raises(ImportFailure, match=r"parameter first\.weight has a hook"):
         runtime.parallelize(module, "none.json", args, optimizer=sgd)
+
+
+def test_a_keyword_that_backward_takes_for_itself_is_refused() -> None:
+    module, strategy, args, _ = perceptron()
+    with pytest.raises(UsageError, match="scale is a keyword of the module and an argument of backward"):
+        runtime.parallelize(module, strategy, args, {"scale": 2.0}, optimizer=sgd)
+
+
+def test_a_scaler_and_float16_weights_are_refused_as_torch_refuses_them() -> None:
+    module, _, (points, targets), kwargs = perceptron()
+    module, args = module.half(), (points.half(), targets)
+    strategy = in_turn(import_module(module, args, name="half"), [0])
+    trainer = runtime.parallelize(module, strategy, args, kwargs, optimizer=sgd)
+    with pytest.raises(RuntimeFailure, match=r"parameter first\.weight is float16, must be float32"):
+        trainer.step(*args, scaler=torch.amp.GradScaler("cpu"))
 
 
 def test_an_incomplete_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,7 @@ def mistakes() -> dict[str, str]:
         "another shape": lambda: trainer.step(images[:3], targets[:3]),
         "another dtype": lambda: trainer.step(images.double(), targets),
         "another structure": lambda: trainer.step(images),
+        "no scale": lambda: trainer.step(images, targets, scale=float("nan")),
         "another seed": other_seed,
         "not element-wise": whole_weights,
         "an optimizer on rank 1": optimizer_of_rank_1(torch.optim.SGD(module.parameters(), lr=0.1)),
@@ -271,6 +272,7 @@ def mistakes() -> dict[str, str]:
         "another shape on rank 1, later": lambda: trainer.step(images[: 7 - _rank()], targets),
         "another structure, later": lambda: trainer.step(images),
         "frozen on rank 1, later": frozen,
+        "another scale on rank 1, later": lambda: trainer.step(images, targets, scale=1.0 + _rank()),
     }
     found = {}
     # Whatever was refused has changed nothing.

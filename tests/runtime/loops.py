@@ -1,0 +1,208 @@
+"""What the ranks of tests/runtime/test_loops.py do: the loops of a user of DistributedDataParallel, by `parallelize`.
+
+Each loop is written twice: over a trainer, and over the plain module, from which the first must not differ. Results are
+numpy arrays and numbers, since they travel between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import runtime
+from graph.axes import AxisKind
+from graph.errors import RuntimeFailure
+from graph.importer import import_module
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy
+from graph.zoo import Built
+from search.baselines import fsdp
+from tests.runtime import models
+from tests.runtime.strategies import by_kind, in_turn, random_strategy
+
+SEED = 5
+SIZE = 2
+MAX_NORM = 0.5
+STRATEGIES: dict[str, Callable[[OperatorGraph], Strategy]] = {
+    "data parallel": lambda graph: by_kind(graph, [AxisKind.SAMPLE], [0, 1]),
+    "fsdp": lambda graph: fsdp(graph, SIZE),
+    "split weights": lambda graph: by_kind(graph, [AxisKind.PARAMETER], [0, 1]),
+    "random": lambda graph: random_strategy(graph, SIZE, 4),
+    "one of two ranks": lambda graph: in_turn(graph, [0]),
+}
+Loop = Callable[[str], dict[str, Any]]
+
+
+def built(make: Callable[..., Built], **keywords: int) -> Built:
+    """Return a module, inputs and keywords from the seed of all loops."""
+    torch.manual_seed(SEED)
+    return make(**keywords)
+
+
+def wide_perceptron() -> Built:
+    """Return the perceptron in float64."""
+    module, args, kwargs = built(models.perceptron)
+    return module.double(), tuple(one.double() if one.is_floating_point() else one for one in args), kwargs
+
+
+@lru_cache(maxsize=8)
+def graph_of(make: Callable[[], Built]) -> OperatorGraph:
+    return import_module(*make(), name=make.__name__)
+
+
+def trainer_of(make: Callable[[], Built], strategy: str, **options: Any) -> runtime.Trainer:
+    """Return a trainer by stochastic gradient descent with momentum."""
+    return runtime.parallelize(
+        make()[0], STRATEGIES[strategy](graph_of(make)), *make()[1:], optimizer=sgd, **options
+    )
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def portable(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().numpy() for name, tensor in state.items()}
+
+
+# ---- a divided loss
+
+ACCUMULATED = 3
+
+
+def perceptron_batches(count: int, size: int = 7) -> list[tuple[Tensor, Tensor]]:
+    """Return batches in float64."""
+    torch.manual_seed(SEED + 1)
+    return [(torch.randn(size, 6, dtype=torch.float64), torch.randint(0, 5, (size,))) for _ in range(count)]
+
+
+def accumulate(strategy: str) -> dict[str, Any]:
+    """Two steps, of which each is the mean of several batches."""
+    trainer = trainer_of(wide_perceptron, strategy)
+    losses, norms = [], []
+    for number, batch in enumerate(perceptron_batches(2 * ACCUMULATED)):
+        losses.append(float(trainer.backward(*batch, scale=1 / ACCUMULATED)))
+        if (number + 1) % ACCUMULATED == 0:
+            norms.append(float(trainer.clip_grad_norm(MAX_NORM)))
+            trainer.apply()
+    return {"losses": losses, "norms": norms, "state": portable(trainer.state_dict())}
+
+
+def accumulate_plainly() -> dict[str, Any]:
+    module, _, _ = wide_perceptron()
+    optimizer = sgd(module.parameters())
+    losses, norms = [], []
+    for number, batch in enumerate(perceptron_batches(2 * ACCUMULATED)):
+        loss = module(*batch)
+        (loss / ACCUMULATED).backward()
+        losses.append(float(loss.detach()))
+        if (number + 1) % ACCUMULATED == 0:
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "state": portable(module.state_dict())}
+
+
+# ---- a GradScaler
+
+
+class Halved(nn.Module):
+    """Rows whose gradients pass through float16: a large target makes the gradient of its own row overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(6, 4)
+
+    def forward(self, points: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(self.rows(points).half().float(), targets)
+
+
+def halved() -> Built:
+    torch.manual_seed(SEED)
+    return Halved(), (torch.randn(8, 6), torch.randn(8, 4)), {}
+
+
+def halved_batches() -> list[tuple[Tensor, Tensor]]:
+    """Return six batches, of which the third overflows in the last row alone."""
+    torch.manual_seed(SEED + 2)
+    result = [(torch.randn(8, 6), torch.randn(8, 4)) for _ in range(6)]
+    result[2][1][:, 3] = 1e4
+    return result
+
+
+def make_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+
+def scale_losses(strategy: str) -> dict[str, Any]:
+    """Six steps by a scaler, every second one clipped; returns whether this rank's gradients were finite, too."""
+    trainer = trainer_of(halved, strategy)
+    scaler = make_scaler()
+    losses, norms, scales, finite = [], [], [], []
+    for number, batch in enumerate(halved_batches()):
+        if number % 2:
+            losses.append(float(trainer.step(*batch, scaler=scaler)))
+        else:
+            losses.append(float(trainer.backward(*batch, scaler=scaler)))
+            gradients = [one.grad for one in trainer.optimizer.param_groups[0]["params"]]
+            finite.append(all(bool(one.isfinite().all()) for one in gradients if one is not None))
+            scaler.unscale_(trainer.optimizer)
+            norms.append(float(trainer.clip_grad_norm(MAX_NORM)))
+            trainer.apply(scaler)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    trainer.backward(*halved_batches()[0], scaler=scaler)
+    try:
+        trainer.apply()
+    except RuntimeFailure as error:
+        message = str(error)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "scales": scales,
+        "finite": finite,
+        "without the scaler": message,
+        "state": portable(trainer.state_dict()),
+    }
+
+
+def scale_losses_plainly() -> dict[str, Any]:
+    module, _, _ = halved()
+    optimizer, scaler = sgd(module.parameters()), make_scaler()
+    losses, norms, scales = [], [], []
+    for number, batch in enumerate(halved_batches()):
+        optimizer.zero_grad()
+        loss = module(*batch)
+        losses.append(float(loss.detach()))
+        torch.autograd.backward(scaler.scale(loss))
+        if number % 2 == 0:
+            scaler.unscale_(optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {"losses": losses, "norms": norms, "scales": scales, "state": portable(module.state_dict())}
+
+
+# ---- all of them
+
+LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
+    "accumulate": (accumulate, ("data parallel", "fsdp", "random")),
+    "scale losses": (scale_losses, ("data parallel", "fsdp", "split weights", "random", "one of two ranks")),
+}
+
+
+def every_loop() -> dict[tuple[str, str], dict[str, Any]]:
+    """Return what every loop returns on this rank, by its name and its strategy's."""
+    torch.set_num_threads(1)
+    with trainer_of(wide_perceptron, "one of two ranks"):
+        return {
+            (name, strategy): loop(strategy)
+            for name, (loop, strategies) in LOOPS.items()
+            for strategy in strategies
+        }
