@@ -26,19 +26,38 @@ UNFIT = -1.0
 RESERVED = frozenset({"scale", "scaler"})
 
 
+# What each rank is given: the same whole batch, or samples of its own, as a DistributedSampler deals them out.
+WHOLE = "whole"
+SHARDED = "sharded"
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a rank was given for a step: tensors by the graph's names, the scale of the loss; or why it refuses."""
+    """What a rank was given for a step: tensors by the graph's names, the scale of the loss; or why it refuses.
+
+    shard_dims: for each input of which the rank was given its own shard, the dim along which it is one.
+    """
 
     inputs: dict[str, torch.Tensor]
+    shard_dims: dict[str, int]
     scale: float
-    problem: RuntimeFailure | None
+    problem: RuntimeFailure | None = None
+
+    @property
+    def alike(self) -> dict[str, torch.Tensor]:
+        """The inputs that must be the same on all ranks."""
+        return {name: tensor for name, tensor in self.inputs.items() if name not in self.shard_dims}
 
     def mark(self, device: torch.device) -> torch.Tensor:
         """Return the number by which ranks notice that they were given different things."""
         if self.problem is not None:
             return torch.tensor(UNFIT)
-        return fingerprint({**self.inputs, "scale": torch.tensor(self.scale, dtype=torch.float64)}, device)
+        return fingerprint({**self.alike, "scale": torch.tensor(self.scale, dtype=torch.float64)}, device)
+
+
+def refused(problem: RuntimeFailure) -> Batch:
+    """Return a batch that a rank refuses."""
+    return Batch({}, {}, 1.0, problem)
 
 
 def checked_scale(scale: float) -> float:
@@ -70,19 +89,64 @@ def require_free(keywords: Iterable[str]) -> None:
         )
 
 
+def require_kind(batches: str) -> None:
+    """Refuse what is no kind of batches.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if batches not in (WHOLE, SHARDED):
+        raise UsageError(f'batches: is {batches!r}, must be "{WHOLE}" or "{SHARDED}"; choose one of them')
+
+
 class Inputs:
     """The example's structure, shapes and numbers, against which each batch is checked."""
 
-    def __init__(self, graph: OperatorGraph, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self._graph = graph
+    def __init__(
+        self, graph: OperatorGraph, example: tuple[tuple[Any, ...], dict[str, Any]], shards: int = 1
+    ) -> None:
+        """Note the example, and of how many ranks' shards in their order a batch is made."""
+        self._specs = {name: graph.value_by_name[name].spec for name in graph.inputs}
+        self._shards = shards
         leaves, self._structure = pytree.tree_flatten(example)
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float) -> Batch:
+        """Return a batch.
+
+        Raises:
+            RuntimeFailure: it differs from the example in structure, shape, dtype or a number.
+        """
+        tensors = self._tensors(args, kwargs)
+        shard_dims: dict[str, int] = {}
+        for name, spec in self._specs.items():
+            sizes, wanted = tuple(tensors[name].shape), spec.shape
+            dim = self._shard_dim(sizes, wanted)
+            if dim >= 0:
+                shard_dims[name] = dim
+            elif sizes != wanted:
+                part = f" or a 1/{self._shards} of it along one dim," if self._shards > 1 else ""
+                raise RuntimeFailure(
+                    f"inputs: {name} has shape {sizes}, must have {wanted}{part} as in the example; drop a batch that "
+                    "is not full (drop_last=True), or pad it"
+                )
+            if tensors[name].dtype is not getattr(torch, spec.dtype):
+                raise RuntimeFailure(
+                    f"inputs: {name} has dtype {tensors[name].dtype}, must have torch.{spec.dtype} as in the "
+                    "example; convert it"
+                )
+        if self._shards > 1 and not shard_dims:
+            raise RuntimeFailure(
+                f'inputs: all have the whole example\'s shapes, with batches="{SHARDED}" some must be a '
+                f'1/{self._shards} of it; use a DistributedSampler, or pass batches="{WHOLE}"'
+            )
+        return Batch(tensors, shard_dims, scale)
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of a batch by the graph's names.
 
         Raises:
-            RuntimeFailure: the batch differs from the example in structure, shape, dtype or a number.
+            RuntimeFailure: the batch differs from the example in structure, or in a number.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if structure != self._structure:
@@ -99,20 +163,16 @@ class Inputs:
                     f"inputs: argument {position} is {_short(leaf)}, must be {_short(fixed)} as in the example; "
                     "call parallelize again with the new value"
                 )
-        for name in self._graph.inputs:
-            spec = self._graph.value_by_name[name].spec
-            tensor = tensors[name]
-            if tuple(tensor.shape) != spec.shape:
-                raise RuntimeFailure(
-                    f"inputs: {name} has shape {tuple(tensor.shape)}, must have {spec.shape} as in the example; drop a "
-                    "batch that is not full (drop_last=True), or pad it"
-                )
-            if tensor.dtype is not getattr(torch, spec.dtype):
-                raise RuntimeFailure(
-                    f"inputs: {name} has dtype {tensor.dtype}, must have torch.{spec.dtype} as in the "
-                    "example; convert it"
-                )
         return tensors
+
+    def _shard_dim(self, sizes: tuple[int, ...], whole: tuple[int, ...]) -> int:
+        """Return the one dim along which a tensor of some sizes is one of equal shards of a whole; -1 if it is none."""
+        if self._shards == 1 or len(sizes) != len(whole):
+            return -1
+        differing = [dim for dim, (size, all_) in enumerate(zip(sizes, whole, strict=True)) if size != all_]
+        if len(differing) == 1 and sizes[differing[0]] * self._shards == whole[differing[0]]:
+            return differing[0]
+        return -1
 
 
 def _short(item: object) -> str:
@@ -127,20 +187,29 @@ def require_same(batch: Batch) -> None:
         RuntimeFailure: the same on all ranks.
     """
     own = None if batch.problem is None else str(batch.problem)
-    told = gather_everywhere((own, batch.scale, fingerprints(batch.inputs)))
-    for rank, (reason, _, _) in enumerate(told):
+    told = gather_everywhere((own, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
+    for rank, (reason, *_) in enumerate(told):
         if reason is not None:
-            alike = all(other == reason for other, _, _ in told)
+            alike = all(other == reason for other, *_ in told)
             raise RuntimeFailure(reason if alike else f"rank {rank}: {reason}")
-    _, first_scale, first = told[0]
-    for rank, (_, scale, of_rank) in enumerate(told):
+    _, first_scale, first_dims, first = told[0]
+    for rank, (_, scale, shard_dims, of_rank) in enumerate(told):
         if scale != first_scale:
             raise RuntimeFailure(
                 f"scale: of rank {rank} is {scale:g}, must be that of rank 0, {first_scale:g}; pass the same everywhere"
             )
+        for name in sorted({*shard_dims, *first_dims}):
+            if shard_dims.get(name) != first_dims.get(name):
+                raise RuntimeFailure(
+                    f"inputs: {name} of rank {rank} is another shard than that of rank 0, must be split along the same "
+                    "dim, or whole, on every rank; give all ranks' samplers the same number of samples"
+                )
         for name, value in of_rank.items():
             if value != first[name]:
-                raise RuntimeFailure(
-                    f"inputs: {name} of rank {rank} differs from that of rank 0, must be the same whole batch on "
-                    "every rank; seed the data loader alike everywhere and use no distributed sampler"
+                advice = (
+                    "must be the same, as it is no shard; pass this rank's part of it, or the same on every rank"
+                    if first_dims
+                    else "must be the same whole batch on every rank; seed the data loader alike everywhere and use no "
+                    f'distributed sampler, or pass batches="{SHARDED}"'
                 )
+                raise RuntimeFailure(f"inputs: {name} of rank {rank} differs from that of rank 0, {advice}")

@@ -56,7 +56,7 @@ class Executor(StepRunner):
         super().__init__(plan, world, seed=seed, device=device)
         self.load_weights(whole_parts(tensors.parameters))
         self.load_buffers(whole_parts(tensors.buffers))
-        self.set_inputs(tensors.inputs)
+        self.set_inputs(whole_parts(tensors.inputs))
         self._optimizer = training.optimizer
         self._learning_rate = learning_rate
         self._updated = [part for own in self.parts().values() for _, part in own]

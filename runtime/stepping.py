@@ -117,14 +117,14 @@ class StepRunner:
                 part = Selection(reading.region, within, tensor.device).take(tensor.detach())
                 self._state.values[reading.slot] = part.to(self._device, copy=True)
 
-    def set_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Use other inputs, whole tensors of the graph's shapes, from the next step on."""
+    def set_inputs(self, parts: Parts) -> None:
+        """Use other inputs from the next step on; each part must cover what the rank reads, and be the same region."""
         for reading in self._readings(ValueKind.INPUT):
-            tensor = inputs[reading.value]
+            within, tensor = parts[reading.value]
             key = (reading.slot, tensor.device)
             selection = self._input_selections.get(key)
             if selection is None:
-                selection = Selection(reading.region, full_region(tuple(tensor.shape)), tensor.device)
+                selection = Selection(reading.region, within, tensor.device)
                 self._input_selections[key] = selection
             part = selection.take(tensor.detach())
             self._state.values[reading.slot] = part.to(self._device).contiguous()

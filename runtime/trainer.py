@@ -16,7 +16,7 @@ from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, weight_holdings
 from graph.strategy import Strategy
-from runtime.batches import Batch, Inputs, checked_scale, require_same
+from runtime.batches import SHARDED, Batch, Inputs, checked_scale, refused, require_same
 from runtime.clipping import Clipping
 from runtime.collecting import collect_buffers, collect_weights, scatter_parts, share_whole
 from runtime.communication import World
@@ -24,7 +24,8 @@ from runtime.grad_scaling import scale_of, step_scaled
 from runtime.optimizer_state import OptimizerParts, make_optimizer
 from runtime.processes import leave_group
 from runtime.ranks import everywhere, from_rank_0
-from runtime.stepping import StepRunner
+from runtime.shards import Shards
+from runtime.stepping import StepRunner, whole_parts
 
 
 class Parameters(list[nn.Parameter]):
@@ -65,6 +66,7 @@ class Trainer:
         example: tuple[tuple[Any, ...], dict[str, Any]],
         optimizer: MakeOptimizer,
         *,
+        batches: str,
         seed: int,
         device: torch.device,
         leaves_group: bool,
@@ -79,8 +81,10 @@ class Trainer:
         self._plan = plan
         self._world = world
         self._leaves_group = leaves_group
-        self._inputs = Inputs(plan.graph, example)
+        self._inputs = Inputs(plan.graph, example, world.size if batches == SHARDED else 1)
         self._inputs_compared = False
+        # Of batches of which each rank has its own samples: known from the first one on.
+        self._shards: Shards | None = None
         # Whether a GradScaler has scaled the gradients so far.
         self._scaled = False
         self._runner = StepRunner(plan, world, seed=seed, device=device)
@@ -139,8 +143,9 @@ class Trainer:
         """Do one training step on a batch: forward, backward, synchronization, update.
 
         Args:
-            *args: what the module takes, of the example's shapes: the same whole batch on every rank. Each rank reads
-                the parts that its tasks need, whatever the strategy splits.
+            *args: what the module takes, of the example's shapes: the same whole batch on every rank, of which it
+                reads the parts that its tasks need; with `batches="sharded"` this rank's samples, of which the others
+                get what they need, whatever the strategy splits.
             scale: as of `backward`.
             scaler: as of `backward` and `apply`.
             **kwargs: further inputs, as in the example.
@@ -174,6 +179,8 @@ class Trainer:
         if not self._inputs_compared or (alone and batch.problem is not None):
             require_same(batch)
             self._inputs_compared = True
+            if batch.shard_dims:
+                self._shards = Shards(self._plan, self._world, batch.shard_dims, self.device)
         by_name = self._by_name
         updated = {name: by_name[name] for name in self._runner.updated}
         # The next step writes into the tensors that the gradients of this one are views of.
@@ -182,9 +189,12 @@ class Trainer:
             for name, parameter in updated.items()
         }
         buffers = self._runner.buffer_values()
-        if batch.problem is None:
-            self._runner.set_inputs(batch.inputs)
+        parts = whole_parts(batch.alike)
+        if self._shards is not None:
+            parts.update(self._shards.parts(batch.inputs))
         # With a batch that does not fit, the one before stands in for it: the others need not wait for this rank.
+        if batch.problem is None:
+            self._runner.set_inputs(parts)
         self._runner.differentiate(self.step_number, loss_scale=batch.scale)
         loss, marks = self._runner.loss_and_marks(None if alone else batch.mark(self.device))
         if len(set(marks.tolist())) > 1 or batch.problem is not None:
@@ -221,9 +231,12 @@ class Trainer:
             scale = checked_scale(scale)
             if scaler is not None:
                 scale *= scale_of(scaler, self.graph, self.device)
-            return Batch(self._inputs.checked(args, kwargs), scale, None)
+            batch = self._inputs.checked(args, kwargs, scale)
+            if self._shards is not None:
+                self._shards.require_like(batch)
+            return batch
         except RuntimeFailure as problem:
-            return Batch({}, 1.0, problem)
+            return refused(problem)
 
     def apply(self, scaler: GradScaler | None = None) -> None:
         """Update the weights from the gradients so far, and forget these. All ranks must call it.

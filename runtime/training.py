@@ -70,6 +70,7 @@ def parallelize(
     *,
     optimizer: MakeOptimizer,
     batch_norm: str = "synchronized",
+    batches: str = "whole",
     seed: int = 0,
     device: str | torch.device | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -89,12 +90,15 @@ def parallelize(
         optimizer: makes a torch optimizer from the rank's parameters (`Parameters`), which are parts of the weights.
             An element-wise one (SGD, Adam, AdamW, ...) updates parts exactly as it would update the whole.
         batch_norm: "synchronized" (statistics of the whole batch) or "local" (of each part), as in the search.
+        batches: "whole" (every rank is given the same whole batch) or "sharded" (each rank is given its own samples, as
+            a `DistributedSampler` deals them out: the ranks' in their order are the batch of the example's sizes, and
+            inputs of the example's shape are the same on all ranks).
         seed: of dropout: a draw depends on (seed, step, operator, global index), not on the strategy.
         device: where this rank computes. Default: the GPU of its local rank, else the CPU.
         timeout_s: how long a rank waits for another.
 
     Raises:
-        UsageError: `optimizer` is no function.
+        UsageError: `optimizer` is no function, or an option is none of its values.
         ImportFailure: the module cannot be exported.
         StrategyError: the strategy is for another graph, or needs more ranks; the message names what differs.
         RuntimeFailure: the ranks disagree about what to train, or cannot meet.
@@ -104,7 +108,7 @@ def parallelize(
     import torch.distributed as dist
 
     from graph.plan import build_plan
-    from runtime.batches import require_free
+    from runtime.batches import require_free, require_kind
     from runtime.communication import World
     from runtime.optimizer_state import require_factory
     from runtime.ranks import everywhere, join_ranks, nodes_of, own_device, own_host, prepare_groups
@@ -118,14 +122,25 @@ def parallelize(
     def prepared() -> tuple[OperatorGraph, Strategy]:
         require_factory(optimizer)
         require_free(example[1])
+        require_kind(batches)
         imported = _imported(module, example, batch_norm)
         return imported, _fitted(strategy, imported, size, module, example, batch_norm)
 
     graph, chosen = everywhere(prepared)
-    hosts = _agree(graph, chosen, seed, own_host())
+    hosts = _agree(graph, chosen, {"seed": seed, "batches": batches}, own_host())
     plan = build_plan(graph, chosen, nodes_of(hosts), every_element=True)
     prepare_groups(plan, size, timeout_s)
-    return Trainer(module, plan, World(size), example, optimizer, seed=seed, device=own, leaves_group=joined)
+    return Trainer(
+        module,
+        plan,
+        World(size),
+        example,
+        optimizer,
+        batches=batches,
+        seed=seed,
+        device=own,
+        leaves_group=joined,
+    )
 
 
 def _imported(module: nn.Module, example: tuple[Any, Any], batch_norm: str) -> OperatorGraph:
@@ -211,24 +226,21 @@ def _difference(strategy: Strategy | StrategyFile, graph: OperatorGraph) -> str:
     )
 
 
-def _agree(graph: OperatorGraph, strategy: Strategy, seed: int, host: str) -> list[str]:
+def _agree(graph: OperatorGraph, strategy: Strategy, options: Mapping[str, Any], host: str) -> list[str]:
     """Check that all ranks train the same; return their hosts.
 
     Raises:
-        RuntimeFailure: one of them has another graph, strategy or seed.
+        RuntimeFailure: one of them has another graph, strategy or option.
     """
     from runtime.ranks import gather_everywhere
 
-    found = gather_everywhere((graph.digest, strategy.digest, seed, host))
-    for rank, (own_graph, own_strategy, own_seed, _) in enumerate(found):
-        for what, mine, first in (
-            ("graph", own_graph, found[0][0]),
-            ("strategy", own_strategy, found[0][1]),
-            ("seed", own_seed, found[0][2]),
-        ):
-            if mine != first:
+    told = gather_everywhere(({"graph": graph.digest, "strategy": strategy.digest, **options}, host))
+    first = told[0][0]
+    for rank, (of_rank, _) in enumerate(told):
+        for what, value in of_rank.items():
+            if value != first[what]:
                 raise RuntimeFailure(
-                    f"rank {rank}: has {what} {str(mine)[:12]}, must have that of rank 0, {str(first)[:12]}; pass the "
-                    "same module sizes, strategy and seed on every rank"
+                    f"rank {rank}: has {what} {str(value)[:12]}, must have that of rank 0, {str(first[what])[:12]}; "
+                    "pass the same module sizes, strategy and options on every rank"
                 )
-    return [host for *_, host in found]
+    return [host for _, host in told]

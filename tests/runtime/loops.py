@@ -11,8 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import runtime
 from graph.axes import AxisKind
@@ -189,10 +192,84 @@ def scale_losses_plainly() -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "scales": scales, "state": portable(module.state_dict())}
 
 
+# ---- a DistributedSampler
+
+
+class Masked(nn.Module):
+    """Two layers, of whose logits a mask for the whole batch forbids some; samples stand along the second dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.second = nn.Linear(10, 5)
+
+    def forward(self, columns: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        logits = self.second(torch.tanh(self.first(columns.t())))
+        return functional.cross_entropy(logits.masked_fill(mask, -10.0), targets)
+
+
+MASK = torch.tensor([False, True, False, False, False])
+
+
+def masked() -> Built:
+    torch.manual_seed(SEED)
+    inputs = (torch.randn(6, 8).double(), torch.randint(0, 5, (8,)), MASK)
+    return Masked().double(), inputs, {}
+
+
+def masked_loader(rank: int) -> DataLoader[Any]:
+    """Return one rank's loader of a data set whose last batch is a whole one."""
+    torch.manual_seed(SEED + 3)
+    points, targets = torch.randn(32, 6, dtype=torch.float64), torch.randint(0, 5, (32,))
+    samples = TensorDataset(points, targets)
+    sampler = DistributedSampler(samples, SIZE, rank, shuffle=True, seed=SEED)
+    sampler.set_epoch(1)
+    return DataLoader(samples, 8 // SIZE, sampler=sampler)
+
+
+def sample(strategy: str) -> dict[str, Any]:
+    """Four steps on batches of which each rank loads its own samples; returns what is refused, too."""
+    trainer = trainer_of(masked, strategy, batches="sharded")
+    rank = dist.get_rank()
+    first = next(iter(masked_loader(rank)))
+    columns, targets = first[0].t(), first[1]
+    attempts: dict[str, Callable[[], Any]] = {
+        "no shards": lambda: trainer.step(*masked()[1]),
+        "whole on rank 1": lambda: trainer.step(columns, *masked()[1][1:] if rank else (targets, MASK)),
+        "another mask on rank 1": lambda: trainer.step(columns, targets, ~MASK if rank else MASK),
+        "fewer on rank 1": lambda: trainer.step(columns[:, rank:], targets[rank:], MASK),
+    }
+    # Before the first batch and after it: where a batch is compared whole, and where by its checksum.
+    messages, losses = {}, []
+    for batch in masked_loader(rank):
+        for name, attempt in attempts.items() if len(losses) < 2 else ():
+            try:
+                attempt()
+            except RuntimeFailure as error:
+                messages[name, len(losses)] = str(error)
+        losses.append(float(trainer.step(batch[0].t(), batch[1], MASK)))
+    return {"losses": losses, "state": portable(trainer.state_dict()), "messages": messages}
+
+
+def sample_plainly() -> dict[str, Any]:
+    module, _, _ = masked()
+    optimizer = sgd(module.parameters())
+    losses = []
+    for shards in zip(*(masked_loader(rank) for rank in range(SIZE)), strict=True):
+        points, targets = (torch.cat(parts) for parts in zip(*shards, strict=True))
+        optimizer.zero_grad()
+        loss = module(points.t(), targets, MASK)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "state": portable(module.state_dict())}
+
+
 # ---- all of them
 
 LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "accumulate": (accumulate, ("data parallel", "fsdp", "random")),
+    "sample": (sample, ("data parallel", "split weights", "random", "one of two ranks")),
     "scale losses": (scale_losses, ("data parallel", "fsdp", "split weights", "random", "one of two ranks")),
 }
 

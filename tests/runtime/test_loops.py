@@ -53,3 +53,26 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(strategy: str, results: Resul
         assert of_rank["without the scaler"].startswith("apply: the gradients were scaled by a GradScaler")
     if strategy in ("fsdp", "split weights"):
         assert [of_rank["finite"] for of_rank in of_ranks] == [[True, True, True], [True, False, True]]
+
+
+@cases_of("sample")
+def test_a_distributed_sampler_deals_out_the_whole_batch(strategy: str, results: Results) -> None:
+    expected = loops.sample_plainly()
+    first, second = results["sample", strategy]
+    assert_equal(first, expected, 1e-9)
+    assert_equal(second, expected, 1e-9)
+    assert first["messages"] == second["messages"]
+    starts = {
+        ("no shards", 0): "inputs: all have the whole example's shapes",
+        ("whole on rank 1", 0): "inputs: input.1 of rank 1 is another shard than that of rank 0",
+        ("another mask on rank 1", 0): "inputs: input.2 of rank 1 differs from that of rank 0",
+        ("fewer on rank 1", 0): "rank 1: inputs: input.0 has shape (6, 3), must have (6, 8) or a 1/2 of it",
+        ("no shards", 1): "inputs: all have the whole example's shapes",
+        ("whole on rank 1", 1): "rank 1: inputs: input.1 is whole, must be a shard along dim 0",
+        ("another mask on rank 1", 1): "inputs: input.2 of rank 1 differs from that of rank 0",
+        ("fewer on rank 1", 1): "rank 1: inputs: input.0 has shape (6, 3), must have (6, 8) or a 1/2 of it",
+    }
+    assert first["messages"].keys() == starts.keys()
+    for key, start in starts.items():
+        assert first["messages"][key].startswith(start)
+        assert "\n" not in first["messages"][key]

@@ -239,6 +239,11 @@ def test_a_keyword_that_backward_takes_for_itself_is_refused() -> None:
         runtime.parallelize(module, strategy, args, {"scale": 2.0}, optimizer=sgd)
 
 
+def test_batches_are_whole_or_sharded() -> None:
+    with pytest.raises(UsageError, match=r"batches: is 'each', must be \"whole\" or \"sharded\""):
+        runtime.parallelize(*perceptron(), optimizer=sgd, batches="each")
+
+
 def test_a_scaler_and_float16_weights_are_refused_as_torch_refuses_them() -> None:
     module, _, (points, targets), kwargs = perceptron()
     module, args = module.half(), (points.half(), targets)
