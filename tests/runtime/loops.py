@@ -222,7 +222,7 @@ def masked_loader(rank: int) -> DataLoader[Any]:
     torch.manual_seed(SEED + 3)
     points, targets = torch.randn(32, 6, dtype=torch.float64), torch.randint(0, 5, (32,))
     samples = TensorDataset(points, targets)
-    sampler = DistributedSampler(samples, SIZE, rank, shuffle=True, seed=SEED)
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, SIZE, rank, shuffle=True, seed=SEED)
     sampler.set_epoch(1)
     return DataLoader(samples, 8 // SIZE, sampler=sampler)
 
@@ -240,7 +240,8 @@ def sample(strategy: str) -> dict[str, Any]:
         "fewer on rank 1": lambda: trainer.step(columns[:, rank:], targets[rank:], MASK),
     }
     # Before the first batch and after it: where a batch is compared whole, and where by its checksum.
-    messages, losses = {}, []
+    messages: dict[tuple[str, int], str] = {}
+    losses: list[float] = []
     for batch in masked_loader(rank):
         for name, attempt in attempts.items() if len(losses) < 2 else ():
             try:
