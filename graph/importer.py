@@ -21,7 +21,8 @@ from graph.importing import locations
 from graph.importing.building import DraftOperator, GraphBuilder, Ref, spec_of
 from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
-from graph.importing.lowering import Lowering
+from graph.importing.lowering import Lowered, Lowering
+from graph.importing.outputs import Outputs, find_outputs
 from graph.importing.propagation import refined_spaces
 from graph.importing.recurrent import RECURRENT
 from graph.importing.rewriting import REWRITERS
@@ -49,7 +50,8 @@ def import_module(
     parameters are buffers that nothing updates. Weights and buffers that the loss does not depend on are left out.
 
     Args:
-        module: returns a scalar loss, or an object whose `.loss` is one. A module in evaluation mode is put into
+        module: returns a scalar loss, or an object whose `.loss` is one, a dict with one under "loss", or a tuple that
+            begins with one. A module in evaluation mode is put into
             training mode.
         args: example inputs, which fix all sizes; real or meta.
         kwargs: further example inputs.
@@ -59,11 +61,45 @@ def import_module(
     Raises:
         ImportFailure: the module cannot be exported, returns no scalar loss, or has sizes that depend on data.
     """
+    graph, _, _ = _imported(module, args, kwargs or {}, name, batch_norm)
+    return graph
+
+
+def import_with_outputs(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[str],
+    *,
+    name: str,
+    batch_norm: str = "synchronized",
+) -> tuple[OperatorGraph, Outputs]:
+    """Return the graph that `import_module` returns, and how some of the module's other results follow from its values.
+
+    Args:
+        module: as for `import_module`.
+        args: likewise.
+        kwargs: likewise.
+        outputs: names in the module's result, as `named_tensors` gives them; one stands for all whose names it begins.
+        name: as for `import_module`.
+        batch_norm: likewise.
+
+    Raises:
+        ImportFailure: as by `import_module`; or a result is not there, or follows from what the graph has not.
+    """
+    graph, program, environment = _imported(module, args, kwargs, name, batch_norm)
+    return graph, find_outputs(graph, program, environment, module, (args, kwargs), outputs)
+
+
+def _imported(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, batch_norm: str
+) -> tuple[OperatorGraph, ExportedProgram, Mapping[fx.Node, Lowered]]:
+    """Return the graph, the program that it is made from, and for each node of that the value that it stands for."""
     if batch_norm not in BATCH_NORM_MODES:
         raise ImportFailure(
             f"model {name}: batch norm mode {batch_norm} is unknown, must be one of {', '.join(BATCH_NORM_MODES)}"
         )
-    program = export(module, args, kwargs or {}, name)
+    program = export(module, args, kwargs, name)
     builder = GraphBuilder(name)
     lowering = Lowering(builder, batch_norm, {**REWRITERS, **UNROLLERS, **RECURRENT, **DRAWERS})
     inputs, aliases = _place_values(program, module, lowering)
@@ -83,7 +119,11 @@ def import_module(
         raise ImportFailure(
             f"model {name}: the loss depends on no trainable weight, must depend on one; check requires_grad"
         )
-    return _finish(builder, inputs, loss, updates, aliases, batch_norm)
+    return (
+        _finish(builder, inputs, loss, updates, aliases, batch_norm),
+        program,
+        lowering.environment,
+    )
 
 
 def _lower(lowering: Lowering, node: fx.Node) -> None:

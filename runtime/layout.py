@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from graph.axes import operand_regions
 from graph.collectives import Collective
-from graph.exchange import Assembly, Piece
+from graph.exchange import Assembly, Piece, source_groups
 from graph.intervals import Region, shape
 from graph.operators import ValueKind
 from graph.plan import Plan
@@ -74,6 +74,22 @@ class Layout:
         space = self.plan.graph.operators[operator].space
         degrees = self.plan.strategy.configurations[operator].degrees
         return operand_regions(space.axes, space.outputs[position], degrees)
+
+    def made(self, value: str) -> list[tuple[Region, int]]:
+        """Return the regions of a value that the rank's tasks make, and their slots; of replicas the first alone.
+
+        Those of all ranks make up the value; where they are the same region, they are partial sums.
+        """
+        operator, position = self.plan.graph.producer[value]
+        regions = self.output_regions(operator, position)
+        groups = source_groups(
+            self.plan.graph.operators[operator].space, self.plan.strategy.configurations[operator]
+        )
+        return [
+            (regions[group[0]], self.outputs[operator, group[0], position])
+            for group in groups
+            if group[0] in self.tasks[operator]
+        ]
 
     def piece_slot(self, value: str, piece: Piece) -> int:
         """Return the slot of the task's output from which a piece on this rank is cut."""

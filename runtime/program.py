@@ -60,6 +60,7 @@ class Program:
     parts: for each weight of the rank, what the rank updates of it.
     gathered: the weights that the rank keeps in these parts, and has whole only while they are read.
     after_update: what makes the weights whole again of which other ranks have updated shares.
+    kept: for each value that stays after the step, the regions of it that the rank answers for, and their slots.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -71,16 +72,20 @@ class Program:
     parts: dict[str, tuple[Part, ...]]
     gathered: frozenset[str]
     after_update: tuple[Instruction, ...]
+    kept: dict[str, tuple[tuple[Region, int], ...]]
 
 
-def compile_program(plan: Plan, rank: int, device: torch.device) -> Program:
-    """Return `rank`'s program of a plan, for tensors on `device`."""
-    return _Compiler(plan, rank, device).compile()
+def compile_program(
+    plan: Plan, rank: int, device: torch.device, kept: frozenset[str] = frozenset()
+) -> Program:
+    """Return `rank`'s program of a plan, for tensors on `device`; `kept` values stay after the step."""
+    return _Compiler(plan, rank, device, kept).compile()
 
 
 class _Compiler:
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str]) -> None:
         self.plan = plan
+        self.kept = kept
         self.graph = plan.graph
         self.rank = rank
         self.device = device
@@ -129,6 +134,7 @@ class _Compiler:
             parts=self.parts,
             gathered=frozenset(self.gathering.weights),
             after_update=after_update,
+            kept={name: tuple(self.layout.made(name)) for name in sorted(self.kept)},
         )
 
     # ---- what there is to execute
@@ -392,6 +398,7 @@ class _Compiler:
         """The instructions, each followed by the release of what nothing needs any more, or before it is made again."""
         kept = {reading.slot for reading in self.layout.readings.values()}
         kept.update(local.slot for local in self.layout.empty)
+        kept.update(slot for name in self.kept for _, slot in self.layout.made(name))
         result: list[Instruction] = []
         needed: set[int] = set()
         for instruction in reversed(self.instructions):

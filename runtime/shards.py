@@ -16,7 +16,7 @@ from graph.intervals import Region, full_region, intersect_regions, shape, volum
 from graph.plan import Plan, weight_holdings
 from runtime.batches import Batch
 from runtime.communication import Message, World
-from runtime.selections import Selection
+from runtime.selections import Selection, selection_of
 from runtime.stepping import Held
 
 
@@ -94,6 +94,17 @@ class Shards:
             else (Selection(kept, shard, self._device), Selection(kept, read, self._device))
         )
         return _Input(shard, read, tuple(sends), tuple(receives), own, getattr(torch, spec.dtype))
+
+    def whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """Return an input that is made of all ranks' shards. All ranks must call it."""
+        one = self._inputs[name]
+        sizes = list(shard.shape)
+        sizes[self._dims[name]] *= self._world.size
+        whole = torch.zeros(sizes, dtype=one.dtype, device=self._device)
+        selection_of(one.shard, tuple(sizes), self._device).put(whole, shard.to(self._device))
+        if one.dtype is torch.bool:
+            return self._world.sum(whole.to(torch.uint8)).to(torch.bool)
+        return self._world.sum(whole)
 
     def parts(self, shards: Mapping[str, torch.Tensor]) -> dict[str, Held]:
         """Return, for each sharded input of which this rank reads something, the region that it reads.

@@ -36,7 +36,15 @@ class StepRunner:
     inputs must be loaded before.
     """
 
-    def __init__(self, plan: Plan, world: World, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        *,
+        seed: int,
+        device: torch.device,
+        kept: frozenset[str] = frozenset(),
+    ) -> None:
         """Compile the rank's program and make room for its parts of the weights.
 
         Args:
@@ -44,12 +52,13 @@ class StepRunner:
             world: the ranks; this rank executes the plan's device of its number.
             seed: of dropout.
             device: where this rank computes.
+            kept: values of the graph that stay after a step (`whole_value`).
         """
         self._plan = plan
         self._seed = seed
         self._device = device
         self._world = world
-        self._program = compile_program(plan, world.rank, device)
+        self._program = compile_program(plan, world.rank, device, kept)
         self._state = StepState(world, self._program.shapes)
         self._held: dict[str, torch.Tensor] = {}
         # What the rank updates of each weight, in one tensor.
@@ -132,6 +141,11 @@ class StepRunner:
     def _readings(self, kind: ValueKind) -> list[Reading]:
         values = self._plan.graph.value_by_name
         return [reading for reading in self._program.readings if values[reading.value].kind is kind]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
 
     @property
     def program(self) -> Program:
@@ -240,6 +254,19 @@ class StepRunner:
         """Use buffers' values of before (`buffer_values`)."""
         for slot, tensor in values.items():
             self._state.values[slot] = tensor
+
+    def whole_value(self, name: str) -> torch.Tensor:
+        """Return a kept value of the last step, whole, on the rank's device. All ranks must call it: it is a sum."""
+        spec = self._plan.graph.value_by_name[name].spec
+        dtype = getattr(torch, spec.dtype)
+        # Communication libraries add up no booleans.
+        whole = torch.zeros(
+            spec.shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=self._device
+        )
+        for region, slot in self._program.kept[name]:
+            part = self._state.values[slot].detach().to(whole.dtype)
+            Selection(region, full_region(spec.shape), self._device).add(whole, part)
+        return self._world.sum(whole).to(dtype)
 
     def parts(self) -> dict[str, list[Held]]:
         """Return, for each weight that is updated, the regions that this rank updates, and their values."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from graph.errors import RuntimeFailure
+from graph.importing.outputs import Outputs
 from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, weight_holdings
@@ -22,6 +23,8 @@ from runtime.collecting import collect_buffers, collect_weights, scatter_parts, 
 from runtime.communication import World
 from runtime.grad_scaling import scale_of, step_scaled
 from runtime.optimizer_state import OptimizerParts, make_optimizer
+from runtime.options import Options
+from runtime.outputs import collect_outputs, kept_values
 from runtime.processes import leave_group
 from runtime.ranks import everywhere, from_rank_0
 from runtime.shards import Shards
@@ -65,29 +68,33 @@ class Trainer:
         world: World,
         example: tuple[tuple[Any, ...], dict[str, Any]],
         optimizer: MakeOptimizer,
+        options: Options,
+        outputs: Outputs | None,
         *,
-        batches: str,
-        seed: int,
-        device: torch.device,
         leaves_group: bool,
     ) -> None:
         """Compile the rank's program, take over rank 0's values, and make the optimizer; see `parallelize`."""
         self.graph: OperatorGraph = plan.graph
         self.strategy: Strategy = plan.strategy
         self.rank = world.rank
-        self.device = device
+        self.device = options.device
         self.step_number = 0
         self._module = module
         self._plan = plan
         self._world = world
         self._leaves_group = leaves_group
-        self._inputs = Inputs(plan.graph, example, world.size if batches == SHARDED else 1)
+        self._inputs = Inputs(plan.graph, example, world.size if options.batches == SHARDED else 1)
         self._inputs_compared = False
         # Of batches of which each rank has its own samples: known from the first one on.
         self._shards: Shards | None = None
         # Whether a GradScaler has scaled the gradients so far.
         self._scaled = False
-        self._runner = StepRunner(plan, world, seed=seed, device=device)
+        self._outputs = outputs
+        # The inputs of the last step, where outputs are asked for.
+        self._last: Batch | None = None
+        self._runner = StepRunner(
+            plan, world, seed=options.seed, device=options.device, kept=kept_values(outputs)
+        )
         self._tensors = _named_tensors(module)
         self._buffer_holdings = {
             value.name: weight_holdings(plan.graph, plan.strategy, value.name)
@@ -175,6 +182,7 @@ class Trainer:
             **kwargs: as of `step`.
         """
         batch = self._taken(args, kwargs, scale, scaler)
+        self._last = None
         alone = self._world.size == 1
         if not self._inputs_compared or (alone and batch.problem is not None):
             require_same(batch)
@@ -203,6 +211,7 @@ class Trainer:
                 parameter.grad = before[name]
             require_same(batch)
         self.step_number += 1
+        self._last = batch if self._outputs is not None else None
         self._scaled |= scaler is not None and scaler.is_enabled()
         taken: set[int] = set()
         for name, found in self._runner.own_gradients().items():
@@ -215,6 +224,25 @@ class Trainer:
             earlier = before[name]
             updated[name].grad = gradient if earlier is None else earlier.add_(gradient)
         return loss
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Return the module's results in the last step that `parallelize(outputs=...)` named, whole, by name.
+
+        They are those of the weights before the update, without a gradient, and the same on all ranks. All ranks must
+        call it; it costs one sum over the ranks for each value that they follow from.
+
+        Raises:
+            RuntimeFailure: none were named, or there was no step.
+        """
+        return collect_outputs(self._outputs, self._runner, None if self._last is None else self._whole_input)
+
+    def _whole_input(self, name: str) -> torch.Tensor:
+        """Return an input of the last step. Where it came in shards, all ranks must call it."""
+        batch = self._last
+        assert batch is not None
+        if self._shards is not None and name in batch.shard_dims:
+            return self._shards.whole(name, batch.inputs[name])
+        return batch.inputs[name]
 
     def _taken(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, scaler: GradScaler | None

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, read_document, strategy_from_json
+from runtime.options import Options, imported
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from graph.importing.outputs import Outputs
     from runtime.trainer import MakeOptimizer, Trainer
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -71,6 +73,7 @@ def parallelize(
     optimizer: MakeOptimizer,
     batch_norm: str = "synchronized",
     batches: str = "whole",
+    outputs: Sequence[str] = (),
     seed: int = 0,
     device: str | torch.device | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -82,7 +85,8 @@ def parallelize(
     structure, names and, on rank 0, the values to start from; elsewhere it may be on the meta device.
 
     Args:
-        module: returns a scalar loss, or an object whose `.loss` is one. It is trained in training mode.
+        module: returns a scalar loss, or an object whose `.loss` is one, a dict with one under "loss", or a tuple that
+            begins with one. It is trained in training mode.
         strategy: for the module's graph at the example's sizes: a path of a file, what `load_strategy` returned, or
             a `Strategy`.
         args: example inputs. They fix all sizes; numbers among them stay as they are.
@@ -93,6 +97,8 @@ def parallelize(
         batches: "whole" (every rank is given the same whole batch) or "sharded" (each rank is given its own samples, as
             a `DistributedSampler` deals them out: the ranks' in their order are the batch of the example's sizes, and
             inputs of the example's shape are the same on all ranks).
+        outputs: names of tensors in the module's result beside the loss ("logits", "hidden_states.0", "1"), for
+            `Trainer.outputs`; one stands for all whose names it begins ("hidden_states" for all of its parts).
         seed: of dropout: a draw depends on (seed, step, operator, global index), not on the strategy.
         device: where this rank computes. Default: the GPU of its local rank, else the CPU.
         timeout_s: how long a rank waits for another.
@@ -119,40 +125,23 @@ def parallelize(
     joined = join_ranks(own, timeout_s)
     size = dist.get_world_size() if dist.is_initialized() else 1
 
-    def prepared() -> tuple[OperatorGraph, Strategy]:
+    options = Options(
+        batch_norm, batches, (outputs,) if isinstance(outputs, str) else tuple(outputs), seed, own
+    )
+
+    def prepared() -> tuple[OperatorGraph, Strategy, Outputs | None]:
         require_factory(optimizer)
         require_free(example[1])
         require_kind(batches)
-        imported = _imported(module, example, batch_norm)
-        return imported, _fitted(strategy, imported, size, module, example, batch_norm)
+        found, results = imported(module, *example, batch_norm, options.outputs)
+        return found, _fitted(strategy, found, size, module, example, batch_norm), results
 
-    graph, chosen = everywhere(prepared)
-    hosts = _agree(graph, chosen, {"seed": seed, "batches": batches}, own_host())
+    graph, chosen, results = everywhere(prepared)
+    agreed = {"seed": seed, "batches": batches, "outputs": options.outputs}
+    hosts = _agree(graph, chosen, agreed, own_host())
     plan = build_plan(graph, chosen, nodes_of(hosts), every_element=True)
     prepare_groups(plan, size, timeout_s)
-    return Trainer(
-        module,
-        plan,
-        World(size),
-        example,
-        optimizer,
-        batches=batches,
-        seed=seed,
-        device=own,
-        leaves_group=joined,
-    )
-
-
-def _imported(module: nn.Module, example: tuple[Any, Any], batch_norm: str) -> OperatorGraph:
-    """Return the module's graph; the module's training flags are put back."""
-    from graph.importer import import_module
-
-    flags = [(part, part.training) for part in module.modules()]
-    try:
-        return import_module(module, *example, name=type(module).__name__, batch_norm=batch_norm)
-    finally:
-        for part, flag in flags:
-            part.training = flag
+    return Trainer(module, plan, World(size), example, optimizer, options, results, leaves_group=joined)
 
 
 def _fitted(
@@ -172,7 +161,7 @@ def _fitted(
         strategy = load_strategy(strategy)
     if strategy.graph_digest != graph.digest:
         other = "local" if batch_norm == "synchronized" else "synchronized"
-        if _imported(module, example, other).digest == strategy.graph_digest:
+        if imported(module, *example, other, ())[0].digest == strategy.graph_digest:
             raise StrategyError(
                 f'strategy: is for batch_norm="{other}", must be for "{batch_norm}"; pass batch_norm="{other}"'
             )

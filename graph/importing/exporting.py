@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,20 +22,25 @@ from graph.importing.standins import without_data
 from graph.importing.untraced import Untraced, changed, gradient_hook, noticing
 
 _PREFIX = "module."
+# Takes from a module's result the tensors to be returned beside the loss.
+Keep = Callable[[Any], Sequence[torch.Tensor]]
 
 
 class _LossModule(nn.Module):
-    """Returns the loss alone, wherever the module's result holds it."""
+    """Returns the loss alone, wherever the module's result holds it; `keep` takes what is wanted beside it."""
 
-    def __init__(self, module: nn.Module, noticed: Untraced) -> None:
+    def __init__(self, module: nn.Module, noticed: Untraced, keep: Keep | None) -> None:
         super().__init__()
         self.module = module
         self._noticed = noticed
+        self._keep = keep
         self.training = module.training  # not train(): parts may be in evaluation mode on purpose
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         with noticing(self.module, self._noticed):
-            return loss_of(self.module(*args, **kwargs))
+            result = self.module(*args, **kwargs)
+            loss = loss_of(result)
+            return loss if self._keep is None else (loss, *self._keep(result))
 
 
 class NoLossError(Exception):
@@ -43,12 +48,18 @@ class NoLossError(Exception):
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """Return the scalar loss that a module's result is, or holds.
+    """Return the scalar loss that a module's result is, or holds: as `.loss`, under "loss", or first of a tuple.
 
     Raises:
         NoLossError: it is none.
     """
-    loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
+    loss = result
+    if isinstance(result, Mapping):
+        loss = result.get("loss", getattr(result, "loss", None))
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
+        loss = result[0] if result else None
+    elif not isinstance(result, torch.Tensor):
+        loss = getattr(result, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise NoLossError(type(result).__name__)
     if loss.numel() != 1:
@@ -72,8 +83,12 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> ExportedProgram:
-    """Export `module` in training mode as a functional ATen graph whose only result is the scalar loss.
+def export(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, keep: Keep | None = None
+) -> ExportedProgram:
+    """Export `module` in training mode as a functional ATen graph whose first result is the scalar loss.
+
+    `keep` takes further results; without it there are none.
 
     Raises:
         ImportFailure: the module cannot be exported, returns no scalar loss, or does what no export keeps.
@@ -89,20 +104,22 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], na
     noticed = Untraced()
     try:
         with _quiet(), _unchecked_values(), without_data(module, args, kwargs) as given:
-            program = torch.export.export(_LossModule(module, noticed), *given, strict=False)
+            program = torch.export.export(_LossModule(module, noticed, keep), *given, strict=False)
             if noticed.changed:
                 # A first forward may settle what later ones leave alone: theirs counts.
                 later = Untraced()
                 with changed(module, noticed):
-                    program = torch.export.export(_LossModule(module, later), *given, strict=False)
+                    program = torch.export.export(_LossModule(module, later, keep), *given, strict=False)
                 noticed.changed = later.changed
             _keep_gradients_stopped(program.graph_module)
             functional: ExportedProgram = program.run_decompositions({})
     except NoLossError as error:
         raise ImportFailure(
-            f"model {name}: returns {error}, must return a scalar loss or an object whose .loss is one; "
-            "compute the loss in its forward"
+            f"model {name}: returns {error}, must return a scalar loss, or have one as .loss, under "
+            "'loss' or first in a tuple; compute the loss in its forward"
         ) from None
+    except ImportFailure:
+        raise
     except (
         Exception
     ) as error:  # whatever the module or the exporter raises is the user's to know, in one line

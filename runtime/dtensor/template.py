@@ -98,6 +98,10 @@ BUILD = '''
 
 def loss_of(result: Any) -> torch.Tensor:
     """Return the scalar loss in what a module returns."""
+    if isinstance(result, dict):
+        result = result["loss"]
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
+        result = result[0]
     loss = result if isinstance(result, torch.Tensor) else result.loss
     return loss.reshape(())
 

@@ -374,7 +374,7 @@ READ = rf"torch\.export fails at {HERE}: a Python value is read out of a tensor 
     ("function", "message"),
     [
         (lambda self, x: self.head(x), r"returns a tensor of shape \[2, 2\], must return a scalar loss"),
-        (lambda self, x: {"loss": self.head(x).sum()}, r"returns dict, must return a scalar loss"),
+        (lambda self, x: {"cost": self.head(x).sum()}, r"returns dict, must return a scalar loss"),
         (lambda self, x: self.head(x).sum() if x.sum() > 0 else x.sum(), READ),
         (
             lambda self, x: self.head(x)[x.sum(1) > 0].sum(),

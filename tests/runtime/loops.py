@@ -7,6 +7,7 @@ numpy arrays and numbers, since they travel between processes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +22,13 @@ import runtime
 from graph.axes import AxisKind
 from graph.errors import RuntimeFailure
 from graph.importer import import_module
+from graph.importing.outputs import named_tensors
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.zoo import Built
 from search.baselines import fsdp
 from tests.runtime import models
-from tests.runtime.strategies import by_kind, in_turn, random_strategy
+from tests.runtime.strategies import by_kind, groups_of, in_turn, random_strategy
 
 SEED = 5
 SIZE = 2
@@ -36,6 +38,7 @@ STRATEGIES: dict[str, Callable[[OperatorGraph], Strategy]] = {
     "fsdp": lambda graph: fsdp(graph, SIZE),
     "split weights": lambda graph: by_kind(graph, [AxisKind.PARAMETER], [0, 1]),
     "random": lambda graph: random_strategy(graph, SIZE, 4),
+    "made again": lambda graph: replace(random_strategy(graph, SIZE, 7), recomputation=groups_of(graph, 3)),
     "one of two ranks": lambda graph: in_turn(graph, [0]),
 }
 Loop = Callable[[str], dict[str, Any]]
@@ -266,12 +269,78 @@ def sample_plainly() -> dict[str, Any]:
     return {"losses": losses, "state": portable(module.state_dict())}
 
 
+# ---- outputs beside the loss
+
+
+class Telling(nn.Module):
+    """Returns a dict: its loss, what the loss depends on, and metrics that follow from that and from inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.second = nn.Linear(10, 9, bias=False)
+        self.third = nn.Linear(9, 5)
+
+    def forward(self, points: Tensor, targets: Tensor) -> dict[str, Any]:
+        first = torch.relu(self.first(points))
+        hidden = (first, torch.tanh(self.second(first)))
+        logits = self.third(hidden[1])
+        right = logits.argmax(-1) == targets
+        accuracy = right.float().mean()
+        loss = functional.cross_entropy(logits.float(), targets).double()
+        return {
+            "loss": loss,
+            "logits": logits,
+            "hidden": hidden,
+            "detached": logits.detach(),
+            "right": right,
+            "accuracy": accuracy,
+            "targets": targets,
+            "above": torch.tensor([0.0, 0.5], dtype=torch.float64) < accuracy,
+        }
+
+
+OUTPUTS = ("loss", "logits", "hidden", "detached", "right", "accuracy", "targets", "above")
+
+
+def telling() -> Built:
+    torch.manual_seed(SEED)
+    return Telling().double(), (torch.randn(8, 6).double(), torch.randint(0, 5, (8,))), {}
+
+
+def tell(strategy: str) -> dict[str, Any]:
+    """Two steps; returns the outputs of each."""
+    in_shards = strategy == "data parallel"
+    options = {"batches": "sharded"} if in_shards else {}
+    trainer = trainer_of(telling, strategy, outputs=OUTPUTS, **options)
+    own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4) if in_shards else slice(None)
+    outputs = []
+    for points, targets in perceptron_batches(2, 8):
+        trainer.step(points[own], targets[own])
+        outputs.append(portable(trainer.outputs()))
+    return {"outputs": outputs, "state": portable(trainer.state_dict())}
+
+
+def tell_plainly() -> dict[str, Any]:
+    module, _, _ = telling()
+    optimizer = sgd(module.parameters())
+    outputs = []
+    for batch in perceptron_batches(2, 8):
+        optimizer.zero_grad()
+        result = module(*batch)
+        result["loss"].backward()
+        optimizer.step()
+        outputs.append(portable(named_tensors(result)))
+    return {"outputs": outputs, "state": portable(module.state_dict())}
+
+
 # ---- all of them
 
 LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "accumulate": (accumulate, ("data parallel", "fsdp", "random")),
-    "sample": (sample, ("data parallel", "split weights", "random", "one of two ranks")),
-    "scale losses": (scale_losses, ("data parallel", "fsdp", "split weights", "random", "one of two ranks")),
+    "sample": (sample, ("data parallel", "random")),
+    "tell": (tell, ("data parallel", "made again")),
+    "scale losses": (scale_losses, ("fsdp", "random", "one of two ranks")),
 }
 
 

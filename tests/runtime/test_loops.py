@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+import runtime
+from graph.errors import ImportFailure, RuntimeFailure
+from graph.importer import import_module
 from tests.runtime import loops
 from tests.runtime.spawned import run_ranks
+from tests.runtime.strategies import in_turn
 
 Results = dict[tuple[str, str], list[dict[str, Any]]]
 
@@ -51,7 +60,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(strategy: str, results: Resul
     for of_rank in of_ranks:
         assert_equal(of_rank, expected, 1e-4)
         assert of_rank["without the scaler"].startswith("apply: the gradients were scaled by a GradScaler")
-    if strategy in ("fsdp", "split weights"):
+    if strategy == "fsdp":
         assert [of_rank["finite"] for of_rank in of_ranks] == [[True, True, True], [True, False, True]]
 
 
@@ -76,3 +85,82 @@ def test_a_distributed_sampler_deals_out_the_whole_batch(strategy: str, results:
     for key, start in starts.items():
         assert first["messages"][key].startswith(start)
         assert "\n" not in first["messages"][key]
+
+
+@cases_of("tell")
+def test_outputs_beside_the_loss_are_the_modules_own(strategy: str, results: Results) -> None:
+    expected = loops.tell_plainly()
+    for of_rank in results["tell", strategy]:
+        assert_equal(of_rank, {"state": expected["state"]}, 1e-6)
+        for found, wanted in zip(of_rank["outputs"], expected["outputs"], strict=True):
+            assert list(found) == list(wanted)
+            for name, tensor in wanted.items():
+                assert found[name].dtype == tensor.dtype
+                np.testing.assert_allclose(found[name], tensor, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    logits: Tensor
+    noise: Tensor
+    head: Tensor
+
+
+class Returning(torch.nn.Module):
+    """Returns what a function makes of its loss, its logits, noise, and what a head makes that the loss leaves out."""
+
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.form = form
+        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, points: Tensor) -> Any:
+        logits = self.body(points)
+        return self.form(logits.square().mean(), logits, torch.rand(2), self.head(logits))
+
+
+FORMS: dict[str, tuple[Callable[..., Any], str]] = {
+    "tuple": (lambda *parts: parts, "1"),
+    "dict": (lambda loss, logits, *_: {"loss": loss, "of": {"last": [logits]}}, "of.last.0"),
+    "dataclass": (Result, "logits"),
+    "object": (lambda loss, logits, *_: SimpleNamespace(loss=loss, logits=logits), "logits"),
+}
+
+
+def returning(form: str, outputs: Sequence[str] | str) -> tuple[runtime.Trainer, Returning, Tensor]:
+    torch.manual_seed(0)
+    module, points = Returning(FORMS[form][0]), torch.randn(5, 3)
+    strategy = in_turn(import_module(module, (points,), name="returning"), [0])
+    trainer = runtime.parallelize(module, strategy, (points,), optimizer=loops.sgd, outputs=outputs)
+    return trainer, module, points
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_form_of_result_may_hold_the_loss(form: str) -> None:
+    name = FORMS[form][1]
+    trainer, module, points = returning(form, name)
+    with pytest.raises(RuntimeFailure, match="there are none yet"):
+        trainer.outputs()
+    trainer.backward(points)
+    torch.testing.assert_close(trainer.outputs(), {name: module.body(points).detach()})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scores", "its result has no tensor scores, must be one of loss, logits, noise, head;"),
+        ("head", r"its result head follows from head\.\w+ in a way that the loss does not"),
+        ("noise", r"its result noise follows from random numbers \(aten.rand.default\)"),
+    ],
+)
+def test_outputs_that_do_not_follow_from_the_graph_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ImportFailure, match=message):
+        returning("dataclass", [name])
+
+
+def test_outputs_that_were_not_asked_for_are_refused() -> None:
+    trainer, _, points = returning("tuple", ())
+    trainer.step(points)
+    with pytest.raises(RuntimeFailure, match="outputs: none are kept, must be named"):
+        trainer.outputs()
