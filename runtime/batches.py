@@ -7,8 +7,10 @@ loss, which is made anyway, so that all ranks notice in the same step where one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from graph.operators import OperatorGraph
 from runtime.fingerprints import fingerprint, fingerprints
 from runtime.ranks import gather_everywhere
 
-# What a rank adds whose batch does not fit; fingerprints are not negative.
+# What a rank adds whose batch does not fit; fingerprints are not negative. Lower numbers stand for other sizes.
 UNFIT = -1.0
 
 # Arguments of `Trainer.backward` itself, which a module can therefore not have as keywords.
@@ -36,12 +38,15 @@ class Batch:
     """What a rank was given for a step: tensors by the graph's names, the scale of the loss; or why it refuses.
 
     shard_dims: for each input of which the rank was given its own shard, the dim along which it is one.
+    shapes: of the whole inputs, in a smaller batch than the example's. Such a batch fits if all ranks have one of these
+        shapes; `problem` is what it is refused for if not.
     """
 
     inputs: dict[str, torch.Tensor]
     shard_dims: dict[str, int]
     scale: float
     problem: RuntimeFailure | None = None
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def alike(self) -> dict[str, torch.Tensor]:
@@ -50,8 +55,14 @@ class Batch:
 
     def mark(self, device: torch.device) -> torch.Tensor:
         """Return the number by which ranks notice that they were given different things."""
+        if self.shapes:
+            return torch.tensor(UNFIT - 1 - zlib.crc32(repr(self.shapes).encode()), dtype=torch.float64)
         if self.problem is not None:
             return torch.tensor(UNFIT)
+        return self.fingerprint(device)
+
+    def fingerprint(self, device: torch.device) -> torch.Tensor:
+        """Return the number that stands for what must be the same on all ranks."""
         return fingerprint({**self.alike, "scale": torch.tensor(self.scale, dtype=torch.float64)}, device)
 
 
@@ -119,14 +130,20 @@ class Inputs:
         """
         tensors = self._tensors(args, kwargs)
         shard_dims: dict[str, int] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        parts: set[Fraction] = set()
+        problem = None
         for name, spec in self._specs.items():
             sizes, wanted = tuple(tensors[name].shape), spec.shape
-            dim = self._shard_dim(sizes, wanted)
-            if dim >= 0:
-                shard_dims[name] = dim
-            elif sizes != wanted:
+            dim, size = self._batch_dim(sizes, wanted)
+            if sizes != wanted:
+                if dim >= 0 and self._shards > 1:
+                    shard_dims[name] = dim
+                shapes[name] = (*wanted[:dim], size, *wanted[dim + 1 :]) if dim >= 0 else ()
+                parts.add(Fraction(size, wanted[dim]) if dim >= 0 else Fraction(0))
+            if problem is None and sizes != wanted and (dim < 0 or size < wanted[dim]):
                 part = f" or a 1/{self._shards} of it along one dim," if self._shards > 1 else ""
-                raise RuntimeFailure(
+                problem = RuntimeFailure(
                     f"inputs: {name} has shape {sizes}, must have {wanted}{part} as in the example; drop a batch that "
                     "is not full (drop_last=True), or pad it"
                 )
@@ -135,12 +152,31 @@ class Inputs:
                     f"inputs: {name} has dtype {tensors[name].dtype}, must have torch.{spec.dtype} as in the "
                     "example; convert it"
                 )
-        if self._shards > 1 and not shard_dims:
+        if self._shards > 1 and not shapes:
             raise RuntimeFailure(
                 f'inputs: all have the whole example\'s shapes, with batches="{SHARDED}" some must be a '
                 f'1/{self._shards} of it; use a DistributedSampler, or pass batches="{WHOLE}"'
             )
-        return Batch(tensors, shard_dims, scale)
+        if problem is None:
+            return Batch(tensors, shard_dims, scale)
+        # All inputs with samples must have as many fewer.
+        if len(parts) > 1 or Fraction(0) in parts:
+            raise problem
+        return Batch(tensors, shard_dims, scale, problem, shapes)
+
+    def example(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return zeros in the example's structure, of other shapes where these are given."""
+        tensors = iter(self.zeros(shapes).values())
+        leaves = [next(tensors) if fixed is None else fixed for fixed in self._fixed]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+    def zeros(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Return zeros for all inputs, of other shapes than the example's where these are given."""
+        return {
+            name: torch.zeros(shapes.get(name, spec.shape), dtype=getattr(torch, spec.dtype))
+            for name, spec in self._specs.items()
+        }
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of a batch by the graph's names.
@@ -165,14 +201,19 @@ class Inputs:
                 )
         return tensors
 
-    def _shard_dim(self, sizes: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Return the one dim along which a tensor of some sizes is one of equal shards of a whole; -1 if it is none."""
-        if self._shards == 1 or len(sizes) != len(whole):
-            return -1
+    def _batch_dim(self, sizes: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, int]:
+        """Return the one dim along which a rank's tensor has not the example's size, and the whole batch's size of it.
+
+        The dim is -1 where there is no such dim, or the batch is larger than the example.
+        """
+        if len(sizes) != len(whole):
+            return -1, 0
         differing = [dim for dim, (size, all_) in enumerate(zip(sizes, whole, strict=True)) if size != all_]
-        if len(differing) == 1 and sizes[differing[0]] * self._shards == whole[differing[0]]:
-            return differing[0]
-        return -1
+        if len(differing) != 1:
+            return -1, 0
+        dim = differing[0]
+        size = sizes[dim] * self._shards
+        return (dim, size) if 0 < size <= whole[dim] else (-1, 0)
 
 
 def _short(item: object) -> str:
@@ -183,17 +224,20 @@ def _short(item: object) -> str:
 def require_same(batch: Batch) -> None:
     """Check that every rank was given the same batch, and that on none there is a problem. All ranks must call it.
 
+    A smaller batch than the example's is none, if all ranks have it.
+
     Raises:
         RuntimeFailure: the same on all ranks.
     """
     own = None if batch.problem is None else str(batch.problem)
-    told = gather_everywhere((own, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
-    for rank, (reason, *_) in enumerate(told):
-        if reason is not None:
-            alike = all(other == reason for other, *_ in told)
-            raise RuntimeFailure(reason if alike else f"rank {rank}: {reason}")
-    _, first_scale, first_dims, first = told[0]
-    for rank, (_, scale, shard_dims, of_rank) in enumerate(told):
+    told = gather_everywhere((own, batch.shapes, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
+    first_shapes, first_scale, first_dims, first = told[0][1:]
+    if not first_shapes or any(shapes != first_shapes for _, shapes, *_ in told):
+        for rank, (reason, *_) in enumerate(told):
+            if reason is not None:
+                alike = all(other == reason for other, *_ in told)
+                raise RuntimeFailure(reason if alike else f"rank {rank}: {reason}")
+    for rank, (_, _, scale, shard_dims, of_rank) in enumerate(told):
         if scale != first_scale:
             raise RuntimeFailure(
                 f"scale: of rank {rank} is {scale:g}, must be that of rank 0, {first_scale:g}; pass the same everywhere"

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of `runtime.parallelize`, as it describes them."""
+    """Options of `runtime.parallelize`, as it describes them; `node_of`: for each rank, the number of its host."""
 
     batch_norm: str
     batches: str
     outputs: tuple[str, ...]
     seed: int
     device: torch.device
+    timeout_s: float
+    node_of: tuple[int, ...]
 
 
 def imported(

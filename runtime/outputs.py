@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from graph.errors import RuntimeFailure
 from graph.importing.outputs import Outputs
+from runtime.batches import Batch
+from runtime.shards import Shards
 from runtime.stepping import StepRunner
 
 
@@ -18,14 +18,15 @@ def kept_values(outputs: Outputs | None) -> frozenset[str]:
 
 
 def collect_outputs(
-    outputs: Outputs | None, runner: StepRunner, whole_input: Callable[[str], torch.Tensor] | None
+    outputs: Outputs | None, runner: StepRunner, shards: Shards | None, batch: Batch | None
 ) -> dict[str, torch.Tensor]:
     """Return the results by name, on the rank's device. All ranks must call it.
 
     Args:
         outputs: what was asked for.
         runner: has done the last step.
-        whole_input: returns an input of that step; None: there was none.
+        shards: of that step, where each rank was given its own.
+        batch: of that step; None: there was none.
 
     Raises:
         RuntimeFailure: nothing was asked for, or there was no step.
@@ -34,15 +35,19 @@ def collect_outputs(
         raise RuntimeFailure(
             'outputs: none are kept, must be named; pass outputs=("logits",) to parallelize, or other names'
         )
-    if whole_input is None:
+    if batch is None:
         raise RuntimeFailure("outputs: there are none yet, must be of a step; call step or backward before")
     kept = kept_values(outputs)
-    known = {
-        name: (runner.whole_value(name) if name in kept else whole_input(name))
-        for name in sorted(set(outputs.sources.values()))
-    }
+    known = {}
+    for name in sorted(set(outputs.sources.values())):
+        if name in kept:
+            known[name] = runner.whole_value(name)
+        elif shards is not None and name in batch.shard_dims:
+            known[name] = shards.whole(name, batch.inputs[name])
+        else:
+            known[name] = batch.inputs[name]
     if not outputs.calls:
-        return {name: known[outputs.sources[node]] for name, node in outputs.nodes.items()}
+        return {name: known[outputs.sources[node]].to(runner.device) for name, node in outputs.nodes.items()}
     # As exported: tensors that the module makes from numbers are on the CPU.
     results = outputs.compute({name: tensor.detach().cpu() for name, tensor in known.items()})
     return {name: tensor.to(runner.device) for name, tensor in results.items()}

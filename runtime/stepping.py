@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from graph.errors import RuntimeFailure
 from graph.intervals import Region, full_region, shape
 from graph.operators import ValueKind
 from graph.plan import Plan
@@ -44,6 +45,7 @@ class StepRunner:
         seed: int,
         device: torch.device,
         kept: frozenset[str] = frozenset(),
+        weights_of: StepRunner | None = None,
     ) -> None:
         """Compile the rank's program and make room for its parts of the weights.
 
@@ -53,6 +55,7 @@ class StepRunner:
             seed: of dropout.
             device: where this rank computes.
             kept: values of the graph that stay after a step (`whole_value`).
+            weights_of: has the same parts of the weights, which this one is to use as well, at other times.
         """
         self._plan = plan
         self._seed = seed
@@ -65,9 +68,14 @@ class StepRunner:
         self._own: dict[str, torch.Tensor] = {}
         for name, (slot, region) in self._program.held.items():
             dtype = getattr(torch, plan.graph.value_by_name[name].spec.dtype)
-            self._held[name] = torch.empty(shape(region), dtype=dtype, device=device)
+            if weights_of is None:
+                self._held[name] = torch.empty(shape(region), dtype=dtype, device=device)
+            else:
+                self._held[name] = held = weights_of._held[name]
+                # Views are made of it, for which it must be there.
+                held.untyped_storage().resize_(held.numel() * held.element_size())
             self._state.weights[slot] = self._held[name]
-            self._make_parts(name)
+            self._make_parts(name, None if weights_of is None else weights_of._own.get(name))
         self._refreshed: list[tuple[int, torch.Tensor, Selection, bool]] = []
         self._input_selections: dict[tuple[int, torch.device], Selection] = {}
         for reading in self._program.readings:
@@ -79,17 +87,20 @@ class StepRunner:
         for name in self._program.gathered:
             self._held[name].untyped_storage().resize_(0)
 
-    def _make_parts(self, name: str) -> None:
+    def _make_parts(self, name: str, own: torch.Tensor | None) -> None:
         """Make what the rank updates of a weight: a view of it, where it is one part that no other holds a share of.
 
-        What is kept in shares, and several parts, which then stand in one tensor, are memory of their own.
+        What is kept in shares, and several parts, which then stand in one tensor, are memory of their own. `own` is
+        there already.
         """
         held, (_, within) = self._held[name], self._program.held[name]
         parts = self._program.parts[name]
         if not parts:
             return
         place = Selection(parts[0].region, within, self._device)
-        if name in self._program.gathered or is_copied(parts, place):
+        if own is not None:
+            pass
+        elif name in self._program.gathered or is_copied(parts, place):
             own = torch.empty(joined_shape(parts), dtype=held.dtype, device=self._device)
         else:
             own = place.take(held)
@@ -267,6 +278,31 @@ class StepRunner:
             part = self._state.values[slot].detach().to(whole.dtype)
             Selection(region, full_region(spec.shape), self._device).add(whole, part)
         return self._world.sum(whole).to(dtype)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether inputs were set."""
+        return all(
+            self._state.values[reading.slot] is not None for reading in self._readings(ValueKind.INPUT)
+        )
+
+    def take_buffers(self, other: StepRunner) -> None:
+        """Use the present values of another runner's buffers, of which this rank reads the same regions.
+
+        Raises:
+            RuntimeFailure: it reads another region.
+        """
+        theirs = {
+            (reading.value, reading.region): other._state.values[reading.slot]
+            for reading in other._readings(ValueKind.BUFFER)
+        }
+        for reading in self._readings(ValueKind.BUFFER):
+            if (reading.value, reading.region) not in theirs:
+                raise RuntimeFailure(
+                    f"buffer {reading.value}: other parts of it are read at this batch size, must be the same; drop "
+                    "a batch that is not full (drop_last=True), or pad it"
+                )
+            self._state.values[reading.slot] = theirs[reading.value, reading.region]
 
     def parts(self) -> dict[str, list[Held]]:
         """Return, for each weight that is updated, the regions that this rank updates, and their values."""

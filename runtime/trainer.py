@@ -28,6 +28,7 @@ from runtime.outputs import collect_outputs, kept_values
 from runtime.processes import leave_group
 from runtime.ranks import everywhere, from_rank_0
 from runtime.shards import Shards
+from runtime.sizes import Sized, Sizes
 from runtime.stepping import StepRunner, whole_parts
 
 
@@ -85,16 +86,15 @@ class Trainer:
         self._leaves_group = leaves_group
         self._inputs = Inputs(plan.graph, example, world.size if options.batches == SHARDED else 1)
         self._inputs_compared = False
-        # Of batches of which each rank has its own samples: known from the first one on.
-        self._shards: Shards | None = None
         # Whether a GradScaler has scaled the gradients so far.
         self._scaled = False
-        self._outputs = outputs
-        # The inputs of the last step, where outputs are asked for.
-        self._last: Batch | None = None
+        # The last step, where outputs are asked for.
+        self._last: tuple[Sized, Batch] | None = None
         self._runner = StepRunner(
             plan, world, seed=options.seed, device=options.device, kept=kept_values(outputs)
         )
+        self._example = Sized(plan, self._runner, outputs)
+        self._sizes = Sizes(module, self._example, self._inputs, world, options)
         self._tensors = _named_tensors(module)
         self._buffer_holdings = {
             value.name: weight_holdings(plan.graph, plan.strategy, value.name)
@@ -183,38 +183,63 @@ class Trainer:
         """
         batch = self._taken(args, kwargs, scale, scaler)
         self._last = None
-        alone = self._world.size == 1
-        if not self._inputs_compared or (alone and batch.problem is not None):
+        settled = not self._inputs_compared or (self._world.size == 1 and batch.problem is not None)
+        if settled:
             require_same(batch)
             self._inputs_compared = True
             if batch.shard_dims:
-                self._shards = Shards(self._plan, self._world, batch.shard_dims, self.device)
-        by_name = self._by_name
-        updated = {name: by_name[name] for name in self._runner.updated}
+                dims = batch.shard_dims
+                self._example.shards = Shards(self._plan, self._world, dims, self.device)
+        loss = None
+        if not (settled and batch.shapes):
+            loss = self._differentiated(self._example, batch)
+        if loss is None:
+            # All ranks have a batch of this other size.
+            loss = self._differentiated(self._sizes.of(batch), batch)
+        assert loss is not None
+        self.step_number += 1
+        self._scaled |= scaler is not None and scaler.is_enabled()
+        return loss
+
+    def _differentiated(self, sized: Sized, batch: Batch) -> torch.Tensor | None:
+        """Do forward, backward and synchronization, and add to the gradients; return the loss.
+
+        With a batch that does not fit, the one before stands in for it, so that the others need not wait for this rank.
+        None is returned where that is so because all ranks have a batch of the same other size.
+        """
+        runner, by_name = sized.runner, self._by_name
+        fits = batch.problem is None or sized is not self._example
+        updated = {name: by_name[name] for name in runner.updated}
         # The next step writes into the tensors that the gradients of this one are views of.
         before = {
             name: None if parameter.grad is None else parameter.grad.clone()
             for name, parameter in updated.items()
         }
-        buffers = self._runner.buffer_values()
-        parts = whole_parts(batch.alike)
-        if self._shards is not None:
-            parts.update(self._shards.parts(batch.inputs))
-        # With a batch that does not fit, the one before stands in for it: the others need not wait for this rank.
-        if batch.problem is None:
-            self._runner.set_inputs(parts)
-        self._runner.differentiate(self.step_number, loss_scale=batch.scale)
-        loss, marks = self._runner.loss_and_marks(None if alone else batch.mark(self.device))
-        if len(set(marks.tolist())) > 1 or batch.problem is not None:
-            self._runner.put_back_buffers(buffers)
+        if sized is not self._example:
+            runner.take_buffers(self._runner)
+        buffers = runner.buffer_values()
+        usable = fits or runner.has_inputs
+        parts = whole_parts(batch.alike if usable else self._inputs.zeros({}))
+        if sized.shards is not None:
+            parts.update(sized.shards.parts(batch.inputs if fits else {}))
+        if fits or not usable:
+            runner.set_inputs(parts)
+        runner.differentiate(self.step_number, loss_scale=batch.scale)
+        mark = None
+        if self._world.size > 1:
+            mark = batch.mark(self.device) if sized is self._example else batch.fingerprint(self.device)
+        loss, marks = runner.loss_and_marks(mark)
+        if len(set(marks.tolist())) > 1 or not fits:
+            runner.put_back_buffers(buffers)
             for name, parameter in updated.items():
                 parameter.grad = before[name]
             require_same(batch)
-        self.step_number += 1
-        self._last = batch if self._outputs is not None else None
-        self._scaled |= scaler is not None and scaler.is_enabled()
+            if not fits:
+                return None
+        if sized is not self._example:
+            self._runner.take_buffers(runner)
         taken: set[int] = set()
-        for name, found in self._runner.own_gradients().items():
+        for name, found in runner.own_gradients().items():
             if found is None:
                 # Others share all there is of it.
                 continue
@@ -223,6 +248,8 @@ class Trainer:
             taken.add(gradient.data_ptr())
             earlier = before[name]
             updated[name].grad = gradient if earlier is None else earlier.add_(gradient)
+        if sized.outputs is not None:
+            self._last = sized, batch
         return loss
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -234,15 +261,8 @@ class Trainer:
         Raises:
             RuntimeFailure: none were named, or there was no step.
         """
-        return collect_outputs(self._outputs, self._runner, None if self._last is None else self._whole_input)
-
-    def _whole_input(self, name: str) -> torch.Tensor:
-        """Return an input of the last step. Where it came in shards, all ranks must call it."""
-        batch = self._last
-        assert batch is not None
-        if self._shards is not None and name in batch.shard_dims:
-            return self._shards.whole(name, batch.inputs[name])
-        return batch.inputs[name]
+        sized, batch = self._last or (self._example, None)
+        return collect_outputs(sized.outputs, sized.runner, sized.shards, batch)
 
     def _taken(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, scaler: GradScaler | None
@@ -260,8 +280,8 @@ class Trainer:
             if scaler is not None:
                 scale *= scale_of(scaler, self.graph, self.device)
             batch = self._inputs.checked(args, kwargs, scale)
-            if self._shards is not None:
-                self._shards.require_like(batch)
+            if self._example.shards is not None:
+                self._example.shards.require_like(batch)
             return batch
         except RuntimeFailure as problem:
             return refused(problem)

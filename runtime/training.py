@@ -89,7 +89,7 @@ def parallelize(
             begins with one. It is trained in training mode.
         strategy: for the module's graph at the example's sizes: a path of a file, what `load_strategy` returned, or
             a `Strategy`.
-        args: example inputs. They fix all sizes; numbers among them stay as they are.
+        args: example inputs. They fix all sizes but for smaller batches; numbers among them stay as they are.
         kwargs: further example inputs.
         optimizer: makes a torch optimizer from the rank's parameters (`Parameters`), which are parts of the weights.
             An element-wise one (SGD, Adam, AdamW, ...) updates parts exactly as it would update the whole.
@@ -125,21 +125,20 @@ def parallelize(
     joined = join_ranks(own, timeout_s)
     size = dist.get_world_size() if dist.is_initialized() else 1
 
-    options = Options(
-        batch_norm, batches, (outputs,) if isinstance(outputs, str) else tuple(outputs), seed, own
-    )
+    wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
     def prepared() -> tuple[OperatorGraph, Strategy, Outputs | None]:
         require_factory(optimizer)
         require_free(example[1])
         require_kind(batches)
-        found, results = imported(module, *example, batch_norm, options.outputs)
+        found, results = imported(module, *example, batch_norm, wanted)
         return found, _fitted(strategy, found, size, module, example, batch_norm), results
 
     graph, chosen, results = everywhere(prepared)
-    agreed = {"seed": seed, "batches": batches, "outputs": options.outputs}
+    agreed = {"seed": seed, "batches": batches, "outputs": wanted}
     hosts = _agree(graph, chosen, agreed, own_host())
-    plan = build_plan(graph, chosen, nodes_of(hosts), every_element=True)
+    options = Options(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))
+    plan = build_plan(graph, chosen, options.node_of, every_element=True)
     prepare_groups(plan, size, timeout_s)
     return Trainer(module, plan, World(size), example, optimizer, options, results, leaves_group=joined)
 

@@ -334,12 +334,77 @@ def tell_plainly() -> dict[str, Any]:
     return {"outputs": outputs, "state": portable(module.state_dict())}
 
 
+# ---- a smaller last batch
+
+
+def convolutions() -> Built:
+    """Return convolutions with a batch norm."""
+    return built(models.convolutions, batch_size=6)
+
+
+def dropped() -> Built:
+    return built(models.dropped, batch_size=6)
+
+
+def cut(make: Callable[[], Built]) -> list[tuple[Tensor, ...]]:
+    """Return batches of six samples and of four, which comes first and last, made of the example's."""
+    _, inputs, _ = make()
+    sizes = (4, 6, 6, 4)
+    return [tuple(one.roll(step, 0)[:size].clone() for one in inputs) for step, size in enumerate(sizes)]
+
+
+def finish(strategy: str, make: Callable[[], Built] = convolutions) -> dict[str, Any]:
+    """Two epochs' steps, of which the first and the last have a batch that is not full."""
+    sharded = {"batches": "sharded"} if strategy == "data parallel" else {}
+    trainer = trainer_of(make, strategy, **sharded)
+    losses, norms, messages = [], [], {}
+    for inputs in cut(make):
+        half = len(inputs[0]) // 2
+        own = slice(half * dist.get_rank(), half * dist.get_rank() + half) if sharded else slice(None)
+        losses.append(float(trainer.backward(*(one[own] for one in inputs))))
+        norms.append(float(trainer.clip_grad_norm(MAX_NORM)))
+        trainer.apply()
+        fewer = own.start or 0, (own.stop or len(inputs[0])) - 1
+        wrong = tuple(one[slice(*fewer)] if dist.get_rank() else one[own] for one in inputs)
+        try:
+            trainer.backward(*wrong)
+        except RuntimeFailure as error:
+            messages[len(losses)] = str(error)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "state": portable(trainer.state_dict()),
+        "messages": messages,
+    }
+
+
+def finish_plainly() -> dict[str, Any]:
+    module, _, _ = convolutions()
+    optimizer = sgd(module.parameters())
+    losses, norms = [], []
+    for inputs in cut(convolutions):
+        optimizer.zero_grad()
+        loss = module(*inputs)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "state": portable(module.state_dict())}
+
+
+def drop(strategy: str) -> dict[str, Any]:
+    """The same, with dropout."""
+    return finish(strategy, dropped)
+
+
 # ---- all of them
 
 LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "accumulate": (accumulate, ("data parallel", "fsdp", "random")),
     "sample": (sample, ("data parallel", "random")),
     "tell": (tell, ("data parallel", "made again")),
+    "finish": (finish, ("data parallel", "fsdp", "random")),
+    "drop": (drop, ("data parallel", "one of two ranks")),
     "scale losses": (scale_losses, ("fsdp", "random", "one of two ranks")),
 }
 

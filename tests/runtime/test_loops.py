@@ -99,6 +99,24 @@ def test_outputs_beside_the_loss_are_the_modules_own(strategy: str, results: Res
                 np.testing.assert_allclose(found[name], tensor, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@cases_of("finish")
+def test_a_smaller_batch_trains_as_the_module(strategy: str, results: Results) -> None:
+    expected = loops.finish_plainly()
+    first, second = results["finish", strategy]
+    assert_equal(first, expected, 2e-4)
+    assert_equal(second, expected, 2e-4)
+    assert first["messages"] == second["messages"]
+    assert len(first["messages"]) == 4
+    for message in first["messages"].values():
+        assert "inputs: input.0 has shape" in message
+        assert "\n" not in message
+
+
+def test_a_smaller_batch_drops_the_same_elements_under_any_strategy(results: Results) -> None:
+    one, other = (results["drop", strategy][0] for strategy in loops.LOOPS["drop"][1])
+    assert_equal(one, {"losses": other["losses"], "state": other["state"]}, 2e-4)
+
+
 @dataclass
 class Result:
     loss: Tensor

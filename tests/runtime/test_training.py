@@ -133,7 +133,9 @@ def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
     assert first == second
     expected = {
         "another batch on rank 1": "inputs: input.0 of rank 1 differs from that of rank 0",
-        "another shape": r"inputs: input.0 has shape (3, 6), must have (7, 6) as in the example",
+        "another shape": r"inputs: input.0 has shape (14, 6), must have (7, 6) as in the example",
+        "fewer of one input": "inputs: input.0 has shape (3, 6), for which the strategy does not fit, must have (7, 6)",
+        "fewer of one input, later": "inputs: input.0 has shape (3, 6), for which the strategy does not fit, must have",
         "another dtype": "inputs: input.0 has dtype torch.float64, must have torch.float32",
         "another structure": "inputs: are 1 and keywords []",
         "another seed": "rank 1: has seed 1, must have that of rank 0, 0",

@@ -243,7 +243,8 @@ def mistakes() -> dict[str, str]:
 
     attempts: dict[str, Callable[[], object]] = {
         "another batch on rank 1": lambda: trainer.step(images + _rank(), targets),
-        "another shape": lambda: trainer.step(images[:3], targets[:3]),
+        "another shape": lambda: trainer.step(images.repeat(2, 1), targets.repeat(2)),
+        "fewer of one input": lambda: trainer.step(images[:3], targets),
         "another dtype": lambda: trainer.step(images.double(), targets),
         "another structure": lambda: trainer.step(images),
         "no scale": lambda: trainer.step(images, targets, scale=float("nan")),
@@ -270,6 +271,7 @@ def mistakes() -> dict[str, str]:
             images, targets.flip(0) if _rank() else targets
         ),
         "another shape on rank 1, later": lambda: trainer.step(images[: 7 - _rank()], targets),
+        "fewer of one input, later": lambda: trainer.step(images[:3], targets),
         "another structure, later": lambda: trainer.step(images),
         "frozen on rank 1, later": frozen,
         "another scale on rank 1, later": lambda: trainer.step(images, targets, scale=1.0 + _rank()),
