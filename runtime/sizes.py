@@ -9,9 +9,9 @@ from torch import nn
 
 from graph.errors import ImportFailure, RuntimeFailure, StrategyError
 from graph.importing.outputs import Outputs
-from graph.operators import OperatorGraph
+from graph.operators import Operator, OperatorGraph
 from graph.plan import Plan, build_plan
-from graph.strategy import Strategy
+from graph.strategy import Configuration, Strategy
 from runtime.batches import Batch, Inputs
 from runtime.communication import World
 from runtime.options import Options, imported
@@ -97,20 +97,36 @@ def resized(strategy: Strategy, graph: OperatorGraph, other: OperatorGraph) -> S
     """Return a strategy of one graph as one of the same module's graph for inputs of another size.
 
     Raises:
-        StrategyError: the module has other operators at that size.
+        StrategyError: the module has other operators at that size, or an axis that is split has one point there.
     """
-    for operator, its in zip(graph.operators, other.operators, strict=False):
-        kinds = [axis.kind for axis in operator.space.axes]
-        if (operator.name, operator.target, kinds) != (
-            its.name,
-            its.target,
-            [axis.kind for axis in its.space.axes],
-        ):
-            raise StrategyError(
-                f"operator {operator.name}: is {its.name} ({its.target}) at this size, must be the same"
-            )
-    if len(graph.operators) != len(other.operators):
+    names, others = ([operator.name for operator in one.operators] for one in (graph, other))
+    if names != others:
         raise StrategyError(
-            f"module: has {len(other.operators)} operators at this size, must have {len(graph.operators)}"
+            f"module: has {len(others)} operators at this size, must have the same {len(names)}"
         )
-    return replace(strategy, graph_digest=other.digest)
+    configurations = tuple(
+        _resized(configuration, operator, at_size)
+        for configuration, operator, at_size in zip(
+            strategy.configurations, graph.operators, other.operators, strict=True
+        )
+    )
+    return replace(strategy, graph_digest=other.digest, configurations=configurations)
+
+
+def _resized(configuration: Configuration, operator: Operator, other: Operator) -> Configuration:
+    """Return a configuration for the axes of the operator at another size: those of one point are left out there."""
+    degrees = {
+        (axis.name, axis.kind): degree
+        for axis, degree in zip(operator.space.axes, configuration.degrees, strict=True)
+    }
+    axes = [(axis.name, axis.kind) for axis in other.space.axes]
+    for (name, kind), degree in degrees.items():
+        if degree > 1 and (name, kind) not in axes:
+            raise StrategyError(
+                f"operator {operator.name}: splits axis {name} into {degree} parts of one point"
+            )
+    if operator.target != other.target or [axis for axis in degrees if axis in axes] != [
+        axis for axis in axes if axis in degrees
+    ]:
+        raise StrategyError(f"operator {operator.name}: is another one at this size, must be the same")
+    return Configuration(tuple(degrees.get(axis, 1) for axis in axes), configuration.devices)

@@ -308,14 +308,23 @@ def telling() -> Built:
     return Telling().double(), (torch.randn(8, 6).double(), torch.randint(0, 5, (8,))), {}
 
 
+def telling_batches() -> list[tuple[Tensor, Tensor]]:
+    """Return three batches, of which the second is not full."""
+    first, (points, targets), last = perceptron_batches(3, 8)
+    return [first, (points[:4], targets[:4]), last]
+
+
 def tell(strategy: str) -> dict[str, Any]:
-    """Two steps; returns the outputs of each."""
+    """Three steps; returns the outputs of each."""
     in_shards = strategy == "data parallel"
     options = {"batches": "sharded"} if in_shards else {}
     trainer = trainer_of(telling, strategy, outputs=OUTPUTS, **options)
-    own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4) if in_shards else slice(None)
     outputs = []
-    for points, targets in perceptron_batches(2, 8):
+    for points, targets in telling_batches():
+        own = slice(None)
+        if in_shards:
+            half = len(points) // SIZE
+            own = slice(half * dist.get_rank(), half * (dist.get_rank() + 1))
         trainer.step(points[own], targets[own])
         outputs.append(portable(trainer.outputs()))
     return {"outputs": outputs, "state": portable(trainer.state_dict())}
@@ -325,7 +334,7 @@ def tell_plainly() -> dict[str, Any]:
     module, _, _ = telling()
     optimizer = sgd(module.parameters())
     outputs = []
-    for batch in perceptron_batches(2, 8):
+    for batch in telling_batches():
         optimizer.zero_grad()
         result = module(*batch)
         result["loss"].backward()
@@ -357,7 +366,8 @@ def finish(strategy: str, make: Callable[[], Built] = convolutions) -> dict[str,
     """Two epochs' steps, of which the first and the last have a batch that is not full."""
     sharded = {"batches": "sharded"} if strategy == "data parallel" else {}
     trainer = trainer_of(make, strategy, **sharded)
-    losses, norms, messages = [], [], {}
+    losses, norms = [], []
+    messages: dict[str, str] = {}
     for inputs in cut(make):
         half = len(inputs[0]) // 2
         own = slice(half * dist.get_rank(), half * dist.get_rank() + half) if sharded else slice(None)
@@ -369,7 +379,12 @@ def finish(strategy: str, make: Callable[[], Built] = convolutions) -> dict[str,
         try:
             trainer.backward(*wrong)
         except RuntimeFailure as error:
-            messages[len(losses)] = str(error)
+            messages[str(len(losses))] = str(error)
+    if strategy == "fsdp":
+        try:
+            trainer.backward(*(one[:1] for one in inputs))
+        except RuntimeFailure as error:
+            messages["one sample"] = str(error)
     return {
         "losses": losses,
         "norms": norms,

@@ -241,6 +241,16 @@ def test_a_keyword_that_backward_takes_for_itself_is_refused() -> None:
         runtime.parallelize(module, strategy, args, {"scale": 2.0}, optimizer=sgd)
 
 
+def test_one_process_takes_smaller_batches_too() -> None:
+    module, strategy, (points, targets), _ = perceptron()
+    trainer = runtime.parallelize(module, strategy, (points, targets), optimizer=sgd)
+    for size in (7, 3, 7, 1):
+        expected = module(points[:size], targets[:size])
+        assert float(trainer.backward(points[:size], targets[:size])) == pytest.approx(
+            float(expected.detach())
+        )
+
+
 def test_batches_are_whole_or_sharded() -> None:
     with pytest.raises(UsageError, match=r"batches: is 'each', must be \"whole\" or \"sharded\""):
         runtime.parallelize(*perceptron(), optimizer=sgd, batches="each")
