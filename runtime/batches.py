@@ -63,7 +63,10 @@ class Batch:
 
     def fingerprint(self, device: torch.device) -> torch.Tensor:
         """Return the number that stands for what must be the same on all ranks."""
-        return fingerprint({**self.alike, "scale": torch.tensor(self.scale, dtype=torch.float64)}, device)
+        tensors = self.alike
+        if self.scale != 1.0:
+            tensors["scale"] = torch.tensor(self.scale, dtype=torch.float64)
+        return fingerprint(tensors, device)
 
 
 def refused(problem: RuntimeFailure) -> Batch:

@@ -103,7 +103,12 @@ def export(
         )
     noticed = Untraced()
     try:
-        with _quiet(), _unchecked_values(), without_data(module, args, kwargs) as given:
+        with (
+            _quiet(),
+            _unchecked_values(),
+            _hooks_put_back(module),
+            without_data(module, args, kwargs) as given,
+        ):
             program = torch.export.export(_LossModule(module, noticed, keep), *given, strict=False)
             if noticed.changed:
                 # A first forward may settle what later ones leave alone: theirs counts.
@@ -128,6 +133,27 @@ def export(
     if problem is not None:
         raise ImportFailure(f"model {name}: {problem}")
     return functional
+
+
+@contextmanager
+def _hooks_put_back(module: nn.Module) -> Iterator[None]:
+    """Take away the forward hooks that a forward registers once: an export takes back the attribute that says so.
+
+    transformers' models capture hidden states so; each export would add them once more.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+    before = [
+        (registered, dict(registered))
+        for part in module.modules()
+        for registered in (getattr(part, kind) for kind in kinds)
+    ]
+    try:
+        yield
+    finally:
+        for registered, own in before:
+            if registered != own:
+                registered.clear()
+                registered.update(own)
 
 
 def _failure(name: str, error: Exception) -> ImportFailure:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from graph.errors import ImportFailure
 from graph.importer import import_module
+from graph.operators import OperatorGraph
 
 
 class Square(torch.autograd.Function):
@@ -95,13 +96,21 @@ def settle(module: Net, x: Tensor) -> Tensor:
     return x * module.step
 
 
+def double_by_a_hook(module: Net, x: Tensor) -> Tensor:
+    """Register a forward hook once, as transformers' models do to capture hidden states."""
+    if not module.step:
+        module.step = 1
+        module.second.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    return x
+
+
 def hook(_module: Net, x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: 2 * gradient)
     return x
 
 
-def import_net(module: nn.Module) -> None:
-    import_module(module, (torch.randn(3, 4), torch.randint(0, 2, (3,))), name="net")
+def import_net(module: nn.Module) -> OperatorGraph:
+    return import_module(module, (torch.randn(3, 4), torch.randint(0, 2, (3,))), name="net")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +148,14 @@ def test_hooks_of_the_backward_are_refused() -> None:
         register(module)  # type: ignore[no-untyped-call]
         with pytest.raises(ImportFailure, match=f"model net: {where} has a hook that runs in the backward"):
             import_net(module)
+
+
+def test_a_hook_that_a_forward_registers_once_is_there_once() -> None:
+    module = Net(double_by_a_hook)
+    for _ in range(2):
+        graph = import_net(module)
+        assert [operator.target for operator in graph.operators].count("aten.mul.Tensor") == 1
+        assert (module.step, len(module.second._forward_hooks)) == (0, 0)
 
 
 def test_what_loses_nothing_is_imported() -> None:
