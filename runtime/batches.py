@@ -27,7 +27,6 @@ UNFIT = -1.0
 # Arguments of `Trainer.backward` itself, which a module can therefore not have as keywords.
 RESERVED = frozenset({"scale", "scaler"})
 
-
 # What each rank is given: the same whole batch, or samples of its own, as a DistributedSampler deals them out.
 WHOLE = "whole"
 SHARDED = "sharded"
@@ -124,6 +123,7 @@ class Inputs:
         self._shards = shards
         leaves, self._structure = pytree.tree_flatten(example)
         self._fixed = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float) -> Batch:
         """Return a batch.
@@ -168,16 +168,19 @@ class Inputs:
         return Batch(tensors, shard_dims, scale, problem, shapes)
 
     def example(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return zeros in the example's structure, of other shapes where these are given."""
-        tensors = iter(self.zeros(shapes).values())
+        """Return zeros in the example's structure and on its devices, of other shapes where these are given."""
+        tensors = (
+            torch.zeros(shapes.get(name, spec.shape), dtype=getattr(torch, spec.dtype), device=device)
+            for (name, spec), device in zip(self._specs.items(), self._devices, strict=True)
+        )
         leaves = [next(tensors) if fixed is None else fixed for fixed in self._fixed]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
-    def zeros(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Return zeros for all inputs, of other shapes than the example's where these are given."""
+    def zeros(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return zeros of the example's shapes."""
         return {
-            name: torch.zeros(shapes.get(name, spec.shape), dtype=getattr(torch, spec.dtype))
+            name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for name, spec in self._specs.items()
         }
 
@@ -236,7 +239,8 @@ def require_same(batch: Batch) -> None:
     told = gather_everywhere((own, batch.shapes, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
     first_shapes, first_scale, first_dims, first = told[0][1:]
     if not first_shapes or any(shapes != first_shapes for _, shapes, *_ in told):
-        for rank, (reason, *_) in enumerate(told):
+        # A rank whose batch is refused in any case says more than one whose batch is merely smaller.
+        for rank, (reason, *_) in sorted(enumerate(told), key=lambda of_rank: bool(of_rank[1][1])):
             if reason is not None:
                 alike = all(other == reason for other, *_ in told)
                 raise RuntimeFailure(reason if alike else f"rank {rank}: {reason}")

@@ -141,9 +141,9 @@ class Trainer:
         """Do one training step on a batch: forward, backward, synchronization, update.
 
         Args:
-            *args: what the module takes, of the example's shapes: the same whole batch on every rank, of which it
-                reads the parts that its tasks need; with `batches="sharded"` this rank's samples, of which the others
-                get what they need, whatever the strategy splits.
+            *args: what the module takes, of the example's shapes or with fewer samples: the same whole batch on every
+                rank, of which it reads the parts that its tasks need; with `batches="sharded"` this rank's samples, of
+                which the others get what they need, whatever the strategy splits.
             scale: as of `backward`.
             scaler: as of `backward` and `apply`.
             **kwargs: further inputs, as in the example.
@@ -152,7 +152,8 @@ class Trainer:
             The loss over the whole batch before the update: a float64 scalar on `device`, the same on all ranks.
 
         Raises:
-            RuntimeFailure: an input has another shape than the example, or another rank is lost.
+            RuntimeFailure: an input is larger than the example's, or the strategy does not fit a smaller one; ranks
+                were given different things; or another rank is lost.
         """
         loss = self.backward(*args, scale=scale, scaler=scaler, **kwargs)
         self.apply(scaler)
@@ -210,7 +211,7 @@ class Trainer:
             runner.take_buffers(self._runner)
         buffers = runner.buffer_values()
         usable = fits or runner.has_inputs
-        parts = whole_parts(batch.alike if usable else self._inputs.zeros({}))
+        parts = whole_parts(batch.alike if usable else self._inputs.zeros(self.device))
         if sized.shards is not None:
             parts.update(sized.shards.parts(batch.inputs if fits else {}))
         if fits or not usable:
