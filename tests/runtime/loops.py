@@ -418,7 +418,7 @@ LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "accumulate": (accumulate, ("data parallel", "fsdp", "random")),
     "sample": (sample, ("data parallel", "random")),
     "tell": (tell, ("data parallel", "made again")),
-    "finish": (finish, ("data parallel", "fsdp", "random")),
+    "finish": (finish, ("data parallel", "fsdp")),
     "drop": (drop, ("data parallel", "one of two ranks")),
     "scale losses": (scale_losses, ("fsdp", "random", "one of two ranks")),
 }
