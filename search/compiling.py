@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast, get_type_hints
 
-from numba import boolean, float64, int64, uint8
+from numba import boolean, float64, int64
 from numba.core import types
 from numba.core.event import Event, Listener, install_listener
 
@@ -49,20 +49,11 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     "Gathers": {"first_2O": _INTS_2D, "last_2O": _INTS_2D, "weight_2W": _INTS_2D},
     "Machines": {"update_s_D": _NUMBERS},
     "Checkpoints": {"row": _INTS_3D},
-    "Flow": {
-        "block_4": _INTS_2D,
-        "is_linked": uint8[::1],
-        "first_2O": _INTS_2D,
-        "first_2V": _INTS_2D,
-        "back_2E": _INTS_2D,
-        "is_member_BD": _FLAGS_2D,
-    },
     "Routes": {"latency_s": _NUMBERS, "bandwidth": _NUMBERS, "is_used": _FLAGS},
     "write_exchange": {"latency_s_DD": _NUMBERS, "bandwidth_DD": _NUMBERS},
     "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
     "evaluate_program_order": {"keeps_ends": _FLAGS},
     "compact": {"keeps_ends": _FLAGS},
-    "prepare_events": {"keeps_ends": _FLAGS},
 }
 
 
@@ -143,11 +134,8 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
     What only some searches call is compiled when it is called.
     """
     in_program_order, walks = order == "program", order == "program" and "mcmc" in algorithms
-    by_events = order in ("fifo", "priority") and "mcmc" in algorithms
     asked = (
         (kernels.evaluate_program_order, walks),
-        (kernels.run_events, by_events),
-        (kernels.prepare_events, by_events),
         (kernels.lay_out_backward, True),
         (kernels.write_exchange, True),
         (kernels.lay_out_forward, True),

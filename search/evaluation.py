@@ -58,13 +58,13 @@ class Evaluation(Protocol):
 
 
 def evaluation(layout: Layout, order: Order) -> Evaluation:
-    """Return the fastest evaluation of a layout's strategy in an order."""
-    from search.delta import Delta
-    from search.events import Events, can_simulate
+    """Return the fastest evaluation of a layout's strategy in an order.
 
-    if order == "program":
-        return Delta(layout)
-    return Events(layout, order) if can_simulate(layout, order) else Full(layout, order, stops=True)
+    Only program order, which the runtime executes, is worth one of its own.
+    """
+    from search.delta import Delta
+
+    return Delta(layout) if order == "program" else Full(layout, order, stops=True)
 
 
 def outcome(layout: Layout, order: Order) -> Outcome:
