@@ -3038,7 +3038,9 @@ def carry_together(
         settle(machine)
         for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
             device = holds.end[place]
-            machine.debt_ns_D[device] += slowed_ns(machine.contention_ppm_D[device] * holds.flows[hold], run_ns)
+            machine.debt_ns_D[device] += slowed_ns(
+                machine.contention_ppm_D[device] * holds.flows[hold], run_ns
+            )
     end_ns = max(ready_ns, owed[HELD_END]) + run_ns
     owed[HELD_END] = end_ns
     owed[HELD_OWED] += run_ns
@@ -3112,7 +3114,9 @@ def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int,
     if machine.contended:
         for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
             device = holds.end[place]
-            machine.debt_ns_D[device] += slowed_ns(machine.contention_ppm_D[device] * holds.flows[hold], run_ns)
+            machine.debt_ns_D[device] += slowed_ns(
+                machine.contention_ppm_D[device] * holds.flows[hold], run_ns
+            )
     end_ns = begin_ns + run_ns
     longest_ns = 0
     for place in range(first, last):
