@@ -13,7 +13,7 @@ from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
 from search.costs import ORIGIN_CODE, ORIGINS
-from search.kernels import Array, GraphArrays, Holds
+from search.kernels.records import Array, GraphArrays, Holds
 from search.links import COLLECTIVE_KINDS, ROOTED, CollectivePrice, LinkCosts
 from search.prices import Prices
 from search.routes import route_table

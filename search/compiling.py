@@ -19,15 +19,26 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast, get_type_hints
+from zlib import crc32
 
 from numba import boolean, float64, int64
 from numba.core import types
 from numba.core.event import Event, Listener, install_listener
 
 from graph.errors import UsageError
-from search import kernels
 from search.collector import looking_seldom
 from search.forking import Forked, can_fork, fork
+from search.kernels.backward_tasks import lay_out_backward
+from search.kernels.collective_cost import price_collectives
+from search.kernels.derivation import collectives_of, count_tasks, find_activity, weigh
+from search.kernels.exchange import write_exchange
+from search.kernels.fifo_order import run_fifo_order
+from search.kernels.forward_tasks import lay_out_forward, lay_out_renewals
+from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.incremental import compact, evaluate_program_order
+from search.kernels.priority_order import number_by_position, run_priority_order
+from search.kernels.program_order import run_program_order
+from search.kernels.update_tasks import lay_out_updates
 from search.simulator import Order
 
 LOCK_FILE = "compiling.lock"
@@ -135,24 +146,24 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
     """
     in_program_order, walks = order == "program", order == "program" and "mcmc" in algorithms
     asked = (
-        (kernels.evaluate_program_order, walks),
-        (kernels.lay_out_backward, True),
-        (kernels.write_exchange, True),
-        (kernels.lay_out_forward, True),
-        (kernels.run_priority_order, order.startswith("priority")),
-        (kernels.run_fifo_order, order == "fifo"),
-        (kernels.price_collectives, True),
-        (kernels.lay_out_updates, True),
-        (kernels.find_activity, True),
-        (kernels.find_gathers, True),
-        (kernels.run_program_order, in_program_order),
-        (kernels.lay_out_renewals, True),
-        (kernels.fill_buckets, True),
-        (kernels.weigh, True),
-        (kernels.number_by_position, order == "priority"),
-        (kernels.compact, walks),
-        (kernels.count_tasks, True),
-        (kernels.collectives_of, True),
+        (evaluate_program_order, walks),
+        (lay_out_backward, True),
+        (write_exchange, True),
+        (lay_out_forward, True),
+        (run_priority_order, order.startswith("priority")),
+        (run_fifo_order, order == "fifo"),
+        (price_collectives, True),
+        (lay_out_updates, True),
+        (find_activity, True),
+        (find_gathers, True),
+        (run_program_order, in_program_order),
+        (lay_out_renewals, True),
+        (fill_buckets, True),
+        (weigh, True),
+        (number_by_position, order == "priority"),
+        (compact, walks),
+        (count_tasks, True),
+        (collectives_of, True),
     )
     return tuple(kernel for kernel, needed in asked if needed)
 
@@ -231,7 +242,9 @@ def job_of(kernel: Any) -> Job:
     arguments = tuple(
         _type(hints[name], function.__name__, name) for name in inspect.signature(function).parameters
     )
-    return Job(kernel, arguments, function.__code__.co_firstlineno)
+    # Of kernels in several files: a byte of the file of locks each.
+    number = crc32(f"{function.__module__}.{function.__name__}".encode()) & 0x7FFFFFFF
+    return Job(kernel, arguments, number)
 
 
 def _type(hint: Any, owner: str, name: str) -> Any:

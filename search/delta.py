@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from graph.strategy import Configuration
-from search import kernels
 from search.evaluation import NEVER_NS, Outcome
-from search.kernels import Checkpoints, Units, Versions
+from search.kernels.incremental import compact, evaluate_program_order
+from search.kernels.records import Checkpoints, Units, Versions
 from search.layout import Layout, Undo, buckets_for, more_buckets, new_buckets, new_gathers
 from search.relaxation import Relaxation
 
@@ -137,7 +137,7 @@ class Delta:
         self._buckets = buckets_for(holds, self._buckets)
         old, new = self._versions
         while True:
-            makespan_ns, end, number, excess_bytes = kernels.evaluate_program_order(
+            makespan_ns, end, number, excess_bytes = evaluate_program_order(
                 wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, self._buckets,
                 layout.groups, self._gathers, self._machines, self._place_of, self._keeps_ends,
                 self._checkpoints, builder.bucket_bytes, builder.state_tensors, everything,
@@ -160,7 +160,7 @@ class Delta:
     def _compact(self) -> None:
         if len(self._spare) != len(self._pool):
             self._spare = np.zeros_like(self._pool)
-        self._end = kernels.compact(
+        self._end = compact(
             self._wiring,
             self._old_units,
             self.layout.builder.store.arena,

@@ -9,10 +9,28 @@ import numpy as np
 
 from graph.recomputation import Recomputation, group_numbers
 from graph.strategy import Configuration, Sharding
-from search import kernels
 from search.costs import ORIGIN_CODE
 from search.evaluation import NEVER_NS
-from search.kernels import Array, Buckets, Gathers, Groups, Holds, Positions, Scratch, Tasks, Timeline, Units
+from search.kernels.backward_tasks import lay_out_backward
+from search.kernels.derivation import count_tasks, find_activity, weigh
+from search.kernels.fifo_order import run_fifo_order
+from search.kernels.forward_tasks import lay_out_forward, lay_out_renewals
+from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.priority_order import number_by_position, run_priority_order
+from search.kernels.program_order import run_program_order
+from search.kernels.records import (
+    Array,
+    Buckets,
+    Gathers,
+    Groups,
+    Holds,
+    Positions,
+    Scratch,
+    Tasks,
+    Timeline,
+    Units,
+)
+from search.kernels.update_tasks import lay_out_updates
 from search.policies import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
@@ -179,15 +197,15 @@ class Layout:
         holds = store.holds.arrays()
         self._count()
         arena, units, wiring = store.arena, self.units, store.wiring
-        kernels.find_activity(wiring, units, arena, self.scratch)
-        kernels.weigh(wiring, units, arena, self.scratch, self.groups, self.builder.state_tensors)
+        find_activity(wiring, units, arena, self.scratch)
+        weigh(wiring, units, arena, self.scratch, self.groups, self.builder.state_tensors)
         self._buckets = buckets_for(holds, self._buckets)
-        while not kernels.fill_buckets(
+        while not fill_buckets(
             wiring, units, arena, self.scratch.operator_active, self._buckets, self.builder.bucket_bytes
         ):
             self._buckets = more_buckets(self._buckets)
         active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
-        while not kernels.find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
+        while not find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
         update_ns_D, update_origin_D = self.builder.updates(self.scratch.elements_D)
         while not self._lay_out(holds, update_ns_D, update_origin_D):
@@ -197,14 +215,14 @@ class Layout:
     def _count(self) -> None:
         store = self.builder.store
         scratch = self.scratch
-        tasks, assemblies, collectives = kernels.count_tasks(store.wiring, self.units, store.arena, scratch)
+        tasks, assemblies, collectives = count_tasks(store.wiring, self.units, store.arena, scratch)
         if (
             tasks > len(scratch.active)
             or assemblies > len(scratch.last_reader)
             or collectives > len(scratch.collective_after)
         ):
             self.scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
-            kernels.count_tasks(store.wiring, self.units, store.arena, self.scratch)
+            count_tasks(store.wiring, self.units, store.arena, self.scratch)
 
     def _lay_out(self, holds: Holds, update_ns_D: Array, update_origin_D: Array) -> bool:
         store = self.builder.store
@@ -222,15 +240,15 @@ class Layout:
         groups, gathers, buckets = self.groups, self.gathers, self._buckets
         for marks in (gathers.latest_D, gathers.blocked_D, gathers.reduced_D):
             marks[:] = -1
-        forward, backward = kernels.lay_out_forward, kernels.lay_out_backward
+        forward, backward = lay_out_forward, lay_out_backward
         return bool(
             forward(wiring, units, arena, scratch, tasks, holds, gathers, origin, 0, loss_operators)
             and backward(wiring, units, arena, scratch, tasks, holds, buckets, groups, gathers, origin)
             and forward(
                 wiring, units, arena, scratch, tasks, holds, gathers, origin, loss_operators, operators
             )
-            and kernels.lay_out_renewals(wiring, units, arena, scratch, tasks, holds, origin)
-            and kernels.lay_out_updates(tasks, scratch, holds, buckets, update_ns_D, update_origin_D)
+            and lay_out_renewals(wiring, units, arena, scratch, tasks, holds, origin)
+            and lay_out_updates(tasks, scratch, holds, buckets, update_ns_D, update_origin_D)
         )
 
     def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
@@ -252,11 +270,11 @@ class Layout:
             self._timeline,
         )
         if order == "program":
-            return int(kernels.run_program_order(*arguments)), self._timeline
+            return int(run_program_order(*arguments)), self._timeline
         if order == "fifo":
-            return int(kernels.run_fifo_order(*arguments, bound_ns)), self._timeline
+            return int(run_fifo_order(*arguments, bound_ns)), self._timeline
         numbers = self._numbers(tasks, order)
-        return int(kernels.run_priority_order(*arguments, numbers, bound_ns)), self._timeline
+        return int(run_priority_order(*arguments, numbers, bound_ns)), self._timeline
 
     def _numbers(self, tasks: Tasks, order: str) -> Array:
         """Return the numbers that the order's policy gives to communications; valid until the next run."""
@@ -268,9 +286,7 @@ class Layout:
             self._priority_T, self._bucket_T = (np.zeros(2 * self.task_count, np.int64) for _ in range(2))
         if self._positions is None:
             self._positions = positions(self.builder.store.wiring)
-        kernels.number_by_position(
-            self.task_count, tasks, devices, self._positions, self._priority_T, self._bucket_T
-        )
+        number_by_position(self.task_count, tasks, devices, self._positions, self._priority_T, self._bucket_T)
         return self._priority_T
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from graph.axes import tasks
 from graph.operators import ValueKind
 from graph.strategy import Configuration
-from search.kernels import Prefix, prefix_bound
+from search.kernels.bounds import prefix_bound
+from search.kernels.records import Prefix
 from search.paths import Paths
 from search.tables import NEVER, Array, Sync
 

@@ -27,7 +27,7 @@ import numpy as np
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
-    from search.kernels import GraphArrays, Positions, Tasks
+    from search.kernels.records import GraphArrays, Positions, Tasks
     from search.taskgraph import TaskGraph
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -38,7 +38,7 @@ MOST_FOR_TAC = 10**9
 
 def positions(wiring: GraphArrays) -> Positions:
     """Return where the work of each operator stands in a step."""
-    from search.kernels import Positions
+    from search.kernels.records import Positions
 
     count, trained = len(wiring.order), wiring.loss_operators
     place = np.empty(count, np.int64)
@@ -64,13 +64,13 @@ def layer(tasks: TaskGraph) -> IntArray:
 
     Source: P3, priority by the position of the layer in the forward pass; for communications within a step, ours.
     """
-    from search import kernels
     from search.arrays import graph_arrays
+    from search.kernels.priority_order import number_by_position
 
     found, buckets = np.zeros(tasks.task_count, np.int64), np.zeros(tasks.task_count, np.int64)
     where = positions(graph_arrays(tasks.graph))
     devices = len(tasks.topology.devices)
-    kernels.number_by_position(tasks.task_count, tasks.flat, devices, where, found, buckets)
+    number_by_position(tasks.task_count, tasks.flat, devices, where, found, buckets)
     return found
 
 
@@ -110,12 +110,12 @@ def tac(tasks: TaskGraph, run_ns_T: IntArray | None = None) -> IntArray:
 
 def tic_of(flat: Tasks, count: int, devices: int) -> IntArray:
     """Return what `tic` does of the first `count` tasks of flat arrays."""
-    from search import policy_kernels
+    from search.kernels.priorities import count_communications, least_together
 
     wiring = _wiring(flat, count, devices)
     _, _, is_communication_T = wiring
-    count_T = policy_kernels.count_communications(*wiring)
-    together_T = policy_kernels.least_together(*wiring, count_T, count_T)
+    count_T = count_communications(*wiring)
+    together_T = least_together(*wiring, count_T, count_T)
     keys = np.stack([together_T, _first_consumers(flat, count)])[:, is_communication_T]
     _, ranks_C = np.unique(keys, axis=1, return_inverse=True)
     found = np.zeros(count, np.int64)
@@ -129,7 +129,7 @@ def tac_of(flat: Tasks, count: int, devices: int) -> IntArray:
     Raises:
         UsageError: as `tac`.
     """
-    from search import policy_kernels
+    from search.kernels.priorities import number_by_time
 
     wiring = _wiring(flat, count, devices)
     communications, dependencies = int(wiring[2].sum()), int(flat.pred_ptr[count])
@@ -139,7 +139,7 @@ def tac_of(flat: Tasks, count: int, devices: int) -> IntArray:
             f"product must be at most {MOST_FOR_TAC:,}; choose priority or priority-tic"
         )
     consumers = _first_consumers(flat, count)
-    return np.asarray(policy_kernels.number_by_time(*wiring, flat.run_ns[:count], consumers))
+    return np.asarray(number_by_time(*wiring, flat.run_ns[:count], consumers))
 
 
 def _wiring(flat: Tasks, count: int, devices: int) -> tuple[IntArray, IntArray, IntArray]:

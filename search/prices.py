@@ -18,7 +18,8 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.costs import ORIGIN_CODE, ORIGINS, Origin
-from search.kernels import Array, Routes, price_collectives
+from search.kernels.collective_cost import price_collectives
+from search.kernels.records import Array, Routes
 from search.links import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, LinkCosts
 from search.routes import route_table
 

@@ -25,7 +25,7 @@ from search.baselines import data_parallel, expert
 from search.evaluation import Outcome
 from search.greedy import Trial, Tried, require_one
 from search.kept import kept_outputs
-from search.kernels import Array
+from search.kernels.records import Array
 from search.mcmc import Observer
 from search.simulator import Order
 from search.tables import Problem

@@ -23,7 +23,7 @@ import numpy as np
 
 from graph.strategy import Configuration
 from search.activity import active_operators
-from search.kernels import ACTIVE, PARTLY_ACTIVE, Array
+from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array
 
 if TYPE_CHECKING:
     from search.layout import Layout, Undo

@@ -219,22 +219,25 @@ def simulate_tasks(
     Raises:
         UsageError: there are other numbers of them, or other numbers; the order `priority-tac` refuses the graph.
     """
-    from search import kernels
+    from search.kernels.fifo_order import run_fifo_order
+    from search.kernels.priority_order import run_priority_order
+    from search.kernels.program_order import run_program_order
+    from search.kernels.records import Timeline
     from search.policies import layer, tac, tic
 
     count = tasks.task_count
-    timeline = kernels.Timeline(*(np.zeros(count, np.int64) for _ in range(3)))
+    timeline = Timeline(*(np.zeros(count, np.int64) for _ in range(3)))
     arguments = (count, tasks.flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
     if order == "program":
-        makespan_ns = kernels.run_program_order(*arguments)
+        makespan_ns = run_program_order(*arguments)
     elif order == "fifo":
-        makespan_ns = kernels.run_fifo_order(*arguments, np.iinfo(np.int64).max)
+        makespan_ns = run_fifo_order(*arguments, np.iinfo(np.int64).max)
     else:
         if priority_T is not None:
             _check_numbers(priority_T, count)
         else:
             priority_T = {"priority": layer, "priority-tic": tic, "priority-tac": tac}[order](tasks)
-        makespan_ns = kernels.run_priority_order(*arguments, priority_T, np.iinfo(np.int64).max)
+        makespan_ns = run_priority_order(*arguments, priority_T, np.iinfo(np.int64).max)
     return Simulation(tasks, order, int(makespan_ns), timeline.start_ns, timeline.end_ns, timeline.cause)
 
 

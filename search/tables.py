@@ -24,7 +24,8 @@ from graph.topology import Topology
 from graph.training import Training
 from search.costs import CostTable
 from search.groups import follow
-from search.kernels import OPERATOR_HEADER, OPERATOR_STRIDE, exchange_by_part, exchange_ns
+from search.kernels.exchange import exchange_by_part, exchange_ns
+from search.kernels.records import OPERATOR_HEADER, OPERATOR_STRIDE
 from search.links import LinkCosts
 from search.needed import LocalCalls
 from search.spaces import Space

@@ -49,7 +49,7 @@ from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls, rule_calls
 
 if TYPE_CHECKING:
-    from search.kernels import Holds, Machines, Tasks
+    from search.kernels.records import Holds, Machines, Tasks
     from search.layout import Layout
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -129,7 +129,7 @@ class TaskGraph:
     @property
     def flat(self) -> Tasks:
         """The tasks as kernels take them."""
-        from search.kernels import Tasks
+        from search.kernels.records import Tasks
 
         return Tasks(
             self.kind_T,
@@ -275,7 +275,7 @@ class TaskGraphBuilder:
     @cached_property
     def machines(self) -> Machines:
         """What simulations without a task graph know of the devices."""
-        from search.kernels import Machines
+        from search.kernels.records import Machines
 
         return Machines(self.contention_ppm_D, self.capacity_bytes_D, self.update_s_D)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from graph.strategy import Strategy
-from search.kernels import Array
+from search.kernels.records import Array
 from search.layout import Layout
 from search.mcmc import Outcome, outcome
 from search.simulator import Order

@@ -22,7 +22,6 @@ from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding
 from graph.topology import Topology
-from search import kernels
 from search.arrays import (
     HoldStore,
     graph_arrays,
@@ -32,6 +31,19 @@ from search.arrays import (
 from search.costs import CallCost, CostTable
 from search.holders import REGIONS, Holders, SharedCell
 from search.kept import Lasting, kept_bytes, kept_outputs, lasting_outputs
+from search.kernels.derivation import collectives_of
+from search.kernels.exchange import write_exchange
+from search.kernels.records import (
+    ASSEMBLY_STRIDE,
+    CELL_STRIDE,
+    COLLECTIVE_STRIDE,
+    HOLDER_STRIDE,
+    OPERATOR_HEADER,
+    OPERATOR_STRIDE,
+    STATIC_HEADER,
+    VALUE_COLLECTIVES,
+    VALUE_HEADER,
+)
 from search.links import COLLECTIVE_KINDS, LinkCosts
 from search.needed import LocalCalls
 from search.regions import IntArray, Overlaps, Regions, stacked
@@ -85,7 +97,7 @@ class StaticClass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """An exchange but for devices: arguments of `kernels.write_exchange`, for the readings one after the other."""
+    """An exchange but for devices: arguments of `write_exchange`, for the readings one after the other."""
 
     source_region: IntArray
     reader_ptr: IntArray
@@ -267,7 +279,7 @@ class UnitStore:
         if known is not None:
             return known
         devices = self._devices[key[1]]
-        words = kernels.OPERATOR_HEADER + kernels.OPERATOR_STRIDE * len(devices)
+        words = OPERATOR_HEADER + OPERATOR_STRIDE * len(devices)
         kinds = self._kind_D[devices]
         costs = self._costs(index, configuration.degrees, self._kind_names[kinds[0]], lasting)
         if (kinds != kinds[0]).any():
@@ -278,7 +290,7 @@ class UnitStore:
         at = self._units[key] = self._reserve(words)
         unit = self.arena[at : at + words]
         unit[0], unit[1] = len(devices), configuration.degrees[-1]
-        rows = unit[kernels.OPERATOR_HEADER :].reshape(len(devices), kernels.OPERATOR_STRIDE)
+        rows = unit[OPERATOR_HEADER:].reshape(len(devices), OPERATOR_STRIDE)
         rows[:, 0], rows[:, 1:] = devices, costs
         return at
 
@@ -288,24 +300,24 @@ class UnitStore:
         known = self._units.get(key)
         if known is None:
             devices = self._devices[key[1]]
-            words = kernels.OPERATOR_HEADER + kernels.OPERATOR_STRIDE * len(devices)
+            words = OPERATOR_HEADER + OPERATOR_STRIDE * len(devices)
             known = self._units[key] = self._reserve(words)
             unit = self.arena[known : known + words]
             unit[:] = 0
             unit[0], unit[1] = len(devices), configuration.degrees[-1]
-            unit[kernels.OPERATOR_HEADER :: kernels.OPERATOR_STRIDE] = devices
-            unit[kernels.OPERATOR_HEADER + 4 :: kernels.OPERATOR_STRIDE] = code
+            unit[OPERATOR_HEADER::OPERATOR_STRIDE] = devices
+            unit[OPERATOR_HEADER + 4 :: OPERATOR_STRIDE] = code
         return known
 
     def empty_value_unit(self) -> int:
         """Return where the unit of a value starts that goes nowhere."""
         known = self._units.get((_EMPTY,))
-        return self._place((_EMPTY,), [0] * kernels.VALUE_HEADER) if known is None else known
+        return self._place((_EMPTY,), [0] * VALUE_HEADER) if known is None else known
 
     def empty_static_unit(self) -> int:
         """Return where the unit of a weight starts that nobody holds."""
         known = self._units.get((_EMPTY, _EMPTY))
-        return self._place((_EMPTY, _EMPTY), [0] * kernels.STATIC_HEADER) if known is None else known
+        return self._place((_EMPTY, _EMPTY), [0] * STATIC_HEADER) if known is None else known
 
     def _costs(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
         """Return what the arena's operator unit has of every task (rows), but for its device."""
@@ -378,12 +390,12 @@ class UnitStore:
             of.item_bytes,
             int(of.summable),
         )
-        words = kernels.write_exchange(self.arena, self._end, *arguments)
+        words = write_exchange(self.arena, self._end, *arguments)
         if words < 0:
             self._grow(self._end - words)
-            words = kernels.write_exchange(self.arena, self._end, *arguments)
+            words = write_exchange(self.arena, self._end, *arguments)
         at = self._reserve(words)
-        if self.arena[at + kernels.VALUE_COLLECTIVES]:
+        if self.arena[at + VALUE_COLLECTIVES]:
             self._price_collectives(at, source_devices)
         self._units[key] = at
         return at
@@ -412,15 +424,15 @@ class UnitStore:
     def _price_collectives(self, at: int, source_devices: IntArray) -> None:
         """Write holds and durations of a value unit's collectives, forward and backward."""
         arena = self.arena
-        stride = kernels.COLLECTIVE_STRIDE
-        found = int(arena[at + kernels.VALUE_COLLECTIVES])
-        start = int(kernels.collectives_of(arena, at))
+        stride = COLLECTIVE_STRIDE
+        found = int(arena[at + VALUE_COLLECTIVES])
+        start = int(collectives_of(arena, at))
         rows = arena[start : start + stride * (found + 1)].reshape(found + 1, stride)
         assembly_at = start + stride * (found + 1)
         task_at = assembly_at + int(rows[found, 4])
         served = arena[assembly_at:task_at]
         sources = source_devices[arena[task_at : task_at + int(rows[found, 5])]]
-        readers = arena[at + kernels.VALUE_HEADER + kernels.ASSEMBLY_STRIDE * served]
+        readers = arena[at + VALUE_HEADER + ASSEMBLY_STRIDE * served]
         # Of every collective the distinct devices, ascending.
         devices = len(self._node_D)
         number = np.arange(found)
@@ -496,15 +508,15 @@ class UnitStore:
             if code == SHARING_CODE[Sharding.PARAMETERS]:
                 kept[places] -= others
         holds = self.holds.numbers(sets)
-        cells_at = kernels.STATIC_HEADER + kernels.HOLDER_STRIDE * len(devices)
-        words = cells_at + kernels.CELL_STRIDE * len(cells)
+        cells_at = STATIC_HEADER + HOLDER_STRIDE * len(devices)
+        words = cells_at + CELL_STRIDE * len(cells)
         at = self._reserve(words)
         unit = self.arena[at : at + words]
-        unit[: kernels.STATIC_HEADER] = len(devices), len(cells), code
-        rows = unit[kernels.STATIC_HEADER : cells_at].reshape(len(devices), kernels.HOLDER_STRIDE)
+        unit[:STATIC_HEADER] = len(devices), len(cells), code
+        rows = unit[STATIC_HEADER:cells_at].reshape(len(devices), HOLDER_STRIDE)
         rows[:, 0], rows[:, 1], rows[:, 2] = devices, kept, updated
         if cells:
-            rows = unit[cells_at:].reshape(len(cells), kernels.CELL_STRIDE)
+            rows = unit[cells_at:].reshape(len(cells), CELL_STRIDE)
             rows[:, 1] = travelling
             rows[:, 1] *= of.item_bytes
             if code == 0:
@@ -530,8 +542,8 @@ class UnitStore:
         known = self._set_sizes.get(at)
         if known is None:
             holders, cells = self.arena[at : at + 2].tolist()
-            start = at + kernels.STATIC_HEADER + kernels.HOLDER_STRIDE * holders
-            holds = self.arena[start : start + kernels.CELL_STRIDE * cells : kernels.CELL_STRIDE]
+            start = at + STATIC_HEADER + HOLDER_STRIDE * holders
+            holds = self.arena[start : start + CELL_STRIDE * cells : CELL_STRIDE]
             known = self._set_sizes[at] = frozenset(self.holds.member_counts(holds).tolist())
         return known
 

@@ -24,7 +24,8 @@ WAIT_S = 120.0
 pytestmark = pytest.mark.skipif(not can_fork(), reason="kernels are compiled by two processes on Linux alone")
 
 KERNELS = """
-from search.kernels import Array, entry, inner, quick_entry
+from search.kernels.cache import entry, inner, quick_entry
+from search.kernels.records import Array
 
 @inner
 def add(numbers: Array, number: int) -> None:

@@ -16,7 +16,7 @@ from graph.training import Training
 from search.arrays import operator_values
 from search.baselines import data_parallel, single_device
 from search.costs import CostTable, Origin
-from search.kernels import Holds
+from search.kernels.records import Holds
 from search.links import LinkCosts
 from search.simulator import Order, Simulation, simulate, simulate_tasks
 from search.taskgraph import TaskGraph, TaskKind

@@ -237,16 +237,16 @@ def test_names_say_what_a_task_does() -> None:
 
 
 def test_kernels_number_collectives_as_the_graph_does() -> None:
-    from search import kernels
+    from search.kernels import records
 
-    codes = [getattr(kernels, kind.name) for kind in CollectiveKind]
+    codes = [getattr(records, kind.name) for kind in CollectiveKind]
     assert (
         codes
         == list(range(len(COLLECTIVE_KINDS)))
         == [COLLECTIVE_KINDS.index(kind) for kind in CollectiveKind]
     )
-    assert kernels.FEWEST_DEVICES == FEWEST_DEVICES
-    assert [getattr(kernels, kind.name) for kind in TaskKind] == [int(kind) for kind in TaskKind]
+    assert records.FEWEST_DEVICES == FEWEST_DEVICES
+    assert [getattr(records, kind.name) for kind in TaskKind] == [int(kind) for kind in TaskKind]
 
 
 def renewing_on_one_device() -> TaskGraph:

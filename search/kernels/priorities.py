@@ -1,4 +1,4 @@
-"""The compiled parts of `search.policies`, for graphs of any size; they call no kernel of another file.
+"""The compiled parts of `search.policies`, for graphs of any size.
 
 A task waits for tasks before it alone. Shape letters: T tasks, E dependencies, C communications.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from search.kernels import entry, inner
+from search.kernels.cache import entry, inner
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -1,0 +1,107 @@
+"""Decorators of compiled kernels, and where numba keeps on disk what it compiled of them.
+
+numba keeps a kernel for as long as its own file stays the same, and does not see that a kernel which it calls has
+changed in another. Here a kernel is kept for as long as all files of its folder stay the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import njit
+from numba.core import caching
+
+Function = TypeVar("Function", bound=Callable[..., object])
+# Its stubs lack some of the options below.
+_njit: Any = njit
+_caching: Any = caching
+
+
+@cache
+def _folder_digest(folder: Path) -> str:
+    """Return a digest of all sources of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _stamped(locator: Any) -> Any:
+    """Return a locator of numba's whose stamp is that of the whole folder."""
+    return type(
+        locator.__name__,
+        (locator,),
+        {"get_source_stamp": lambda self: _folder_digest(Path(self._py_file).parent)},
+    )
+
+
+class _FolderImpl(_caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = tuple(
+        _stamped(locator)
+        for locator in (
+            _caching.UserProvidedCacheLocator,
+            _caching.InTreeCacheLocator,
+            _caching.UserWideCacheLocator,
+        )
+    )
+
+
+class _FolderCache(_caching.FunctionCache):  # type: ignore[misc]
+    _impl_class = _FolderImpl
+
+
+def _kept(function: Function, **options: bool) -> Function:
+    """Compile a kernel that Python calls; what is compiled is kept on disk, where a folder can be written."""
+    compiled: Any = _njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+    if compiled is not function:  # as under NUMBA_DISABLE_JIT
+        with suppress(RuntimeError):  # numba finds no folder
+            compiled._cache = _FolderCache(function)
+    kept: Function = compiled
+    return kept
+
+
+def entry(function: Function) -> Function:
+    """Compile a kernel that Python calls."""
+    return _kept(function)
+
+
+def quick_entry(function: Function) -> Function:
+    """Compile a kernel that Python calls, without counts of references to arrays.
+
+    In a loop the counts cost ten times what the loop does. A kernel that makes an array needs them, and the compiler
+    insists on them.
+    """
+    return _kept(function, _nrt=False)
+
+
+def inner(function: Function) -> Function:
+    """Compile a kernel that kernels alone call, without counts: a part of them, for which Python has no way in."""
+    compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(
+        function
+    )
+    return compiled
+
+
+def hot(function: Function) -> Function:
+    """Compile as `inner` does, into every kernel that calls it: a call hands over each array as seven words."""
+    compiled: Function = _njit(
+        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True
+    )(function)
+    return compiled
+
+
+def section(function: Function) -> Function:
+    """Make a kernel that one kernel calls, once, a piece of its text: by itself it would be compiled twice."""
+    compiled: Function = _njit(inline="always")(function)
+    return compiled
+
+
+def inner_with_arrays(function: Function) -> Function:
+    """Compile a kernel that kernels alone call and that makes arrays."""
+    compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return compiled

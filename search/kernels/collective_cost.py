@@ -1,0 +1,169 @@
+"""How long a collective takes: latency and seconds per byte of its algorithms on the links that it uses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.kernels.cache import inner, quick_entry
+from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, Holds, Routes
+
+
+@inner
+def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
+    """Return the nanoseconds of a device set's collective, as `search.links.CollectivePrice.duration_ns` does."""
+    first = holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0]
+    second = holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1]
+    seconds = max(first, second) if holds.is_measured[hold] else min(first, second)
+    return int(seconds * 1e9 + 0.5)
+
+
+@inner
+def price_step(routes: Routes, hops: int) -> tuple[float, float]:
+    """Return seconds and seconds per byte of one step in which all hops send at the same time.
+
+    The slowest hop counts; a link's bandwidth is divided by the hops that use it.
+    """
+    devices = len(routes.source_D)
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            routes.flows[routes.route_link[at]] += 1
+    latency_s = s_per_byte = 0.0
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        latency_s = max(latency_s, routes.latency_s[place])
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            link = routes.route_link[at]
+            s_per_byte = max(s_per_byte, routes.flows[link] / routes.bandwidth[link])
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            routes.flows[routes.route_link[at]] = 0
+    return latency_s, s_per_byte
+
+
+@inner
+def use_links(routes: Routes, hops: int) -> None:
+    """Mark the links of a step's hops as used."""
+    devices = len(routes.source_D)
+    for hop in range(hops):
+        place = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+            routes.is_used[routes.route_link[at]] = True
+
+
+@inner
+def shift(routes: Routes, members: Array, distance: int) -> int:
+    """Write the hops of a step in which every device sends to the one so far after it; return how many."""
+    size = len(members)
+    for k in range(size):
+        routes.source_D[k] = members[k]
+        routes.destination_D[k] = members[(k + distance) % size]
+    return size
+
+
+@inner
+def price_pairwise(routes: Routes, members: Array) -> tuple[float, float]:
+    """Return the price of p - 1 steps, in the k-th of which every device sends to the k-th after it."""
+    size = len(members)
+    latency_s = s_per_byte = 0.0
+    for distance in range(1, size):
+        hops = shift(routes, members, distance)
+        use_links(routes, hops)
+        step_latency_s, step_s_per_byte = price_step(routes, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte / size
+    return latency_s, s_per_byte
+
+
+@inner
+def price_halving(routes: Routes, members: Array) -> tuple[float, float]:
+    """Return the price of recursive halving and doubling among 2^k devices."""
+    size = len(members)
+    latency_s = s_per_byte = 0.0
+    distance, share = 1, 0.5
+    while distance < size:
+        for k in range(size):
+            routes.source_D[k] = members[k]
+            routes.destination_D[k] = members[k ^ distance]
+        step_latency_s, step_s_per_byte = price_step(routes, size)
+        latency_s += 2 * step_latency_s
+        s_per_byte += 2 * share * step_s_per_byte
+        distance, share = distance * 2, share / 2
+    return latency_s, s_per_byte
+
+
+@inner
+def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[float, float, float, float]:
+    """Return the prices of a binomial tree from (or, of a reduce, to) the member at place `root`.
+
+    First of one that carries all N bytes along every hop, then of one that scatters (or gathers) them: at distance d
+    a hop carries what lies behind it.
+    """
+    size = len(members)
+    distance = 1
+    while 2 * distance < size:
+        distance *= 2
+    latency_s = s_per_byte = part_s_per_byte = 0.0
+    while distance > 0:
+        hops = 0
+        for place in range(0, size - distance, 2 * distance):
+            here, there = members[(root + place) % size], members[(root + place + distance) % size]
+            routes.source_D[hops] = there if kind == REDUCE else here
+            routes.destination_D[hops] = here if kind == REDUCE else there
+            hops += 1
+        step_latency_s, step_s_per_byte = price_step(routes, hops)
+        latency_s += step_latency_s
+        s_per_byte += step_s_per_byte
+        part_s_per_byte += min(distance, size - distance) / size * step_s_per_byte
+        distance //= 2
+    return latency_s, s_per_byte, latency_s, part_s_per_byte
+
+
+@quick_entry
+def price_collectives(
+    routes: Routes,
+    kind_K: Array,
+    root_K: Array,
+    member_ptr: Array,
+    member: Array,
+    line_K4: Array,
+    used_KL: Array,
+) -> None:
+    """Write latency and seconds per byte of two algorithms of K collectives, and which links each holds.
+
+    kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
+    ring order, and pointers. line_K4: the first algorithm's, and then the second's, see `search.prices`.
+    """
+    for number in range(len(kind_K)):
+        kind, members, line = (
+            kind_K[number],
+            member[member_ptr[number] : member_ptr[number + 1]],
+            line_K4[number],
+        )
+        size = len(members)
+        routes.is_used[:] = False
+        if kind == ALL_TO_ALL:
+            line[0], line[1] = price_pairwise(routes, members)
+            line[2], line[3] = line[0], line[1]
+        else:
+            hops = shift(routes, members, 1)
+            use_links(routes, hops)
+            latency_s, s_per_byte = price_step(routes, hops)
+            ring_s, ring_s_per_byte = (size - 1) * latency_s, (size - 1) / size * s_per_byte
+            if kind in (BROADCAST, REDUCE):
+                root = 0
+                while members[root] != root_K[number]:
+                    root += 1
+                line[0], line[1], line[2], line[3] = price_tree(routes, members, root, kind)
+                line[2] += ring_s
+                line[3] += ring_s_per_byte
+            else:
+                share = 1.0 if kind == ALL_REDUCE else 0.5
+                line[0], line[1] = 2 * share * ring_s, 2 * share * ring_s_per_byte
+                line[2] = line[3] = np.inf
+                if size & (size - 1) == 0:
+                    halving_s, halving_s_per_byte = price_halving(routes, members)
+                    line[2], line[3] = share * halving_s, share * halving_s_per_byte
+        for link in range(len(routes.is_used)):
+            used_KL[number, link] = routes.is_used[link]

@@ -1,0 +1,208 @@
+"""The simulation of a task graph in fifo order (FlexFlow, Algorithm 1), and the queue that priority order uses too."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.kernels.cache import entry, inner
+from search.kernels.program_order import serve
+from search.kernels.records import Array, Events, Holds, Tasks, Timeline
+
+
+@inner
+def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) -> int:
+    """Add (ready time, task) to a binary heap; return its new size."""
+    place = size
+    while place > 0:
+        parent = (place - 1) // 2
+        if heap_ns[parent] < ready_ns or (heap_ns[parent] == ready_ns and heap_task[parent] < task):
+            break
+        heap_ns[place] = heap_ns[parent]
+        heap_task[place] = heap_task[parent]
+        place = parent
+    heap_ns[place] = ready_ns
+    heap_task[place] = task
+    return size + 1
+
+
+@inner
+def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
+    """Remove the first of a binary heap (the caller has read it); return its new size."""
+    size -= 1
+    ready_ns, task = heap_ns[size], heap_task[size]
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            heap_ns[right] < heap_ns[child]
+            or (heap_ns[right] == heap_ns[child] and heap_task[right] < heap_task[child])
+        ):
+            child = right
+        if ready_ns < heap_ns[child] or (ready_ns == heap_ns[child] and task < heap_task[child]):
+            break
+        heap_ns[place] = heap_ns[child]
+        heap_task[place] = heap_task[child]
+        place = child
+    heap_ns[place] = ready_ns
+    heap_task[place] = task
+    return size
+
+
+@entry
+def run_fifo_order(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    resource_count: int,
+    timeline: Timeline,
+    bound_ns: int,
+) -> int:
+    """Serve the tasks by (ready time, task); return the makespan, or -1 once it is sure to exceed the bound.
+
+    Source: FlexFlow, Algorithm 1.
+    """
+    events = Events(
+        np.empty(task_count, np.int64),
+        np.zeros(task_count, np.int64),
+        np.full(task_count, -1, np.int64),
+        np.zeros(task_count + 2, np.int64),
+        np.empty(tasks.pred_ptr[task_count], np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.zeros(resource_count, np.int64),
+    )
+    free_ns_R = np.zeros(resource_count, np.int64)
+    last_R = np.full(resource_count, -1, np.int64)
+    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
+    return serve_by_readiness(
+        task_count, tasks, holds, contention_ppm_D, timeline, events, free_ns_R, last_R, debt_ns_D, bound_ns
+    )
+
+
+@inner
+def find_successors(task_count: int, tasks: Tasks, holds: Holds, events: Events) -> int:
+    """Turn the dependencies round, and find what every resource has to do; return the longest of that."""
+    pred_ptr, pred_E, ptr = tasks.pred_ptr, tasks.pred, events.ptr
+    # Counted two places on: filling them moves each pointer to where the next task's begins.
+    for task in range(task_count):
+        events.waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            ptr[pred_E[place] + 2] += 1
+    for task in range(task_count):
+        ptr[task + 2] += ptr[task + 1]
+    for task in range(task_count):
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            pred = pred_E[place]
+            events.successor[ptr[pred + 1]] = task
+            ptr[pred + 1] += 1
+    longest_ns = 0
+    for task in range(task_count):
+        hold = tasks.hold[task]
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            resource = holds.resource[place]
+            events.left_ns_R[resource] += tasks.run_ns[task]
+            longest_ns = max(longest_ns, events.left_ns_R[resource])
+    return longest_ns
+
+
+@inner
+def finish(
+    task: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    events: Events,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    bound_ns: int,
+    size: int,
+) -> tuple[int, int]:
+    """Serve a task, and put what is then ready into the heap of `size`; return its new size and the task's end.
+
+    The end is -1 where the makespan is sure to exceed the bound.
+    """
+    hold, run_ns = tasks.hold[task], tasks.run_ns[task]
+    end_ns = serve(
+        task,
+        events.ready_ns[task],
+        events.cause[task],
+        hold,
+        run_ns,
+        holds.resource_ptr,
+        holds.resource,
+        holds.end_ptr,
+        holds.end,
+        holds.flows[hold],
+        contention_ppm_D,
+        free_ns_R,
+        last_R,
+        debt_ns_D,
+        timeline.start_ns,
+        timeline.end_ns,
+        timeline.cause,
+    )
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        resource = holds.resource[place]
+        events.left_ns_R[resource] -= run_ns
+        if end_ns > bound_ns - events.left_ns_R[resource]:
+            return size, -1
+    for place in range(events.ptr[task], events.ptr[task + 1]):
+        following = events.successor[place]
+        if end_ns > events.ready_ns[following]:
+            events.ready_ns[following] = end_ns
+            events.cause[following] = task
+        events.waiting[following] -= 1
+        if events.waiting[following] == 0:
+            ready_ns = events.ready_ns[following]
+            size = push(events.heap_ns, events.heap_task, size, ready_ns, following)
+    return size, end_ns
+
+
+@inner
+def serve_by_readiness(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    events: Events,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    bound_ns: int,
+) -> int:
+    """Serve the tasks by (ready time, task), as `run_fifo_order`."""
+    heap_ns, heap_task = events.heap_ns, events.heap_task
+    if find_successors(task_count, tasks, holds, events) > bound_ns:
+        return -1
+    size = 0
+    for task in range(task_count):
+        if events.waiting[task] == 0:
+            size = push(heap_ns, heap_task, size, 0, task)
+    makespan_ns = 0
+    while size > 0:
+        task = heap_task[0]
+        size = pop(heap_ns, heap_task, size)
+        size, end_ns = finish(
+            task,
+            tasks,
+            holds,
+            contention_ppm_D,
+            timeline,
+            events,
+            free_ns_R,
+            last_R,
+            debt_ns_D,
+            bound_ns,
+            size,
+        )
+        if end_ns < 0:
+            return -1
+        makespan_ns = max(makespan_ns, end_ns)
+    return makespan_ns

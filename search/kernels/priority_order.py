@@ -1,0 +1,297 @@
+"""The simulation of a task graph by priority, and numbers of communications by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.kernels.cache import entry, inner, quick_entry
+from search.kernels.fifo_order import find_successors, finish, pop, push
+from search.kernels.records import (
+    BUFFER_COLLECTIVE,
+    BUFFER_TRANSFER,
+    FORWARD,
+    SYNCHRONIZE,
+    UPDATE,
+    UPDATE_GATHER,
+    Array,
+    Events,
+    Holds,
+    Positions,
+    Queues,
+    Tasks,
+    Timeline,
+)
+
+
+@quick_entry
+def number_by_position(
+    task_count: int, tasks: Tasks, devices: int, positions: Positions, priority_T: Array, bucket_T: Array
+) -> None:
+    """Write the number of every communication as `search.policies.layer` defines it; computations get 0.
+
+    bucket_T: room for a number of each bucket, of which there are fewer than tasks.
+    """
+    for task in range(task_count):
+        kind, subject = tasks.kind[task], tasks.subject[task]
+        first, last = tasks.pred_ptr[task], tasks.pred_ptr[task + 1]
+        if tasks.hold[task] < devices:
+            priority_T[task] = 0
+            if kind == UPDATE:
+                continue
+            number = positions.forward_O[subject] if kind == FORWARD else positions.backward_O[subject]
+            for place in range(first, last):
+                pred = tasks.pred[place]
+                if tasks.hold[pred] >= devices and number < priority_T[pred]:
+                    priority_T[pred] = number
+            continue
+        number = positions.last
+        if kind == SYNCHRONIZE:
+            for place in range(first, last):
+                pred = tasks.pred[place]
+                if tasks.hold[pred] < devices:
+                    number = min(number, positions.next_O[tasks.subject[pred]])
+            bucket_T[subject] = number
+        elif kind == UPDATE_GATHER:
+            number = bucket_T[subject]
+        elif kind in (BUFFER_TRANSFER, BUFFER_COLLECTIVE):
+            number = positions.next_V[subject]
+        priority_T[task] = number
+
+
+@inner
+def push_key(keys: Array, base: int, size: int, key: int) -> int:
+    """Add to the binary heap that begins at `base`; return its new size."""
+    place = size
+    while place > 0:
+        parent = (place - 1) // 2
+        if keys[base + parent] < key:
+            break
+        keys[base + place] = keys[base + parent]
+        place = parent
+    keys[base + place] = key
+    return size + 1
+
+
+@inner
+def pop_key(keys: Array, base: int, size: int) -> int:
+    """Remove the first of the binary heap that begins at `base`; return its new size."""
+    size -= 1
+    key = keys[base + size]
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        if child + 1 < size and keys[base + child + 1] < keys[base + child]:
+            child += 1
+        if key < keys[base + child]:
+            break
+        keys[base + place] = keys[base + child]
+        place = child
+    keys[base + place] = key
+    return size
+
+
+@entry
+def run_priority_order(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    resource_count: int,
+    timeline: Timeline,
+    priority_T: Array,
+    bound_ns: int,
+) -> int:
+    """Serve computations as in fifo order, communications by priority (not negative, below 2^31), then task.
+
+    Returns the makespan, or -1 once it is sure to exceed the bound.
+
+    Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulator`.
+    """
+    events = Events(
+        np.empty(task_count, np.int64),
+        np.zeros(task_count, np.int64),
+        np.full(task_count, -1, np.int64),
+        np.zeros(task_count + 2, np.int64),
+        np.empty(tasks.pred_ptr[task_count], np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.zeros(resource_count, np.int64),
+    )
+    devices = len(contention_ppm_D)
+    ptr = np.zeros(resource_count + 1, np.int64)
+    for task in range(task_count):
+        hold = tasks.hold[task]
+        if hold >= devices:
+            for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+                ptr[holds.resource[place] + 1] += 1
+    for resource in range(resource_count):
+        ptr[resource + 1] += ptr[resource]
+    queues = Queues(
+        ptr,
+        np.empty(ptr[resource_count], np.int64),
+        np.zeros(resource_count, np.int64),
+        np.zeros(resource_count, np.int64),
+        np.zeros(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+    )
+    free_ns_R = np.zeros(resource_count, np.int64)
+    last_R = np.full(resource_count, -1, np.int64)
+    debt_ns_D = np.zeros(devices, np.int64)
+    return serve_by_priority(
+        task_count,
+        tasks,
+        holds,
+        contention_ppm_D,
+        timeline,
+        events,
+        queues,
+        free_ns_R,
+        last_R,
+        debt_ns_D,
+        priority_T,
+        bound_ns,
+    )
+
+
+@inner
+def may_start(
+    task: int, hold: int, holds: Holds, queues: Queues, free_ns_R: Array, now_ns: int, turn: int
+) -> bool:
+    """Return whether all links of a waiting communication are free, and it is the first at each of them."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        link = holds.resource[place]
+        if (
+            free_ns_R[link] > now_ns
+            or queues.used_R[link] == turn
+            or queues.key[queues.ptr[link]] & 0xFFFFFFFF != task
+        ):
+            return False
+    return True
+
+
+@inner
+def join(task: int, hold: int, holds: Holds, queues: Queues, priority: int) -> None:
+    """Let a communication wait at all links that it holds."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        link = holds.resource[place]
+        key = (priority << 32) + task
+        queues.size_R[link] = push_key(queues.key, queues.ptr[link], queues.size_R[link], key)
+
+
+@inner
+def leave(hold: int, holds: Holds, queues: Queues, turn: int) -> None:
+    """Take a communication that starts, the first everywhere, from where it waits."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        link = holds.resource[place]
+        queues.size_R[link] = pop_key(queues.key, queues.ptr[link], queues.size_R[link])
+        queues.used_R[link] = turn
+
+
+@inner
+def add_freed(tried: int, ended: int, tasks: Tasks, holds: Holds, queues: Queues, turn: int) -> int:
+    """Add who waits first at links that have just become free to those to be tried; return how many these are."""
+    for position in range(ended):
+        hold = tasks.hold[queues.ended[position]]
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            link = holds.resource[place]
+            if queues.size_R[link] > 0:
+                first = queues.key[queues.ptr[link]] & 0xFFFFFFFF
+                if queues.tried_T[first] != turn:
+                    queues.tried_T[first] = turn
+                    queues.tried[tried] = first
+                    tried += 1
+    return tried
+
+
+@inner
+def serve_by_priority(
+    task_count: int,
+    tasks: Tasks,
+    holds: Holds,
+    contention_ppm_D: Array,
+    timeline: Timeline,
+    events: Events,
+    queues: Queues,
+    free_ns_R: Array,
+    last_R: Array,
+    debt_ns_D: Array,
+    priority_T: Array,
+    bound_ns: int,
+) -> int:
+    """Serve the tasks as `run_priority_order`, one round after the other.
+
+    In a round ends what ends by now; what is ready by now is served (computations) or waits (communications); then
+    those that may start do. Only who has just become ready, or is first at a link that has just become free, can.
+    """
+    hold_T, devices = tasks.hold, len(contention_ppm_D)
+    heap_ns, heap_task = events.heap_ns, events.heap_task
+    if find_successors(task_count, tasks, holds, events) > bound_ns:
+        return -1
+    size = running = turn = makespan_ns = 0
+    for task in range(task_count):
+        if events.waiting[task] == 0:
+            size = push(heap_ns, heap_task, size, 0, task)
+    while size > 0 or running > 0:
+        now_ns = heap_ns[0] if size > 0 else queues.end_ns[0]
+        if running > 0:
+            now_ns = min(now_ns, queues.end_ns[0])
+        turn += 1
+        tried = ended = 0
+        while running > 0 and queues.end_ns[0] <= now_ns:
+            queues.ended[ended] = queues.end_task[0]
+            ended += 1
+            running = pop(queues.end_ns, queues.end_task, running)
+        while size > 0 and heap_ns[0] <= now_ns:
+            task = heap_task[0]
+            size = pop(heap_ns, heap_task, size)
+            if hold_T[task] >= devices:
+                join(task, hold_T[task], holds, queues, priority_T[task])
+                queues.tried_T[task] = turn
+                queues.tried[tried] = task
+                tried += 1
+                continue
+            size, end_ns = finish(
+                task,
+                tasks,
+                holds,
+                contention_ppm_D,
+                timeline,
+                events,
+                free_ns_R,
+                last_R,
+                debt_ns_D,
+                bound_ns,
+                size,
+            )
+            if end_ns < 0:
+                return -1
+            makespan_ns = max(makespan_ns, end_ns)
+        tried = add_freed(tried, ended, tasks, holds, queues, turn)
+        for position in range(tried):
+            task = queues.tried[position]
+            if not may_start(task, hold_T[task], holds, queues, free_ns_R, now_ns, turn):
+                continue
+            leave(hold_T[task], holds, queues, turn)
+            size, end_ns = finish(
+                task,
+                tasks,
+                holds,
+                contention_ppm_D,
+                timeline,
+                events,
+                free_ns_R,
+                last_R,
+                debt_ns_D,
+                bound_ns,
+                size,
+            )
+            if end_ns < 0:
+                return -1
+            makespan_ns = max(makespan_ns, end_ns)
+            running = push(queues.end_ns, queues.end_task, running, end_ns, task)
+    return makespan_ns

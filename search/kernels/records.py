@@ -1,0 +1,348 @@
+"""Arrays and constants that kernels share.
+
+Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
+
+    operator unit   0 tasks, 1 replicas, then a task: device, forward ns, backward ns, bytes kept for the
+                    backward, origin, bytes that are there only from when its group is made again to its backward
+    value unit      0 assemblies, 1 pieces, 2 readers, 3 source tasks, 4 remote pieces, 5 readings,
+                    6 where source tasks start, 7 collectives, 8 remote pieces that no collective serves, then
+                    an assembly: device, bytes copied, first piece, first reader, collective or -1 (one more
+                    assembly, as a sentinel);
+                    a piece: source task, hold, ns, bytes, rank among remote ones (those that no collective serves
+                    first) or -1, assembly, hold and ns back;
+                    a reader: reading, task;  a reading: its first reader;  a (reading, task): its assembly;
+                    a source task: its first piece (one more);  the pieces by source task;
+                    a collective: kind, root or -1, bytes, bytes that its price is for, first served assembly, first
+                    source task, hold and ns, hold and ns back (one more);  the served assemblies;  the source tasks
+    static unit     0 holders, 1 cells, 2 what holders share, then a holder: device, elements kept, elements updated;
+                    then a cell: hold of its sum, bytes, hold that gathers its shares or -1
+
+Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V values, W weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+FORWARD, BACKWARD, TRANSFER, GRADIENT_TRANSFER, BUFFER_TRANSFER, SYNCHRONIZE, UPDATE = range(7)
+COLLECTIVE, GRADIENT_COLLECTIVE, BUFFER_COLLECTIVE = range(7, 10)
+FORWARD_GATHER, BACKWARD_GATHER, UPDATE_GATHER = range(10, 13)
+RECOMPUTE = 13
+# Codes of `graph.strategy.Sharding`, in its order.
+SHARED_UPDATE, SHARED_WEIGHT = 1, 2
+# Codes of `graph.collectives.CollectiveKind`.
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
+FEWEST_DEVICES = 3
+OPERATOR_HEADER, OPERATOR_STRIDE = 2, 6
+VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 9, 5, 8, 10
+# The word of a value unit that counts its collectives.
+VALUE_COLLECTIVES = 7
+STATIC_HEADER, HOLDER_STRIDE, CELL_STRIDE = 3, 3, 3
+# Instead of an origin, in the unit of an operator of which no cost is known: every task has a backward, or of the
+# replicas of each part some have, nobody knows which.
+ACTIVE, PARTLY_ACTIVE = -1, -2
+PARTS_PER_MILLION = 1_000_000
+# How an operator meets other devices: not at all; so that all of its tasks wait for one collective, or none of them,
+# and all of them take part in one; otherwise.
+APART, TOGETHER, SCATTERED = range(3)
+# The words of `Machine.owed`. To when each device is free are to be added, and from what it has left to be taken;
+# whether all devices are free at the same time, and then the most that one of them has left; whether something
+# was computed that paid no debt yet. Then a hold that was served alone of late, or -1: when it is free, what is to be
+# taken from what its resources have left, and the most that one of these had left before.
+FREE_OWED, LEFT_OWED, EVEN, MOST_LEFT, COMPUTED, HELD, HELD_END, HELD_OWED, HELD_LEFT = range(9)
+
+
+class GraphArrays(NamedTuple):
+    """The wiring of an operator graph. A CSR pair is `x_ptr` and what it points into."""
+
+    output_ptr: Array  # O + 1, into output_value
+    output_value: Array
+    slot_ptr: Array  # O + 1, into slot_value and slot_reading
+    slot_value: Array  # the value read, or -1 for one in place at step start
+    slot_reading: Array  # position among the value's readings
+    read_ptr: Array  # O + 1, into read_value
+    read_value: Array  # distinct values read, ascending
+    producer: Array  # a value unit: its operator
+    reading_ptr: Array  # V + buffers + 1, into reading_operator and reading_gradient
+    reading_operator: Array
+    reading_gradient: Array  # whether a gradient flows back through the slot
+    needs_gradient: Array  # V
+    order: Array  # O: operators as they are executed, those that the loss depends on first
+    loss_operators: int  # how many of these there are
+    buffer_count: int  # value units of renewed buffers are V and up
+    weight_ptr: Array  # W + 1, into weight_user
+    weight_user: Array  # operators that read the weight, ascending
+    reader_ptr: Array  # W + 1, into reader
+    reader: Array  # operators that read the weight or a view of it, ascending
+    behind_ptr: Array  # O + 1, into behind_weight
+    behind_weight: Array  # weights that the operator reads, by themselves or through views, ascending
+    static_item_bytes: Array  # a static unit
+    loss_value: int
+    value_count: int
+    weight_count: int
+    static_count: int
+
+
+class Units(NamedTuple):
+    """Where the memo unit of each operator, value and static tensor starts in the arena."""
+
+    operator_at: Array
+    value_at: Array
+    static_at: Array
+
+
+class Holds(NamedTuple):
+    """What a task holds while it runs: devices 0..D-1, then routes (source, destination), then device sets.
+
+    Resources are devices 0..D-1, then links. `ends` are the devices whose compute the task slows, each as an end of
+    `flows` messages at once.
+    """
+
+    resource_ptr: Array
+    resource: Array
+    end_ptr: Array
+    end: Array
+    latency_s: Array  # a hold: of two lines, see `search.links.CollectivePrice`
+    s_per_byte: Array
+    is_measured: Array  # whether the higher line counts, not the lower one
+    origin: Array
+    operation: Array  # the code of a device set's collective, else -1
+    flows: Array
+
+
+class Tasks(NamedTuple):
+    """Flat arrays of a task graph, in program order."""
+
+    kind: Array
+    run_ns: Array
+    hold: Array
+    origin: Array
+    subject: Array
+    part: Array
+    size_bytes: Array
+    pred_ptr: Array
+    pred: Array
+
+
+class Groups(NamedTuple):
+    """Groups of operators that are made again in the backward (`graph.recomputation`)."""
+
+    of_O: Array  # an operator: the number of its group, or -1
+    first_O: Array  # an operator: the first one of the group of which it is the last, or -1
+    last_O: Array  # an operator: the last one of its group; itself where it is in none
+    ended_O: Array  # an operator: how many groups are all before it
+
+
+class Scratch(NamedTuple):
+    """What the layout knows about operators' tasks and values' assemblies, flat."""
+
+    task_base: Array  # O + 1
+    assembly_base: Array  # V + 1
+    active: Array  # a compute task: whether it has a backward
+    last_reader: Array  # an assembly: the operator after whose backward its gradient is complete, or -1
+    operator_active: Array
+    forward_base: Array
+    backward_task: Array
+    transfer_base: Array
+    gradient_base: Array
+    collective_base: Array  # V + buffers + 1
+    collective_after: Array  # a collective: the operator after whose backward it goes back as one, or -1
+    collective_task: Array
+    gradient_collective: Array
+    elements_D: Array
+    memory_D: Array
+    # A group: bytes that are there once it is made again, and those that what lies between its end and the next one's
+    # keeps.
+    again_2GD: Array
+    counts: Array  # 0 tasks, 1 dependencies
+
+
+class Buckets(NamedTuple):
+    """Gradient buckets, in the order of their all-reduces, with linked lists of weights."""
+
+    hold: Array
+    size_bytes: Array
+    after: Array
+    first_entry: Array
+    last_entry: Array
+    entry_weight: Array
+    entry_next: Array
+    filling: Array  # a hold: its bucket being filled, or -1
+    order: Array
+    sharing: Array  # what the holders of its cells share
+    gather: Array  # the hold that gathers their shares, or -1
+    counts: Array  # 0 buckets, 1 entries
+
+
+class Gathers(NamedTuple):
+    """Gathers of weights that are kept in shares: those of the forward in its order, then those of the backward.
+
+    Pairs are of the forward and of the backward.
+    """
+
+    hold: Array
+    size_bytes: Array
+    operator: Array  # before which it must be there
+    task: Array  # its number; where there is no task graph, when it ends
+    first_2O: Array  # an operator: its first gather, and one beyond its last
+    last_2O: Array
+    weight_2W: Array  # a weight: the operator before which it is gathered, or -1
+    latest_D: Array  # a device: the last task that it computes so far, or -1
+    blocked_D: Array  # a device: what its backward waits for before it goes on, or -1; or when that ends
+    reduced_D: Array  # a device: the last sum of gradients that it shares, or -1; or when that ends
+    counts: Array  # 0 gathers of the forward, 1 all gathers
+
+
+class Timeline(NamedTuple):
+    """When each task runs, and the task that it had to wait for (-1: none)."""
+
+    start_ns: Array
+    end_ns: Array
+    cause: Array
+
+
+class Events(NamedTuple):
+    """What the event-driven order keeps of every task, and the heap of those that are ready."""
+
+    waiting: Array  # predecessors that have not ended
+    ready_ns: Array
+    cause: Array
+    ptr: Array  # T + 1, into successor
+    successor: Array
+    heap_ns: Array
+    heap_task: Array
+    left_ns_R: Array  # what the tasks still to be served run on each resource
+
+
+class Positions(NamedTuple):
+    """Where in a step, and in the forward of the step after it, the work of operators stands: ascending numbers."""
+
+    forward_O: Array
+    backward_O: Array
+    next_O: Array  # the forward of the next step
+    next_V: Array  # V + buffers: the first forward of the next step that reads it
+    last: int  # beyond all of them
+
+
+class Queues(NamedTuple):
+    """Communications that are ready and wait for links: a heap for each link, and who may start in this round."""
+
+    ptr: Array  # R + 1, into key
+    key: Array  # priority * 2^32 + task; both are below 2^31
+    size_R: Array
+    used_R: Array  # in which round the link was last given to a task
+    tried_T: Array  # in which round the task was last tried
+    tried: Array  # those of this round
+    ended: Array  # communications that end in this round
+    end_ns: Array  # the heap of those that run
+    end_task: Array
+
+
+class Prefix(NamedTuple):
+    """The chosen part of a strategy, see `search.partial`. `edge_ptr`, `edge`: the edges to each operator."""
+
+    forward_OP: Array
+    backward_OP: Array
+    inner_OPP: Array
+    device_OT: Array
+    replicas_O: Array
+    head_OP: Array
+    outer_OPP: Array
+    edge_ptr: Array
+    edge: Array
+    producer_E: Array
+    goes_back_E: Array
+    known_E: Array
+    there_EPP: Array
+    back_EPP: Array
+
+
+class Versions(NamedTuple):
+    """What is known of one strategy, an operator or a value at a time: offsets into a pool of words.
+
+    Strategies that differ in a few operators share the rest.
+    """
+
+    active_at: Array  # O: of each task, whether it has a backward
+    last_at: (
+        Array  # V + buffers: an assembly's last reader as in `Scratch`, then what comes after each collective
+    )
+    ready_at: (
+        Array  # V + buffers: when all that comes to an assembly is there (of values of which something comes)
+    )
+    ends_at: Array  # O: when each forward task ends (of operators that renew a buffer)
+    operator_active: Array  # O
+    elements_D: Array
+    memory_D: Array  # but for what is made again
+    again_2GD: Array  # as in `Scratch`
+    load_ns_R: Array  # of all tasks but all-reduces of buckets and updates
+    # An operator, of its forward and of its backward: how long every task takes, where each device has one and these
+    # are alike, else -1; and how it meets other devices (`APART`, `TOGETHER`, `SCATTERED`).
+    alike_ns_2O: Array
+    meets_2O: Array
+
+
+class Checkpoints(NamedTuple):
+    """The state of all resources before every so many operators' forward, for two strategies.
+
+    A row: when each resource is free, what each device owes, what each resource has done so far, and the latest end.
+    """
+
+    row: Array  # checkpoint, side, word
+    side: Array  # a checkpoint: which of its two rows is the current strategy's
+    stride: int
+
+
+class Machines(NamedTuple):
+    """What is known of devices beside their links."""
+
+    contention_ppm_D: Array
+    capacity_bytes_D: Array
+    update_s_D: Array  # seconds in which an element is updated
+
+
+class Machine(NamedTuple):
+    """The resources while they are simulated."""
+
+    free_ns_R: Array
+    debt_ns_D: Array
+    left_ns_R: Array  # what they still have to do
+    total_ns_R: Array  # what they have to do in all
+    contention_ppm_D: Array
+    contended: bool  # whether any device is slowed by communication
+    # What is not yet in the arrays above, see the constants that name its words.
+    owed: Array
+
+
+class Walk(NamedTuple):
+    """Room for one simulation.
+
+    What is the same for all tasks of an operator, or for all assemblies of a value, is one number; what is in the pool
+    counts beside it.
+    """
+
+    sync_end_D: Array  # when the last all-reduce that a device takes part in ends
+    member_D: Array
+    task_at: Array  # O: in the pool, when a task's gradients are there, then when its backward ends; or -1
+    gradient_at: Array  # V: in the pool, when an assembly's gradient is there
+    gradients_ns_O: Array  # when the gradients that come to all tasks are there
+    gradient_ns_V: Array  # when the gradients that all tasks make are there
+    end_ns_O: Array  # when the backward of all tasks ends, -1 where each has its own end
+    is_awaited_O: Array  # whether a bucket waits for an operator's backward
+    close_B: Array  # a position: the operator whose backward ends after all others that the bucket waits for, or -1
+
+
+class Routes(NamedTuple):
+    """The links between all pairs of devices, and scratch for the steps of a collective."""
+
+    route_ptr: Array  # D * D + 1, into route_link: source * D + destination
+    route_link: Array
+    latency_s: Array  # D * D
+    bandwidth: Array  # a link: bytes per second
+    flows: Array  # a link: messages of the step at hand; zeros between steps
+    is_used: Array  # a link: whether the collective holds it
+    source_D: Array  # sender and receiver of each hop of a step
+    destination_D: Array
