@@ -4,8 +4,8 @@ The calls are those of the runtime, with what it does about them: an exchange's 
 and packed, what arrives comes into new memory, and is put together. A bare collective of one
 warm buffer is several times as fast on a CPU, and predicts nothing.
 
-Bytes N are those of `search.prices`: what one device holds in the end or, of a reduce-scatter or reduce, in the
-beginning; of an all-to-all what one device sends, its own share with them.
+Bytes N are those of `search.cost.collective_cost`: what one device holds in the end or, of a reduce-scatter or
+reduce, in the beginning; of an all-to-all what one device sends, its own share with them.
 """
 
 from __future__ import annotations

@@ -2,19 +2,13 @@
 
 Neither torch nor SQL is known here; numba is imported when something is simulated first.
 
-    search.costs           Origin, OperatorCost, CostSource (a protocol), CostTable
-    search.links           LinkCosts: what communication costs beside the topology's links
-    search.groups          find_groups, follow: operators that take their configuration from another one
-    search.configurations  random_configuration, enumerate_degrees
-    search.needed          needed_calls: what to profile before a search
-    search.baselines       data_parallel, single_device, expert, random_strategy
-    search.taskgraph       build_task_graph, TaskGraph, TaskKind
-    search.simulator       simulate, Simulation, Order
-    search.moves           Moves, MoveShares: what a proposal changes
-    search.hybrids         hybrids, random_grid: what is proposed on many devices
-    search.routes          route_table: the routes of a topology as arrays
-    search.proposals       Observer, ProposalBatch, encode_configuration, decode_configuration
-    search.chain           Chain, SearchOptions: one walk
-    search.mcmc            search, SearchResult: all chains of a search
-    search.parallel        the same chains walked by several processes (search.worker, search.forking)
+    search.cost         what operators, messages and collectives cost; which calls must be profiled before a search
+    search.space        groups, configurations, placements, baselines, hybrids
+    search.problem      what a search is about, as arrays
+    search.simulate     from a strategy to the time and memory of its step
+    search.kernels      the compiled part of it
+    search.evaluate     what a proposal costs: in full, or by what it changes
+    search.algorithms   chains, moves, the proposal log; greedy, OptCNN, exhaustive; weight sharding, checkpointing
+    search.bounds       lower bounds
+    search.parallel     chains in several processes, kernels compiled ahead
 """

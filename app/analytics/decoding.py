@@ -1,8 +1,9 @@
 """The devices of every proposed configuration, in DuckDB's SQL: what `app.services.rebuilding` decodes, as a view.
 
-The trace keeps of a list of devices what it was drawn or copied from (`search.placements`, `search.moves.copied`),
-since a list of a thousand would take most of its space. The view joins a copy with what it was copied from, down to
-`DEEPEST_COPY`, before it decodes anything, so that only the rows that a query asks for are decoded.
+The trace keeps of a list of devices what it was drawn or copied from (`search.space.placements`,
+`search.algorithms.moves.copied`), since a list of a thousand would take most of its space. The view joins a copy with
+what it was copied from, down to `DEEPEST_COPY`, before it decodes anything, so that only the rows that a query asks
+for are decoded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ CASE WHEN place < count % stride * (count // stride + 1)
 END""",
     "strided_devices(start, stride, tasks, count)": """
 list_transform(range(tasks), lambda task: strided_place((start + task) % count, stride, count)::INTEGER)""",
-    # SplitMix64, as `search.placements.permutation_of`; a transformation for each step, so that none is done twice.
+    # SplitMix64, as `search.space.placements.permutation_of`; a transformation for each step, so that none is done
+    # twice.
     "times_1(numbers)": f"list_transform(numbers, lambda one: {_times('one', 0x9E3779B97F4A7C15)})",
     "times_2(numbers)": f"list_transform(numbers, lambda one: {_times('xor(one, one >> 30)', 0xBF58476D1CE4E5B9)})",
     "times_3(numbers)": f"list_transform(numbers, lambda one: {_times('xor(one, one >> 27)', 0x94D049BB133111EB)})",

@@ -22,7 +22,7 @@ SearchStatus = Literal["running", "finished", "interrupted", "failed"]
 ExecutionStatus = Literal["running", "finished", "interrupted", "failed"]
 TaskOrder = Literal["program", "fifo", "priority", "priority-tic", "priority-tac"]
 """Order of tasks on a resource in a simulation: the runtime's own, by ready time (FlexFlow, Algorithm 1), or
-communications by priority of a policy, see `search.policies`."""
+communications by priority of a policy, see `search.simulate.priorities`."""
 TASK_ORDERS: tuple[TaskOrder, ...] = get_args(TaskOrder)
 
 StrategySource = Literal[

@@ -65,8 +65,9 @@ class ProposalBatch:
 class ConfigurationEntry(NamedTuple):
     """What a configuration code means: the degrees, and how to list the devices of the tasks.
 
-    strided: `start`, `stride` (`search.placements.Strided`); permuted: `seed`; listed: `devices`; copied: from the
-    configuration with the code `base`, along `axes` (`search.moves.copied`). Two codes may mean the same.
+    strided: `start`, `stride` (`search.space.placements.Strided`); permuted: `seed`; listed: `devices`; copied: from
+    the configuration with the code `base`, along `axes` (`search.algorithms.moves.copied`). Two codes may mean the
+    same.
     """
 
     configuration: int

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from graph.errors import QueryFailure, SoapstoneError, UsageError
-from search.forking import Failed, can_fork, fork
+from search.parallel.fork import Failed, can_fork, fork
 
 T = TypeVar("T")
 

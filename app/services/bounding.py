@@ -12,10 +12,10 @@ from app.services.finding import problem_of
 from app.services.predicting import Setting, without_measuring
 from app.services.progress import Progress
 from graph.errors import UsageError
-from search.algorithms import Found
-from search.bound import Bound, lower_bound
-from search.forking import Forked, fork
-from search.tables import Problem
+from search.algorithms.registry import Found
+from search.bounds.lower_bound import Bound, lower_bound
+from search.parallel.fork import Forked, fork
+from search.problem import Problem
 
 
 class Bounding:

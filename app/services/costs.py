@@ -13,7 +13,7 @@ from graph.calls import LocalCall, call_from_json
 from graph.canonical import digest
 from graph.errors import CostError
 from graph.topology import DeviceKind
-from search.costs import OperatorCost, Origin
+from search.cost.cost_table import OperatorCost, Origin
 
 if TYPE_CHECKING:
     from graph.rules.least import LeastWork, WorkPhase
@@ -81,7 +81,8 @@ def model_time_s(record: OpCostRecord) -> float | None:
 
 
 class DatabaseCosts:
-    """Costs of one device kind, in one environment (None: in any of the precision), for `search.costs.CostTable`.
+    """Costs of one device kind, in one environment (None: in any of the precision), for
+    `search.cost.cost_table.CostTable`.
 
     Everything the database holds for the kind is read once, so that a search meets no SQL. What is not there is
     measured (`measure`), estimated from what is there or from the data sheet, or refused, as `on_miss` says. A

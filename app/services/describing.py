@@ -107,7 +107,7 @@ def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
 def described(model: ImportedModel) -> ModelReport:
     """Count what is in a network."""
     from graph.rules import flops, rule_name, whole_call
-    from search.groups import find_groups
+    from search.space.groups import find_groups
 
     graph = model.graph
     counts: Counter[str] = Counter()

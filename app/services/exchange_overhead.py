@@ -79,7 +79,7 @@ def overhead_jobs(timeout_s: float) -> OverheadJobs:
     """Return what the ranks of a probe are to execute."""
     from graph.importer import import_module
     from graph.training import Training
-    from search.baselines import data_parallel, single_device
+    from search.space.baselines import data_parallel, single_device
 
     module, args, kwargs = network()
     graph: OperatorGraph = import_module(module, args, kwargs, name="exchanges")

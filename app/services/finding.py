@@ -16,15 +16,15 @@ from app.services.reusing import KnownStart
 from graph.errors import UsageError
 from graph.strategy import Strategy
 from profiler.pinning import usable_cores
-from search import algorithms
-from search.algorithms import Context, Found
-from search.costs import CostTable
-from search.forking import can_fork
-from search.groups import find_groups
-from search.mcmc import ProposalBatch, ResumedChain, SearchOptions
-from search.needed import rule_calls
-from search.placements import Origin
-from search.tables import Problem
+from search.algorithms import registry as algorithms
+from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
+from search.algorithms.registry import Context, Found
+from search.cost.calls_to_profile import rule_calls
+from search.cost.cost_table import CostTable
+from search.parallel.fork import can_fork
+from search.problem import Problem
+from search.space.groups import find_groups
+from search.space.placements import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tupl
     """Run the algorithms; every proposal of the walk goes into the trace.
 
     Raises:
-        SoapstoneError: as `search.algorithms.run`.
+        SoapstoneError: as `search.algorithms.registry.run`.
     """
     name_of_graph = setting.model.graph.name
     groups = find_groups(setting.model.graph)

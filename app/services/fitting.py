@@ -15,9 +15,9 @@ from app.services.predicting import Setting
 from app.services.reusing import KnownStart
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text
-from search import baselines
-from search.algorithms import simulated
-from search.recomputing import recompute
+from search.algorithms.activation_checkpointing import recompute
+from search.algorithms.registry import simulated
+from search.space import baselines
 
 # Of every weight at most: itself, its gradient, the gradient's place in a flat tensor, and two tensors of a state.
 _COPIES = 5

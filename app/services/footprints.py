@@ -1,7 +1,8 @@
 """The memory of a strategy's devices as far as it is found by walking their programs (`runtime.footprint`).
 
 Devices that do the same share a walk. Where devices differ so much, or the network is so large, that walking them would
-take long, there is none, and what counts is the sum that the search itself keeps (`search.simulator.Simulation`).
+take long, there is none, and what counts is the sum that the search itself keeps
+(`search.simulate.simulator.Simulation`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
 from graph.strategy import Sharding
-from search.collector import looking_seldom
+from search.parallel.gc_pause import looking_seldom
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph

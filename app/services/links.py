@@ -22,8 +22,8 @@ from app.services.progress import Progress
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import Pair, Topology, local_topology
-from search.costs import Origin
-from search.links import Line, Lines, LinkCosts
+from search.cost.cost_table import Origin
+from search.cost.link_costs import Line, Lines, LinkCosts
 
 if TYPE_CHECKING:
     from profiler.links import LinkMeasurement, LinkProbe

@@ -17,7 +17,7 @@ from graph.operators import OperatorGraph
 from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
-from search.collector import looking_seldom
+from search.parallel.gc_pause import looking_seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable

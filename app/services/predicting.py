@@ -38,13 +38,13 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy, strategy_text
 from graph.topology import Topology, load_topology
 from graph.training import Training
-from search.costs import CostTable, Origin
-from search.links import LinkCosts
+from search.cost.cost_table import CostTable, Origin
+from search.cost.link_costs import LinkCosts
 
 if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
-    from search.simulator import Simulation
-    from search.taskgraph import TaskGraphBuilder
+    from search.simulate.simulator import Simulation
+    from search.simulate.task_graph import TaskGraphBuilder
 
 LOCAL = "local"
 NEARLY_FULL = 0.4
@@ -140,7 +140,7 @@ class Setting:
     @cached_property
     def builder(self) -> TaskGraphBuilder:
         """Makes the task graphs of all that is simulated in this setting: what strategies share is derived once."""
-        from search.taskgraph import TaskGraphBuilder
+        from search.simulate.task_graph import TaskGraphBuilder
 
         return TaskGraphBuilder(
             self.model.graph, self.topology, self.table, self.training, links=self.target.link_costs
@@ -317,7 +317,7 @@ def predict(
     With `walk` "always", or where the search's sum says that a device may be nearly full, peak memory is that of the
     devices' programs (`app.services.footprints`); with "never" it is the sum alone, and no torch is needed.
     """
-    from search.simulator import simulate_tasks
+    from search.simulate.simulator import simulate_tasks
 
     strategy.validate(setting.model.graph, len(setting.topology.devices))
     calls = calls_by_kind(setting, strategy)
@@ -411,7 +411,7 @@ def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[S
     Raises:
         UsageError: this network has none of that name on so many devices.
     """
-    from search import baselines
+    from search.space import baselines
 
     found = {one.name: one for one in baselines.all_baselines(graph, count)}
     if reference not in found:
@@ -433,7 +433,7 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     """
     from app.services.stored import strategy_of
     from graph.strategy import read_strategy
-    from search import baselines
+    from search.space import baselines
 
     graph, count = setting.model.graph, len(setting.topology.devices)
     if reference == "data-parallel":

@@ -30,11 +30,11 @@ from graph.errors import UsageError
 from graph.operators import ValueKind
 from graph.recomputation import recomputation_from_json, recomputation_to_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
-from search.chain import POLISHING
-from search.groups import Group, follow
-from search.moves import copied
-from search.placements import Permuted, Strided, place
-from search.proposals import ChainCheckpoint, ResumedChain
+from search.algorithms.chain import POLISHING
+from search.algorithms.moves import copied
+from search.algorithms.proposal_log import ChainCheckpoint, ResumedChain
+from search.space.groups import Group, follow
+from search.space.placements import Permuted, Strided, place
 
 if TYPE_CHECKING:
     import pyarrow as pa

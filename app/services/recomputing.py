@@ -10,7 +10,7 @@ from graph.strategy import Strategy
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
-    from search.simulator import Simulation
+    from search.simulate.simulator import Simulation
 
 CHOICES = ("all", "none")
 
@@ -72,7 +72,7 @@ def check_choice(choice: str | None) -> None:
 
 def with_choice(graph: OperatorGraph, strategy: Strategy, choice: str | None) -> Strategy:
     """Return a strategy with all activations made again, in as many groups as take little memory; none; or as it is."""
-    from search.recomputing import everything
+    from search.algorithms.activation_checkpointing import everything
 
     if choice is None:
         return strategy

@@ -24,13 +24,13 @@ from graph.axes import Degrees
 from graph.canonical import canonical_json
 from graph.errors import DatabaseError
 from graph.strategy import Configuration, Strategy
-from search.groups import Group, Member, follow
-from search.moves import Part, keeps_order
-from search.placements import Drawn, Origin, Permuted, recognized
-from search.proposals import ChainCheckpoint
+from search.algorithms.moves import Part, keeps_order
+from search.algorithms.proposal_log import ChainCheckpoint
+from search.space.groups import Group, Member, follow
+from search.space.placements import Drawn, Origin, Permuted, recognized
 
 if TYPE_CHECKING:
-    from search import mcmc
+    from search.algorithms import mcmc
 
 MOST_KNOWN = 1 << 17
 """Codes that are kept in memory, to be used again."""

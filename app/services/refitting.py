@@ -14,8 +14,8 @@ from app.services.finding import problem_of
 from app.services.predicting import Setting
 from graph.strategy import Strategy
 from graph.topology import Topology
-from search.greedy import Tried
-from search.mcmc import SearchOptions
+from search.algorithms.greedy import Tried
+from search.algorithms.mcmc import SearchOptions
 
 ROUNDS = 3
 """A strategy that is changed takes more beyond its sum by another amount, though seldom by much."""
@@ -37,7 +37,8 @@ def made_to_fit(
     Args:
         setting: what it is for.
         strategy: the strategy.
-        change: `search.sharing.share_weights` or `search.recomputing.recompute`.
+        change: `search.algorithms.weight_sharding.share_weights` or
+            `search.algorithms.activation_checkpointing.recompute`.
         options: of the search.
         walked: the bytes of each device by its program.
         summed: those by the sum.

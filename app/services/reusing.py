@@ -1,8 +1,8 @@
 """What earlier searches found, as starts of a new one.
 
 For the same network, topology and training: the fastest stored strategies. Where there are none: the fastest one
-for the nearest batch size or topology, made to fit (`search.adapting`). What was used is kept with the search, by
-digest, so that it can be repeated whatever is found later.
+for the nearest batch size or topology, made to fit (`search.space.strategy_transfer`). What was used is kept with the
+search, by digest, so that it can be repeated whatever is found later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.services.predicting import Setting
 from app.services.stored import strategy_of
 from graph.errors import StrategyError
 from graph.strategy import Strategy
-from search.adapting import adapt
+from search.space.strategy_transfer import adapt
 
 MOST = 2
 """Each known strategy is one more chain."""

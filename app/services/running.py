@@ -28,7 +28,7 @@ from runtime.ranks import is_rank
 if TYPE_CHECKING:
     from runtime.jobs import Job, JobResult
     from runtime.team import Team
-    from search.simulator import Simulation
+    from search.simulate.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
     Start = Callable[[Job, Machine, float], JobResult | None]

@@ -46,17 +46,18 @@ from app.services.reusing import KnownStart, given_starts, known_starts, start_o
 from graph.errors import UsageError
 from graph.strategy import Strategy, strategy_text
 from graph.training import Training
-from search import algorithms, baselines
-from search.costs import Origin
-from search.moves import ONE_GROUP, MoveShares, shares_for
-from search.needed import needed_calls
-from search.recomputing import recompute
-from search.sharing import share_weights
+from search.algorithms import registry as algorithms
+from search.algorithms.activation_checkpointing import recompute
+from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
+from search.algorithms.weight_sharding import share_weights
+from search.cost.calls_to_profile import needed_calls
+from search.cost.cost_table import Origin
+from search.space import baselines
 
 if TYPE_CHECKING:
-    from search import mcmc
-    from search.bound import Bound
-    from search.simulator import Simulation
+    from search.algorithms import mcmc
+    from search.bounds.lower_bound import Bound
+    from search.simulate.simulator import Simulation
 
 
 # What a column holds, what no search comes near, and what a float can still multiply.
@@ -118,7 +119,7 @@ class AlgorithmReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One strategy's predicted step. Efficiency and potential are those of `search.simulator.Simulation`."""
+    """One strategy's predicted step. Efficiency and potential are those of `search.simulate.simulator.Simulation`."""
 
     name: str
     strategy_id: int
@@ -323,7 +324,7 @@ def _imported(
     request: SearchRequest, names: Sequence[str], workers: int, progress: Progress
 ) -> ImportedModel:
     """Import the model, and compile the simulator meanwhile, and to its end: nothing is measured beside that."""
-    from search.compiling import Compiling, needed_kernels
+    from search.parallel.kernel_warm_up import Compiling, needed_kernels
 
     with Compiling(needed_kernels(request.order, names)) as compiling:
         if workers > 1:
@@ -463,7 +464,7 @@ def _known_again(store: Store, setting: Setting, digest: str, found_for: str) ->
 
 def _options(request: SearchRequest) -> mcmc.SearchOptions:
     """Check what the command line gave, before anything is imported or written."""
-    from search import mcmc
+    from search.algorithms import mcmc
 
     if request.order not in TASK_ORDERS:
         raise UsageError(
@@ -557,7 +558,7 @@ def _recomputation(
     store: Store, setting: Setting, plan: Plan, best: Prediction
 ) -> RecomputationReport | None:
     """Return what the best strategy makes again, with what that costs and saves; None: nothing."""
-    from search.simulator import simulate
+    from search.simulate.simulator import simulate
 
     graph = setting.model.graph
     strategy = start_of(setting, store.strategy(best.digest)).strategy

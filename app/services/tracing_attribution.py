@@ -19,7 +19,7 @@ from app.services.tracing_timeline import END_OF_STEP, Timeline, simulated_timel
 
 if TYPE_CHECKING:
     from app.services.tracing_store import Recording
-    from search.simulator import Simulation
+    from search.simulate.simulator import Simulation
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.topology import Topology
 from graph.training import Training
-from search.costs import CostTable
+from search.cost.cost_table import CostTable
 
 if TYPE_CHECKING:
-    from search.simulator import Simulation
+    from search.simulate.simulator import Simulation
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def simulated_case(
     graph: OperatorGraph | None = None,
 ) -> Case:
     """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
-    from search.simulator import simulate
+    from search.simulate.simulator import simulate
 
     graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
     topology_record = required(store.topology(topology_id), "topologies", topology_id)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from runtime.spans import WEIGHT_GRADIENTS, WEIGHTS
 
 if TYPE_CHECKING:
-    from search.simulator import Simulation
+    from search.simulate.simulator import Simulation
 
 END_OF_STEP = "the end of the step"
 
@@ -48,7 +48,7 @@ class Timeline:
 
 def simulated_timeline(simulation: Simulation) -> Timeline:
     """Return a simulation as a timeline: devices compute, links carry; what is on the critical path says so."""
-    from search.costs import ORIGINS
+    from search.cost.cost_table import ORIGINS
 
     tasks = simulation.tasks
     names, resources = tasks.names(), tasks.resource_names()
@@ -122,7 +122,7 @@ class Subjects:
     """What the tasks of a simulation are about."""
 
     def __init__(self, simulation: Simulation) -> None:
-        from search.arrays import operator_values
+        from search.simulate.arrays import operator_values
 
         self._tasks = tasks = simulation.tasks
         self._operators = [operator.name for operator in tasks.graph.operators]
@@ -131,7 +131,7 @@ class Subjects:
 
     def kind_and_subject(self, task: int) -> tuple[str, str]:
         """Return the kind and the subject of a task's slice."""
-        from search.taskgraph import TaskKind
+        from search.simulate.task_graph import TaskKind
 
         kind = TaskKind(int(self._tasks.kind_T[task]))
         number = int(self._tasks.subject_T[task])

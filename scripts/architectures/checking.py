@@ -64,7 +64,7 @@ def model_name(name: str) -> str:
 
 def strategies(graph: OperatorGraph, name: str) -> Iterator[tuple[str, Strategy]]:
     """Give the strategies to execute, with their titles."""
-    from search.baselines import data_parallel, fsdp
+    from search.space.baselines import data_parallel, fsdp
     from tests.runtime.strategies import random_strategy
 
     yield "data-parallel", data_parallel(graph, PROCESSES)

@@ -16,7 +16,7 @@ from scripts.benchmarks.result import Result, measurement
 
 if TYPE_CHECKING:
     from scripts.studies.cells import Cell
-    from search.tables import Problem
+    from search.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def run(*, quick: bool) -> Result:
 
 
 def _row(cell: Cell) -> Row:
-    from search.bound import lower_bound
+    from search.bounds.lower_bound import lower_bound
 
     problem = _problem(cell)
     began = time.perf_counter()
@@ -98,9 +98,9 @@ def _problem(cell: Cell) -> Problem:
     from graph.topology import load_topology
     from graph.training import Training
     from scripts.benchmarks.simulator import Datasheet
-    from search.costs import CostTable
-    from search.links import LinkCosts
-    from search.tables import Problem
+    from search.cost.cost_table import CostTable
+    from search.cost.link_costs import LinkCosts
+    from search.problem import Problem
 
     model = import_graph(
         ModelRequest(name=cell.network, preset=cell.preset, batch_size=cell.batch_size),
@@ -115,8 +115,8 @@ def _problem(cell: Cell) -> Problem:
 
 def _best_baseline(problem: Problem) -> tuple[str, int]:
     """Return the fastest baseline that fits, else the fastest, and the nanoseconds of its step."""
-    from search.baselines import all_baselines
-    from search.simulator import simulate
+    from search.simulate.simulator import simulate
+    from search.space.baselines import all_baselines
 
     found = []
     for one in all_baselines(problem.graph, problem.device_count):

@@ -111,7 +111,7 @@ def measured(name: str, batch_size: int, devices: int) -> Row:
 
 def _by_strangers(model: ImportedModel, devices: int, budget: int) -> float:
     """Return the proposals a second of two searches at once."""
-    from search.forking import fork
+    from search.parallel.fork import fork
 
     def search(connection: Connection) -> None:
         connection.send(searched(model, devices, budget // 2, 1)[0])
@@ -147,9 +147,9 @@ def _searched(
     from graph.training import Training
     from scripts.benchmarks.database import begun
     from scripts.benchmarks.simulator import Datasheet, topology_of
-    from search.costs import CostTable
-    from search.groups import find_groups
-    from search.mcmc import SearchOptions, search
+    from search.algorithms.mcmc import SearchOptions, search
+    from search.cost.cost_table import CostTable
+    from search.space.groups import find_groups
 
     graph, topology = model.graph, topology_of(devices)
     groups, search_id = find_groups(graph), begun(store, model, devices)

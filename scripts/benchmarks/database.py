@@ -1,6 +1,6 @@
 """The database under load: proposals stored and counted, costs looked up, and many processes that write at once.
 
-Proposals are drawn as a search draws them (`search.moves`) and recorded by what records them then
+Proposals are drawn as a search draws them (`search.algorithms.moves`) and recorded by what records them then
 (`app.services.recording`); their times are made up, spread as simulated ones are. The overhead is that of real
 searches (`scripts.benchmarks.recording`).
 """
@@ -25,7 +25,7 @@ from scripts.benchmarks.result import Measurement, Result, measurement
 if TYPE_CHECKING:
     from app.db.store import Store
     from app.services.models import ImportedModel
-    from search.proposals import ProposalBatch
+    from search.algorithms.proposal_log import ProposalBatch
 
 BYTES_PER_PROPOSAL = 20
 GROUP_BY_S = 1.0
@@ -114,9 +114,9 @@ def _walked(model: ImportedModel, devices: int, count: int) -> Iterator[Proposal
     """Yield proposals of chains that walk as those of a search, accepting now and then, at no simulation's cost."""
     import numpy as np
 
-    from search.baselines import data_parallel
-    from search.moves import Moves, shares_for
-    from search.proposals import ProposalBatch
+    from search.algorithms.moves import Moves, shares_for
+    from search.algorithms.proposal_log import ProposalBatch
+    from search.space.baselines import data_parallel
 
     moves = Moves(model.graph, devices, shares_for(devices))
     rng = np.random.default_rng(0)
@@ -156,8 +156,8 @@ def _recording(
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
     from app.services.recording import TraceRecorder, groups_text
-    from search.baselines import data_parallel
-    from search.groups import find_groups
+    from search.space.baselines import data_parallel
+    from search.space.groups import find_groups
 
     groups = find_groups(model.graph)
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
@@ -218,7 +218,7 @@ def _ingestion(model: ImportedModel, total: int, pool: int) -> list[Measurement]
 
 def _drawn_anew(batch: ProposalBatch, round_: int) -> ProposalBatch:
     """Return a batch with other permutations, so that as many configurations are new as in a search."""
-    from search.placements import Drawn, Permuted
+    from search.space.placements import Drawn, Permuted
 
     return replace(
         batch,
@@ -258,7 +258,7 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:
     """Look up the costs of all calls that a network is profiled for, among those of another ten thousand."""
     from app.db.records import DeviceKindRecord, EnvironmentRecord
     from app.services.costs import signature_record
-    from search.needed import needed_calls
+    from search.cost.calls_to_profile import needed_calls
 
     calls = needed_calls(model.graph, 2)
     others = [_made_up(0, number) for number in range(10_000)]

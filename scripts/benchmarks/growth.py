@@ -93,7 +93,7 @@ def _imported(name: str, batch_size: int, **sizes: int) -> OperatorGraph:
 
 def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
     from scripts.benchmarks.simulator import builder_of, chain_of, started, stepping
-    from search.moves import ONE_GROUP, Moves
+    from search.algorithms.moves import ONE_GROUP, Moves
 
     strategy = started(graph, device_count, "data parallel")
     began = time.perf_counter()

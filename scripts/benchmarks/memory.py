@@ -2,7 +2,7 @@
 
 Of every network: data parallelism, the expert's or Megatron's strategy, what a search finds, and data parallelism with
 a fifth of its groups of operators configured at random. Predicted is what the devices' programs take
-(`runtime.footprint`), and beside it the sum that the search keeps in its loop (`search.simulator.Simulation`);
+(`runtime.footprint`), and beside it the sum that the search keeps in its loop (`search.simulate.simulator.Simulation`);
 measured are the tensors alive at most in one step (`runtime.peaks`). Of a strategy's devices, the fullest counts.
 """
 
@@ -106,9 +106,9 @@ def strategies(
 
     from scripts.benchmarks.prediction import partly_random
     from scripts.benchmarks.simulator import Datasheet
-    from search.baselines import data_parallel, expert, megatron
-    from search.costs import CostTable
-    from search.mcmc import SearchOptions, search
+    from search.algorithms.mcmc import SearchOptions, search
+    from search.cost.cost_table import CostTable
+    from search.space.baselines import data_parallel, expert, megatron
 
     yield "data parallel", data_parallel(graph, DEVICES)
     if "bert" in graph.name:
@@ -141,8 +141,8 @@ def _row(
     from runtime.launch import launch
     from runtime.models import ModelReference
     from scripts.benchmarks.simulator import Datasheet
-    from search.costs import CostTable
-    from search.simulator import simulate
+    from search.cost.cost_table import CostTable
+    from search.simulate.simulator import simulate
 
     nodes = tuple(device.node for device in topology.devices)
     plan = build_plan(graph, strategy, nodes)

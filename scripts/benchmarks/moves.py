@@ -2,8 +2,8 @@
 
 And what the temperature is worth: walks with all kinds of moves that are hotter and colder. Every chain has as much
 processor time, begins with nothing in the memo, and is alone: what it has found by then is compared with what the
-full set of `search.moves.shares_for` has found from the same start with the same seed. Costs are estimates for the
-devices of the topology p100-cluster.
+full set of `search.algorithms.moves.shares_for` has found from the same start with the same seed. Costs are estimates
+for the devices of the topology p100-cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from graph.operators import OperatorGraph
     from graph.strategy import Configuration, Strategy
-    from search.moves import Moves, MoveShares
+    from search.algorithms.moves import Moves, MoveShares
 
 DEVICES = 16
 NETWORKS = (
@@ -45,7 +45,7 @@ BETAS = (100.0, 1000.0, 3000.0)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a chain walks: its moves, and how greedy it is (`search.mcmc.SearchOptions.beta`)."""
+    """How a chain walks: its moves, and how greedy it is (`search.algorithms.mcmc.SearchOptions.beta`)."""
 
     shares: MoveShares
     beta: float
@@ -67,8 +67,8 @@ class Row:
 
 def variants() -> dict[str, Variant]:
     """Return walks by name: with all moves, all but a kind, of one group, drawn afresh alone; at other temperatures."""
-    from search.mcmc import SearchOptions
-    from search.moves import MoveShares, shares_for
+    from search.algorithms.mcmc import SearchOptions
+    from search.algorithms.moves import MoveShares, shares_for
 
     full, beta = shares_for(DEVICES), SearchOptions().beta
     shares = {ALL: full}
@@ -133,11 +133,11 @@ def walked(
 
     from graph.training import Training
     from scripts.benchmarks.simulator import Datasheet, topology_of
-    from search.costs import CostTable
-    from search.mcmc import SearchOptions, start_chain
-    from search.moves import Moves
-    from search.proposals import Recorder
-    from search.taskgraph import TaskGraphBuilder
+    from search.algorithms.mcmc import SearchOptions, start_chain
+    from search.algorithms.moves import Moves
+    from search.algorithms.proposal_log import Recorder
+    from search.cost.cost_table import CostTable
+    from search.simulate.task_graph import TaskGraphBuilder
 
     topology = topology_of(devices)
     rows: list[Row] = []
@@ -174,9 +174,9 @@ def walked(
 def started(moves: Moves, start: str, rng: np.random.Generator) -> Strategy:
     """Return data parallelism, or a random configuration of every group."""
     from graph.strategy import Strategy
-    from search.baselines import data_parallel
-    from search.configurations import random_configuration
-    from search.groups import follow
+    from search.space.baselines import data_parallel
+    from search.space.configurations import random_configuration
+    from search.space.groups import follow
 
     graph, count = moves.graph, moves.device_count
     if start == "data parallel":

@@ -128,9 +128,9 @@ def _partly_random(graph: OperatorGraph) -> Iterator[Strategy]:
 def partly_random(graph: OperatorGraph, devices: int, share: float, rng: np.random.Generator) -> Strategy:
     """Return data parallelism with a share of the groups of operators (one at least) configured at random."""
     from graph.strategy import Strategy
-    from search.baselines import data_parallel
-    from search.configurations import random_configuration
-    from search.groups import find_groups, follow
+    from search.space.baselines import data_parallel
+    from search.space.configurations import random_configuration
+    from search.space.groups import find_groups, follow
 
     configurations = list(data_parallel(graph, devices).configurations)
     groups = find_groups(graph)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from app.db.store import Store
     from app.services.models import ImportedModel
     from graph.strategy import Strategy
-    from search import mcmc
-    from search.placements import Origin
-    from search.proposals import Observer, ProposalBatch
+    from search.algorithms import mcmc
+    from search.algorithms.proposal_log import Observer, ProposalBatch
+    from search.space.placements import Origin
 
 OVERHEAD_PERCENT = 5.0
 CHAINS = 4
@@ -85,7 +85,7 @@ def overheads(
     from app.services.predicting import find_target, prepare
     from app.services.progress import Silent
     from graph.training import Training
-    from search import mcmc
+    from search.algorithms import mcmc
 
     target = find_target(store, "p100-cluster", Silent(), devices=devices)
     with prepare(store, model, target, Training(model.batch_size), "estimate", Silent()) as setting:
@@ -143,7 +143,7 @@ def _recorded(
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
     from app.services.recording import TraceRecorder, groups_text
-    from search.groups import find_groups
+    from search.space.groups import find_groups
 
     groups = find_groups(model.graph)
     wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()

@@ -131,7 +131,7 @@ def _prepared(
     from runtime.communication import World, make_groups
     from runtime.executor import Executor
     from runtime.models import tensors_of
-    from search.baselines import data_parallel
+    from search.space.baselines import data_parallel
 
     torch.manual_seed(0)
     built = build(name, **sizes)

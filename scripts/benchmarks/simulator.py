@@ -4,9 +4,9 @@ Of every network and number of devices: how long a simulation from scratch takes
 proposal takes in a chain, drawing and deriving included, and how many times as long the same proposals take when each
 is simulated in full; and what a proposal takes without each of the mechanisms that save time. The chain begins at data
 parallelism, or at 200 random moves away from it; how long a step of that start is in each order is there too. Moves are
-those of one group (`search.moves.ONE_GROUP`): a proposal is what others call one. On 64 devices the same is said of a
-whole search as `app search` makes it, of chains from its own starts with all its moves. Costs are estimates for the
-devices of the topology p100-cluster.
+those of one group (`search.algorithms.moves.ONE_GROUP`): a proposal is what others call one. On 64 devices the same
+is said of a whole search as `app search` makes it, of chains from its own starts with all its moves. Costs are
+estimates for the devices of the topology p100-cluster.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from graph.rules.least import LeastWork, WorkPhase
     from graph.strategy import Strategy
     from graph.topology import DeviceKind, Topology
-    from search.costs import OperatorCost, Origin
-    from search.mcmc import Chain
-    from search.moves import Moves
-    from search.simulator import Order
-    from search.taskgraph import TaskGraphBuilder
+    from search.algorithms.mcmc import Chain
+    from search.algorithms.moves import Moves
+    from search.cost.cost_table import OperatorCost, Origin
+    from search.simulate.simulator import Order
+    from search.simulate.task_graph import TaskGraphBuilder
 
 TOPOLOGY, DEVICES_A_NODE = "p100-cluster", 4
 # Preset or sizes, and batch size, of each network; "nmt-40" is the size that FlexFlow's public code has.
@@ -47,7 +47,8 @@ STARTS = ("data parallel", "random")
 # The orders of which a step of the start is simulated, and proposals are timed.
 IN_TABLE: tuple[Order, ...] = ("program", "fifo", "priority")
 RANDOM_MOVES = 200
-# Random strategies on more devices exchange so many pieces that their units outgrow the store of `search.units`.
+# Random strategies on more devices exchange so many pieces that their units outgrow the store of
+# `search.simulate.fragment_cache`.
 MOST_DEVICES_AT_RANDOM = 64
 # Microseconds a proposal, one core, program order.
 TARGETS_US = {
@@ -61,7 +62,7 @@ TARGETS_US = {
 SPEEDUP = 10.0
 # A whole search, of so many proposals in each of its chains.
 WHOLE_DEVICES, WHOLE_NETWORKS, WHOLE_PROPOSALS = 64, ("inception", "resnet101"), 1_000
-# Columns of the second table: what is turned off of `search.delta.Mechanisms`.
+# Columns of the second table: what is turned off of `search.evaluate.incremental.Mechanisms`.
 MECHANISMS = {
     "all": None,
     "no restart": "restart",
@@ -107,7 +108,7 @@ class Datasheet:
     def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
         """Return the estimate of each call."""
         from profiler.estimate import estimate
-        from search.costs import OperatorCost, Origin
+        from search.cost.cost_table import OperatorCost, Origin
 
         kind = self._kinds[kind_name]
         return [OperatorCost(*estimate(call, kind), Origin.DATASHEET) for call in calls]
@@ -132,7 +133,7 @@ class Datasheet:
         """Return the estimate of an update."""
         from profiler.estimate import estimate
         from profiler.updates import update_call, update_s_per_element
-        from search.costs import Origin
+        from search.cost.cost_table import Origin
 
         estimated_s, _ = estimate(update_call(optimizer, dtype=dtype), self._kinds[kind_name])
         return update_s_per_element(estimated_s), Origin.DATASHEET
@@ -192,8 +193,8 @@ def topology_of(device_count: int) -> Topology:
 def builder_of(graph: OperatorGraph, device_count: int) -> TaskGraphBuilder:
     """Return a builder with estimated costs."""
     from graph.training import Training
-    from search.costs import CostTable
-    from search.taskgraph import TaskGraphBuilder
+    from search.cost.cost_table import CostTable
+    from search.simulate.task_graph import TaskGraphBuilder
 
     topology = topology_of(device_count)
     return TaskGraphBuilder(graph, topology, CostTable(Datasheet(topology.kinds)), Training(64))
@@ -207,11 +208,11 @@ def chain_of(
     in_full: bool = False,
     without: str | None = None,
 ) -> Chain:
-    """Return a chain of endless budget from a strategy; `without`: one of `search.delta.Mechanisms`."""
+    """Return a chain of endless budget from a strategy; `without`: one of `search.evaluate.incremental.Mechanisms`."""
     import numpy as np
 
-    from search.delta import Delta, Mechanisms
-    from search.mcmc import SearchOptions, start_chain
+    from search.algorithms.mcmc import SearchOptions, start_chain
+    from search.evaluate.incremental import Delta, Mechanisms
 
     options = SearchOptions(proposals=10**12, chains=1, order=order)
     chain = start_chain(builder, 0, "", strategy, np.random.default_rng(2), options, in_full=in_full)
@@ -225,8 +226,8 @@ def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
     import numpy as np
 
     from graph.strategy import Strategy
-    from search.baselines import data_parallel
-    from search.moves import ONE_GROUP, Moves
+    from search.algorithms.moves import ONE_GROUP, Moves
+    from search.space.baselines import data_parallel
 
     strategy = data_parallel(graph, device_count)
     if start == "data parallel":
@@ -241,8 +242,8 @@ def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
 
 def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> Row:
     """Time one row."""
-    from search.groups import find_groups
-    from search.moves import ONE_GROUP, Moves
+    from search.algorithms.moves import ONE_GROUP, Moves
+    from search.space.groups import find_groups
 
     moves, strategy = Moves(graph, device_count, ONE_GROUP), started(graph, device_count, start)
     layout = builder_of(graph, device_count).layout(strategy)
@@ -316,10 +317,10 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[Measurement]:
     import numpy as np
 
     from scripts.benchmarks.moves import started as started_at_random
-    from search.baselines import starting_baselines
-    from search.collector import leaving_alone_what_is_there
-    from search.mcmc import SearchOptions, start_chain
-    from search.moves import Moves, shares_for
+    from search.algorithms.mcmc import SearchOptions, start_chain
+    from search.algorithms.moves import Moves, shares_for
+    from search.parallel.gc_pause import leaving_alone_what_is_there
+    from search.space.baselines import starting_baselines
 
     moves = Moves(graph, WHOLE_DEVICES, shares_for(WHOLE_DEVICES))
     starts = [one.strategy for one in starting_baselines(graph, WHOLE_DEVICES)]
@@ -348,7 +349,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[Measurement]:
 
 def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
     """Return what makes one proposal, recorded by nobody."""
-    from search.proposals import Recorder
+    from search.algorithms.proposal_log import Recorder
 
     recorder = Recorder(None)
     return lambda: chain.step(moves, recorder)

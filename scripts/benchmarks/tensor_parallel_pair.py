@@ -104,7 +104,7 @@ class _OurSide:
         from runtime.communication import World, make_groups
         from runtime.executor import Executor
         from runtime.models import tensors_of
-        from search.baselines import megatron
+        from search.space.baselines import megatron
 
         built = layers_and_input(batch_size)
         graph = import_module(*built, name="column row pair")

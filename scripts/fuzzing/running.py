@@ -82,7 +82,7 @@ def warm() -> None:
         importlib.import_module(name)
     import torch
 
-    from search.compiling import Compiling, needed_kernels
+    from search.parallel.kernel_warm_up import Compiling, needed_kernels
 
     torch.set_num_threads(1)
     with Compiling(needed_kernels("program", ["mcmc"])) as compiling:

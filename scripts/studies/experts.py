@@ -11,7 +11,7 @@ from graph.errors import UsageError
 from graph.operators import Operator, OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
-from search.baselines import data_parallel
+from search.space.baselines import data_parallel
 
 NAME = "expert-by-depth"
 CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})

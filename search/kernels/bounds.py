@@ -10,7 +10,7 @@ from search.kernels.records import Array, Prefix
 
 @entry
 def prefix_bound(prefix: Prefix, operators: Array, after_OD: Array) -> int:
-    """Return the longest path through the chosen operators (ascending), as `search.paths` defines it.
+    """Return the longest path through the chosen operators (ascending), as `search.bounds.critical_path` defines it.
 
     What comes from operators that are not chosen counts as nothing. after_OD: what follows the backward of an
     operator's task on a device.

@@ -10,7 +10,7 @@ from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Ar
 
 @inner
 def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
-    """Return the nanoseconds of a device set's collective, as `search.links.CollectivePrice.duration_ns` does."""
+    """Return the nanoseconds of a device set's collective, as `search.cost.link_costs.CollectivePrice` does."""
     first = holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0]
     second = holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1]
     seconds = max(first, second) if holds.is_measured[hold] else min(first, second)
@@ -133,7 +133,7 @@ def price_collectives(
     """Write latency and seconds per byte of two algorithms of K collectives, and which links each holds.
 
     kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
-    ring order, and pointers. line_K4: the first algorithm's, and then the second's, see `search.prices`.
+    ring order, and pointers. line_K4: the first algorithm's, and then the second's, see `search.cost.collective_cost`.
     """
     for number in range(len(kind_K)):
         kind, members, line = (

@@ -114,7 +114,7 @@ def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch
 def weigh(
     graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, groups: Groups, state_tensors: int
 ) -> None:
-    """Find the elements that each device updates, and its peak memory (rule: `search.simulator.Simulation`)."""
+    """Find the elements that each device updates, and its peak memory (`search.simulate.simulator.Simulation`)."""
     elements_D = scratch.elements_D
     memory_D = scratch.memory_D
     elements_D[:] = 0

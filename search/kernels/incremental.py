@@ -1,4 +1,4 @@
-"""The evaluation of a proposal in program order, from its changes to its makespan (`search.delta`)."""
+"""The evaluation of a proposal in program order, from its changes to its makespan (`search.evaluate.incremental`)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def walk_program_order(
     update_ns_D = np.zeros(devices, np.int64)
     for device in range(devices):
         if versions.elements_D[device]:
-            # The same expression as `search.costs.nanoseconds`.
+            # The same expression as `search.cost.cost_table.nanoseconds`.
             update_ns_D[device] = int(versions.elements_D[device] * update_s_D[device] * 1e9 + 0.5)
             total_ns_R[device] += update_ns_D[device]
     contended = False

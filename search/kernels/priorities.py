@@ -1,4 +1,4 @@
-"""The compiled parts of `search.policies`, for graphs of any size.
+"""The compiled parts of `search.simulate.priorities`, for graphs of any size.
 
 A task waits for tasks before it alone. Shape letters: T tasks, E dependencies, C communications.
 """

@@ -27,7 +27,7 @@ from search.kernels.records import (
 def number_by_position(
     task_count: int, tasks: Tasks, devices: int, positions: Positions, priority_T: Array, bucket_T: Array
 ) -> None:
-    """Write the number of every communication as `search.policies.layer` defines it; computations get 0.
+    """Write the number of every communication as `search.simulate.priorities.layer` defines it; computations get 0.
 
     bucket_T: room for a number of each bucket, of which there are fewer than tasks.
     """
@@ -107,7 +107,7 @@ def run_priority_order(
 
     Returns the makespan, or -1 once it is sure to exceed the bound.
 
-    Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulator`.
+    Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulate.simulator`.
     """
     events = Events(
         np.empty(task_count, np.int64),

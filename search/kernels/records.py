@@ -105,7 +105,7 @@ class Holds(NamedTuple):
     resource: Array
     end_ptr: Array
     end: Array
-    latency_s: Array  # a hold: of two lines, see `search.links.CollectivePrice`
+    latency_s: Array  # a hold: of two lines, see `search.cost.link_costs.CollectivePrice`
     s_per_byte: Array
     is_measured: Array  # whether the higher line counts, not the lower one
     origin: Array
@@ -242,7 +242,7 @@ class Queues(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The chosen part of a strategy, see `search.partial`. `edge_ptr`, `edge`: the edges to each operator."""
+    """The chosen part of a strategy (`search.bounds.partial_bound`). `edge_ptr`, `edge`: the edges to each operator."""
 
     forward_OP: Array
     backward_OP: Array

@@ -15,7 +15,7 @@ from app.services.models import ModelRequest, import_graph
 from app.services.predicting import Setting, find_target, prepare
 from app.services.progress import Silent
 from graph.training import Training
-from search import forking
+from search.parallel import fork as forking
 
 pytestmark = pytest.mark.skipif(not forking.can_fork(), reason="processes are copied on Linux alone")
 

@@ -10,8 +10,8 @@ from app.services.cluster import Member, measured_links, measured_topology, prob
 from graph.topology import DeviceKind
 from profiler.links import LinkMeasurement, LinkProbe
 from runtime.ranks import nodes_of
-from search.costs import Origin
-from search.prices import Prices
+from search.cost.collective_cost import Prices
+from search.cost.cost_table import Origin
 
 KIND = DeviceKind("core", "cpu", (("float32", 1e9),), 2**30, 1e9, 0.0)
 

@@ -36,8 +36,8 @@ from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, local_topology
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.links import LARGE_BYTES, LinkProbe, measurement
-from search.costs import Origin
-from search.prices import Prices
+from search.cost.collective_cost import Prices
+from search.cost.cost_table import Origin
 from tests.app.conftest import Command
 
 PATTERNS: tuple[Pattern, ...] = ("p2p", *COLLECTIVE_PATTERNS)

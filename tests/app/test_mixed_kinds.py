@@ -24,7 +24,8 @@ from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
-from search import baselines, mcmc
+from search.algorithms import mcmc
+from search.space import baselines
 
 MODEL = ModelRequest("mlp", "small", 8, str(Path.cwd()))
 SLOWER = 10.0

@@ -22,12 +22,13 @@ from app.services.recording import Codes
 from graph.axes import tasks
 from graph.errors import DamagedDataError, UsageError
 from graph.strategy import Configuration, Strategy
-from search import mcmc, proposals
-from search.baselines import fsdp
-from search.delta import Delta
-from search.moves import ONE_GROUP, Move, MoveShares, copied
-from search.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
-from search.recomputing import everything
+from search.algorithms import mcmc
+from search.algorithms import proposal_log as proposals
+from search.algorithms.activation_checkpointing import everything
+from search.algorithms.moves import ONE_GROUP, Move, MoveShares, copied
+from search.evaluate.incremental import Delta
+from search.space.baselines import fsdp
+from search.space.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
 from tests.app.walks import Walked, begin, read, rows, walk, walked
 from tests.runtime.strategies import seeds
 from tests.search.builders import branches, random_anywhere, unrolled

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.services.recomputing import with_choice
-from search.baselines import data_parallel
+from search.space.baselines import data_parallel
 from tests.app.conftest import Command
 from tests.app.test_fitting import TOPOLOGY
 from tests.search.builders import unrolled

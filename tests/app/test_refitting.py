@@ -9,11 +9,11 @@ from app.db.store import Store
 from app.services.predicting import Setting, Target
 from app.services.refitting import made_to_fit
 from graph.strategy import Strategy
-from search.baselines import data_parallel
-from search.costs import CostTable
-from search.mcmc import SearchOptions
-from search.sharing import share_weights
-from search.taskgraph import TaskGraphBuilder
+from search.algorithms.mcmc import SearchOptions
+from search.algorithms.weight_sharding import share_weights
+from search.cost.cost_table import CostTable
+from search.simulate.task_graph import TaskGraphBuilder
+from search.space.baselines import data_parallel
 from tests.app.test_reusing import setting_of
 from tests.search.builders import MadeUpCosts, devices, two_layers
 

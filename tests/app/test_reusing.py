@@ -26,8 +26,8 @@ from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text
 from graph.training import Training
-from search.baselines import random_strategy
-from search.costs import CostTable
+from search.cost.cost_table import CostTable
+from search.space.baselines import random_strategy
 from tests.search.builders import MadeUpCosts, branches, devices, two_layers
 
 

@@ -24,8 +24,11 @@ from app.services.machine import describe
 from graph.errors import RuntimeFailure
 from graph.rules import flops
 from profiler.devices import available_devices
-from search import forking, mcmc, parallel, proposals
-from search.moves import MoveShares
+from search.algorithms import mcmc
+from search.algorithms import proposal_log as proposals
+from search.algorithms.moves import MoveShares
+from search.parallel import fork as forking
+from search.parallel import pool as parallel
 from tests.app.conftest import Command
 from tests.app.walks import begin, read, rows, walk
 from tests.profiler.examples import matrix_product

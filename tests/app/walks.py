@@ -21,9 +21,9 @@ from app.services.recording import TraceRecorder, groups_text
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
-from search import mcmc
-from search.costs import CostTable
-from search.groups import find_groups
+from search.algorithms import mcmc
+from search.cost.cost_table import CostTable
+from search.space.groups import find_groups
 from tests.app.db.samples import Scene
 from tests.search.builders import MadeUpCosts, devices, local_calls
 

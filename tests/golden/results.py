@@ -22,13 +22,13 @@ import numpy as np
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.training import Training
-from search.baselines import data_parallel, expert, fsdp, random_strategy, zero
-from search.costs import CostTable
-from search.mcmc import ProposalBatch, SearchOptions, search
-from search.moves import shares_for
-from search.placements import Origin
-from search.recomputing import everything
-from search.simulator import Order, simulate
+from search.algorithms.activation_checkpointing import everything
+from search.algorithms.mcmc import ProposalBatch, SearchOptions, search
+from search.algorithms.moves import shares_for
+from search.cost.cost_table import CostTable
+from search.simulate.simulator import Order, simulate
+from search.space.baselines import data_parallel, expert, fsdp, random_strategy, zero
+from search.space.placements import Origin
 from tests.search.builders import MadeUpCosts, cluster, random_anywhere
 
 FILE = Path(__file__).with_name("golden.json")

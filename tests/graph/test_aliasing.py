@@ -7,7 +7,7 @@ import torch
 from graph.aliasing import may_alias
 from graph.importer import import_module
 from graph.strategy import Sharding, stays_whole
-from search.baselines import fsdp
+from search.space.baselines import fsdp
 
 # Of torch's schemas that return what they were given: those of lists, dictionaries and devices, not of dense tensors.
 OF_OTHERS = frozenset(

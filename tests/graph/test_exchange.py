@@ -24,7 +24,7 @@ from graph.holdings import cells, held_regions
 from graph.intervals import Region, intersect, normalize, positions, subtract, volume
 from graph.plan import build_plan, value_exchange
 from graph.strategy import Configuration
-from search.baselines import random_strategy
+from search.space.baselines import random_strategy
 from tests.search.builders import branches, unrolled
 
 SEEDS = range(40)

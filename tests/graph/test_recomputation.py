@@ -11,8 +11,8 @@ from graph.errors import StrategyError
 from graph.plan import build_plan
 from graph.recomputation import Recomputed, group_numbers, needed_at
 from graph.strategy import FORMAT, strategy_from_json
-from search.adapting import adapt
-from search.baselines import data_parallel, fsdp
+from search.space.baselines import data_parallel, fsdp
+from search.space.strategy_transfer import adapt
 from tests.search.builders import two_layers
 
 

@@ -17,7 +17,7 @@ from graph.importer import import_module
 from graph.intervals import IndexSet, Region, count, intersect_regions, normalize, slice_of, volume
 from graph.plan import build_plan
 from graph.strategy import FORMAT, Sharding, stays_whole, strategy_from_json
-from search.baselines import data_parallel, fsdp, zero
+from search.space.baselines import data_parallel, fsdp, zero
 from tests.search.builders import statistics, two_layers
 
 index_sets = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=3).map(

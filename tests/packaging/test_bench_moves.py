@@ -6,8 +6,8 @@ import pytest
 
 from scripts.benchmarks import moves
 from scripts.benchmarks.moves import ALL, Row, of, ratio, table, variants
-from search.mcmc import SearchOptions
-from search.moves import MoveShares, shares_for
+from search.algorithms.mcmc import SearchOptions
+from search.algorithms.moves import MoveShares, shares_for
 
 
 def row(variant: str, best_s: float, *, network: str = "a", seed: int = 0, proposals: int = 100) -> Row:

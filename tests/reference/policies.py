@@ -1,8 +1,8 @@
-"""Slow, obvious communication policies; the definitions are those of `search.policies`."""
+"""Slow, obvious communication policies; the definitions are those of `search.simulate.priorities`."""
 
 from math import inf
 
-from search.taskgraph import TaskGraph, TaskKind
+from search.simulate.task_graph import TaskGraph, TaskKind
 
 
 def predecessors(tasks: TaskGraph, task: int) -> set[int]:

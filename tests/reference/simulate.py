@@ -1,4 +1,4 @@
-"""Slow, obvious simulation of a task graph in the three orders; the semantics are those of `search.simulator`."""
+"""Slow, obvious simulation of a task graph in the three orders, with the semantics of `search.simulate.simulator`."""
 
 import heapq
 from dataclasses import dataclass

@@ -14,10 +14,10 @@ from graph.plan import Gather, Plan, build_plan, weight_holdings
 from graph.strategy import Sharding, Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
-from search.costs import CostSource, OperatorCost
-from search.groups import is_view
-from search.kept import extra_bytes, keeps_output, kept_inputs, kept_outputs
-from search.links import LinkCosts
+from search.cost.cost_table import CostSource, OperatorCost
+from search.cost.link_costs import LinkCosts
+from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, kept_outputs
+from search.space.groups import is_view
 from tests.reference.links import collective_price
 
 Calls = Callable[[OperatorGraph, Operator, Degrees], tuple[LocalCall, ...]]

@@ -20,7 +20,7 @@ from graph.zoo import Built
 from runtime.dtensor.plan import ParallelPlan, make_plan
 from runtime.dtensor.writer import Origin, source_text
 from runtime.models import ModelReference
-from search.groups import find_groups, follow
+from search.space.groups import find_groups, follow
 
 IGNORED = -100
 

@@ -26,7 +26,7 @@ from graph.importing.outputs import named_tensors
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.zoo import Built
-from search.baselines import fsdp
+from search.space.baselines import fsdp
 from tests.runtime import models
 from tests.runtime.strategies import by_kind, groups_of, in_turn, random_strategy
 

@@ -22,7 +22,7 @@ from runtime.dtensor.mesh import (
     shard,
     shard_region,
 )
-from search import baselines
+from search.space import baselines
 from tests.runtime.dtensor_cases import (
     Network,
     by_operator,

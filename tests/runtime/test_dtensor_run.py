@@ -11,7 +11,7 @@ from pathlib import Path
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from profiler.pinning import child_variables
-from search import baselines
+from search.space import baselines
 from tests.runtime.dtensor_cases import (
     Network,
     by_head,

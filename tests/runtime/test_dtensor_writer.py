@@ -22,7 +22,7 @@ from runtime.dtensor.plan import ParallelPlan
 from runtime.dtensor.samples import DataDim, Share
 from runtime.dtensor.styles import Style
 from runtime.dtensor.writer import Origin, source_text
-from search import baselines
+from search.space import baselines
 from tests.runtime.dtensor_cases import (
     Network,
     by_operator,

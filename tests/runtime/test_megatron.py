@@ -7,7 +7,7 @@ import pytest
 from graph.importer import import_module
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
-from search.baselines import megatron
+from search.space.baselines import megatron
 from tests.runtime.oracle import SEED, check
 
 

@@ -30,7 +30,7 @@ from runtime.models import tensors_of
 from runtime.program import Program, compile_program
 from runtime.sharing import FinishGather, FinishSharedSum, Free, StartGather, StartSharedSum
 from runtime.synchronization import FinishReduction, StartReduction
-from search.baselines import shared
+from search.space.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
 

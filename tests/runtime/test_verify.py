@@ -13,7 +13,7 @@ from runtime.jobs import run_job
 from runtime.models import ModelReference
 from runtime.pool import LocalPool
 from runtime.verify import RUN_LOSS, Deviation, Verification, by_severity, deviations, loss_deviation
-from search.baselines import fsdp
+from search.space.baselines import fsdp
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
 

@@ -19,7 +19,7 @@ import runtime
 from graph.axes import AxisKind
 from graph.errors import RuntimeFailure, SoapstoneError
 from graph.strategy import Sharding
-from search.baselines import shared
+from search.space.baselines import shared
 from tests.runtime.oracle import graph_of, reference
 from tests.runtime.strategies import by_kind, in_turn, random_groups, random_strategy, randomly_shared
 

@@ -24,8 +24,8 @@ from graph.intervals import shape
 from graph.operators import ITEM_BYTES, Operator, OperatorGraph, Slot, TensorSpec, Value, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import DeviceKind, Topology, load_topology, local_topology
-from search.costs import OperatorCost, Origin
-from search.links import Line, Lines, LinkCosts
+from search.cost.cost_table import OperatorCost, Origin
+from search.cost.link_costs import Line, Lines, LinkCosts
 
 SAMPLE, ATTRIBUTE, PARAMETER, REDUCTION = (
     AxisKind.SAMPLE,

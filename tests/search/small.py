@@ -13,13 +13,13 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, local_topology
 from graph.training import Training
-from search.costs import CostTable
-from search.groups import find_groups, follow
-from search.links import LinkCosts
-from search.mcmc import Outcome, outcome
-from search.simulator import Order
-from search.tables import Problem
-from search.trying import builder_of
+from search.algorithms.best_tracker import builder_of
+from search.algorithms.mcmc import Outcome, outcome
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
+from search.simulate.simulator import Order
+from search.space.groups import find_groups, follow
 from tests.search.builders import GraphBuilder, MadeUpCosts, device_kind, local_calls
 
 MOST_OPERATORS = 5

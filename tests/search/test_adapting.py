@@ -8,8 +8,8 @@ import pytest
 from graph.axes import tasks
 from graph.errors import StrategyError
 from graph.strategy import Configuration, Strategy
-from search.adapting import adapt
-from search.baselines import data_parallel, random_strategy
+from search.space.baselines import data_parallel, random_strategy
+from search.space.strategy_transfer import adapt
 from tests.search.builders import branches, two_layers
 
 

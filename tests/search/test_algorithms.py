@@ -10,11 +10,11 @@ import pytest
 from graph.calls import LocalCall
 from graph.errors import CostError, StrategyError, UsageError
 from graph.training import Training
-from search.algorithms import ALGORITHMS, Context, Found, best_of, parsed, run, simulated
-from search.costs import CostTable, OperatorCost
-from search.links import LinkCosts
-from search.mcmc import SearchOptions
-from search.tables import Problem
+from search.algorithms.mcmc import SearchOptions
+from search.algorithms.registry import ALGORITHMS, Context, Found, best_of, parsed, run, simulated
+from search.cost.cost_table import CostTable, OperatorCost
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, two_layers
 
 

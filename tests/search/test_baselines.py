@@ -13,7 +13,7 @@ from graph.operators import OperatorGraph
 from graph.plan import weight_holdings
 from graph.strategy import Strategy
 from graph.zoo import build, zoo_names
-from search.baselines import (
+from search.space.baselines import (
     all_baselines,
     global_map,
     megatron,

@@ -12,13 +12,13 @@ from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Strategy
 from graph.training import Training
-from search.baselines import data_parallel, expert, random_strategy, single_device
-from search.bound import Bound, best_times_bound, lower_bound, path_bound_ns, sizes_degrees
-from search.costs import CostTable
-from search.links import Lines, LinkCosts
-from search.simulator import Order, simulate
-from search.spaces import all_degrees
-from search.tables import Problem
+from search.bounds.lower_bound import Bound, best_times_bound, lower_bound, path_bound_ns, sizes_degrees
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import Lines, LinkCosts
+from search.problem import Problem
+from search.simulate.simulator import Order, simulate
+from search.space.baselines import data_parallel, expert, random_strategy, single_device
+from search.space.enumerated_space import all_degrees
 from tests.runtime.strategies import seeds
 from tests.search.builders import (
     GraphBuilder,

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from search.collector import leaving_alone_what_is_there, looking_seldom
+from search.parallel.gc_pause import leaving_alone_what_is_there, looking_seldom
 
 
 @pytest.fixture

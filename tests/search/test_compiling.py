@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search.forking import can_fork
+from search.parallel.fork import can_fork
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_S = 120.0
@@ -55,7 +55,7 @@ import os, signal, sys, time
 import numpy as np
 from numba.core.event import Listener, register
 import made
-from search.compiling import Compiling, compile_jobs, job_of
+from search.parallel.kernel_warm_up import Compiling, compile_jobs, job_of
 
 class Written(Listener):
     def on_start(self, event):
@@ -198,7 +198,7 @@ with Compiling(ALL) as compiling:
 def test_what_a_killed_process_was_at_is_compiled_here(folder: Folder) -> None:
     folder.run(
         """
-from search.compiling import _locks
+from search.parallel.kernel_warm_up import _locks
 with Compiling(ALL) as compiling:
     compiling.begin()
     with _locks(JOBS) as locks:  # it is at the first
@@ -214,10 +214,10 @@ with Compiling(ALL) as compiling:
 def test_who_holds_a_lock_for_too_long_is_not_waited_for(folder: Folder) -> None:
     folder.run(
         """
-import search.compiling
-from search.compiling import _locks
-from search.forking import fork
-search.compiling.PATIENCE_S = 0.5
+import search.parallel.kernel_warm_up
+from search.parallel.kernel_warm_up import _locks
+from search.parallel.fork import fork
+search.parallel.kernel_warm_up.PATIENCE_S = 0.5
 def hold(connection):
     with _locks(JOBS) as locks:
         connection.send(locks.take(JOBS[1].number))
@@ -304,10 +304,10 @@ def test_kernels_are_called_with_what_their_jobs_say() -> None:
 
 
 EVERY_ORDER = """
-from search.compiling import job_of, needed_kernels
-from search.costs import CostTable
-from search.mcmc import SearchOptions, search
-from search.simulator import simulate
+from search.parallel.kernel_warm_up import job_of, needed_kernels
+from search.cost.cost_table import CostTable
+from search.algorithms.mcmc import SearchOptions, search
+from search.simulate.simulator import simulate
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
 from tests.search.test_mcmc import TRAINING
 graph, topology, table = branches(), devices(4), CostTable(MadeUpCosts())

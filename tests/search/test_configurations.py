@@ -6,10 +6,10 @@ import numpy as np
 
 from graph.axes import tasks
 from graph.strategy import Configuration, check_configuration
-from search.baselines import data_parallel, expert, random_strategy, single_device
-from search.configurations import enumerate_degrees, random_configuration, random_devices
-from search.needed import needed_calls
-from search.proposals import decode_configuration, encode_configuration
+from search.algorithms.proposal_log import decode_configuration, encode_configuration
+from search.cost.calls_to_profile import needed_calls
+from search.space.baselines import data_parallel, expert, random_strategy, single_device
+from search.space.configurations import enumerate_degrees, random_configuration, random_devices
 from tests.search.builders import branches, local_calls, two_layers
 
 

@@ -13,15 +13,15 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology, local_topology
 from graph.training import Training
-from search.baselines import data_parallel
-from search.costs import CostTable
-from search.delta import Delta, Mechanisms
-from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation
-from search.mcmc import STOPPED, Chain, SearchOptions, start_chain
-from search.moves import Moves, MoveShares
-from search.proposals import ProposalBatch, Recorder
-from search.simulator import Order
-from search.taskgraph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
+from search.algorithms.mcmc import STOPPED, Chain, SearchOptions, start_chain
+from search.algorithms.moves import Moves, MoveShares
+from search.algorithms.proposal_log import ProposalBatch, Recorder
+from search.cost.cost_table import CostTable
+from search.evaluate.evaluator import NEVER_NS, Evaluation, Full, Outcome, evaluation
+from search.evaluate.incremental import Delta, Mechanisms
+from search.simulate.simulator import Order
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
+from search.space.baselines import data_parallel
 from tests.reference import policies
 from tests.reference import simulate as reference
 from tests.search.builders import (
@@ -302,7 +302,7 @@ def test_an_emptied_arena_changes_no_proposal(monkeypatch: pytest.MonkeyPatch, o
         return columns(record)
 
     expected = proposals()
-    monkeypatch.setattr("search.units.ARENA_WORDS", 20_000)
+    monkeypatch.setattr("search.simulate.fragment_cache.ARENA_WORDS", 20_000)
     assert proposals() == expected
 
 
@@ -311,7 +311,7 @@ def test_two_chains_of_one_builder_do_not_disturb_each_other(
     monkeypatch: pytest.MonkeyPatch, order: Order
 ) -> None:
     graph = GRAPHS["branches"]
-    monkeypatch.setattr("search.units.ARENA_WORDS", 20_000)
+    monkeypatch.setattr("search.simulate.fragment_cache.ARENA_WORDS", 20_000)
     builder = builder_of(graph, cluster())
     rng = np.random.default_rng(1)
     pairs = [

@@ -11,14 +11,14 @@ from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
 from graph.topology import load_topology
 from graph.training import Training
-from search.costs import CostTable
-from search.exhaustive import all_alike, default_space, exhaustive
-from search.links import LinkCosts
-from search.paths import Paths
-from search.simulator import Order
-from search.spaces import contiguous_space, count_whole, whole_space
-from search.tables import Problem, Tables
-from search.taskgraph import TaskGraphBuilder
+from search.algorithms.exhaustive import all_alike, default_space, exhaustive
+from search.bounds.critical_path import Paths
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem, Tables
+from search.simulate.simulator import Order
+from search.simulate.task_graph import TaskGraphBuilder
+from search.space.enumerated_space import contiguous_space, count_whole, whole_space
 from tests.runtime.strategies import seeds
 from tests.search.builders import (
     MadeUpCosts,

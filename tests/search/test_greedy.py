@@ -7,14 +7,14 @@ import pytest
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.training import Training
-from search.algorithms import simulated
-from search.baselines import data_parallel, expert, single_device
-from search.costs import CostTable
-from search.greedy import greedy, random_search
-from search.groups import find_groups, follow
-from search.links import LinkCosts
-from search.optcnn import default_space
-from search.tables import Problem
+from search.algorithms.greedy import greedy, random_search
+from search.algorithms.optcnn import default_space
+from search.algorithms.registry import simulated
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
+from search.space.baselines import data_parallel, expert, single_device
+from search.space.groups import find_groups, follow
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, two_layers
 
 

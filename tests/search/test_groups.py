@@ -5,8 +5,8 @@ import numpy as np
 from graph.axes import operand_regions, tasks
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration
-from search.configurations import random_configuration
-from search.groups import Group, carried, find_groups, follow
+from search.space.configurations import random_configuration
+from search.space.groups import Group, carried, find_groups, follow
 from tests.search.builders import GraphBuilder, branches, two_layers
 
 

@@ -10,13 +10,13 @@ from graph.holdings import Cell, cells, held_regions
 from graph.intervals import IndexSet, Region, normalize, shape, volume
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
-from search.arrays import HoldStore, static_values
-from search.baselines import data_parallel
-from search.costs import CostTable
-from search.holders import REGIONS, Holders
-from search.links import COLLECTIVE_KINDS, ROOTED, LinkCosts
-from search.regions import Regions
-from search.units import UnitStore
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
+from search.simulate.arrays import HoldStore, static_values
+from search.simulate.fragment_cache import UnitStore
+from search.simulate.regions import Regions
+from search.simulate.weight_placement import REGIONS, Holders
+from search.space.baselines import data_parallel
 from tests.search.builders import (
     SOME_MEASURED,
     MadeUpCosts,

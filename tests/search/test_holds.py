@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from graph.topology import load_topology
-from search.arrays import HoldStore, SetHold
-from search.links import LinkCosts
+from search.cost.link_costs import LinkCosts
+from search.simulate.arrays import HoldStore, SetHold
 
 
 def test_devices_hold_themselves_and_routes_their_links() -> None:

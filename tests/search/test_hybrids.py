@@ -6,7 +6,11 @@ import pytest
 from graph.axes import AxisKind, tasks
 from graph.strategy import Configuration
 from graph.training import Training
-from search.baselines import (
+from search.algorithms.mcmc import SearchOptions, SearchResult, search
+from search.algorithms.moves import Moves, MoveShares, shares_for
+from search.cost.cost_table import CostTable
+from search.simulate.simulator import simulate
+from search.space.baselines import (
     FEW_DEVICES,
     all_baselines,
     data_parallel,
@@ -16,14 +20,10 @@ from search.baselines import (
     starting_baselines,
     usual_baselines,
 )
-from search.configurations import configured
-from search.costs import CostTable
-from search.groups import find_groups, follow
-from search.hybrids import hybrids, random_grid
-from search.mcmc import SearchOptions, SearchResult, search
-from search.moves import Moves, MoveShares, shares_for
-from search.placements import recognized
-from search.simulator import simulate
+from search.space.configurations import configured
+from search.space.groups import find_groups, follow
+from search.space.hybrids import hybrids, random_grid
+from search.space.placements import recognized
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, two_layers, unrolled
 
 MANY = 72

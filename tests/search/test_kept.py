@@ -10,8 +10,8 @@ from graph.operators import FLOATING, Operator, OperatorGraph, TensorSpec, Value
 from graph.rules import local_calls
 from graph.zoo import build
 from profiler.operators import ExecutionContext, compile_call
-from search.groups import is_view
-from search.kept import extra_bytes, keeps_output, kept_inputs, kept_outputs
+from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, kept_outputs
+from search.space.groups import is_view
 from tests.search.builders import branches, two_layers
 
 QUICK = ("alexnet", "rnnlm", "bert-large")

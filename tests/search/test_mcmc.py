@@ -13,11 +13,8 @@ from graph.errors import CostError, StrategyError, UsageError
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
-from search import proposals
-from search.baselines import data_parallel
-from search.costs import CostTable, OperatorCost
-from search.groups import find_groups, follow
-from search.mcmc import (
+from search.algorithms import proposal_log as proposals
+from search.algorithms.mcmc import (
     STOPPED,
     Outcome,
     ProposalBatch,
@@ -27,9 +24,12 @@ from search.mcmc import (
     decode_configuration,
     search,
 )
-from search.placements import Origin
-from search.simulator import simulate
-from search.taskgraph import TaskGraphBuilder
+from search.cost.cost_table import CostTable, OperatorCost
+from search.simulate.simulator import simulate
+from search.simulate.task_graph import TaskGraphBuilder
+from search.space.baselines import data_parallel
+from search.space.groups import find_groups, follow
+from search.space.placements import Origin
 from tests.search.builders import GraphBuilder, MadeUpCosts, branches, devices, local_calls, two_layers
 
 TRAINING = Training(4)

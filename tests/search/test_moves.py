@@ -9,12 +9,12 @@ from graph.axes import tasks
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
-from search.baselines import data_parallel, random_strategy
-from search.configurations import configured
-from search.groups import follow
-from search.kin import like_groups, sharing_groups
-from search.moves import ONE_GROUP, Move, Moves, MoveShares, copied
-from search.placements import Drawn, Origin
+from search.algorithms.moves import ONE_GROUP, Move, Moves, MoveShares, copied
+from search.space.baselines import data_parallel, random_strategy
+from search.space.configurations import configured
+from search.space.groups import follow
+from search.space.neighbours import like_groups, sharing_groups
+from search.space.placements import Drawn, Origin
 from tests.search.builders import branches, random_anywhere, statistics, unrolled
 
 DEVICES = 6

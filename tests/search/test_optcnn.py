@@ -18,14 +18,14 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.plan import readings_of
 from graph.strategy import Strategy
 from graph.training import Training
-from search.baselines import random_strategy, single_device
-from search.costs import CostTable, nanoseconds
-from search.elimination import Factor, TooWide, minimize
-from search.groups import find_groups
-from search.links import LinkCosts
-from search.optcnn import additive_ns, default_space, optcnn
-from search.spaces import whole_space
-from search.tables import Problem
+from search.algorithms.optcnn import additive_ns, default_space, optcnn
+from search.bounds.elimination import Factor, TooWide, minimize
+from search.cost.cost_table import CostTable, nanoseconds
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
+from search.space.baselines import random_strategy, single_device
+from search.space.enumerated_space import whole_space
+from search.space.groups import find_groups
 from tests.reference.links import collective_price
 from tests.runtime.strategies import seeds
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers

@@ -19,10 +19,14 @@ import pytest
 from graph.calls import LocalCall
 from graph.errors import CostError, RuntimeFailure
 from graph.operators import OperatorGraph
-from search import forking, mcmc, parallel, proposals, worker
-from search.costs import CostTable, OperatorCost, Origin
-from search.mcmc import Chain, SearchOptions, SearchResult, search
-from search.proposals import Observer
+from search.algorithms import mcmc
+from search.algorithms import proposal_log as proposals
+from search.algorithms.mcmc import Chain, SearchOptions, SearchResult, search
+from search.algorithms.proposal_log import Observer
+from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.parallel import fork as forking
+from search.parallel import pool as parallel
+from search.parallel import worker
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, unrolled
 from tests.search.test_mcmc import TRAINING, Record
 
@@ -309,9 +313,10 @@ def test_nobody_walks_while_a_cost_is_measured(started: Started) -> None:
 
 KILLED = """
 import sys
-from search import forking, mcmc, parallel
-from search.mcmc import SearchOptions, search
-from search.costs import CostTable
+from search.algorithms import mcmc
+from search.parallel import fork as forking, pool as parallel
+from search.algorithms.mcmc import SearchOptions, search
+from search.cost.cost_table import CostTable
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
 from tests.search.test_mcmc import TRAINING
 mcmc.WORKERS_PAY_S = -1.0
@@ -348,7 +353,7 @@ def test_no_process_outlives_a_search_that_is_killed() -> None:
 STOPPED = """
 import ctypes, os, signal, time
 from types import SimpleNamespace
-from search import forking
+from search.parallel import fork as forking
 system = ctypes.CDLL(None)
 def late(*arguments):
     time.sleep(0.5)

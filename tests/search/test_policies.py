@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from graph.errors import UsageError
 from graph.strategy import Sharding
-from search.baselines import shared
-from search.policies import layer, tac, tic
-from search.simulator import Order, Simulation, simulate_tasks
-from search.taskgraph import TaskGraph
+from search.simulate.priorities import layer, tac, tic
+from search.simulate.simulator import Order, Simulation, simulate_tasks
+from search.simulate.task_graph import TaskGraph
+from search.space.baselines import shared
 from tests.reference import policies as slow
 from tests.reference import simulate as reference
 from tests.search.builders import cluster, random_mesh
@@ -94,7 +94,7 @@ def test_numbers_that_are_none_are_refused(numbers: list[int]) -> None:
 
 
 def test_tac_refuses_what_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.policies.MOST_FOR_TAC", 10)
+    monkeypatch.setattr("search.simulate.priorities.MOST_FOR_TAC", 10)
     with pytest.raises(
         UsageError, match=r"^order priority-tac: is for 4 communications and 6 dependencies, .* 10; "
     ):

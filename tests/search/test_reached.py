@@ -1,8 +1,9 @@
 """The walk reaches the exhaustive optimum of LeNet and of a two-step RNNLM on four devices, as FlexFlow reports.
 
 The optimum is that of a stated space: all degrees on 1, 2 or 4 devices, on aligned lists of neighbours
-(`search.spaces.contiguous_space`), 1.6e10 strategies for LeNet and 6e7 for RNNLM. The walk draws from more than that:
-any list of devices, and three tasks. It may therefore end below that optimum, and must not end above it.
+(`search.space.enumerated_space.contiguous_space`), 1.6e10 strategies for LeNet and 6e7 for RNNLM. The walk draws from
+more than that: any list of devices, and three tasks. It may therefore end below that optimum, and must not end above
+it.
 
 LeNet has a batch of 1024: with fewer samples a P100 spends its time on launches, and one device is best.
 """
@@ -22,13 +23,13 @@ from graph.topology import DeviceKind, load_topology
 from graph.training import Training
 from graph.zoo.rnnlm import rnnlm
 from profiler.estimate import estimate
-from search.costs import CostTable, OperatorCost, Origin
-from search.exhaustive import exhaustive
-from search.links import LinkCosts
-from search.mcmc import SearchOptions, search
-from search.needed import rule_calls
-from search.spaces import contiguous_space
-from search.tables import Problem
+from search.algorithms.exhaustive import exhaustive
+from search.algorithms.mcmc import SearchOptions, search
+from search.cost.calls_to_profile import rule_calls
+from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
+from search.space.enumerated_space import contiguous_space
 from tests.runtime.strategies import seeds
 
 # Proposals of all chains together.

@@ -11,16 +11,16 @@ from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation, Recomputed, check_recomputation
 from graph.strategy import Strategy
 from graph.topology import Topology
-from search.baselines import data_parallel
-from search.costs import CostTable
-from search.delta import Delta
-from search.evaluation import NEVER_NS, Full, evaluation
-from search.layout import Layout
-from search.mcmc import SearchOptions, search
-from search.recomputing import blocks, recompute
-from search.simulator import Simulation, simulate
-from search.tables import Problem
-from search.taskgraph import TaskKind
+from search.algorithms.activation_checkpointing import blocks, recompute
+from search.algorithms.mcmc import SearchOptions, search
+from search.cost.cost_table import CostTable
+from search.evaluate.evaluator import NEVER_NS, Full, evaluation
+from search.evaluate.incremental import Delta
+from search.problem import Problem
+from search.simulate.simulator import Simulation, simulate
+from search.simulate.strategy_state import Layout
+from search.simulate.task_graph import TaskKind
+from search.space.baselines import data_parallel
 from tests.search.builders import (
     MadeUpCosts,
     devices,

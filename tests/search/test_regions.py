@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from graph.axes import operand_regions
 from graph.intervals import IndexSet, count, intersect, intersect_regions, normalize, volume
 from graph.operators import OperatorGraph
-from search import regions
-from search.baselines import random_strategy
-from search.regions import MOST_CODES, MOST_PAIRS, Regions, common_elements, distinct
+from search.simulate import regions
+from search.simulate.regions import MOST_CODES, MOST_PAIRS, Regions, common_elements, distinct
+from search.space.baselines import random_strategy
 from tests.search.builders import branches, unrolled
 
 

@@ -11,14 +11,14 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology
 from scripts.benchmarks import simulator
-from search.activity import active_operators
-from search.baselines import data_parallel, fsdp, zero
-from search.costs import CostTable
-from search.delta import Delta
-from search.evaluation import Full
-from search.moves import Moves
-from search.relaxation import Relaxation
-from search.taskgraph import TaskGraphBuilder, TaskKind
+from search.algorithms.moves import Moves
+from search.cost.cost_table import CostTable
+from search.evaluate.evaluator import Full
+from search.evaluate.incremental import Delta
+from search.evaluate.optimistic_bound import Relaxation
+from search.simulate.backward_reachability import active_operators
+from search.simulate.task_graph import TaskGraphBuilder, TaskKind
+from search.space.baselines import data_parallel, fsdp, zero
 from tests.search.builders import (
     SOME_MEASURED,
     GraphBuilder,
@@ -51,7 +51,7 @@ class Counted(Relaxation):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
-    monkeypatch.setattr("search.delta.Relaxation", Counted)
+    monkeypatch.setattr("search.evaluate.incremental.Relaxation", Counted)
     monkeypatch.setattr(Counted, "tried", 0)
     monkeypatch.setattr(Counted, "decisions", 0)
     return Counted

@@ -12,18 +12,18 @@ from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
 from graph.topology import Topology
-from search.baselines import data_parallel, fsdp, shared, zero
-from search.bound import best_times_bound
-from search.costs import CostTable
-from search.delta import Delta
-from search.evaluation import NEVER_NS, Evaluation, Full, Outcome, evaluation
-from search.layout import Layout
-from search.links import Lines, LinkCosts
-from search.mcmc import SearchOptions, search
-from search.sharing import share_weights
-from search.simulator import Order, simulate
-from search.tables import Problem
-from search.taskgraph import build_task_graph
+from search.algorithms.mcmc import SearchOptions, search
+from search.algorithms.weight_sharding import share_weights
+from search.bounds.lower_bound import best_times_bound
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import Lines, LinkCosts
+from search.evaluate.evaluator import NEVER_NS, Evaluation, Full, Outcome, evaluation
+from search.evaluate.incremental import Delta
+from search.problem import Problem
+from search.simulate.simulator import Order, simulate
+from search.simulate.strategy_state import Layout
+from search.simulate.task_graph import build_task_graph
+from search.space.baselines import data_parallel, fsdp, shared, zero
 from tests.reference import taskgraph as reference
 from tests.search.builders import MadeUpCosts, devices, local_calls, random_anywhere, random_mesh, viewed
 from tests.search.test_delta import GRAPHS as OTHERS

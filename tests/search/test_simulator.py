@@ -13,13 +13,13 @@ from graph.collectives import CollectiveKind
 from graph.exchange import piece_bytes
 from graph.plan import build_plan
 from graph.training import Training
-from search.arrays import operator_values
-from search.baselines import data_parallel, single_device
-from search.costs import CostTable, Origin
+from search.cost.cost_table import CostTable, Origin
+from search.cost.link_costs import LinkCosts
 from search.kernels.records import Holds
-from search.links import LinkCosts
-from search.simulator import Order, Simulation, simulate, simulate_tasks
-from search.taskgraph import TaskGraph, TaskKind
+from search.simulate.arrays import operator_values
+from search.simulate.simulator import Order, Simulation, simulate, simulate_tasks
+from search.simulate.task_graph import TaskGraph, TaskKind
+from search.space.baselines import data_parallel, single_device
 from tests.reference import simulate as reference
 from tests.search.builders import (
     MadeUpCosts,

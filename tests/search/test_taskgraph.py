@@ -13,11 +13,11 @@ from graph.plan import build_plan
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology, load_topology
 from graph.training import Training
-from search.arrays import operator_values
-from search.baselines import data_parallel, expert, random_strategy, single_device
-from search.costs import CostTable, Origin
-from search.links import COLLECTIVE_KINDS, LinkCosts
-from search.taskgraph import TaskGraph, TaskGraphBuilder, TaskKind, build_task_graph
+from search.cost.cost_table import CostTable, Origin
+from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
+from search.simulate.arrays import operator_values
+from search.simulate.task_graph import TaskGraph, TaskGraphBuilder, TaskKind, build_task_graph
+from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from tests.reference import taskgraph as reference
 from tests.search.builders import (
     SOME_MEASURED,
@@ -209,7 +209,7 @@ def test_an_emptied_arena_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     expected = makespans()
-    monkeypatch.setattr("search.units.ARENA_WORDS", 1)
+    monkeypatch.setattr("search.simulate.fragment_cache.ARENA_WORDS", 1)
     assert makespans() == expected
 
 

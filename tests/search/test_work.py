@@ -18,12 +18,12 @@ from graph.training import Training
 from profiler.estimate import Estimator, Observation, roofline_s, work_of
 from profiler.measure import Phase, phases
 from profiler.updates import update_call, update_s_per_element
-from search import bound
-from search.baselines import data_parallel, expert, random_strategy, single_device
-from search.costs import CostTable, OperatorCost, Origin
-from search.links import LinkCosts
-from search.simulator import simulate
-from search.tables import Problem
+from search.bounds import lower_bound as bound
+from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
+from search.simulate.simulator import simulate
+from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from tests.runtime.strategies import seeds
 from tests.search.builders import devices
 from tests.search.test_zoo import imported

@@ -8,14 +8,14 @@ import pytest
 from graph.operators import OperatorGraph
 from graph.rules import local_calls
 from graph.training import Training
-from search.baselines import data_parallel, expert, random_strategy, single_device
-from search.configurations import enumerate_degrees
-from search.costs import CostTable
-from search.groups import carried, find_groups
-from search.links import LinkCosts
-from search.mcmc import SearchOptions, search
-from search.needed import needed_calls
-from search.taskgraph import build_task_graph
+from search.algorithms.mcmc import SearchOptions, search
+from search.cost.calls_to_profile import needed_calls
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.simulate.task_graph import build_task_graph
+from search.space.baselines import data_parallel, expert, random_strategy, single_device
+from search.space.configurations import enumerate_degrees
+from search.space.groups import carried, find_groups
 from tests.reference import taskgraph as reference
 from tests.search.builders import MadeUpCosts, cluster, devices, random_anywhere
 from tests.search.test_taskgraph import check_equal

@@ -20,7 +20,7 @@ from app.analytics.catalog import CATALOG
 from app.analytics.formats import rows
 from app.db.store import Store
 from app.services.querying import with_answer
-from search.forking import can_fork
+from search.parallel.fork import can_fork
 from tests.app.conftest import Command
 from tests.app.db import samples
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from app.db.store import Store
-from search import mcmc
-from search.proposals import Recorder
+from search.algorithms import mcmc
+from search.algorithms.proposal_log import Recorder
 from tests.app.walks import begin, walk
 from tests.search.builders import branches, random_anywhere
 

@@ -16,8 +16,8 @@ from app.db.engine import resolve_url
 from app.db.store import Store
 from app.services.rebuilding import TraceReader
 from graph.strategy import Strategy
-from search import mcmc
-from search.chain import TURN
+from search.algorithms import mcmc
+from search.algorithms.chain import TURN
 from tests.app.db.killed import DEVICES, MOST, options, search_until_killed
 from tests.app.walks import Key, begin, rows, walk
 from tests.search.builders import branches, random_anywhere

@@ -12,9 +12,9 @@ from app.services.tracing_store import Recording, read_recording, write_recordin
 from graph.errors import DatabaseError
 from graph.training import Training
 from runtime.spans import Label, Span
-from search.baselines import single_device
-from search.costs import CostTable
-from search.simulator import simulate
+from search.cost.cost_table import CostTable
+from search.simulate.simulator import simulate
+from search.space.baselines import single_device
 from tests.app.db import samples
 from tests.app.db.samples import Scene
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls

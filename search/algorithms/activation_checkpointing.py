@@ -1,0 +1,202 @@
+"""Which activations to make again in the backward: of the blocks of a network those that save most for their time.
+
+A network is cut into blocks that keep about as many bytes each, where few bytes cross; into few and into many, since
+what is there while a block is made again grows with its size. Each block is simulated alone, and blocks are taken by
+the time that they add for a byte that they save where memory is short, until the strategy fits. Every step is an exact
+simulation.
+
+Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174), for blocks of equal size; DTR
+(arXiv:2006.09616) for cost per byte as the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import isqrt
+
+import numpy as np
+
+from graph.operators import OperatorGraph
+from graph.recomputation import Recomputation, Recomputed
+from graph.strategy import Strategy
+from search.algorithms.greedy import Trial, Tried, require_one
+from search.algorithms.mcmc import Observer
+from search.evaluate.evaluator import Outcome
+from search.kernels.records import Array
+from search.problem import Problem
+from search.simulate.saved_tensors import kept_outputs
+from search.simulate.simulator import Order
+from search.space.baselines import data_parallel, expert
+
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 128
+MOST_BASES = 4
+"""Strategies that do not fit, of which blocks are made again: the fastest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    outcome: Outcome
+    peak_bytes_D: Array
+
+
+def blocks(graph: OperatorGraph, count: int) -> Recomputation:
+    """Return about `count` groups that make up the network, each keeping about as many bytes, cut where few cross.
+
+    Groups begin and end with operators that have a backward.
+    """
+    operators = range(len(graph.operators))
+    size = [
+        sum(
+            graph.value_by_name[name].spec.size_bytes
+            for name, kept in zip(graph.operators[index].outputs, flags, strict=True)
+            if kept
+        )
+        for index, flags in zip(operators, kept_outputs(graph), strict=True)
+    ]
+    before = [0, *accumulate(size)]
+    crossing = _crossing_bytes(graph)
+    ends = [0]
+    for number in range(1, count):
+        ideal = number * before[-1] / count
+        within = [
+            place
+            for place in operators[ends[-1] + 1 :]
+            if abs(before[place] - ideal) * 2 * count <= before[-1]
+        ]
+        if within:
+            ends.append(min(within, key=lambda place: (crossing[place], abs(before[place] - ideal), place)))
+    found = []
+    for first, last in pairwise([*ends, len(graph.operators)]):
+        reached = [index for index in operators[first:last] if graph.has_backward(graph.operators[index])]
+        if reached:
+            found.append(Recomputed(reached[0], reached[-1]))
+    return tuple(found)
+
+
+def _crossing_bytes(graph: OperatorGraph) -> list[int]:
+    """Return, for each operator, the bytes made before it that it or a later one reads."""
+    change = [0] * (len(graph.operators) + 2)
+    for index, operator in enumerate(graph.operators):
+        for name in operator.outputs:
+            readers = [reader for reader, _ in graph.consumers[name]]
+            if readers:
+                change[index + 1] += graph.value_by_name[name].spec.size_bytes
+                change[max(readers) + 1] -= graph.value_by_name[name].spec.size_bytes
+    return list(accumulate(change))[: len(graph.operators)]
+
+
+def everything(graph: OperatorGraph) -> Recomputation:
+    """Return groups that make up the network, as many as the square root of the operators that have a backward."""
+    return blocks(graph, max(1, isqrt(sum(graph.has_backward(operator) for operator in graph.operators))))
+
+
+def recompute(
+    problem: Problem,
+    starts: Sequence[Strategy] = (),
+    *,
+    most: int,
+    order: Order = "program",
+    observer: Observer | None = None,
+) -> Tried:
+    """Return the best of some strategies with as much made again as must be to fit, within `most` simulations.
+
+    The strategies are `starts`, data parallel and expert, all as they are and with nothing made again. Of those that do
+    not fit, and would be faster than what does, the fastest are made to.
+
+    Raises:
+        UsageError: `most` is less than 1.
+        CostError: a local call has no cost.
+    """
+    graph, count = problem.graph, problem.device_count
+    require_one("recomputation", most)
+    search = _Search(problem, order, observer, most)
+    try:
+        known: dict[Strategy, Outcome] = {}
+        for strategy in (*starts, data_parallel(graph, count), expert(graph, count)):
+            for one in (strategy, replace(strategy, recomputation=())):
+                if one not in known and search.left:
+                    known[one] = search.simulate(one).outcome
+        exceeding = [one for one, cost in known.items() if cost.excess_bytes and not one.recomputation]
+        exceeding.sort(key=lambda one: known[one].step_time_ns)
+        for base in exceeding[:MOST_BASES]:
+            for candidates in _cuts(graph):
+                search.fit(base, candidates)
+    except KeyboardInterrupt:
+        return search.best.tried(interrupted=True)
+    return search.best.tried(interrupted=False)
+
+
+def _cuts(graph: OperatorGraph) -> list[Recomputation]:
+    """Return the ways to cut a network into blocks, those of about as many blocks as operators in one first."""
+    middle = isqrt(len(graph.operators))
+    counts = []
+    count = FEWEST_BLOCKS
+    while count <= min(MOST_BLOCKS, max(FEWEST_BLOCKS, len(graph.operators) // 2)):
+        counts.append(count)
+        count *= 2
+    counts.sort(key=lambda one: abs(np.log2(one / max(1, middle))))
+    return list(dict.fromkeys(blocks(graph, one) for one in counts))
+
+
+class _Search:
+    def __init__(self, problem: Problem, order: Order, observer: Observer | None, most: int) -> None:
+        self.best = Trial(problem, order, observer)
+        self._most = most
+
+    @property
+    def left(self) -> int:
+        """How many simulations may still be made."""
+        return self._most - self.best.simulated
+
+    def simulate(self, strategy: Strategy) -> _Simulated:
+        self.best.take(strategy)
+        return _Simulated(self.best.latest, self.best.latest_peak_bytes_D)
+
+    def fit(self, base: Strategy, candidates: Recomputation) -> None:
+        """Make so many blocks again that a strategy fits, the cheapest ones first; then leave out what need not be."""
+        if self.left < 2 + len(candidates) or not self._is_promising(base):
+            return
+        plain = self.simulate(base)
+        over_D = np.maximum(0, plain.peak_bytes_D - self.best.builder.capacity_bytes_D)
+        priced: list[tuple[float, Recomputed]] = []
+        for block in candidates:
+            alone = self.simulate(replace(base, recomputation=(block,)))
+            saved_D = np.minimum(over_D, plain.peak_bytes_D - alone.peak_bytes_D)
+            saved_bytes = int(np.maximum(0, saved_D).sum())
+            if saved_bytes:
+                added_ns = alone.outcome.step_time_ns - plain.outcome.step_time_ns
+                priced.append((added_ns / saved_bytes, block))
+        priced.sort()
+        chosen: list[Recomputed] = []
+        fits = False
+        for _, block in priced:
+            if not self.left:
+                return
+            chosen.append(block)
+            fits = self.simulate(_with(base, chosen)).outcome.excess_bytes == 0
+            if fits:
+                break
+        if fits:
+            self._leave_out(base, chosen)
+
+    def _is_promising(self, base: Strategy) -> bool:
+        """Return whether a strategy, as it is, would be faster than the best that fits."""
+        found = self.best.found
+        if found is None or found[0].excess_bytes:
+            return True
+        return self.simulate(base).outcome.step_time_ns < found[0].step_time_ns
+
+    def _leave_out(self, base: Strategy, chosen: list[Recomputed]) -> None:
+        """Keep the activations of blocks, the dearest for their bytes first, as long as the strategy fits."""
+        for block in reversed(chosen[:-1]):
+            if not self.left:
+                return
+            fewer = [one for one in chosen if one != block]
+            if self.simulate(_with(base, fewer)).outcome.excess_bytes == 0:
+                chosen.remove(block)
+
+
+def _with(base: Strategy, chosen: Sequence[Recomputed]) -> Strategy:
+    return replace(base, recomputation=tuple(sorted(chosen)))

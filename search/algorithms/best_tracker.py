@@ -1,0 +1,67 @@
+"""Strategies of a problem simulated in full one after the other, of which the best is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graph.strategy import Strategy
+from search.algorithms.mcmc import Outcome, outcome
+from search.kernels.records import Array
+from search.problem import Problem
+from search.simulate.simulator import Order
+from search.simulate.strategy_state import Layout
+from search.simulate.task_graph import TaskGraphBuilder
+
+
+def builder_of(problem: Problem) -> TaskGraphBuilder:
+    """Return what makes a problem's task graphs."""
+    if problem.builder is not None:
+        return problem.builder
+    return TaskGraphBuilder(
+        problem.graph,
+        problem.topology,
+        problem.costs,
+        problem.training,
+        links=problem.links,
+        local_calls=problem.local_calls,
+    )
+
+
+class Best:
+    """Simulates strategies and keeps the best, the first of equals. `latest`: what the latest one costs."""
+
+    def __init__(self, problem: Problem, order: Order) -> None:
+        self.builder = builder_of(problem)
+        self.found: tuple[Outcome, Strategy] | None = None
+        self.simulated = 0
+        self._order = order
+        self.latest = Outcome(0, 0)
+        self._layout: Layout | None = None
+
+    @property
+    def latest_peak_bytes_D(self) -> Array:  # noqa: N802 - the shape suffix
+        """The peak bytes of each device under the latest strategy."""
+        devices = len(self.builder.capacity_bytes_D)
+        return np.zeros(devices, np.int64) if self._layout is None else self._layout.peak_memory_D.copy()
+
+    def take(self, strategy: Strategy) -> bool:
+        """Simulate a strategy; return whether it is the best so far.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        if self._layout is None:
+            self._layout = self.builder.layout(strategy)
+        else:
+            before = self._layout.configurations
+            self._layout.recompute(strategy.recomputation)
+            self._layout.share(dict(enumerate(self.builder.sharding(strategy))))
+            self._layout.change(
+                {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
+            )
+        self.simulated += 1
+        cost = self.latest = outcome(self._layout, self._order)
+        if self.found is not None and not cost < self.found[0]:
+            return False
+        self.found = cost, strategy
+        return True

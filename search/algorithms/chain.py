@@ -1,0 +1,298 @@
+"""One walk over strategies by the Metropolis rule, and what it takes to begin it, to go on with it, and to move it.
+
+A chain's walk depends on its start, the seed, its number and the costs: not on other chains, nor on the process that
+walks it. `search.algorithms.mcmc` says which chains there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+
+import numpy as np
+
+from graph.errors import UsageError
+from graph.operators import OperatorGraph
+from graph.recomputation import Recomputation
+from graph.strategy import Configuration, Sharding, Strategy
+from search.algorithms.moves import Move, Moves, MoveShares
+from search.algorithms.proposal_log import ChainCheckpoint, Recorder, ResumedChain
+from search.evaluate.evaluator import NEVER_NS, Evaluation, Full, Outcome, evaluation
+from search.simulate.simulator import ORDERS, Order
+from search.simulate.task_graph import TaskGraphBuilder
+
+POLISHING = "polishing"
+# Chains take turns of this many proposals, so that a time limit treats them alike.
+TURN = 32
+# Instead of a time in a proposal's record.
+EXCEEDED, STOPPED = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How to search.
+
+    proposals: budget of all chains together. chains: how many. seed: of everything random.
+    beta: how greedy; 300 accepts a step that is 1 % of the initial makespan longer with probability 0.05.
+    order: of the simulation. time_limit_s: ends the search early; its result then depends on the machine.
+    stop_without_gain: the paper's rule, a chain ends when half of its budget has brought no improvement.
+    polish_proposals: greedy proposals from the best strategy after the chains, recorded as one more chain.
+    shares: how often a move is of which kind.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    proposals: int = 20_000
+    chains: int = 4
+    seed: int = 0
+    beta: float = 300.0
+    order: Order = "program"
+    time_limit_s: float | None = None
+    stop_without_gain: bool = False
+    polish_proposals: int = 0
+    shares: MoveShares = field(default_factory=MoveShares)
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("proposals", self.proposals, 0),
+            ("chains", self.chains, 1),
+            ("seed", self.seed, 0),
+            ("beta", self.beta, 0),
+            ("time limit", self.time_limit_s if self.time_limit_s is not None else 0, 0),
+            ("polishing proposals", self.polish_proposals, 0),
+        ):
+            if not value >= least:
+                raise UsageError(f"search: {name} is {value}, must be at least {least}; choose another")
+        if self.order not in ORDERS:
+            raise UsageError(
+                f"search: order is {self.order}, must be one of {', '.join(ORDERS)}; choose one of them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChainResult:
+    """One chain: where it started, what it found. Times are of strategies that fit, else infinite."""
+
+    start: str
+    initial_s: float
+    best_s: float
+    proposals: int
+    accepted: int
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best strategy of a chain, its outcome, and after how many proposals it was found."""
+
+    outcome: Outcome
+    configurations: tuple[Configuration, ...]
+    found_at: int = 0
+
+
+@dataclass(eq=False)
+class Chain:
+    """One walk."""
+
+    number: int
+    start: str
+    evaluation: Evaluation
+    rng: np.random.Generator
+    budget: int
+    beta: float
+    current: Outcome
+    initial: Outcome
+    best: Best
+    proposals: int = 0
+    accepted: int = 0
+    gained_at: int = 0
+    stop_without_gain: bool = field(default=False, kw_only=True)
+    # What is shared of each weight, and what is made again: as in the start.
+    sharding: tuple[Sharding, ...] = field(default=(), kw_only=True)
+    recomputation: Recomputation = field(default=(), kw_only=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is used, or half of it without gain where that is asked for."""
+        idle = self.proposals - self.gained_at
+        return self.proposals >= self.budget or (self.stop_without_gain and 2 * idle >= self.budget)
+
+    @property
+    def left(self) -> int:
+        """How many proposals it makes at most from here on."""
+        return 0 if self.done else self.budget - self.proposals
+
+    def bound_ns(self) -> int:
+        """Draw the makespan up to which the next proposal is accepted."""
+        number = 1.0 - self.rng.random()  # in (0, 1]
+        if self.beta == 0:
+            return NEVER_NS
+        return self.current.step_time_ns + int(-log(number) / self.beta * self.initial.step_time_ns)
+
+    def step(self, moves: Moves, recorder: Recorder) -> None:
+        """Make one proposal, and accept or reject it."""
+        evaluation = self.evaluation
+        move = moves.propose(evaluation.configurations, self.rng)
+        bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
+        current = evaluation.configurations
+        changes = {index: one for index, one in move.changed.items() if current[index] != one}
+        proposed: Outcome | None = self.current
+        if changes:
+            # Where memory is exceeded, a proposal may be accepted whatever time it takes.
+            least_ns = bound_ns if self.current.excess_bytes == 0 else NEVER_NS
+            proposed = evaluation.propose(changes, least_ns)
+        accepted = proposed is not None and accepts(self.current, proposed, bound_ns)
+        self.proposals += 1
+        if accepted and proposed is not None:
+            self.current = proposed
+            self.accepted += 1
+            if changes:
+                evaluation.accept()
+            if proposed < self.best.outcome:
+                # One assignment: an interrupt finds a strategy and its outcome together.
+                self.best = Best(proposed, tuple(evaluation.configurations), self.proposals)
+                self.gained_at = self.proposals
+        elif changes:
+            evaluation.reject()
+        self._record(move, recorder, proposed, bound_ns, accepted=accepted)
+
+    def _record(
+        self, move: Move, recorder: Recorder, proposed: Outcome | None, bound_ns: int, *, accepted: bool
+    ) -> None:
+        if proposed is None:
+            simulated_ns = STOPPED
+        else:
+            simulated_ns = proposed.step_time_ns if proposed.excess_bytes == 0 else EXCEEDED
+        recorder.add(
+            self.number,
+            self.proposals,
+            move.head,
+            move.configuration,
+            move.origin,
+            simulated_ns,
+            bound_ns,
+            accepted=accepted,
+            others=move.others,
+        )
+
+    def checkpoint(self) -> ChainCheckpoint:
+        """Return what the chain needs to go on from here; to be called between two proposals."""
+        return ChainCheckpoint(
+            number=self.number,
+            start=self.start,
+            proposals=self.proposals,
+            accepted=self.accepted,
+            gained_at=self.gained_at,
+            best_at=self.best.found_at,
+            initial=_pair(self.initial),
+            current=_pair(self.current),
+            best=_pair(self.best.outcome),
+            generator=self.rng.bit_generator.state,
+        )
+
+    def parked(self, graph: OperatorGraph) -> ResumedChain:
+        """Return all that another process needs to go on with the chain; to be called between two proposals."""
+        return ResumedChain(
+            self.checkpoint(),
+            self._strategy(graph, tuple(self.evaluation.configurations)),
+            self.best_strategy(graph),
+        )
+
+    def best_strategy(self, graph: OperatorGraph) -> Strategy:
+        """Return the best that the chain has found so far."""
+        return self._strategy(graph, self.best.configurations)
+
+    def _strategy(self, graph: OperatorGraph, configurations: tuple[Configuration, ...]) -> Strategy:
+        return Strategy(graph.digest, configurations, self.sharding, self.recomputation)
+
+    def follow(self, walked: ResumedChain) -> None:
+        """Take the counts, the times and the best of this chain as another process walked it.
+
+        What the chain is at stays behind: it is not walked here any more.
+        """
+        was = walked.checkpoint
+        self.rng.bit_generator.state = dict(was.generator)
+        self.initial, self.current = Outcome(*was.initial), Outcome(*was.current)
+        self.best = Best(Outcome(*was.best), walked.best.configurations, was.best_at)
+        self.proposals, self.accepted, self.gained_at = was.proposals, was.accepted, was.gained_at
+
+    def result(self, graph: OperatorGraph) -> ChainResult:
+        """Return what the chain found so far."""
+        return ChainResult(
+            self.start,
+            self.initial.seconds,
+            self.best.outcome.seconds,
+            self.proposals,
+            self.accepted,
+            self.best_strategy(graph),
+        )
+
+
+def _pair(one: Outcome) -> tuple[int, int]:
+    return one.excess_bytes, one.step_time_ns
+
+
+def accepts(current: Outcome, proposed: Outcome, bound_ns: int) -> bool:
+    """Return whether a proposal is accepted, given the makespan up to which the acceptance number allows it."""
+    if proposed.excess_bytes != current.excess_bytes:
+        return proposed.excess_bytes < current.excess_bytes
+    return proposed.step_time_ns <= bound_ns
+
+
+def start_chain(
+    builder: TaskGraphBuilder,
+    number: int,
+    name: str,
+    strategy: Strategy,
+    rng: np.random.Generator,
+    options: SearchOptions,
+    *,
+    in_full: bool = False,
+) -> Chain:
+    """Return a chain that begins at a strategy; `in_full`: every proposal is simulated from its task graph.
+
+    Raises:
+        CostError: a local call has no cost.
+    """
+    layout = builder.layout(strategy)
+    evaluated = Full(layout, options.order) if in_full else evaluation(layout, options.order)
+    initial = evaluated.current()
+    chain = Chain(
+        number,
+        name,
+        evaluated,
+        rng,
+        options.proposals // options.chains + (number < options.proposals % options.chains),
+        options.beta,
+        initial,
+        initial,
+        Best(initial, strategy.configurations),
+        stop_without_gain=options.stop_without_gain,
+        sharding=strategy.sharding,
+        recomputation=strategy.recomputation,
+    )
+    if name == POLISHING:
+        chain.budget = options.polish_proposals
+        chain.beta = float("inf")
+    return chain
+
+
+def resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: SearchOptions) -> Chain:
+    """Return the chain as it was at its checkpoint.
+
+    Raises:
+        UsageError: its strategy does not take the time that it took: the costs are others now.
+    """
+    was = resumed.checkpoint
+    rng = np.random.default_rng()
+    rng.bit_generator.state = dict(was.generator)
+    chain = start_chain(builder, was.number, was.start, resumed.current, rng, options)
+    if _pair(chain.current) != tuple(was.current):
+        before, now = was.current[1] / 1e6, chain.current.step_time_ns / 1e6
+        raise UsageError(
+            f"search: chain {was.number} was at {before:g} ms, is at {now:g} ms with the costs of today, must be "
+            "the same to go on; start a new search"
+        )
+    chain.follow(resumed)
+    return chain

@@ -1,0 +1,183 @@
+"""Exhaustive search: the least simulated step time in a listed space, by branch and bound.
+
+Groups get their choice one after the other, in topological order. A choice is followed up only if a bound on all its
+completions is below the best strategy known: the devices' load, and the longest path through what has been chosen,
+with the least that the rest adds to it (`search.bounds.critical_path`), the all-reduce of the bucket that a backward
+fills, and the update of what its device holds so far. Where devices are alike, so that renaming all of them in a
+circle changes nothing, the first task of the first group runs on device 0. What is complete is simulated, so the
+result is the optimum of the simulated time in that space, and not of the bound.
+
+Source: FlexFlow (arXiv:1807.05358) section 8.4, which used A* for the same purpose; the bound is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graph.errors import UsageError
+from graph.strategy import Strategy
+from graph.topology import Topology
+from search.algorithms.best_tracker import Best
+from search.algorithms.mcmc import Outcome
+from search.algorithms.optcnn import factors
+from search.bounds.critical_path import Paths
+from search.bounds.elimination import TooWide, minimize
+from search.bounds.partial_bound import Partial
+from search.problem import Problem, Tables
+from search.simulate.simulator import Order
+from search.space.enumerated_space import Space, contiguous_space, count_whole, whole_space
+from search.space.groups import find_groups
+
+# Choices of a group, whose pairs are tabulated for every edge.
+MOST_CHOICES = 160
+# Partial strategies after which it gives up.
+MOST_VISITED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best strategy of a space.
+
+    outcome: what it costs. simulated, visited: how many strategies were simulated, and how many partial ones followed
+    up. interrupted: the search was stopped, and the strategy is the best so far. bound_ns: no strategy of the space is
+    below it; the best one's time, unless the search was stopped.
+    """
+
+    strategy: Strategy
+    outcome: Outcome
+    simulated: int
+    visited: int
+    interrupted: bool
+    bound_ns: int
+
+
+def exhaustive(
+    problem: Problem,
+    space: Space,
+    starts: Sequence[Strategy] = (),
+    *,
+    order: Order = "program",
+    most_visited: int = MOST_VISITED,
+) -> Optimum:
+    """Return the best strategy of a space and of `starts`, which shorten the search where they are good.
+
+    Strategies that exceed the devices' memories are worse than all others. Ctrl-C ends the search with the best so far.
+
+    Raises:
+        UsageError: the space is too large, or too many partial strategies were followed up.
+        CostError: a local call has no cost.
+    """
+    most = max(len(choices) for choices in space.choices)
+    if most > MOST_CHOICES:
+        raise UsageError(
+            f"exhaustive: a group has {most} configurations on {problem.device_count} devices, must have at most "
+            f"{MOST_CHOICES}; take fewer devices or algorithm mcmc"
+        )
+    interrupted = False
+    walk = _Walk(problem, space, order, most_visited)
+    try:
+        for strategy in (*starts, *walk.additive()):
+            walk.best.take(strategy)
+        walk.descend(0)
+    except KeyboardInterrupt:
+        interrupted = True
+    if walk.best.found is None:
+        raise KeyboardInterrupt
+    cost, strategy = walk.best.found
+    time_ns = cost.step_time_ns
+    return Optimum(
+        strategy,
+        cost,
+        walk.best.simulated,
+        walk.visited,
+        interrupted,
+        min(walk.open_ns, time_ns) if interrupted else time_ns,
+    )
+
+
+def default_space(problem: Problem) -> Space:
+    """Return the whole space where every group has few enough configurations, else aligned lists of neighbours."""
+    graph, count = problem.graph, problem.device_count
+    heads = [graph.operators[group.head] for group in find_groups(graph)]
+    if max(count_whole(head, count) for head in heads) <= MOST_CHOICES:
+        return whole_space(graph, count)
+    return contiguous_space(graph, count)
+
+
+class _Walk:
+    """A depth-first walk over partial strategies."""
+
+    def __init__(self, problem: Problem, space: Space, order: Order, most_visited: int) -> None:
+        self.space, self.most_visited = space, most_visited
+        paths = Paths(Tables(problem, space))
+        self.tables = paths.tables
+        self.best = Best(problem, order)
+        self.partial = Partial(paths, self.best.builder.bucket_bytes)
+        self.visited = 0
+        # A compact space does not have all that renaming gives.
+        self.alike = space.whole and all_alike(problem.topology)
+        # The least bound of what was not looked at yet.
+        self.open_ns = paths.bound_ns()
+
+    def additive(self) -> list[Strategy]:
+        """Return the strategy of the least additive cost, to begin with; the first one where that is too much work."""
+        try:
+            found = minimize([len(choices) for choices in self.space.choices], factors(self.tables))
+        except TooWide:
+            return [self.space.strategy([0] * len(self.space.groups))]
+        return [self.space.strategy(found.chosen)]
+
+    @property
+    def below_ns(self) -> int:
+        """What a strategy must take less than to be looked at."""
+        if self.best.found is None or self.best.found[0].excess_bytes:
+            return int(np.iinfo(np.int64).max)
+        return self.best.found[0].step_time_ns
+
+    def descend(self, depth: int) -> None:
+        """Look at all completions of what was chosen for the first `depth` groups."""
+        if depth == len(self.space.groups):
+            self.best.take(self.space.strategy(self.partial.chosen))
+            return
+        bounded = []
+        for number, choice in enumerate(self.space.choices[depth]):
+            if depth == 0 and self.alike and choice.devices[0] != 0:
+                continue
+            if self.partial.least_ns[depth][number] < self.below_ns:
+                self.partial.choose(depth, number)
+                bounded.append((self.partial.bound_ns(depth), number))
+        for bound_ns, number in sorted(bounded):
+            if depth == 0:
+                self.open_ns = max(self.open_ns, bound_ns)
+            if bound_ns >= self.below_ns:
+                break
+            self.visited += 1
+            if self.visited > self.most_visited:
+                raise UsageError(
+                    f"exhaustive: {self.visited} partial strategies were followed up, must be at most "
+                    f"{self.most_visited}; take fewer devices or algorithm mcmc"
+                )
+            self.partial.choose(depth, number)
+            self.descend(depth + 1)
+        self.partial.forget(depth)
+
+
+def all_alike(topology: Topology) -> bool:
+    """Return whether renaming the devices in a circle (k to k + 1, the last to 0) changes the time of no strategy.
+
+    One kind, one node, a link of its own for every ordered pair, all of one bandwidth and latency: then it leaves the
+    topology as it is, and the rings of collectives, which go through ascending devices. Not so for other renamings:
+    they may turn a ring round, so that it holds other links. Devices that are alike otherwise count as different.
+    """
+    routes = list(topology.routes.values())
+    links = [topology.links[route[0]] for route in routes]
+    return (
+        len({device.kind_name for device in topology.devices}) == 1
+        and topology.node_count == 1
+        and all(len(route) == 1 for route in routes)
+        and len(set(routes)) == len(routes)
+        and len({(link.bandwidth_bytes_per_s, link.latency_s) for link in links}) <= 1
+    )

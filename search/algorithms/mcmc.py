@@ -1,0 +1,295 @@
+"""Metropolis-Hastings over strategies: several chains, each from its own start.
+
+A proposal is accepted with probability min(1, exp(beta * (current - proposed) / initial)), times being simulated
+makespans and `initial` that of the chain's start, so that beta has no unit. The acceptance number is drawn first:
+it gives the bound up to which the proposal is accepted. Proposals are drawn from `search.algorithms.moves`, whose
+density is not uniform, so the walk favours what it draws often; as an optimizer it needs no symmetry.
+
+A strategy that exceeds a device's memory is never accepted from one that fits; from another it is where it exceeds
+less (or as little, within the bound).
+
+Source: FlexFlow (arXiv:1807.05358) section 6.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graph.errors import StrategyError
+from graph.operators import OperatorGraph
+from graph.strategy import Configuration, Strategy
+from graph.topology import Topology
+from graph.training import Training
+from search.algorithms.chain import (
+    EXCEEDED,
+    POLISHING,
+    STOPPED,
+    TURN,
+    Chain,
+    ChainResult,
+    SearchOptions,
+    accepts,
+    resumed_chain,
+    start_chain,
+)
+from search.algorithms.moves import Moves
+from search.algorithms.proposal_log import (
+    ChainCheckpoint,
+    Observer,
+    ProposalBatch,
+    Recorder,
+    ResumedChain,
+    decode_configuration,
+    encode_configuration,
+)
+from search.cost.calls_to_profile import LocalCalls
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.evaluate.evaluator import Outcome, outcome
+from search.parallel.gc_pause import leaving_alone_what_is_there
+from search.parallel.worker import Walk
+from search.simulate.task_graph import TaskGraphBuilder
+from search.space.baselines import FEW_DEVICES, starting_baselines
+from search.space.configurations import configured, random_draw
+from search.space.groups import follow
+from search.space.placements import Origin
+
+__all__ = [
+    "EXCEEDED",
+    "STOPPED",
+    "Chain",
+    "ChainCheckpoint",
+    "ChainResult",
+    "Observer",
+    "Outcome",
+    "ProposalBatch",
+    "ResumedChain",
+    "SearchOptions",
+    "SearchResult",
+    "accepts",
+    "decode_configuration",
+    "encode_configuration",
+    "outcome",
+    "search",
+    "start_chain",
+]
+
+# Other processes are started only where what is left takes longer than this: they are of use after some 0.1 s.
+WORKERS_PAY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best strategy of all chains and how it was found. `seconds`: of the search.
+
+    Of equals it is one that a chain began at, if there is any, and else the first.
+    """
+
+    strategy: Strategy
+    step_time_s: float
+    chains: tuple[ChainResult, ...]
+    proposals: int
+    accepted: int
+    interrupted: bool
+    seconds: float
+
+
+def search(
+    graph: OperatorGraph,
+    topology: Topology,
+    costs: CostTable,
+    training: Training,
+    options: SearchOptions | None = None,
+    *,
+    starts: Sequence[Strategy] = (),
+    known: Sequence[Strategy] = (),
+    resumed: Sequence[ResumedChain] = (),
+    links: LinkCosts | None = None,
+    observer: Observer | None = None,
+    local_calls: LocalCalls | None = None,
+    workers: int = 1,
+    builder: TaskGraphBuilder | None = None,
+) -> SearchResult:
+    """Search a fast strategy. The same arguments give the same result, unless there is a time limit.
+
+    Chains start from the given starts first, then from data parallel, expert, one device, and random strategies; on
+    many devices from data parallel and hybrids (`search.space.baselines.starting_baselines`).
+    Each known strategy is the start of one more chain, with the budget of one of those: they walk as they do
+    without it, so that what is known never makes a search worse.
+    Chains that are resumed go on from where they were, and make the proposals that they would have made; starts
+    and known strategies must be those of the search that was interrupted.
+    Ctrl-C ends the search with what was found so far.
+    With several workers, as many processes walk the chains where that is quicker (`search.parallel.pool`): the result
+    is the same, and so is what is recorded of each chain.
+    A builder of the same graph, topology, costs, training and links keeps what was derived with it before.
+
+    Raises:
+        StrategyError: a given start does not fit, or nothing that was simulated fits the devices' memories.
+        CostError: a local call has no cost.
+        UsageError: a resumed chain does not take the time any more that it took.
+        RuntimeFailure: a worker was ended by somebody else.
+    """
+    options = options if options is not None else SearchOptions()
+    began = time.monotonic()
+    for strategy in (*starts, *known, *(one for chain in resumed for one in (chain.current, chain.best))):
+        strategy.validate(graph, len(topology.devices))
+    if builder is None:
+        builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
+    moves = Moves(graph, len(topology.devices), options.shares)
+    chains: list[Chain] = []
+    recorder = Recorder(observer, lambda: tuple(chain.checkpoint() for chain in chains))
+    interrupted = False
+    deadline = began + options.time_limit_s if options.time_limit_s is not None else float("inf")
+    walk = Walk(builder, moves, options, observer, deadline)
+    try:
+        if resumed:
+            chains += [resumed_chain(builder, one, options) for one in resumed]
+            recorder.proposals = sum(chain.proposals for chain in chains)
+            recorder.accepted = sum(chain.accepted for chain in chains)
+        else:
+            for number, start in enumerate(_starts(builder, moves, options, starts, known)):
+                chains.append(start_chain(builder, number, start.name, start.strategy, start.rng, options))
+                if observer is not None:
+                    observer.on_start(number, start.name, start.strategy, start.heads)
+        _walk(walk, chains, recorder, workers)
+        if options.polish_proposals and chains[-1].start != POLISHING:
+            chains.append(_polishing(builder, chains, options))
+            if observer is not None:
+                observer.on_start(chains[-1].number, POLISHING, chains[-1].best_strategy(graph), None)
+            _walk(walk, chains[-1:], recorder, 1)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not chains:
+        raise KeyboardInterrupt
+    if interrupted:
+        recorder.flush()  # a proposal is half done
+    else:
+        recorder.flush_whole()
+    best = _best(chains)
+    excess_bytes = best.best.outcome.excess_bytes
+    if excess_bytes:
+        raise StrategyError(
+            f"search: every strategy met exceeds the devices' memories, the best one by {excess_bytes} bytes, "
+            "must fit; take more devices, a smaller batch or a longer search"
+        )
+    return SearchResult(
+        strategy=best.best_strategy(graph),
+        step_time_s=best.best.outcome.seconds,
+        chains=tuple(chain.result(graph) for chain in chains),
+        proposals=sum(chain.proposals for chain in chains),
+        accepted=sum(chain.accepted for chain in chains),
+        interrupted=interrupted,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _best(chains: Sequence[Chain]) -> Chain:
+    """Return the chain with the best strategy; of equals the first whose best is its start, a baseline mostly."""
+    return min(chains, key=lambda chain: (chain.best.outcome, chain.best.found_at > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a chain begins: `heads` says what a random strategy was drawn from."""
+
+    name: str
+    strategy: Strategy
+    rng: np.random.Generator
+    heads: Mapping[int, Origin] | None = None
+
+
+def _starts(
+    builder: TaskGraphBuilder,
+    moves: Moves,
+    options: SearchOptions,
+    given: Sequence[Strategy],
+    known: Sequence[Strategy],
+) -> list[Start]:
+    """Return the start of every chain. A chain's generator depends on the seed and its number alone."""
+    generators = [_generator(options, number) for number in range(options.chains)]
+    named = [(f"given {place}", start) for place, start in enumerate(given)][: options.chains]
+    if len(named) < options.chains:
+        named += _named_starts(builder, options)
+    named = named[: options.chains]
+    starts = [Start(name, strategy, rng) for (name, strategy), rng in zip(named, generators, strict=False)]
+    starts += [_random_start(moves, rng) for rng in generators[len(starts) :]]
+    # One number further: that between is of the polishing chain.
+    first = options.chains + 1
+    for place, strategy in enumerate(known):
+        starts.append(Start(f"known {place}", strategy, _generator(options, first + place)))
+    return starts
+
+
+def _named_starts(builder: TaskGraphBuilder, options: SearchOptions) -> list[tuple[str, Strategy]]:
+    """Return the baselines that chains start from.
+
+    On many devices data parallelism comes first, then the best of the others and those that are no worse than it, and
+    all of them again: random strategies are hopeless there, and take long to be derived.
+    """
+    graph, device_count = builder.graph, len(builder.topology.devices)
+    found = [(one.name.replace("-", "_"), one.strategy) for one in starting_baselines(graph, device_count)]
+    if device_count <= FEW_DEVICES:
+        return found
+    costs = [outcome(builder.layout(strategy), options.order) for _, strategy in found]
+    ranked = sorted(range(1, len(found)), key=costs.__getitem__)
+    good = [place for place in ranked if place == ranked[0] or costs[place] <= costs[0]]
+    again = [
+        (f"{found[place][0]} {turn}", found[place][1])
+        for turn in range(2, options.chains + 1)
+        for place in (*good, 0)
+    ]
+    return [found[0], *(found[place] for place in good), *again]
+
+
+def _generator(options: SearchOptions, number: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(number,)))
+
+
+def _random_start(moves: Moves, rng: np.random.Generator) -> Start:
+    """Return a random configuration of every head, which the other operators follow."""
+    heads: dict[int, Origin] = {}
+    chosen: dict[int, Configuration] = {}
+    for group in moves.groups:
+        drawn = random_draw(moves.graph.operators[group.head], moves.device_count, rng)
+        heads[group.head] = drawn
+        chosen.update(follow(group, configured(drawn, moves.device_count)))
+    configurations = tuple(chosen[index] for index in range(len(moves.graph.operators)))
+    return Start("random", Strategy(moves.graph.digest, configurations), rng, heads)
+
+
+def _polishing(builder: TaskGraphBuilder, chains: Sequence[Chain], options: SearchOptions) -> Chain:
+    strategy = _best(chains).best_strategy(builder.graph)
+    return start_chain(
+        builder, len(chains), POLISHING, strategy, _generator(options, options.chains), options
+    )
+
+
+@leaving_alone_what_is_there()
+def _walk(walk: Walk, chains: Sequence[Chain], recorder: Recorder, workers: int) -> None:
+    """Let the chains take turns until all are done or the time is up.
+
+    They begin here. Where what is left takes longer than starting `workers` processes, these go on with it.
+    """
+    while walking := [chain for chain in chains if not chain.done]:
+        for chain in walking:
+            began, before = time.monotonic(), chain.proposals
+            for _ in range(TURN):
+                if chain.done or time.monotonic() >= walk.deadline:
+                    break
+                chain.step(walk.moves, recorder)
+            recorder.progress(_best(chains).best.outcome.seconds)
+            now = time.monotonic()
+            if now >= walk.deadline:
+                return
+            count = min(workers, sum(not one.done for one in chains))
+            pace_s = (now - began) / (chain.proposals - before)
+            left_s = min(pace_s * sum(one.left for one in chains), walk.deadline - now)
+            if count > 1 and left_s > WORKERS_PAY_S:
+                from search.parallel.pool import walk_apart
+
+                walk_apart(walk, chains, recorder, count)
+                return

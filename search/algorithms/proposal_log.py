@@ -1,0 +1,242 @@
+"""The record of every proposal, in batches, and what a search tells while it runs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from graph.strategy import Configuration, Strategy
+from search.algorithms.moves import Part
+from search.parallel.fork import ENDING_SIGNALS
+from search.space.placements import Origin
+
+BATCH = 1024
+# Whoever is killed loses no more than what was proposed in this time, and what it takes to write the rest.
+BATCH_S = 0.6
+CODE = np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProposalBatch:
+    """Proposals in the order in which they were made, as columns.
+
+    chain, step: which proposal it is; steps count from 1 in each chain.
+    operator: index of the head whose group changed. configuration: the head's, see `encode_configuration`.
+    origin: what it was drawn or copied from. simulated_ns: -1 where a device's memory is exceeded, -2 where the
+    simulation was stopped at the bound. bound_ns: the makespan up to which it was accepted (of two strategies
+    that exceed memory differently, that which exceeds less is).
+    others: what proposals that changed more than one group gave to the further ones, by place in the batch.
+    checkpoint: the chains after the last of these proposals, None in the last batch of an interrupted search.
+    """
+
+    chain: np.ndarray[Any, np.dtype[np.int32]]
+    step: np.ndarray[Any, np.dtype[np.int64]]
+    operator: np.ndarray[Any, np.dtype[np.int32]]
+    configurations: list[Configuration]
+    origin: list[Origin]
+    simulated_ns: np.ndarray[Any, np.dtype[np.int64]]
+    bound_ns: np.ndarray[Any, np.dtype[np.int64]]
+    accepted: np.ndarray[Any, np.dtype[np.bool_]]
+    checkpoint: tuple[ChainCheckpoint, ...] | None = None
+    others: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.configurations)
+
+    @property
+    def configuration(self) -> list[bytes]:
+        """The proposed configurations as `encode_configuration` writes them."""
+        return [encode_configuration(configuration) for configuration in self.configurations]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCheckpoint:
+    """All of a chain but its strategies: those are what it was, and was at its best, after so many proposals.
+
+    initial, current, best: bytes beyond the devices' memories, and nanoseconds of the step. generator: the state of
+    its random numbers, as numpy names it.
+    """
+
+    number: int
+    start: str
+    proposals: int
+    accepted: int
+    gained_at: int
+    best_at: int
+    initial: tuple[int, int]
+    current: tuple[int, int]
+    best: tuple[int, int]
+    generator: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedChain:
+    """A chain to go on with: what was written of it, and its strategies then, at its best, and at its start."""
+
+    checkpoint: ChainCheckpoint
+    current: Strategy
+    best: Strategy
+
+
+def encode_configuration(configuration: Configuration) -> bytes:
+    """Return a configuration as bytes: number of degrees, degrees, devices, each four bytes, little-endian."""
+    items = (len(configuration.degrees), *configuration.degrees, *configuration.devices)
+    return np.array(items, CODE).tobytes()
+
+
+def decode_configuration(code: bytes) -> Configuration:
+    """Return the configuration that `encode_configuration` wrote."""
+    items = [int(item) for item in np.frombuffer(code, CODE)]
+    return Configuration(tuple(items[1 : 1 + items[0]]), tuple(items[1 + items[0] :]))
+
+
+class Observer(Protocol):
+    """What a search tells while it runs."""
+
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        """Take the start of a chain, and where it was drawn at random, what the heads' configurations come from."""
+        ...
+
+    def on_proposals(self, batch: ProposalBatch) -> None:
+        """Take the next proposals; every one is in exactly one batch."""
+        ...
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Take the numbers of proposals made and accepted so far, and the best step time in seconds."""
+        ...
+
+
+class WorkerObserver(Protocol):
+    """The part of an observer's work that is done where chains walk, in a process of their own."""
+
+    def written(self, batch: ProposalBatch) -> Any:
+        """Return the next proposals as they are handed to `on_written`; all but the checkpoint. It is pickled."""
+        ...
+
+    def leave(self, chain: int) -> Any:
+        """Return what `enter` takes in another process, to which the chain goes. It is pickled."""
+        ...
+
+    def enter(self, chain: int, left: Any) -> None:
+        """Take a chain that comes from another process."""
+        ...
+
+
+@runtime_checkable
+class SharedObserver(Protocol):
+    """What an observer may be beside: one that lets the processes of the chains do a part of its work."""
+
+    def apart(self, number: int, count: int) -> WorkerObserver:
+        """Return the part of process `number` of `count`; it is called there."""
+        ...
+
+    def on_written(self, written: Any, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+        """Take what `WorkerObserver.written` returned, in place of a batch; `checkpoint`: of all chains."""
+        ...
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let interrupts (Ctrl-C, SIGTERM, SIGHUP) wait until the block is done, then take effect."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    # Those that do nothing, or end the process at once, are left as they are.
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda came, frame: waiting.append((came, frame)))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in waiting:
+            # Not sent once more: whoever counts signals would see a second one.
+            handlers[number](number, frame)
+
+
+@dataclass
+class Recorder:
+    """Collects proposals and hands them to an observer in batches."""
+
+    observer: Observer | None
+    checkpoint: Callable[[], tuple[ChainCheckpoint, ...]] | None = None
+    proposals: int = 0
+    accepted: int = 0
+    _rows: list[tuple[int, int, int, Configuration, Origin, int, int, bool]] = field(default_factory=list)
+    _others: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    _flushed_at: float = field(default_factory=time.monotonic)
+
+    def add(
+        self,
+        chain: int,
+        step: int,
+        operator: int,
+        configuration: Configuration,
+        origin: Origin,
+        simulated_ns: int,
+        bound_ns: int,
+        *,
+        accepted: bool,
+        others: tuple[Part, ...] = (),
+    ) -> None:
+        """Record one proposal; to be called when all of it is done, since a checkpoint may be made here."""
+        self.proposals += 1
+        self.accepted += accepted
+        if self.observer is None:
+            return
+        # Before the row: what an interrupt leaves here without its row is read by nobody.
+        if others:
+            self._others[len(self._rows)] = others
+        self._rows.append((chain, step, operator, configuration, origin, simulated_ns, bound_ns, accepted))
+        if len(self._rows) >= BATCH or time.monotonic() - self._flushed_at >= BATCH_S:
+            self.flush_whole()
+
+    def flush(self) -> None:
+        """Hand over what was recorded since the last batch, without a checkpoint: a proposal may be half done."""
+        self._hand_over(None)
+
+    def flush_whole(self) -> None:
+        """Hand over what was recorded since the last batch; to be called between two proposals."""
+        self._hand_over(self.checkpoint() if self.checkpoint is not None else None)
+
+    def _hand_over(self, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+        if self.observer is None or not self._rows:
+            return
+        # An interrupt may come anywhere: half a batch would leave a hole in the record.
+        with undisturbed():
+            rows, self._rows = self._rows, []
+            others, self._others = self._others, {}
+            self._flushed_at = time.monotonic()
+            chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted = zip(
+                *rows, strict=True
+            )
+            self.observer.on_proposals(
+                ProposalBatch(
+                    np.array(chain, np.int32),
+                    np.array(step, np.int64),
+                    np.array(operator, np.int32),
+                    list(configurations),
+                    list(origin),
+                    np.array(simulated_ns, np.int64),
+                    np.array(bound_ns, np.int64),
+                    np.array(accepted, np.bool_),
+                    checkpoint,
+                    others,
+                )
+            )
+
+    def progress(self, best_s: float) -> None:
+        """Tell how far the search is."""
+        if self.observer is not None:
+            self.observer.progress(self.proposals, self.accepted, best_s)

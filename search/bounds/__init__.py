@@ -1,0 +1,1 @@
+"""Below which time no strategy comes."""

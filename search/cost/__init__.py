@@ -1,0 +1,1 @@
+"""What operators, messages and collectives cost, and which calls must be profiled."""

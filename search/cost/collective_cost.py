@@ -1,0 +1,142 @@
+"""Prices of collectives over a set of devices.
+
+Source: specs "Communication systems", section 3 (alpha-beta model): an all-reduce over a ring takes
+2 (p - 1) alpha + 2 N (p - 1) / (p b), recursive halving and doubling the same bytes in 2 log2(p) latencies; an
+all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N / b) along a binomial tree, or
+(ceil(log2(p)) + p - 1) alpha + 2 N (p - 1) / (p b) by scatter and all-gather; a pairwise all-to-all
+(p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
+All of these are linear in N; of a measured collective the higher of two lines counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from graph.collectives import CollectiveKind
+from graph.topology import Topology
+from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin
+from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, LinkCosts
+from search.cost.routes import route_table
+from search.kernels.collective_cost import price_collectives
+from search.kernels.records import Array, Routes
+
+
+class PriceTable(NamedTuple):
+    """Prices of K collectives, see `CollectivePrice`; the links of each by pointers, the origin by its code."""
+
+    latency_s_K2: Array
+    s_per_byte_K2: Array
+    link_ptr: Array
+    link: Array
+    origin_K: Array
+    is_measured_K: Array
+
+
+class Prices:
+    """Prices of collectives between the devices of one topology."""
+
+    def __init__(self, topology: Topology, costs: LinkCosts) -> None:
+        self._costs = costs
+        self._routes = _routes(topology)
+        self._formulas = ORIGIN_CODE[costs.formulas]
+
+    def of(
+        self,
+        members: Sequence[int],
+        kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+        root: int | None = None,
+    ) -> CollectivePrice:
+        """Return the price of a collective over `members`, devices in ring order.
+
+        N is what one device holds in the end or, of a reduce-scatter or reduce, in the beginning; of an all-to-all,
+        the bytes that one device sends, its own share with them. The formulas take the cheaper of two algorithms:
+
+            all-reduce          the ring; where p is a power of two, recursive halving and doubling
+            all-gather,         half of an all-reduce, which is the two of them one after the other
+            reduce-scatter
+            broadcast, reduce   a binomial tree; scatter and all-gather (van de Geijn), or their mirror
+            all-to-all          pairwise exchange, p - 1 steps
+
+        What was measured takes precedence. A measured all-reduce also stands, as an estimate, at half its cost for an
+        all-gather or reduce-scatter that was not; of the others it says nothing. A collective holds the links of its
+        ring, an all-to-all those of all pairs.
+        """
+        if kind in ROOTED and root is None:
+            raise ValueError(f"price of a {kind.value}: no root given, must be one of {tuple(members)}")
+        found = self.table(
+            [COLLECTIVE_KINDS.index(kind)], [-1 if root is None else root], [np.array(members, np.int64)]
+        )
+        (latency_s,), (s_per_byte,) = found.latency_s_K2.tolist(), found.s_per_byte_K2.tolist()
+        return CollectivePrice(
+            tuple(latency_s),
+            tuple(s_per_byte),
+            tuple(found.link.tolist()),
+            ORIGINS[found.origin_K[0]],
+            is_measured=bool(found.is_measured_K[0]),
+        )
+
+    def table(self, codes: Sequence[int], roots: Sequence[int], members: Sequence[Array]) -> PriceTable:
+        """Return the prices of several collectives, see `of`.
+
+        Args:
+            codes: what each of them is, by its place in `COLLECTIVE_KINDS`.
+            roots: the device of each that is its root; -1 where it needs none.
+            members: the devices of each, in ring order.
+        """
+        count = len(codes)
+        member_ptr = np.zeros(count + 1, np.int64)
+        np.cumsum([len(one) for one in members], out=member_ptr[1:])
+        line, used = np.empty((count, 4)), np.empty((count, len(self._routes.is_used)), np.bool_)
+        price_collectives(
+            self._routes,
+            np.array(codes, np.int64),
+            np.array(roots, np.int64),
+            member_ptr,
+            np.concatenate(members),
+            line,
+            used,
+        )
+        latency_s, s_per_byte = line[:, ::2], line[:, 1::2]
+        number, link = used.nonzero()
+        link_ptr = number.searchsorted(np.arange(count + 1))
+        origin = np.full(count, self._formulas, np.int64)
+        is_measured = np.zeros(count, np.bool_)
+        if self._costs.by_size or self._costs.by_members:
+            for place, (code, one) in enumerate(zip(codes, members, strict=True)):
+                lines = self._measured(COLLECTIVE_KINDS[code], one.tolist())
+                if lines is not None:
+                    latency_s[place], s_per_byte[place], source = lines
+                    origin[place], is_measured[place] = ORIGIN_CODE[source], True
+        return PriceTable(latency_s, s_per_byte, link_ptr, link, origin, is_measured)
+
+    def _measured(
+        self, kind: CollectiveKind, members: Sequence[int]
+    ) -> tuple[tuple[float, float], tuple[float, float], Origin] | None:
+        """Return latencies and seconds per byte of what was measured, and what they rest on; None where nothing was."""
+        share, origin = 1.0, Origin.MEASURED
+        measured = self._costs.measured(kind, members)
+        if measured is None and kind in HALVES:
+            share, origin = 0.5, Origin.ESTIMATED
+            measured = self._costs.measured(CollectiveKind.ALL_REDUCE, members)
+        if measured is None:
+            return None
+        line = measured.line
+        large = line if measured.large is None else measured.large
+        return (share * line[0], share * large[0]), (share * line[1], share * large[1]), origin
+
+
+def _routes(topology: Topology) -> Routes:
+    table, devices, links = route_table(topology), len(topology.devices), topology.links
+    return Routes(
+        table.pointers_P1,
+        table.link,
+        table.latency_s_P,
+        np.array([link.bandwidth_bytes_per_s for link in links], np.float64),
+        np.zeros(len(links), np.int64),
+        np.zeros(len(links), np.bool_),
+        np.zeros(devices, np.int64),
+        np.zeros(devices, np.int64),
+    )

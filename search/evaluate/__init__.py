@@ -1,0 +1,1 @@
+"""What a proposal costs, one after the other: in full, or by what it changes."""

@@ -1,0 +1,107 @@
+"""What strategies cost, one proposal after the other: by simulating each in full, or only what it changes.
+
+Both say the same of every proposal, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from graph.strategy import Configuration
+from search.simulate.simulator import Order
+
+if TYPE_CHECKING:
+    from search.simulate.strategy_state import Layout, Undo
+
+# Beyond every makespan.
+NEVER_NS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Outcome:
+    """What a strategy costs: bytes beyond the devices' memories come first, then nanoseconds."""
+
+    excess_bytes: int
+    step_time_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinite where the memory does not suffice."""
+        return self.step_time_ns / 1e9 if self.excess_bytes == 0 else float("inf")
+
+
+class Evaluation(Protocol):
+    """What the walk asks of a strategy and its proposals. Every proposal is accepted or rejected before the next."""
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Those of the current strategy, or of the proposal in between."""
+        ...
+
+    def current(self) -> Outcome:
+        """Return what the current strategy costs."""
+        ...
+
+    def propose(self, changed: Mapping[int, Configuration], bound_ns: int) -> Outcome | None:
+        """Change some operators; return what that costs, or None where the makespan exceeds the bound."""
+        ...
+
+    def accept(self) -> None:
+        """Keep the proposal."""
+        ...
+
+    def reject(self) -> None:
+        """Take the proposal back."""
+        ...
+
+
+def evaluation(layout: Layout, order: Order) -> Evaluation:
+    """Return the fastest evaluation of a layout's strategy in an order.
+
+    Only program order, which the runtime executes, is worth one of its own.
+    """
+    from search.evaluate.incremental import Delta
+
+    return Delta(layout) if order == "program" else Full(layout, order, stops=True)
+
+
+def outcome(layout: Layout, order: Order) -> Outcome:
+    """Simulate a layout in full."""
+    step_time_ns, _ = layout.run(order)
+    return Outcome(layout.excess_bytes, step_time_ns)
+
+
+class Full:
+    """Every strategy simulated from its task graph; `stops`: but in program order, only as far as the bound lets it."""
+
+    def __init__(self, layout: Layout, order: Order, *, stops: bool = False) -> None:
+        self.layout = layout
+        self.order = order
+        self.stops = stops
+        self._undo: Undo = ([], [])
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Those of the layout."""
+        return self.layout.configurations
+
+    def current(self) -> Outcome:
+        """Return what the layout's strategy costs."""
+        return outcome(self.layout, self.order)
+
+    def propose(self, changed: Mapping[int, Configuration], bound_ns: int) -> Outcome | None:
+        """Change some operators; return what that costs, or None where the makespan exceeds the bound."""
+        self._undo = self.layout.change(changed)
+        step_time_ns, _ = self.layout.run(self.order, bound_ns if self.stops else NEVER_NS)
+        if not 0 <= step_time_ns <= bound_ns:
+            return None
+        return Outcome(self.layout.excess_bytes, step_time_ns)
+
+    def accept(self) -> None:
+        """Keep the proposal: it is in the layout already."""
+
+    def reject(self) -> None:
+        """Take the proposal back."""
+        self.layout.undo(self._undo)

@@ -1,0 +1,366 @@
+"""What the configurations of a listed space cost: one by one, and two by two along every edge.
+
+All from the same memo units as the simulator's task graphs (`search.simulate.fragment_cache`), so that exact
+algorithms and bounds speak of the same tasks: a forward and a backward of every part of an operator, and what an
+exchange between two operators takes by itself. A part is a task or, where there are replicas, all tasks that compute
+the same.
+
+Letters of shapes: C choices of an operator, P parts (padded to the most of any choice), D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from graph.axes import Degrees, tasks
+from graph.calls import LocalCall
+from graph.errors import UsageError
+from graph.operators import Operator, OperatorGraph
+from graph.strategy import Configuration
+from graph.topology import Topology
+from graph.training import Training
+from search.cost.calls_to_profile import LocalCalls
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.kernels.exchange import exchange_by_part, exchange_ns
+from search.kernels.records import OPERATOR_HEADER, OPERATOR_STRIDE
+from search.simulate.fragment_cache import UnitStore, ValueClass
+from search.space.enumerated_space import Space
+from search.space.groups import follow
+
+if TYPE_CHECKING:
+    from graph.rules.least import LeastWork
+    from search.simulate.task_graph import TaskGraphBuilder
+
+Array = np.ndarray[Any, np.dtype[Any]]
+FirstCall = Callable[[OperatorGraph, Operator, Degrees], LocalCall]
+LeastWorkOf = Callable[[OperatorGraph, Operator], "tuple[LeastWork, LeastWork]"]
+
+# A time that no path takes: there is none. Sums of a few hundred of them do not overflow.
+NEVER = -(1 << 52)
+# Entries of all pairs of choices of an edge, beyond which a space is too large to be tabulated.
+MOST_PAIRS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What an algorithm is to find a strategy for."""
+
+    graph: OperatorGraph
+    topology: Topology
+    costs: CostTable
+    training: Training
+    links: LinkCosts
+    local_calls: LocalCalls
+    # Makes the call of a first task without the others'; by default it is taken from all of them.
+    first_call: FirstCall | None = None
+    # What all tasks of an operator do together at least, forward and backward, where that is known.
+    least_work: LeastWorkOf | None = None
+    # Makes its task graphs, where others have made some already; by default a new one does.
+    builder: TaskGraphBuilder | None = None
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices."""
+        return len(self.topology.devices)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorTable:
+    """An operator under each of its group's choices.
+
+    forward_ns_CP, backward_ns_CP: of every part, that of its fastest replica; NEVER for padding.
+    load_ns_CD: what the forward of all tasks takes on each device.
+    longest_ns_C: the slowest forward and the slowest backward together.
+    parts_C, replicas_C: how many of each.
+    """
+
+    forward_ns_CP: Array
+    backward_ns_CP: Array
+    load_ns_CD: Array
+    longest_ns_C: Array
+    parts_C: Array
+    replicas_C: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An operator that reads another's value, in a slot. `gradient`: whether its gradient flows back."""
+
+    value: int
+    reading: int
+    producer: int
+    reader: int
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgeTable:
+    """An edge under all pairs of distinct configurations of its two ends.
+
+    alone_ns: what the exchange takes by itself, forward and, where a gradient flows, back.
+    there_ns: from every part of the producer to every part of the reader (NEVER: it needs nothing of it).
+    back_ns: the gradient's way, from every part of the reader to every part of the producer.
+    producer_C, reader_C: for each choice, the row or column of its configuration.
+    """
+
+    alone_ns: Array
+    there_ns: Array | None
+    back_ns: Array | None
+    producer_C: Array
+    reader_C: Array
+
+
+class Sync(NamedTuple):
+    """Gradients that the same devices hold: who they are, and how many bytes."""
+
+    devices: tuple[int, ...]
+    size_bytes: int
+
+
+class Tables:
+    """Tables of a space, made when they are asked for and kept."""
+
+    def __init__(self, problem: Problem, space: Space) -> None:
+        self.problem = problem
+        self.space = space
+        self.graph = problem.graph
+        self._store = UnitStore(
+            problem.graph, problem.topology, problem.costs, problem.links, problem.local_calls
+        )
+        self._configurations = _by_operator(space)
+        self.edges = _edges(self._store)
+        self._single = _single_readings(self._store, self.edges)
+        self._edge_tables: dict[tuple[object, ...], tuple[Array, Array | None, Array | None]] = {}
+        self._operator_tables: dict[tuple[object, ...], OperatorTable] = {}
+        self._kinds = [device.kind_name for device in problem.topology.devices]
+
+    def configurations(self, operator: int) -> Sequence[Configuration]:
+        """Return an operator's configuration under each of its group's choices."""
+        return self._configurations[operator]
+
+    def operator(self, operator: int) -> OperatorTable:
+        """Return the table of an operator.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        configurations = self._configurations[operator]
+        key = (self._store.operator_class[operator], tuple(configurations))
+        known = self._operator_tables.get(key)
+        if known is None:
+            known = self._operator_tables[key] = self._make_operator(operator, configurations)
+        return known
+
+    def _make_operator(self, operator: int, configurations: Sequence[Configuration]) -> OperatorTable:
+        most = max(tasks(one.degrees[:-1]) for one in configurations)
+        shape = (len(configurations), most)
+        forward, backward = np.full(shape, NEVER, np.int64), np.full(shape, NEVER, np.int64)
+        load = np.zeros((len(configurations), self.problem.device_count), np.int64)
+        longest = np.zeros(len(configurations), np.int64)
+        made: dict[Configuration, int] = {}
+        for number, configuration in enumerate(configurations):
+            if configuration in made:
+                same = made[configuration]
+                for array in (forward, backward, load, longest):
+                    array[number] = array[same]
+                continue
+            made[configuration] = number
+            self._store.make_room()
+            at = self._store.operator_unit(operator, configuration)
+            count = tasks(configuration.degrees)
+            begin = at + OPERATOR_HEADER
+            words = self._store.arena[begin : begin + OPERATOR_STRIDE * count].reshape(count, OPERATOR_STRIDE)
+            parts = tasks(configuration.degrees[:-1])
+            by_part = words[:, 1:3].reshape(parts, -1, 2).min(axis=1)
+            forward[number, :parts], backward[number, :parts] = by_part[:, 0], by_part[:, 1]
+            np.add.at(load[number], words[:, 0], words[:, 1])
+            longest[number] = words[:, 1].max() + words[:, 2].max()
+        return OperatorTable(
+            forward,
+            backward,
+            load,
+            longest,
+            np.array([tasks(one.degrees[:-1]) for one in configurations], np.int64),
+            np.array([one.degrees[-1] for one in configurations], np.int64),
+        )
+
+    def edge(self, number: int, *, by_part: bool) -> EdgeTable:
+        """Return the table of an edge, with `there_ns` and `back_ns` if asked.
+
+        Raises:
+            UsageError: there are too many pairs.
+        """
+        edge = self.edges[number]
+        producer, producer_rows = _distinct(self._configurations[edge.producer])
+        reader, reader_rows = _distinct(self._configurations[edge.reader])
+        key = (self._single[number], edge.gradient, tuple(producer), tuple(reader), by_part)
+        known = self._edge_tables.get(key)
+        if known is None:
+            if len(producer) * len(reader) > MOST_PAIRS:
+                raise UsageError(
+                    f"search: {self.graph.operators[edge.producer].name} and its reader have "
+                    f"{len(producer)} x {len(reader)} configurations, must be at most {MOST_PAIRS} pairs; take fewer "
+                    "devices"
+                )
+            known = self._edge_tables[key] = self._make_edge(number, producer, reader, by_part=by_part)
+        return EdgeTable(*known, producer_rows, reader_rows)
+
+    def _make_edge(
+        self,
+        number: int,
+        producer: Sequence[Configuration],
+        reader: Sequence[Configuration],
+        *,
+        by_part: bool,
+    ) -> tuple[Array, Array | None, Array | None]:
+        edge, store = self.edges[number], self._store
+        place = len(store.value_classes)
+        alone = np.zeros((len(producer), len(reader)), np.int64)
+        there = back = None
+        if by_part:
+            shape = (
+                len(producer),
+                len(reader),
+                max(tasks(one.degrees[:-1]) for one in producer),
+                max(tasks(one.degrees[:-1]) for one in reader),
+            )
+            there = np.full(shape, NEVER, np.int64)
+            back = np.full((*shape[:2], shape[3], shape[2]), NEVER, np.int64)
+        # With other readers of the value some exchanges are another collective, or part of one.
+        sure = len(store.value_classes[edge.value].readers) == 1 or self.problem.device_count < 3
+        link_ns = np.zeros(len(self.problem.topology.links), np.int64)
+        devices = self.problem.device_count
+        store.value_classes.append(self._single_class(number))
+        # Of the others none is looked at.
+        configurations = [producer[0]] * len(self.graph.operators)
+        try:
+            for row, made_by in enumerate(producer):
+                configurations[edge.producer] = made_by
+                for column, read_by in enumerate(reader):
+                    configurations[edge.reader] = read_by
+                    store.make_room()
+                    at = store.value_unit(place, configurations)
+                    holds = store.holds.arrays()
+                    arguments = (store.arena, at, holds.resource_ptr, holds.resource, devices, link_ns)
+                    alone[row, column] = exchange_ns(*arguments, 0)
+                    if edge.gradient:
+                        alone[row, column] += exchange_ns(*arguments, 1)
+                    if there is not None and back is not None:
+                        exchange_by_part(
+                            store.arena,
+                            at,
+                            made_by.degrees[-1],
+                            read_by.degrees[-1],
+                            int(sure),
+                            there[row, column],
+                            back[row, column],
+                        )
+        finally:
+            store.value_classes.pop()
+        return alone, there, back
+
+    def _single_class(self, number: int) -> ValueClass:
+        edge = self.edges[number]
+        of = self._store.value_classes[edge.value]
+        return ValueClass(
+            self._single[number], of.producer, (of.readers[edge.reading],), of.item_bytes, of.summable
+        )
+
+    def syncs(
+        self, weights: Sequence[int], chosen: Mapping[int, Configuration]
+    ) -> tuple[list[Sync], dict[int, int]]:
+        """Return what devices synchronize of some weights and, by device, the elements that it holds of them.
+
+        Args:
+            weights: their places among the graph's.
+            chosen: the configurations of the operators that read them; a reader that is not among them counts as if
+                it did not read.
+        """
+        shared: dict[tuple[int, ...], int] = {}
+        elements: dict[int, int] = {}
+        for place in weights:
+            of = self._store.static_classes[place]
+            mine = [port for port in of.readers if port.operator in chosen]
+            holders, cells = self._store.holdings(
+                mine, [chosen[port.operator] for port in mine], synchronized=True
+            )
+            for device, held in holders:
+                elements[device] = elements.get(device, 0) + held
+            for members, held in cells:
+                shared[members] = shared.get(members, 0) + held * of.item_bytes
+        return [Sync(members, size) for members, size in shared.items()], elements
+
+    def trained(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the weights that some operator with a backward reads, with the places of all groups that read them."""
+        graph, found = self.graph, []
+        for place in range(len(graph.weights)):
+            readers = [port.operator for port in self._store.static_classes[place].readers]
+            if any(graph.has_backward(graph.operators[index]) for index in readers):
+                found.append((place, tuple(sorted({self.space.group_of[index] for index in readers}))))
+        return found
+
+    def readers_of_weight(self, weight: int) -> set[int]:
+        """Return the operators that read a weight, by its place among the graph's."""
+        return {port.operator for port in self._store.static_classes[weight].readers}
+
+    def sync_ns(self, sync: Sync) -> int:
+        """Return the nanoseconds of an all-reduce."""
+        return self._store.holds.device_set(sync.devices).price.duration_ns(sync.size_bytes)
+
+    def update_ns(self, elements: int, device: int) -> int:
+        """Return the nanoseconds in which a device updates that many elements."""
+        problem = self.problem
+        optimizer, dtype = problem.training.optimizer, problem.graph.weight_dtype
+        return problem.costs.update_ns(elements, optimizer, dtype, self._kinds[device])[0]
+
+
+def _by_operator(space: Space) -> list[list[Configuration]]:
+    found: list[list[Configuration]] = [[] for _ in space.graph.operators]
+    for group, choices in zip(space.groups, space.choices, strict=True):
+        for choice in choices:
+            for index, configuration in follow(group, choice).items():
+                found[index].append(configuration)
+    return found
+
+
+def _distinct(configurations: Sequence[Configuration]) -> tuple[list[Configuration], Array]:
+    """Return distinct configurations in the order of their first, and for each one its place among them."""
+    places: dict[Configuration, int] = {}
+    rows = [places.setdefault(one, len(places)) for one in configurations]
+    return list(places), np.array(rows, np.int64)
+
+
+def _edges(store: UnitStore) -> list[Edge]:
+    """Return all edges between operators; those that renew buffers are none."""
+    graph, wiring = store.graph, store.wiring
+    found = []
+    for value in range(wiring.value_count):
+        of = store.value_classes[value]
+        first = wiring.reading_ptr[value]
+        for reading, port in enumerate(of.readers):
+            gradient = bool(wiring.reading_gradient[first + reading]) and graph.has_backward(
+                graph.operators[port.operator]
+            )
+            found.append(Edge(value, reading, of.producer.operator, port.operator, gradient))
+    return found
+
+
+def _single_readings(store: UnitStore, edges: Sequence[Edge]) -> list[int]:
+    """Return a class for the exchange of every edge by itself; equal numbers, equal exchanges.
+
+    They are beyond the classes of whole values, since units are kept under either.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    first = 1 << 40
+    found = []
+    for edge in edges:
+        of = store.value_classes[edge.value]
+        key = (of.producer.number, of.readers[edge.reading].number, of.item_bytes, int(of.summable))
+        # With other readers a remote piece may travel otherwise (`Tables._make_edge`).
+        found.append(first + 2 * numbers.setdefault(key, len(numbers)) + (len(of.readers) > 1))
+    return found

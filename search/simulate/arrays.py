@@ -1,0 +1,296 @@
+"""The wiring of an operator graph and the links of a topology, as flat arrays for the kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graph.collectives import CollectiveKind
+from graph.operators import OperatorGraph, Value, ValueKind
+from graph.topology import Topology
+from search.cost.collective_cost import Prices
+from search.cost.cost_table import ORIGIN_CODE, ORIGINS
+from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, CollectivePrice, LinkCosts
+from search.cost.routes import route_table
+from search.kernels.records import Array, GraphArrays, Holds
+
+
+def csr(rows: Iterable[Sequence[int]]) -> tuple[Array, Array]:
+    """Return (pointers, items) of a list of lists."""
+    listed = [list(row) for row in rows]
+    pointers = np.zeros(len(listed) + 1, np.int64)
+    np.cumsum([len(row) for row in listed], out=pointers[1:])
+    return pointers, np.array([item for row in listed for item in row], np.int64)
+
+
+def operator_values(graph: OperatorGraph) -> list[Value]:
+    """Return the values that operators make, in the graph's order: value k of the kernels."""
+    return [value for value in graph.values if value.kind is ValueKind.OPERATOR]
+
+
+def static_values(graph: OperatorGraph) -> list[Value]:
+    """Return what is in place at step start and read: weights first, then buffers and inputs."""
+    others = [
+        value
+        for value in graph.values
+        if value.kind in (ValueKind.BUFFER, ValueKind.INPUT) and graph.consumers[value.name]
+    ]
+    return [*graph.weights, *others]
+
+
+def graph_arrays(graph: OperatorGraph) -> GraphArrays:
+    """Return the wiring of a graph as arrays."""
+    values = operator_values(graph)
+    number = {value.name: index for index, value in enumerate(values)}
+    renewed = graph.buffer_updates
+    readings = [graph.readers[value.name] for value in values]
+    readings += [graph.readers[buffer] for buffer, _ in renewed]
+    position = [{pair: place for place, pair in enumerate(graph.readers[value.name])} for value in values]
+    gradient = [graph.gradient_inputs(operator) for operator in graph.operators]
+    slots = [
+        [
+            (number[name], position[number[name]][index, slot]) if name in number else (-1, -1)
+            for slot, name in enumerate(operator.inputs)
+        ]
+        for index, operator in enumerate(graph.operators)
+    ]
+    output_ptr, output_value = csr([number[name] for name in op.outputs] for op in graph.operators)
+    slot_ptr, slot_value = csr([value for value, _ in row] for row in slots)
+    read_ptr, read_value = csr(sorted({value for value, _ in row if value >= 0}) for row in slots)
+    reading_ptr, reading_operator = csr([index for index, _ in row] for row in readings)
+    statics = static_values(graph)
+    weight_number = {weight.name: place for place, weight in enumerate(graph.weights)}
+    weight_ptr, weight_user = csr(
+        sorted({index for index, _ in graph.consumers[weight.name]}) for weight in graph.weights
+    )
+    reader_ptr, reader = csr(graph.weight_readers[weight.name] for weight in graph.weights)
+    behind_ptr, behind_weight = csr(
+        sorted(weight_number[name] for name in names) for names in graph.weights_read
+    )
+    return GraphArrays(
+        output_ptr=output_ptr,
+        output_value=output_value,
+        slot_ptr=slot_ptr,
+        slot_value=slot_value,
+        slot_reading=np.array([reading for row in slots for _, reading in row], np.int64),
+        read_ptr=read_ptr,
+        read_value=read_value,
+        producer=np.array(
+            [graph.producer[value.name][0] for value in values]
+            + [graph.producer[value_name][0] for _, value_name in renewed],
+            np.int64,
+        ),
+        reading_ptr=reading_ptr,
+        reading_operator=reading_operator,
+        reading_gradient=np.array(
+            [gradient[index][slot] for row in readings for index, slot in row], np.bool_
+        ),
+        needs_gradient=np.array([value.requires_gradient for value in values], np.bool_),
+        order=np.array(graph.order.of_loss + graph.order.of_buffers, np.int64),
+        loss_operators=len(graph.order.of_loss),
+        buffer_count=len(renewed),
+        weight_ptr=weight_ptr,
+        weight_user=weight_user,
+        reader_ptr=reader_ptr,
+        reader=reader,
+        behind_ptr=behind_ptr,
+        behind_weight=behind_weight,
+        static_item_bytes=np.array([value.spec.item_bytes for value in statics], np.int64),
+        loss_value=number[graph.loss],
+        value_count=len(values),
+        weight_count=len(graph.weights),
+        static_count=len(statics),
+    )
+
+
+class GrowingArray:
+    """An array that is appended to in place."""
+
+    def __init__(self, dtype: type[np.generic], width: int = 1) -> None:
+        self._items = np.zeros((64, width) if width > 1 else 64, dtype)
+        self._size = 0
+
+    def extend(self, items: Sequence[Any] | Array) -> None:
+        """Append items (rows, where the width is more than one)."""
+        size = self._size + len(items)
+        while size > len(self._items):
+            self._items = np.concatenate([self._items, np.zeros_like(self._items)])
+        if len(items):
+            self._items[self._size : size] = items
+        self._size = size
+
+    def first(self, count: int) -> GrowingArray:
+        """Return a copy of the first items."""
+        copied = copy.copy(self)
+        copied._items = self._items[: max(count, 64)].copy()
+        copied._size = count
+        return copied
+
+    @property
+    def items(self) -> Array:
+        """What was appended so far; valid until the next append."""
+        return self._items[: self._size]
+
+    def __len__(self) -> int:
+        return self._size
+
+
+# Of every kind of collective, by its code, how many messages each device is an end of at once: in all but those with a
+# root every device sends and receives at the same time.
+FLOWS = tuple(1 if kind in ROOTED else 2 for kind in COLLECTIVE_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class SetHold:
+    """The hold of one kind of collective over a set of devices: its number, and what it costs."""
+
+    number: int
+    price: CollectivePrice
+
+
+class HoldStore:
+    """What tasks hold: every device, every route, and every set of devices that has met in a collective."""
+
+    def __init__(self, topology: Topology, links: LinkCosts) -> None:
+        self.topology = topology
+        self._prices = Prices(topology, links)
+        self._resource_ptr, self._end_ptr = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
+        self._is_measured = GrowingArray(np.bool_)
+        self._origin = GrowingArray(np.int64)
+        self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._sets: dict[tuple[int, int, bytes], int] = {}
+        self._resource_ptr.extend([0])
+        self._end_ptr.extend([0])
+        self._add_devices_and_routes(ORIGIN_CODE[links.transfers])
+
+    def emptied(self) -> HoldStore:
+        """Return a store that has met no collective yet; this one stays as it is."""
+        holds = len(self.topology.devices) * (len(self.topology.devices) + 1)
+        store = copy.copy(self)
+        store._sets = {}
+        store._resource = self._resource.first(int(self._resource_ptr.items[holds]))
+        store._end = self._end.first(int(self._end_ptr.items[holds]))
+        store._resource_ptr, store._end_ptr = (
+            self._resource_ptr.first(holds + 1),
+            self._end_ptr.first(holds + 1),
+        )
+        store._latency_s, store._s_per_byte = self._latency_s.first(holds), self._s_per_byte.first(holds)
+        store._is_measured, store._origin = self._is_measured.first(holds), self._origin.first(holds)
+        store._operation, store._flows = self._operation.first(holds), self._flows.first(holds)
+        return store
+
+    def _add_devices_and_routes(self, origin: int) -> None:
+        """Append what is there without any collective, all at once: of 1,024 devices there are a million routes."""
+        table, count = route_table(self.topology), len(self.topology.devices)
+        pairs = count * count
+        total = count + pairs
+        self._resource.extend(np.concatenate([np.arange(count), count + table.link]))
+        self._resource_ptr.extend(np.concatenate([np.arange(1, count + 1), count + table.pointers_P1[1:]]))
+        self._end.extend(np.stack(np.divmod(np.arange(pairs), count), axis=1).reshape(-1))
+        self._end_ptr.extend(np.concatenate([np.zeros(count, np.int64), 2 * np.arange(1, pairs + 1)]))
+        self._latency_s.extend(np.zeros((total, 2)))
+        self._s_per_byte.extend(np.zeros((total, 2)))
+        self._is_measured.extend(np.zeros(total, np.bool_))
+        self._origin.extend(np.full(total, origin))
+        self._operation.extend(np.full(total, -1))
+        self._flows.extend(np.ones(total, np.int64))
+
+    def numbers(self, sets: Sequence[tuple[int, int, Array]]) -> list[int]:
+        """Return the numbers of the holds of collectives; those that are new are priced together.
+
+        sets: of each the code of its kind (its place in `COLLECTIVE_KINDS`), its root or -1, its devices (ascending).
+        """
+        keys = [(code, root, members.tobytes()) for code, root, members in sets]
+        new: dict[tuple[int, int, bytes], tuple[int, int, Array]] = {}
+        for key, one in zip(keys, sets, strict=True):
+            if key not in self._sets:
+                new.setdefault(key, one)
+        if new:
+            self._sets.update(zip(new, range(len(self._origin), len(self._origin) + len(new)), strict=True))
+            self._add(list(new.values()))
+        return [self._sets[key] for key in keys]
+
+    def _add(self, sets: Sequence[tuple[int, int, Array]]) -> None:
+        codes, roots, members = zip(*sets, strict=True)
+        prices = self._prices.table(codes, roots, members)
+        self._resource_ptr.extend(prices.link_ptr[1:] + len(self._resource))
+        self._resource.extend(prices.link + len(self.topology.devices))
+        self._end_ptr.extend(np.cumsum([len(one) for one in members]) + len(self._end))
+        self._end.extend(np.concatenate(members))
+        self._latency_s.extend(prices.latency_s_K2)
+        self._s_per_byte.extend(prices.s_per_byte_K2)
+        self._is_measured.extend(prices.is_measured_K)
+        self._origin.extend(prices.origin_K)
+        self._operation.extend(codes)
+        self._flows.extend([FLOWS[code] for code in codes])
+
+    def device_set(
+        self,
+        members: tuple[int, ...],
+        kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+        root: int | None = None,
+    ) -> SetHold:
+        """Return the hold of a collective over `members` (ascending), and its price."""
+        code = COLLECTIVE_KINDS.index(kind)
+        (number,) = self.numbers([(code, -1 if root is None else root, np.array(members, np.int64))])
+        first, last = self._resource_ptr.items[number : number + 2].tolist()
+        price = CollectivePrice(
+            tuple(self._latency_s.items[number].tolist()),
+            tuple(self._s_per_byte.items[number].tolist()),
+            tuple((self._resource.items[first:last] - len(self.topology.devices)).tolist()),
+            ORIGINS[self._origin.items[number]],
+            is_measured=bool(self._is_measured.items[number]),
+        )
+        return SetHold(number, price)
+
+    def durations_ns(self, numbers: Sequence[int], size_bytes: Array) -> Array:
+        """Return the nanoseconds of collectives by their numbers, as `CollectivePrice.duration_ns` does."""
+        latency_s, s_per_byte = self._latency_s.items[numbers], self._s_per_byte.items[numbers]
+        # Where there is no second algorithm it takes forever, and for nothing it is not known how long.
+        with np.errstate(invalid="ignore"):
+            first = latency_s[:, 0] + size_bytes * s_per_byte[:, 0]
+            second = latency_s[:, 1] + size_bytes * s_per_byte[:, 1]
+            counts = np.where(self._is_measured.items[numbers], second > first, second < first)
+        taken = np.where(counts, second, first)
+        durations_ns: Array = (taken * 1e9 + 0.5).astype(np.int64)
+        return durations_ns
+
+    def member_counts(self, holds: Array) -> Array:
+        """Return how many devices are the ends of each of some holds."""
+        ends = self._end_ptr.items
+        counts: Array = ends[holds + 1] - ends[holds]
+        return counts
+
+    @property
+    def count(self) -> int:
+        """Number of holds so far."""
+        return len(self._origin)
+
+    def arrays(self) -> Holds:
+        """Return all holds so far as arrays; valid until the next one is added."""
+        return Holds(
+            self._resource_ptr.items,
+            self._resource.items,
+            self._end_ptr.items,
+            self._end.items,
+            self._latency_s.items,
+            self._s_per_byte.items,
+            self._is_measured.items,
+            self._origin.items,
+            self._operation.items,
+            self._flows.items,
+        )
+
+
+def contention_ppm(topology: Topology) -> Array:
+    """Return, for each device, its contention factor in parts per million."""
+    factors: list[Any] = [
+        round(topology.contention_of(device.kind_name) * 1e6) for device in topology.devices
+    ]
+    return np.array(factors, np.int64)

@@ -1,0 +1,394 @@
+"""One strategy as it changes: the memo units that it uses, and its task graph in arrays that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graph.recomputation import Recomputation, group_numbers
+from graph.strategy import Configuration, Sharding
+from search.cost.cost_table import ORIGIN_CODE
+from search.evaluate.evaluator import NEVER_NS
+from search.kernels.backward_tasks import lay_out_backward
+from search.kernels.derivation import count_tasks, find_activity, weigh
+from search.kernels.fifo_order import run_fifo_order
+from search.kernels.forward_tasks import lay_out_forward, lay_out_renewals
+from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.priority_order import number_by_position, run_priority_order
+from search.kernels.program_order import run_program_order
+from search.kernels.records import (
+    Array,
+    Buckets,
+    Gathers,
+    Groups,
+    Holds,
+    Positions,
+    Scratch,
+    Tasks,
+    Timeline,
+    Units,
+)
+from search.kernels.update_tasks import lay_out_updates
+from search.simulate.priorities import positions, tac_of, tic_of
+
+if TYPE_CHECKING:
+    from search.simulate.task_graph import TaskGraphBuilder
+
+# One undone step: (operator, configuration), and (which of the three, place, offset) of units.
+Undo = tuple[list[tuple[int, Configuration]], list[tuple[int, int, int]]]
+
+
+class Layout:
+    """The task graph of one strategy. `change` replaces configurations, `undo` takes a change back.
+
+    What is shared of the weights stays, unless `share` changes it; what is made again stays, unless `recompute` does.
+    """
+
+    def __init__(
+        self,
+        builder: TaskGraphBuilder,
+        configurations: Sequence[Configuration],
+        sharding: Sequence[Sharding] = (),
+        recomputation: Recomputation = (),
+    ) -> None:
+        self.builder = builder
+        self._recomputation = recomputation
+        self._lasting = builder.store.lasting(recomputation)
+        self.groups = _new_groups(builder, recomputation)
+        self.configurations = list(configurations)
+        wiring = builder.store.wiring
+        self._sharding = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
+        # Whether the holders of any weight share something of it.
+        self.is_shared = any(one is not Sharding.NONE for one in sharding)
+        self.units = Units(
+            np.zeros(len(self.configurations), np.int64),
+            np.zeros(len(builder.store.value_classes), np.int64),
+            np.zeros(wiring.static_count, np.int64),
+        )
+        self._generation = -1
+        self._tasks = _new_tasks(1024, 4096)
+        self._buckets = new_buckets(64, 256, 0)
+        self.gathers = new_gathers(self, 64)
+        self.scratch = _new_scratch(self, 1024, 1024, 256)
+        self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
+        self._priority_T, self._bucket_T = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._positions: Positions | None = None
+
+    @property
+    def task_count(self) -> int:
+        """Number of tasks that `assemble` found."""
+        return int(self.scratch.counts[0])
+
+    @property
+    def peak_memory_D(self) -> Array:  # noqa: N802 - the shape suffix
+        """Peak bytes of each device that `assemble` found."""
+        return self.scratch.memory_D
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes beyond the memories of all devices together; 0 where the strategy fits."""
+        over = self.scratch.memory_D - self.builder.capacity_bytes_D
+        return int(np.maximum(over, 0).sum())
+
+    def change(self, changed: Mapping[int, Configuration]) -> Undo:
+        """Replace the configurations of some operators; return what `undo` needs.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        # Only here: between a change and its undo the units must stay where they are.
+        self.builder.store.make_room()
+        return self.replace(changed)
+
+    def replace(
+        self,
+        changed: Mapping[int, Configuration],
+        codes: Mapping[int, int] | None = None,
+        left_out: Collection[int] = (),
+    ) -> Undo:
+        """Change as `change`, all units staying where they are; the store may grow beyond its limit.
+
+        codes: of each changed operator, which of its tasks have a backward: `ACTIVE`, `PARTLY_ACTIVE`, 0 for none. The
+            change is then made in part: changed operators take no time, what they make goes nowhere, and buffers stay
+            as they are. A simulation takes no longer than of all of it, and says nothing of memory.
+        left_out: weights that nobody holds in a change that is made in part.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        builder = self.builder
+        self.refresh()
+        kept_configurations = [(index, self.configurations[index]) for index in changed]
+        kept_units: list[tuple[int, int, int]] = []
+        for index, configuration in changed.items():
+            self.configurations[index] = configuration
+        store = builder.store
+        for index, configuration in changed.items():
+            kept_units.append((0, index, int(self.units.operator_at[index])))
+            self.units.operator_at[index] = (
+                store.operator_unit(index, configuration, self._lasting[index])
+                if codes is None
+                else store.empty_operator_unit(configuration, codes[index])
+            )
+        for place in dict.fromkeys(p for index in changed for p in builder.touched_values[index]):
+            kept_units.append((1, place, int(self.units.value_at[place])))
+            goes_nowhere = codes is not None and store.value_classes[place].producer.operator in changed
+            self.units.value_at[place] = (
+                store.empty_value_unit() if goes_nowhere else store.value_unit(place, self.configurations)
+            )
+        for place in dict.fromkeys(p for index in changed for p in builder.touched_statics[index]):
+            if codes is None or place < store.wiring.weight_count:
+                kept_units.append((2, place, int(self.units.static_at[place])))
+                self.units.static_at[place] = (
+                    store.empty_static_unit() if place in left_out else self._static_unit(place)
+                )
+        return kept_configurations, kept_units
+
+    def share(self, changed: Mapping[int, Sharding]) -> None:
+        """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""
+        self.refresh()
+        for weight, sharing in changed.items():
+            if self._sharding[weight] is sharing:
+                continue
+            self._sharding[weight] = sharing
+            self.units.static_at[weight] = self._static_unit(weight)
+        self.is_shared = any(one is not Sharding.NONE for one in self._sharding)
+
+    def recompute(self, recomputation: Recomputation) -> None:
+        """Make other groups again; all units are found anew, so that it is none of the steps that `undo` takes back."""
+        if recomputation == self._recomputation:
+            return
+        self._recomputation = recomputation
+        self._lasting = self.builder.store.lasting(recomputation)
+        self.groups = _new_groups(self.builder, recomputation)
+        self.scratch = self.scratch._replace(again_2GD=_new_again(self))
+        self._generation = -1
+
+    def _static_unit(self, place: int) -> int:
+        return self.builder.store.static_unit(place, self.configurations, self._sharding[place])
+
+    def undo(self, undo: Undo) -> None:
+        """Take back the latest change."""
+        kept_configurations, kept_units = undo
+        for index, configuration in kept_configurations:
+            self.configurations[index] = configuration
+        for which, place, at in kept_units:
+            self.units[which][place] = at
+
+    def refresh(self) -> None:
+        """Find all units anew where the store was emptied since."""
+        store = self.builder.store
+        if self._generation == store.generation:
+            return
+        for index, configuration in enumerate(self.configurations):
+            self.units.operator_at[index] = store.operator_unit(index, configuration, self._lasting[index])
+        for place in range(len(store.value_classes)):
+            self.units.value_at[place] = store.value_unit(place, self.configurations)
+        for place in range(len(store.static_classes)):
+            self.units.static_at[place] = self._static_unit(place)
+        self._generation = store.generation
+
+    def assemble(self) -> tuple[Tasks, Holds]:
+        """Write the task graph; the arrays are valid until the next change, the first `task_count` tasks of them."""
+        self.refresh()
+        store = self.builder.store
+        holds = store.holds.arrays()
+        self._count()
+        arena, units, wiring = store.arena, self.units, store.wiring
+        find_activity(wiring, units, arena, self.scratch)
+        weigh(wiring, units, arena, self.scratch, self.groups, self.builder.state_tensors)
+        self._buckets = buckets_for(holds, self._buckets)
+        while not fill_buckets(
+            wiring, units, arena, self.scratch.operator_active, self._buckets, self.builder.bucket_bytes
+        ):
+            self._buckets = more_buckets(self._buckets)
+        active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
+        while not find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
+            self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
+        update_ns_D, update_origin_D = self.builder.updates(self.scratch.elements_D)
+        while not self._lay_out(holds, update_ns_D, update_origin_D):
+            self._tasks = _new_tasks(2 * len(self._tasks.kind), 2 * len(self._tasks.pred))
+        return self._tasks, holds
+
+    def _count(self) -> None:
+        store = self.builder.store
+        scratch = self.scratch
+        tasks, assemblies, collectives = count_tasks(store.wiring, self.units, store.arena, scratch)
+        if (
+            tasks > len(scratch.active)
+            or assemblies > len(scratch.last_reader)
+            or collectives > len(scratch.collective_after)
+        ):
+            self.scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
+            count_tasks(store.wiring, self.units, store.arena, self.scratch)
+
+    def _lay_out(self, holds: Holds, update_ns_D: Array, update_origin_D: Array) -> bool:
+        store = self.builder.store
+        origin = ORIGIN_CODE[self.builder.links.transfers]
+        arena, units, wiring, scratch, tasks = (
+            store.arena,
+            self.units,
+            store.wiring,
+            self.scratch,
+            self._tasks,
+        )
+        loss_operators, operators = wiring.loss_operators, len(wiring.order)
+        scratch.counts[:2] = 0
+        tasks.pred_ptr[0] = 0
+        groups, gathers, buckets = self.groups, self.gathers, self._buckets
+        for marks in (gathers.latest_D, gathers.blocked_D, gathers.reduced_D):
+            marks[:] = -1
+        forward, backward = lay_out_forward, lay_out_backward
+        return bool(
+            forward(wiring, units, arena, scratch, tasks, holds, gathers, origin, 0, loss_operators)
+            and backward(wiring, units, arena, scratch, tasks, holds, buckets, groups, gathers, origin)
+            and forward(
+                wiring, units, arena, scratch, tasks, holds, gathers, origin, loss_operators, operators
+            )
+            and lay_out_renewals(wiring, units, arena, scratch, tasks, holds, origin)
+            and lay_out_updates(tasks, scratch, holds, buckets, update_ns_D, update_origin_D)
+        )
+
+    def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
+        """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run).
+
+        In fifo order and by priority it is -1 where it exceeds the bound.
+        """
+        tasks, holds = self.assemble()
+        if len(self._timeline.start_ns) < self.task_count:
+            self._timeline = Timeline(*(np.zeros(2 * self.task_count, np.int64) for _ in range(3)))
+        topology = self.builder.topology
+        resource_count = len(topology.devices) + len(topology.links)
+        arguments = (
+            self.task_count,
+            tasks,
+            holds,
+            self.builder.contention_ppm_D,
+            resource_count,
+            self._timeline,
+        )
+        if order == "program":
+            return int(run_program_order(*arguments)), self._timeline
+        if order == "fifo":
+            return int(run_fifo_order(*arguments, bound_ns)), self._timeline
+        numbers = self._numbers(tasks, order)
+        return int(run_priority_order(*arguments, numbers, bound_ns)), self._timeline
+
+    def _numbers(self, tasks: Tasks, order: str) -> Array:
+        """Return the numbers that the order's policy gives to communications; valid until the next run."""
+        devices = len(self.builder.topology.devices)
+        if order != "priority":
+            policy = {"priority-tic": tic_of, "priority-tac": tac_of}[order]
+            return policy(tasks, self.task_count, devices)
+        if len(self._bucket_T) < self.task_count:
+            self._priority_T, self._bucket_T = (np.zeros(2 * self.task_count, np.int64) for _ in range(2))
+        if self._positions is None:
+            self._positions = positions(self.builder.store.wiring)
+        number_by_position(self.task_count, tasks, devices, self._positions, self._priority_T, self._bucket_T)
+        return self._priority_T
+
+
+def _new_groups(builder: TaskGraphBuilder, recomputation: Recomputation) -> Groups:
+    operators = len(builder.graph.operators)
+    first, last = np.full(operators, -1, np.int64), np.arange(operators)
+    ended = np.zeros(operators, np.int64)
+    for group in recomputation:
+        first[group.last] = group.first
+        last[group.first : group.last + 1] = group.last
+        ended[group.last + 1 :] += 1
+    return Groups(np.array(group_numbers(builder.graph, recomputation), np.int64), first, last, ended)
+
+
+def _new_again(layout: Layout) -> Array:
+    groups = int(layout.groups.of_O.max(initial=-1)) + 1
+    return np.zeros((2, groups, len(layout.builder.topology.devices)), np.int64)
+
+
+def _new_tasks(tasks: int, dependencies: int) -> Tasks:
+    return Tasks(
+        kind=np.zeros(tasks, np.int64),
+        run_ns=np.zeros(tasks, np.int64),
+        hold=np.zeros(tasks, np.int64),
+        origin=np.zeros(tasks, np.int64),
+        subject=np.zeros(tasks, np.int64),
+        part=np.zeros(tasks, np.int64),
+        size_bytes=np.zeros(tasks, np.int64),
+        pred_ptr=np.zeros(tasks + 1, np.int64),
+        pred=np.zeros(dependencies, np.int64),
+    )
+
+
+def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
+    """Return room for that many buckets, entries of weights in them, and holds that they are of."""
+    return Buckets(
+        hold=np.zeros(buckets, np.int64),
+        size_bytes=np.zeros(buckets, np.int64),
+        after=np.zeros(buckets, np.int64),
+        first_entry=np.zeros(buckets, np.int64),
+        last_entry=np.zeros(buckets, np.int64),
+        entry_weight=np.zeros(entries, np.int64),
+        entry_next=np.zeros(entries, np.int64),
+        filling=np.zeros(holds, np.int64),
+        order=np.zeros(buckets, np.int64),
+        sharing=np.zeros(buckets, np.int64),
+        gather=np.zeros(buckets, np.int64),
+        counts=np.zeros(2, np.int64),
+    )
+
+
+def buckets_for(holds: Holds, buckets: Buckets) -> Buckets:
+    """Return room for buckets of all holds: `buckets` themselves, where they have it."""
+    if len(buckets.filling) >= len(holds.origin):
+        return buckets
+    return new_buckets(len(buckets.hold), len(buckets.entry_weight), 2 * len(holds.origin))
+
+
+def more_buckets(buckets: Buckets) -> Buckets:
+    """Return room for twice as many buckets and entries."""
+    return new_buckets(2 * len(buckets.hold), 2 * len(buckets.entry_weight), len(buckets.filling))
+
+
+def new_gathers(layout: Layout, gathers: int) -> Gathers:
+    """Return room for that many gathers of weights."""
+    wiring = layout.builder.store.wiring
+    operators, devices = len(layout.configurations), len(layout.builder.topology.devices)
+    return Gathers(
+        hold=np.zeros(gathers, np.int64),
+        size_bytes=np.zeros(gathers, np.int64),
+        operator=np.zeros(gathers, np.int64),
+        task=np.zeros(gathers, np.int64),
+        first_2O=np.zeros((2, operators), np.int64),
+        last_2O=np.zeros((2, operators), np.int64),
+        weight_2W=np.full((2, wiring.weight_count), -1, np.int64),
+        latest_D=np.full(devices, -1, np.int64),
+        blocked_D=np.full(devices, -1, np.int64),
+        reduced_D=np.full(devices, -1, np.int64),
+        counts=np.zeros(2, np.int64),
+    )
+
+
+def _new_scratch(layout: Layout, tasks: int, assemblies: int, collectives: int) -> Scratch:
+    operators = len(layout.configurations)
+    values = len(layout.builder.store.value_classes)
+    devices = len(layout.builder.topology.devices)
+    return Scratch(
+        task_base=np.zeros(operators + 1, np.int64),
+        assembly_base=np.zeros(values + 1, np.int64),
+        active=np.zeros(tasks, np.int64),
+        last_reader=np.zeros(assemblies, np.int64),
+        operator_active=np.zeros(operators, np.int64),
+        forward_base=np.zeros(operators, np.int64),
+        backward_task=np.zeros(tasks, np.int64),
+        transfer_base=np.zeros(values, np.int64),
+        gradient_base=np.zeros(assemblies, np.int64),
+        collective_base=np.zeros(values + 1, np.int64),
+        collective_after=np.zeros(collectives, np.int64),
+        collective_task=np.zeros(collectives, np.int64),
+        gradient_collective=np.zeros(collectives, np.int64),
+        elements_D=np.zeros(devices, np.int64),
+        memory_D=np.zeros(devices, np.int64),
+        again_2GD=_new_again(layout),
+        counts=np.zeros(2, np.int64),
+    )

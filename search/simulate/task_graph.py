@@ -1,0 +1,343 @@
+"""The task graph of one training step: `graph.plan`'s order, with durations, in flat arrays.
+
+Tasks stand in program order, and a dependency always points backwards:
+
+    forward of every operator that the loss depends on: its tasks, then the collectives of its outputs, then a
+        transfer for every remote piece of every assembly that no collective serves;
+    backward in reverse: the tasks that have a backward, then the collectives and the transfers of the gradients that
+        are now complete, then the all-reduces of the buckets that are now full; before the last operator of a group
+        that is made again, the forward tasks of the group that have a backward, once more;
+    forward of the operators that only renew buffers, likewise; the collectives and the transfers that renew buffers;
+    one update for each device that updates weights; an all-gather for each bucket of which the update was shared.
+
+Before an operator that is the first to read weights kept in shares, one of several whose weights are gathered together,
+stand the all-gathers of the next such group (before the first of them also its own); in the backward those before the
+last readers, likewise.
+
+A forward task waits for all pieces of what it reads; a collective for all tasks that put something into it; a
+backward task for its own forward and for the gradients of all assemblies that it feeds; the gradient of an assembly
+for the backward of all its readers; an all-reduce of a bucket for the backward of all readers of its weights on its
+devices; an update for the all-reduces of buckets and for the backwards of its device. A forward or backward task waits
+for the gathers of what it reads, a gather for what its devices have computed so far. A forward task that is made again
+waits for what its device computes before it: what it reads is there. Its backward waits for it. The sum of a bucket
+whose gradients are shared waits for the one before on its devices, and so does all that these devices compute in the
+backward after it: no device has more than two of them in its hands. The gather of updated shares waits for the
+updates.
+
+Source: FlexFlow (arXiv:1807.05358) section 5.1, with forward, backward, gradient transfers, collectives and
+updates apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graph.collectives import CollectiveKind
+from graph.operators import OperatorGraph
+from graph.plan import BUCKET_BYTES
+from graph.strategy import Sharding, Strategy
+from graph.topology import Topology
+from graph.training import OPTIMIZER_STATE, Training
+from search.cost.calls_to_profile import LocalCalls, rule_calls
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
+
+if TYPE_CHECKING:
+    from search.kernels.records import Holds, Machines, Tasks
+    from search.simulate.strategy_state import Layout
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class TaskKind(IntEnum):
+    """What a task does; the values are those of `TaskGraph.kind_T`."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    TRANSFER = 2
+    GRADIENT_TRANSFER = 3
+    BUFFER_TRANSFER = 4
+    SYNCHRONIZE = 5
+    UPDATE = 6
+    COLLECTIVE = 7
+    GRADIENT_COLLECTIVE = 8
+    BUFFER_COLLECTIVE = 9
+    FORWARD_GATHER = 10
+    BACKWARD_GATHER = 11
+    UPDATE_GATHER = 12
+    RECOMPUTE = 13
+
+
+COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE, TaskKind.RECOMPUTE)
+
+
+_ABOUT_BUCKETS = {TaskKind.SYNCHRONIZE: "bucket", TaskKind.UPDATE_GATHER: "weights of bucket"}
+_ABOUT_WEIGHTS = {
+    **_ABOUT_BUCKETS,
+    TaskKind.FORWARD_GATHER: "weights for forward of",
+    TaskKind.BACKWARD_GATHER: "weights for backward of",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TaskGraph:
+    """Tasks in program order, as flat arrays (T tasks, E dependencies, D devices).
+
+    kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.cost.cost_table.ORIGINS`.
+    hold_T: what the task holds, see `resources`.
+    subject_T: the operator of a forward (also one made again) or backward or before which weights are gathered, the
+        value of a transfer or collective (renewed buffers after the values that operators make), the bucket of its sum
+        or of the gather after its update, the device of an update.
+    part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
+    size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
+    pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
+    contention_ppm_D: by how much communication slows compute, in parts per million.
+    peak_memory_D: bytes, see `search.simulate.simulator.Simulation`.
+    """
+
+    graph: OperatorGraph
+    topology: Topology
+    kind_T: IntArray
+    run_ns_T: IntArray
+    hold_T: IntArray
+    origin_T: IntArray
+    subject_T: IntArray
+    part_T: IntArray
+    size_bytes_T: IntArray
+    pred_ptr_T1: IntArray
+    pred_E: IntArray
+    contention_ppm_D: IntArray
+    peak_memory_D: IntArray
+    holds: Holds
+
+    @property
+    def task_count(self) -> int:
+        """Number of tasks."""
+        return len(self.kind_T)
+
+    @property
+    def resource_count(self) -> int:
+        """Number of devices and links."""
+        return len(self.topology.devices) + len(self.topology.links)
+
+    @property
+    def flat(self) -> Tasks:
+        """The tasks as kernels take them."""
+        from search.kernels.records import Tasks
+
+        return Tasks(
+            self.kind_T,
+            self.run_ns_T,
+            self.hold_T,
+            self.origin_T,
+            self.subject_T,
+            self.part_T,
+            self.size_bytes_T,
+            self.pred_ptr_T1,
+            self.pred_E,
+        )
+
+    def resources(self, task: int) -> tuple[int, ...]:
+        """Return what a task holds while it runs: a device, or links (numbered after the devices)."""
+        hold = self.hold_T[task]
+        found = self.holds.resource[self.holds.resource_ptr[hold] : self.holds.resource_ptr[hold + 1]]
+        return tuple(found.tolist())
+
+    def ends(self, task: int) -> tuple[int, ...]:
+        """Return the devices of a task: its own, (source, destination), or those of a collective."""
+        hold = self.hold_T[task]
+        if hold < len(self.topology.devices):
+            return (int(hold),)
+        found = self.holds.end[self.holds.end_ptr[hold] : self.holds.end_ptr[hold + 1]]
+        return tuple(found.tolist())
+
+    def operation(self, task: int) -> CollectiveKind | None:
+        """Return which collective a task is, the all-reduce of a bucket among them; None for other tasks."""
+        code = int(self.holds.operation[self.hold_T[task]])
+        return COLLECTIVE_KINDS[code] if code >= 0 else None
+
+    def resource_names(self) -> list[str]:
+        """Return the names of all resources."""
+        devices = [f"device {device.index}" for device in self.topology.devices]
+        return [*devices, *(link.name for link in self.topology.links)]
+
+    def names(self, tasks: Sequence[int] | None = None) -> list[str]:
+        """Return names for reports, such as "backward conv1[3]", of some tasks or of all."""
+        from search.simulate.arrays import operator_values
+
+        operators = [operator.name for operator in self.graph.operators]
+        values = [value.name for value in operator_values(self.graph)]
+        values += [buffer for buffer, _ in self.graph.buffer_updates]
+        chosen = range(self.task_count) if tasks is None else tasks
+        return [self._name(task, operators, values) for task in chosen]
+
+    def _name(self, task: int, operators: Sequence[str], values: Sequence[str]) -> str:
+        kind = TaskKind(int(self.kind_T[task]))
+        subject = int(self.subject_T[task])
+        ends = self.ends(task)
+        if kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE):
+            return f"{kind.name.lower()} {operators[subject]}[{int(self.part_T[task])}]"
+        if kind is TaskKind.UPDATE:
+            return f"update device {subject}"
+        operation = self.operation(task)
+        if kind in _ABOUT_WEIGHTS and operation is not None:
+            over = ", ".join(str(device) for device in ends)
+            named = str(subject) if kind in _ABOUT_BUCKETS else operators[subject]
+            return f"{operation.value} {_ABOUT_WEIGHTS[kind]} {named} over {over}"
+        if operation is not None:
+            of = {"COLLECTIVE": "", "GRADIENT_COLLECTIVE": "gradient of ", "BUFFER_COLLECTIVE": "new "}[
+                kind.name
+            ]
+            over = ", ".join(str(device) for device in ends)
+            return f"{operation.value} {of}{values[subject]} over {over}"
+        what = {"TRANSFER": "send", "GRADIENT_TRANSFER": "send gradient of", "BUFFER_TRANSFER": "renew"}[
+            kind.name
+        ]
+        return f"{what} {values[subject]} {ends[0]}->{ends[1]}"
+
+
+class TaskGraphBuilder:
+    """Builds task graphs of one graph on one topology; memo units are shared by all its layouts.
+
+    Raises:
+        CostError: later, where a local call has no cost.
+    """
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostTable,
+        training: Training,
+        *,
+        links: LinkCosts | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        local_calls: LocalCalls | None = None,
+    ) -> None:
+        from search.simulate.arrays import contention_ppm
+        from search.simulate.fragment_cache import UnitStore
+
+        self.graph = graph
+        self.topology = topology
+        self.training = training
+        self.bucket_bytes = bucket_bytes
+        self.links = links if links is not None else LinkCosts()
+        calls = local_calls if local_calls is not None else rule_calls()
+        self.store = UnitStore(graph, topology, costs, self.links, calls)
+        self.state_tensors = OPTIMIZER_STATE[training.optimizer]
+        self.contention_ppm_D = contention_ppm(topology)
+        self.capacity_bytes_D = np.array(
+            [topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64
+        )
+        self.costs = costs
+        self._find_touched()
+
+    def _find_touched(self) -> None:
+        """Find, for each operator, the values and static tensors whose units its configuration changes."""
+        values: list[list[int]] = [[] for _ in self.graph.operators]
+        statics: list[list[int]] = [[] for _ in self.graph.operators]
+        for place, of in enumerate(self.store.value_classes):
+            for index in dict.fromkeys((of.producer.operator, *(port.operator for port in of.readers))):
+                values[index].append(place)
+        for place, static in enumerate(self.store.static_classes):
+            for index in dict.fromkeys(port.operator for port in static.readers):
+                statics[index].append(place)
+        self.touched_values = values
+        self.touched_statics = statics
+
+    def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
+        """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
+        seconds_D, origin_D = self._update_costs
+        # The same expression as `search.cost.cost_table.nanoseconds`.
+        run_ns_D = (elements_D * seconds_D * 1e9 + 0.5).astype(np.int64)
+        return run_ns_D, np.where(elements_D > 0, origin_D, 0)
+
+    @property
+    def update_s_D(self) -> IntArray:  # noqa: N802 - the shape suffix
+        """Seconds in which each device updates one element."""
+        return self._update_costs[0]
+
+    @cached_property
+    def _update_costs(self) -> tuple[IntArray, IntArray]:
+        optimizer, dtype = self.training.optimizer, self.graph.weight_dtype
+        found = [self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices]
+        return (
+            np.array([seconds for seconds, _ in found], np.float64),
+            np.array([origin for _, origin in found], np.int64),
+        )
+
+    @cached_property
+    def machines(self) -> Machines:
+        """What simulations without a task graph know of the devices."""
+        from search.kernels.records import Machines
+
+        return Machines(self.contention_ppm_D, self.capacity_bytes_D, self.update_s_D)
+
+    def layout(self, strategy: Strategy) -> Layout:
+        """Return a layout of a validated strategy."""
+        from search.simulate.strategy_state import Layout
+
+        return Layout(self, strategy.configurations, self.sharding(strategy), strategy.recomputation)
+
+    def sharding(self, strategy: Strategy) -> tuple[Sharding, ...]:
+        """Return what is shared of each weight."""
+        return tuple(strategy.sharding_of(number) for number in range(len(self.graph.weights)))
+
+    def build(self, strategy: Strategy) -> TaskGraph:
+        """Return the task graph of a validated strategy."""
+        layout = self.layout(strategy)
+        tasks, holds = layout.assemble()
+        count = layout.task_count
+        return TaskGraph(
+            graph=self.graph,
+            topology=self.topology,
+            **_sliced(tasks, count),
+            contention_ppm_D=self.contention_ppm_D,
+            peak_memory_D=layout.peak_memory_D.copy(),
+            holds=type(holds)(*(array.copy() for array in holds)),
+        )
+
+
+def _sliced(tasks: Tasks, count: int) -> Mapping[str, IntArray]:
+    last = tasks.pred_ptr[count]
+    return {
+        "kind_T": tasks.kind[:count].copy(),
+        "run_ns_T": tasks.run_ns[:count].copy(),
+        "hold_T": tasks.hold[:count].copy(),
+        "origin_T": tasks.origin[:count].copy(),
+        "subject_T": tasks.subject[:count].copy(),
+        "part_T": tasks.part[:count].copy(),
+        "size_bytes_T": tasks.size_bytes[:count].copy(),
+        "pred_ptr_T1": tasks.pred_ptr[: count + 1].copy(),
+        "pred_E": tasks.pred[:last].copy(),
+    }
+
+
+def build_task_graph(
+    graph: OperatorGraph,
+    strategy: Strategy,
+    topology: Topology,
+    costs: CostTable,
+    training: Training,
+    *,
+    links: LinkCosts | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    local_calls: LocalCalls | None = None,
+) -> TaskGraph:
+    """Return the task graph of a strategy.
+
+    Raises:
+        StrategyError: the strategy does not fit the graph or the topology.
+        CostError: a local call has no cost.
+    """
+    strategy.validate(graph, len(topology.devices))
+    builder = TaskGraphBuilder(
+        graph, topology, costs, training, links=links, bucket_bytes=bucket_bytes, local_calls=local_calls
+    )
+    return builder.build(strategy)

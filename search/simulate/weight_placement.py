@@ -1,0 +1,163 @@
+"""Which devices hold what of a weight, buffer or input, and which of its cells several hold.
+
+As `graph.holdings` says, for whole arrays of devices. What is held depends on which regions are needed by somebody,
+and these recur: devices come in last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from graph.holdings import cells, cover
+from graph.intervals import Region, shape, volume
+from search.simulate.regions import IntArray, Regions, Side
+
+# More regions than there ever are.
+REGIONS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCell:
+    """Elements of a weight that the same holders have: the places of what these hold, and its region."""
+
+    places: tuple[int, ...]
+    region: Region
+    elements: int
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return its sizes."""
+        return shape(self.region)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What is held, by place: elements of each, and the cells; whether no cell is in several."""
+
+    elements: IntArray
+    cells: tuple[HeldCell, ...]
+    is_apart: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCell:
+    """A cell that several devices (ascending) hold; `sizes` gives its sizes, which few ask for."""
+
+    devices: IntArray
+    elements: int
+    sizes: Callable[[], tuple[int, ...]]
+
+
+class Holders:
+    """All that was held so far, over regions by their numbers."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the regions have other numbers now."""
+        self._held: dict[bytes, Held] = {}
+        self._covers: dict[tuple[int, ...], int] = {}
+
+    def covered(self, codes: IntArray) -> IntArray:
+        """Return what devices hold that need so much: distinct codes, device * `REGIONS` + region, ascending."""
+        device = codes // REGIONS
+        is_next = device[1:] != device[:-1]
+        if is_next.all():
+            return codes
+        starts = np.flatnonzero(np.concatenate(([True], is_next)))
+        held = codes[starts]
+        stops = np.append(starts[1:], len(codes))
+        regions = codes % REGIONS
+        for place in np.flatnonzero(stops - starts > 1).tolist():
+            needed = tuple(regions[starts[place] : stops[place]].tolist())
+            known = self._covers.get(needed)
+            if known is None:
+                found = cover([self._regions.region(number) for number in needed])
+                known = self._covers[needed] = self._regions.number(found)
+            held[place] = device[starts[place]] * REGIONS + known
+        return held
+
+    def by_rows(self, devices: IntArray, side: Side) -> tuple[IntArray, IntArray, list[SharedCell]]:
+        """Return what `find` does, of tasks on different devices that read regions that have nothing in common."""
+        rows = side.rows
+        order = np.argsort(devices)
+        holders, row = devices[order], side.row[order]
+        if len(rows.elements) == 1:
+            elements = np.repeat(rows.elements, len(holders))
+            whole = SharedCell(holders, int(elements[0]), partial(rows.sizes, 0))
+            return holders, elements, [whole] if len(holders) > 1 else []
+        elements = rows.elements[row]
+        if len(rows.elements) == len(holders):
+            return holders, elements, []
+        # Of a row's the devices stay in order.
+        by_row = holders[np.argsort(row, kind="stable")]
+        bounds = np.bincount(row, minlength=len(rows.elements)).cumsum().tolist()
+        shared = [
+            SharedCell(by_row[first:last], held, partial(rows.sizes, place))
+            for place, (held, (first, last)) in enumerate(
+                zip(rows.elements.tolist(), itertools.pairwise([0, *bounds]), strict=True)
+            )
+            if last - first > 1
+        ]
+        return holders, elements, shared
+
+    def find(self, codes: IntArray) -> tuple[IntArray, IntArray, list[SharedCell]]:
+        """Return devices, elements of each, and the cells that several of them hold.
+
+        Args:
+            codes: as `covered` returns them, one for each device.
+        """
+        devices, regions = np.divmod(codes, REGIONS)
+        if len(codes) == 0:
+            return devices, devices, []
+        if (regions == regions[0]).all():
+            held = self._hold(regions[:1])
+            shared = [
+                SharedCell(devices, cell.elements, cell.sizes) for cell in held.cells if len(devices) > 1
+            ]
+            return devices, np.repeat(held.elements, len(devices)), shared
+        # Of equal ones the devices stay in order.
+        order = np.argsort(regions, kind="stable")
+        by_place, ordered = devices[order], regions[order]
+        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        held = self._hold(ordered[starts])
+        sizes = np.diff(starts, append=len(codes))
+        elements = np.empty(len(codes), np.int64)
+        elements[order] = np.repeat(held.elements, sizes)
+        if held.is_apart and len(starts) == len(codes):
+            return devices, elements, []
+        shared = []
+        bounds = [*starts.tolist(), len(codes)]
+        for cell in held.cells:
+            if len(cell.places) == 1:
+                place = cell.places[0]
+                members = by_place[bounds[place] : bounds[place + 1]]
+            else:
+                members = np.sort(
+                    np.concatenate([by_place[bounds[place] : bounds[place + 1]] for place in cell.places])
+                )
+            if len(members) > 1:
+                shared.append(SharedCell(members, cell.elements, cell.sizes))
+        return devices, elements, shared
+
+    def _hold(self, numbers: IntArray) -> Held:
+        """Return what is held where these distinct regions are, each at a place of its own."""
+        key = numbers.tobytes()
+        known = self._held.get(key)
+        if known is None:
+            held = {place: self._regions.region(number) for place, number in enumerate(numbers.tolist())}
+            found = []
+            for cell in cells(held):
+                found.append(HeldCell(cell.devices, cell.region, volume(cell.region)))
+            known = self._held[key] = Held(
+                np.array([volume(region) for region in held.values()], np.int64),
+                tuple(found),
+                all(len(cell.places) == 1 for cell in found),
+            )
+        return known

@@ -1,0 +1,1 @@
+"""The space of strategies: groups of operators, configurations and placements, baselines and hybrids."""

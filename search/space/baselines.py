@@ -1,0 +1,378 @@
+"""Strategies that need no search: what others do by default, and random ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from graph.aliasing import base_name
+from graph.axes import AxisKind, Degrees, coordinates
+from graph.operators import Operator, OperatorGraph
+from graph.strategy import Configuration, Sharding, Strategy, stays_whole
+from search.space.configurations import random_configuration
+from search.space.groups import NO_AXIS, find_groups, follow, shared_axes
+
+FULLY_CONNECTED = frozenset({"linear", "addmm", "mm"})
+ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})
+
+
+def first_axis(operator: Operator, kind: AxisKind) -> int | None:
+    """Return the first axis of a kind, or None."""
+    for index, axis in enumerate(operator.space.axes):
+        if axis.kind is kind:
+            return index
+    return None
+
+
+def split(operator: Operator, axis: int, degree: int) -> Configuration:
+    """Return a configuration that splits one axis over the first devices, as far as its size allows."""
+    size = operator.space.axes[axis].size
+    parts = min(degree, size)
+    degrees = tuple(parts if index == axis else 1 for index in range(len(operator.space.axes)))
+    return Configuration(degrees, tuple(range(parts)))
+
+
+def whole(operator: Operator, device: int = 0) -> Configuration:
+    """Return the configuration of one task on one device."""
+    return Configuration(ones(operator), (device,))
+
+
+def ones(operator: Operator) -> Degrees:
+    """Return the degrees of a single task."""
+    return (1,) * len(operator.space.axes)
+
+
+def single_device(graph: OperatorGraph, device: int = 0) -> Strategy:
+    """Return the strategy that runs everything on one device."""
+    return Strategy(graph.digest, tuple(whole(operator, device) for operator in graph.operators))
+
+
+def data_parallel(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return data parallelism, as DistributedDataParallel does it.
+
+    Every operator is split by its sample axis, as far as its size allows. Of those without one, scalars (the
+    division of a loss by its count) are computed on device 0, the others (running statistics, functions of
+    weights) by every device that has samples.
+    """
+    return Strategy(graph.digest, tuple(_data_parallel(graph, device_count)))
+
+
+def shared(graph: OperatorGraph, strategy: Strategy, level: Sharding) -> Strategy:
+    """Return a strategy whose weights are all shared by those that hold the same elements.
+
+    Weights that something reads after the backward are never kept in shares: of them the optimizer is shared.
+    """
+    whole = stays_whole(graph)
+    levels = (
+        Sharding.OPTIMIZER if level is Sharding.PARAMETERS and weight.name in whole else level
+        for weight in graph.weights
+    )
+    return replace(strategy, sharding=tuple(levels))
+
+
+def zero(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return data parallelism that shares gradients, optimizer state and the update.
+
+    Source: ZeRO (arXiv:1910.02054), stage 2.
+    """
+    return shared(graph, data_parallel(graph, device_count), Sharding.OPTIMIZER)
+
+
+def fsdp(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return data parallelism that shares the weights as well, and gathers them where they are read.
+
+    Sources: ZeRO (arXiv:1910.02054), stage 3; PyTorch FSDP (arXiv:2304.11277).
+    """
+    return shared(graph, data_parallel(graph, device_count), Sharding.PARAMETERS)
+
+
+def _data_parallel(graph: OperatorGraph, device_count: int) -> list[Configuration]:
+    sample_axes = [first_axis(operator, AxisKind.SAMPLE) for operator in graph.operators]
+    sizes = [
+        operator.space.axes[axis].size
+        for operator, axis in zip(graph.operators, sample_axes, strict=True)
+        if axis is not None
+    ]
+    width = min(device_count, max(sizes, default=1))
+    configurations = []
+    for operator, axis in zip(graph.operators, sample_axes, strict=True):
+        if axis is not None:
+            configurations.append(split(operator, axis, width))
+        elif all(spec.shape == () for spec in graph.output_specs(operator)):
+            configurations.append(whole(operator))
+        else:
+            configurations.append(Configuration((*ones(operator)[:-1], width), tuple(range(width))))
+    return configurations
+
+
+def expert(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return the experts' strategy: fully connected layers by output channel, all else data parallel.
+
+    Source: "One weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997).
+    """
+    configurations = _data_parallel(graph, device_count)
+    for group in find_groups(graph):
+        head = graph.operators[group.head]
+        channel = first_axis(head, AxisKind.PARAMETER)
+        if base_name(head.target) in FULLY_CONNECTED and channel is not None:
+            for index, configuration in follow(group, split(head, channel, device_count)).items():
+                configurations[index] = configuration
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def random_strategy(graph: OperatorGraph, device_count: int, rng: np.random.Generator) -> Strategy:
+    """Return a strategy with a random legal configuration of every head, which the other operators follow."""
+    chosen: dict[int, Configuration] = {}
+    for group in find_groups(graph):
+        configuration = random_configuration(graph.operators[group.head], device_count, rng)
+        chosen.update(follow(group, configuration))
+    return Strategy(graph.digest, tuple(chosen[index] for index in range(len(graph.operators))))
+
+
+def megatron(graph: OperatorGraph, tensor_degree: int, data_degree: int = 1) -> Strategy:
+    """Return Megatron's strategy on `data_degree` x `tensor_degree` devices, tensor parallel ranks side by side.
+
+    A linear layer whose input arrives split along what it contracts is split by rows (a partial sum, all-reduced in
+    place), any other by columns; attention is split by heads, and so is what projects to them; embeddings are split
+    by the vocabulary; all else, and what the degree does not divide, is computed by every rank of its samples.
+
+    Source: Megatron-LM (arXiv:1909.08053) section 3.
+    """
+    groups = find_groups(graph)
+    follows = {member.operator: (group.head, member.axes) for group in groups for member in group.members}
+    configurations: dict[int, Configuration] = {}
+    chosen: dict[int, int | None] = {}
+    wanted = _wanted_columns(graph, follows)
+    for group in sorted(groups, key=lambda one: one.head):
+        operator = graph.operators[group.head]
+        axis = wanted.get(group.head)
+        if axis is None:
+            axis = _megatron_axis(graph, group.head, follows, chosen)
+        if axis is not None and operator.space.axes[axis].size % tensor_degree:
+            axis = None
+        chosen[group.head] = axis
+        configurations |= follow(group, _on_two_dims(operator, axis, tensor_degree, data_degree))
+    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+
+
+# For an operator that follows a head: that head, and for each of its axes the head's (or NO_AXIS).
+Follows = dict[int, tuple[int, tuple[int, ...]]]
+
+
+def _head_axis(graph: OperatorGraph, reader: int, slot: int, axis: int, follows: Follows) -> tuple[int, int]:
+    """Return the head that an input comes from and its axis that equals `axis` of the reader; NO_AXIS for none."""
+    value = graph.operators[reader].inputs[slot]
+    if value not in graph.producer:
+        return NO_AXIS, NO_AXIS
+    producer = graph.producer[value][0]
+    theirs = shared_axes(graph, value, graph.operators[reader], slot)[axis]
+    head, axes = follows.get(producer, (producer, ()))
+    return head, axes[theirs] if axes and theirs != NO_AXIS else theirs
+
+
+def _wanted_columns(graph: OperatorGraph, follows: Follows) -> dict[int, int]:
+    """Return the axis of every projection that makes the heads of an attention."""
+    wanted = {}
+    for index, operator in enumerate(graph.operators):
+        axis = _heads_axis(operator)
+        if axis is not None:
+            for slot in range(3):
+                head, theirs = _head_axis(graph, index, slot, axis, follows)
+                if theirs != NO_AXIS:
+                    wanted[head] = theirs
+    return wanted
+
+
+def _heads_axis(operator: Operator) -> int | None:
+    """Return an attention's axis of heads, with grouped queries that of the groups; None for another operator."""
+    if base_name(operator.target) not in ATTENTIONS:
+        return None
+    return next(
+        (axis for axis, named in enumerate(operator.space.axes) if named.name.partition(".")[0] == "heads"),
+        None,
+    )
+
+
+def _megatron_axis(
+    graph: OperatorGraph, index: int, follows: Follows, chosen: dict[int, int | None]
+) -> int | None:
+    operator = graph.operators[index]
+    name = base_name(operator.target)
+    if name in ATTENTIONS:
+        return _heads_axis(operator)
+    if name == "embedding":
+        return first_axis(operator, AxisKind.REDUCTION)
+    if name == "cat":
+        return _arriving_axis(graph, index, AxisKind.ATTRIBUTE, follows, chosen)
+    if name != "linear":
+        return None
+    rows = _arriving_axis(graph, index, AxisKind.REDUCTION, follows, chosen)
+    return first_axis(operator, AxisKind.PARAMETER) if rows is None else rows
+
+
+def _arriving_axis(
+    graph: OperatorGraph, index: int, kind: AxisKind, follows: Follows, chosen: dict[int, int | None]
+) -> int | None:
+    """Return the axis of a kind along which an operator's first input arrives split; None for none."""
+    for axis, named in enumerate(graph.operators[index].space.axes):
+        if named.kind is kind:
+            head, theirs = _head_axis(graph, index, 0, axis, follows)
+            if theirs != NO_AXIS and chosen.get(head) == theirs:
+                return axis
+    return None
+
+
+def _on_two_dims(operator: Operator, axis: int | None, tensor_degree: int, data_degree: int) -> Configuration:
+    """Return a split of samples over the outer dim of a grid of devices, and of `axis` over the inner one."""
+    axes = operator.space.axes
+    replica = len(axes) - 1
+    sample = first_axis(operator, AxisKind.SAMPLE)
+    sample = replica if sample is None or axes[sample].size < data_degree else sample
+    inner = replica if axis is None else axis
+    degrees = [1] * len(axes)
+    degrees[sample] *= data_degree
+    degrees[inner] *= tensor_degree
+    devices = []
+    for point in coordinates(tuple(degrees)):
+        if sample == inner:
+            devices.append(point[sample])
+        else:
+            devices.append(point[sample] * tensor_degree + point[inner])
+    return Configuration(tuple(degrees), tuple(devices))
+
+
+def operator_placement(graph: OperatorGraph, device_count: int) -> Strategy:
+    """Return model parallelism without splitting: consecutive groups on one device after the other.
+
+    Every device gets about the same number of multiply-adds, counted as points of the iteration spaces.
+    """
+    groups = sorted(find_groups(graph), key=lambda group: group.head)
+    points = [sum(_points(graph.operators[index]) for index in group.operators) for group in groups]
+    total, before = sum(points), 0
+    configurations: dict[int, Configuration] = {}
+    for group, own in zip(groups, points, strict=True):
+        # By the middle of what a group does, so that a large one does not go to the device after its own.
+        device = min(device_count - 1, device_count * (2 * before + own) // (2 * total))
+        configurations |= follow(group, whole(graph.operators[group.head], device))
+        before += own
+    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+
+
+def _points(operator: Operator) -> int:
+    return prod(axis.size for axis in operator.space.axes if axis.kind is not AxisKind.REPLICA)
+
+
+# Of Stanza's devices, one in so many is for fully connected layers.
+STANZA_SHARE = 8
+
+
+def stanza(graph: OperatorGraph, device_count: int) -> Strategy | None:
+    """Return Stanza's strategy: fully connected layers on a few devices, all else data parallel on the others.
+
+    Both parts are data parallel; activations go from one to the other, in place of the large layers' gradients.
+    None where there are no such layers, or nothing else, or a single device.
+
+    Source: Stanza (arXiv:1812.10624).
+    """
+    few = max(1, device_count // STANZA_SHARE)
+    groups = find_groups(graph)
+    connected = [base_name(graph.operators[group.head].target) in FULLY_CONNECTED for group in groups]
+    if device_count < 2 or not any(connected) or all(connected):
+        return None
+    configurations = _data_parallel(graph, device_count - few)
+    for group, is_connected in zip(groups, connected, strict=True):
+        head = graph.operators[group.head]
+        sample = first_axis(head, AxisKind.SAMPLE)
+        if is_connected and sample is not None:
+            there = split(head, sample, few)
+            moved = tuple(device_count - few + device for device in there.devices)
+            for index, configuration in follow(group, Configuration(there.degrees, moved)).items():
+                configurations[index] = configuration
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def global_map(graph: OperatorGraph, kind: AxisKind, model_degree: int, data_degree: int = 1) -> Strategy:
+    """Return a map in the manner of Mesh-TensorFlow: one mesh, and one map of dims to its axes for all operators.
+
+    The mesh has `data_degree` rows and `model_degree` columns. Every operator splits its samples over the rows, and
+    its first axis of `kind` over the columns; what a column count does not divide is computed by all columns. No
+    tensor has two dims on one axis of the mesh.
+
+    Source: Mesh-TensorFlow (arXiv:1811.02084) section 3.
+    """
+    configurations = []
+    for operator in graph.operators:
+        axis = first_axis(operator, kind)
+        if axis is not None and operator.space.axes[axis].size % model_degree:
+            axis = None
+        configurations.append(_on_two_dims(operator, axis, model_degree, data_degree))
+    return Strategy(graph.digest, tuple(configurations))
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A strategy that others use, by the name that `--strategy` knows."""
+
+    name: str
+    strategy: Strategy
+
+
+# Up to so many devices the walk begins, and proposes, as the ablation on few devices found best.
+FEW_DEVICES = 64
+# More devices than this side by side are in several nodes of every topology that comes with Soapstone.
+LONGEST_ROW = 16
+
+
+def row_lengths(device_count: int) -> tuple[int, ...]:
+    """Return the degrees of tensor parallelism that are usual on so many devices, from 2 on: they divide them."""
+    return tuple(one for one in range(2, min(LONGEST_ROW, device_count) + 1) if device_count % one == 0)
+
+
+def starting_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
+    """Return the baselines that chains start from, each strategy once.
+
+    On many devices these are data parallelism and Megatron's strategies of few devices side by side: one device, or a
+    layer's channels over all, take hundreds of times as long there, and much of a search to be simulated.
+    """
+    if device_count <= FEW_DEVICES:
+        return usual_baselines(graph, device_count)
+    found = {data_parallel(graph, device_count): "data-parallel"}
+    for row in row_lengths(device_count):
+        found.setdefault(megatron(graph, row, device_count // row), f"megatron-{row}")
+    return tuple(Baseline(name, strategy) for strategy, name in found.items())
+
+
+def usual_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
+    """Return the baselines that every network has, and that chains start from on few devices."""
+    return (
+        Baseline("data-parallel", data_parallel(graph, device_count)),
+        Baseline("expert", expert(graph, device_count)),
+        Baseline("single-device", single_device(graph)),
+    )
+
+
+def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
+    """Return the baselines of a network on so many devices; of equal ones, the first."""
+    found = [
+        *usual_baselines(graph, device_count),
+        Baseline("operator-placement", operator_placement(graph, device_count)),
+    ]
+    if device_count > 1:
+        found += [Baseline("zero", zero(graph, device_count)), Baseline("fsdp", fsdp(graph, device_count))]
+    layered = stanza(graph, device_count)
+    if layered is not None:
+        found.append(Baseline("stanza", layered))
+    degrees = [degree for degree in range(2, device_count + 1) if device_count % degree == 0]
+    for degree in degrees:
+        found.append(Baseline(f"megatron-{degree}", megatron(graph, degree, device_count // degree)))
+    for kind in (AxisKind.PARAMETER, AxisKind.ATTRIBUTE, AxisKind.REDUCTION):
+        for degree in degrees:
+            rows = device_count // degree
+            strategy = global_map(graph, kind, degree, rows)
+            found.append(Baseline(f"mesh-{rows}x{degree}-{kind.value}", strategy))
+    first: dict[Strategy, Baseline] = {}
+    for one in found:
+        first.setdefault(one.strategy, one)
+    return tuple(first.values())

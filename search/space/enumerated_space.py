@@ -1,0 +1,129 @@
+"""Spaces that are listed: for every group of operators, the configurations that an exact algorithm chooses from.
+
+The whole space has, for every head, all degrees whose product is at most the number of devices, on all ordered lists
+of distinct devices: what the walk of `search.algorithms.mcmc` draws from. A compact space has fewer lists or fewer
+degrees; what was left out is said in its name. All other operators follow their heads (`search.space.groups`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import perm, prod
+
+from graph.axes import Axis, AxisKind, Degrees, tasks
+from graph.operators import Operator, OperatorGraph
+from graph.strategy import Configuration, Strategy
+from search.space.groups import Group, find_groups, follow
+from search.space.placements import strided_devices
+
+
+@dataclass(frozen=True)
+class Space:
+    """The configurations of every group's head, in the order of `groups`.
+
+    name: what the space is, for messages. whole: whether the walk can reach nothing else from a start within it.
+    """
+
+    graph: OperatorGraph
+    device_count: int
+    groups: tuple[Group, ...]
+    choices: tuple[tuple[Configuration, ...], ...]
+    name: str
+    whole: bool
+
+    @property
+    def size(self) -> int:
+        """Number of strategies."""
+        return prod(len(choices) for choices in self.choices)
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """For each operator, the place of its group."""
+        return {index: place for place, group in enumerate(self.groups) for index in group.operators}
+
+    def strategy(self, chosen: Sequence[int]) -> Strategy:
+        """Return the strategy that takes, of every group, the configuration of that number."""
+        found: dict[int, Configuration] = {}
+        for group, choices, number in zip(self.groups, self.choices, chosen, strict=True):
+            found |= follow(group, choices[number])
+        return Strategy(self.graph.digest, tuple(found[index] for index in range(len(self.graph.operators))))
+
+
+def all_degrees(operator: Operator, most: int) -> list[Degrees]:
+    """Return all degrees of an operator with at most `most` tasks, replicas among them; the single task first."""
+    found: list[Degrees] = [()]
+    for axis in operator.space.axes:
+        limit = _most_parts(axis, most)
+        found = [
+            (*degrees, degree)
+            for degrees in found
+            for degree in range(1, min(limit, most // tasks(degrees)) + 1)
+        ]
+    return found
+
+
+def _most_parts(axis: Axis, most: int) -> int:
+    return most if axis.kind is AxisKind.REPLICA else min(axis.size, most)
+
+
+def count_degrees(axes: Sequence[Axis], most: int) -> dict[int, int]:
+    """Return, by number of tasks up to `most`, how many degrees of some axes have so many; none is listed for it."""
+    found = {1: 1}
+    for axis in axes:
+        limit, before = _most_parts(axis, most), found
+        found = {}
+        for count, ways in before.items():
+            for degree in range(1, min(limit, most // count) + 1):
+                found[count * degree] = found.get(count * degree, 0) + ways
+    return found
+
+
+def count_whole(operator: Operator, device_count: int) -> int:
+    """Return how many configurations the whole space has for a head."""
+    counted = count_degrees(operator.space.axes, device_count)
+    return sum(ways * perm(device_count, count) for count, ways in counted.items())
+
+
+def whole_space(graph: OperatorGraph, device_count: int) -> Space:
+    """Return the whole space; its size is that of `count_whole`, multiplied."""
+
+    def choices(head: Operator) -> Iterator[Configuration]:
+        for degrees in all_degrees(head, device_count):
+            for devices in itertools.permutations(range(device_count), tasks(degrees)):
+                yield Configuration(degrees, devices)
+
+    return _space(graph, device_count, choices, "all degrees on all lists of devices", whole=True)
+
+
+def contiguous_space(graph: OperatorGraph, device_count: int) -> Space:
+    """Return all degrees that use 1 device, all of them, or a divisor of them, on lists of neighbours.
+
+    A list starts at any multiple of its length, so that lists of one length are the same or disjoint.
+    """
+
+    def choices(head: Operator) -> Iterator[Configuration]:
+        for degrees in all_degrees(head, device_count):
+            count = tasks(degrees)
+            if device_count % count == 0:
+                for start in range(0, device_count, count):
+                    yield Configuration(degrees, strided_devices(start, 1, count, device_count))
+
+    name = "all degrees on a divisor of the devices, on aligned lists of neighbours"
+    return _space(graph, device_count, choices, name, whole=False)
+
+
+def _space(
+    graph: OperatorGraph,
+    device_count: int,
+    choices: Callable[[Operator], Iterable[Configuration]],
+    name: str,
+    *,
+    whole: bool,
+) -> Space:
+    """Return the space in which every group's head has these choices."""
+    groups = find_groups(graph)
+    of_groups = tuple(tuple(choices(graph.operators[group.head])) for group in groups)
+    return Space(graph, device_count, groups, of_groups, name, whole=whole)
