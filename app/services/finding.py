@@ -16,7 +16,7 @@ from app.services.reusing import KnownStart
 from graph.errors import UsageError
 from graph.strategy import Strategy
 from profiler.pinning import usable_cores
-from search.algorithms import registry as algorithms
+from search.algorithms import registry
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
 from search.algorithms.registry import Context, Found
 from search.cost.calls_to_profile import rule_calls
@@ -136,7 +136,7 @@ def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tupl
             begun = True
 
         try:
-            return algorithms.run(plan.names, problem_of(setting), context, announce)
+            return registry.run(plan.names, problem_of(setting), context, announce)
         finally:
             if begun:
                 progress.end()

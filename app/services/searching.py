@@ -46,7 +46,7 @@ from app.services.reusing import KnownStart, given_starts, known_starts, start_o
 from graph.errors import UsageError
 from graph.strategy import Strategy, strategy_text
 from graph.training import Training
-from search.algorithms import registry as algorithms
+from search.algorithms import registry
 from search.algorithms.activation_checkpointing import recompute
 from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
 from search.algorithms.weight_sharding import share_weights
@@ -424,7 +424,7 @@ def _check_same(stored: SearchRecord, setting: Setting) -> None:
 
 def _algorithms(request: SearchRequest) -> tuple[str, ...]:
     """Return the algorithms of a search: at its end those that say which weights to share and what to make again."""
-    names = algorithms.parsed(request.algorithm)
+    names = registry.parsed(request.algorithm)
     for name, option, asked in (
         ("sharding", "--share-weights", request.share_weights),
         ("recomputation", "--recompute", request.recompute),
@@ -505,7 +505,7 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
             baseline_of, known = _baselines(store, setting, plan, progress)
             progress.end()
             found = find(store, setting, plan, progress)
-            best = _best(store, setting, plan, algorithms.best_of(found).strategy, baseline_of, known)
+            best = _best(store, setting, plan, registry.best_of(found).strategy, baseline_of, known)
             chains = [chain for one in found for chain in one.chains]
             shared = shared or best.digest in {one.digest for one in known if one.name in ("zero", "fsdp")}
             # Whoever interrupts a search does not wait for more.
@@ -579,7 +579,7 @@ def _recomputation(
     return recomputation_report(graph, strategy, made_again, kept)
 
 
-def _algorithm_report(found: algorithms.Found) -> AlgorithmReport:
+def _algorithm_report(found: registry.Found) -> AlgorithmReport:
     time_s = found.step_time_s if found.step_time_s < float("inf") else None
     return AlgorithmReport(found.algorithm, time_s, found.proposals, found.seconds, found.proven)
 

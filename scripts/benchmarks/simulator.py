@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from search.algorithms.mcmc import Chain
     from search.algorithms.moves import Moves
     from search.cost.cost_table import OperatorCost, Origin
-    from search.simulate.simulator import Order
+    from search.orders import Order
     from search.simulate.task_graph import TaskGraphBuilder
 
 TOPOLOGY, DEVICES_A_NODE = "p100-cluster", 4

@@ -23,11 +23,11 @@ from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Strategy
 from search.algorithms.greedy import Trial, Tried, require_one
 from search.algorithms.mcmc import Observer
-from search.evaluate.evaluator import Outcome
 from search.kernels.records import Array
+from search.orders import Order
+from search.outcome import Outcome
 from search.problem import Problem
 from search.simulate.saved_tensors import kept_outputs
-from search.simulate.simulator import Order
 from search.space.baselines import data_parallel, expert
 
 FEWEST_BLOCKS, MOST_BLOCKS = 4, 128

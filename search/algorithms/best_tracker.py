@@ -7,8 +7,8 @@ import numpy as np
 from graph.strategy import Strategy
 from search.algorithms.mcmc import Outcome, outcome
 from search.kernels.records import Array
+from search.orders import Order
 from search.problem import Problem
-from search.simulate.simulator import Order
 from search.simulate.strategy_state import Layout
 from search.simulate.task_graph import TaskGraphBuilder
 

@@ -17,8 +17,9 @@ from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.moves import Move, Moves, MoveShares
 from search.algorithms.proposal_log import ChainCheckpoint, Recorder, ResumedChain
-from search.evaluate.evaluator import NEVER_NS, Evaluation, Full, Outcome, evaluation
-from search.simulate.simulator import ORDERS, Order
+from search.evaluate.evaluator import Evaluation, Full, evaluation
+from search.orders import ORDERS, Order
+from search.outcome import NEVER_NS, Outcome
 from search.simulate.task_graph import TaskGraphBuilder
 
 POLISHING = "polishing"

@@ -26,8 +26,8 @@ from search.algorithms.optcnn import factors
 from search.bounds.critical_path import Paths
 from search.bounds.elimination import TooWide, minimize
 from search.bounds.partial_bound import Partial
+from search.orders import Order
 from search.problem import Problem, Tables
-from search.simulate.simulator import Order
 from search.space.enumerated_space import Space, contiguous_space, count_whole, whole_space
 from search.space.groups import find_groups
 

@@ -12,8 +12,8 @@ from graph.strategy import Strategy
 from search.algorithms.best_tracker import Best
 from search.algorithms.mcmc import Observer, Outcome
 from search.algorithms.optcnn import default_space
+from search.orders import Order
 from search.problem import Problem
-from search.simulate.simulator import Order
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.groups import follow
 

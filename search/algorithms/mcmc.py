@@ -36,6 +36,7 @@ from search.algorithms.chain import (
     resumed_chain,
     start_chain,
 )
+from search.algorithms.chain_worker import Walk
 from search.algorithms.moves import Moves
 from search.algorithms.proposal_log import (
     ChainCheckpoint,
@@ -49,9 +50,9 @@ from search.algorithms.proposal_log import (
 from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
-from search.evaluate.evaluator import Outcome, outcome
+from search.evaluate.evaluator import outcome
+from search.outcome import Outcome
 from search.parallel.gc_pause import leaving_alone_what_is_there
-from search.parallel.worker import Walk
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
@@ -123,8 +124,8 @@ def search(
     Chains that are resumed go on from where they were, and make the proposals that they would have made; starts
     and known strategies must be those of the search that was interrupted.
     Ctrl-C ends the search with what was found so far.
-    With several workers, as many processes walk the chains where that is quicker (`search.parallel.pool`): the result
-    is the same, and so is what is recorded of each chain.
+    With several workers, as many processes walk the chains where that is quicker (`search.algorithms.chain_pool`):
+    the result is the same, and so is what is recorded of each chain.
     A builder of the same graph, topology, costs, training and links keeps what was derived with it before.
 
     Raises:
@@ -289,7 +290,7 @@ def _walk(walk: Walk, chains: Sequence[Chain], recorder: Recorder, workers: int)
             pace_s = (now - began) / (chain.proposals - before)
             left_s = min(pace_s * sum(one.left for one in chains), walk.deadline - now)
             if count > 1 and left_s > WORKERS_PAY_S:
-                from search.parallel.pool import walk_apart
+                from search.algorithms.chain_pool import walk_apart
 
                 walk_apart(walk, chains, recorder, count)
                 return

@@ -23,8 +23,8 @@ from search.algorithms.mcmc import (
     outcome,
     search,
 )
+from search.orders import Order
 from search.problem import Problem
-from search.simulate.simulator import Order
 
 if TYPE_CHECKING:
     from search.algorithms.greedy import Tried

@@ -14,8 +14,8 @@ from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
 from search.algorithms.greedy import Trial, Tried, require_one
 from search.algorithms.mcmc import Observer
+from search.orders import Order
 from search.problem import Problem
-from search.simulate.simulator import Order
 from search.space.baselines import data_parallel, expert, fsdp, shared, zero
 
 

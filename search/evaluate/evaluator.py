@@ -6,30 +6,14 @@ Both say the same of every proposal, to the nanosecond.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from graph.strategy import Configuration
-from search.simulate.simulator import Order
+from search.orders import Order
+from search.outcome import NEVER_NS, Outcome
 
 if TYPE_CHECKING:
     from search.simulate.strategy_state import Layout, Undo
-
-# Beyond every makespan.
-NEVER_NS = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Outcome:
-    """What a strategy costs: bytes beyond the devices' memories come first, then nanoseconds."""
-
-    excess_bytes: int
-    step_time_ns: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step; infinite where the memory does not suffice."""
-        return self.step_time_ns / 1e9 if self.excess_bytes == 0 else float("inf")
 
 
 class Evaluation(Protocol):

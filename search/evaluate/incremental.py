@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from graph.strategy import Configuration
-from search.evaluate.evaluator import NEVER_NS, Outcome
 from search.evaluate.optimistic_bound import Relaxation
 from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.records import Checkpoints, Units, Versions
+from search.outcome import NEVER_NS, Outcome
 from search.simulate.strategy_state import Layout, Undo, buckets_for, more_buckets, new_buckets, new_gathers
 
 # About as many checkpoints; each holds the state of every device and link.

@@ -37,9 +37,9 @@ from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
 from search.kernels.update_tasks import lay_out_updates
+from search.orders import Order
 from search.parallel.fork import Forked, can_fork, fork
 from search.parallel.gc_pause import looking_seldom
-from search.simulate.simulator import Order
 
 LOCK_FILE = "compiling.lock"
 # Whoever holds a lock that long may have been stopped: what it is at is compiled here too.

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,10 +37,9 @@ from graph.training import Training
 from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import ORIGINS, CostTable, Origin
 from search.cost.link_costs import LinkCosts
+from search.orders import Order
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, build_task_graph
 
-Order = Literal["program", "fifo", "priority", "priority-tic", "priority-tac"]
-ORDERS: tuple[Order, ...] = get_args(Order)
 # What peak memory rests on: the sum that the search keeps, or a walk through the devices' programs.
 Account = Literal["sum", "walk"]
 IntArray = np.ndarray[Any, np.dtype[Any]]

@@ -10,7 +10,6 @@ import numpy as np
 from graph.recomputation import Recomputation, group_numbers
 from graph.strategy import Configuration, Sharding
 from search.cost.cost_table import ORIGIN_CODE
-from search.evaluate.evaluator import NEVER_NS
 from search.kernels.backward_tasks import lay_out_backward
 from search.kernels.derivation import count_tasks, find_activity, weigh
 from search.kernels.fifo_order import run_fifo_order
@@ -31,6 +30,7 @@ from search.kernels.records import (
     Units,
 )
 from search.kernels.update_tasks import lay_out_updates
+from search.outcome import NEVER_NS
 from search.simulate.priorities import positions, tac_of, tic_of
 
 if TYPE_CHECKING:

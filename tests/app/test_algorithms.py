@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.db.records import TASK_ORDERS
-from search.simulate.simulator import ORDERS
+from search.orders import ORDERS
 from tests.app.conftest import Command
 
 SEARCH = (

@@ -15,9 +15,9 @@ from app.services.models import ModelRequest, import_graph
 from app.services.predicting import Setting, find_target, prepare
 from app.services.progress import Silent
 from graph.training import Training
-from search.parallel import fork as forking
+from search.parallel import fork
 
-pytestmark = pytest.mark.skipif(not forking.can_fork(), reason="processes are copied on Linux alone")
+pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="processes are copied on Linux alone")
 
 
 @pytest.fixture(scope="module")

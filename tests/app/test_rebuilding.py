@@ -22,8 +22,7 @@ from app.services.recording import Codes
 from graph.axes import tasks
 from graph.errors import DamagedDataError, UsageError
 from graph.strategy import Configuration, Strategy
-from search.algorithms import mcmc
-from search.algorithms import proposal_log as proposals
+from search.algorithms import mcmc, proposal_log
 from search.algorithms.activation_checkpointing import everything
 from search.algorithms.moves import ONE_GROUP, Move, MoveShares, copied
 from search.evaluate.incremental import Delta
@@ -49,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints and chunks every few proposals, merged at once."""
-    monkeypatch.setattr(proposals, "BATCH", 7)
+    monkeypatch.setattr(proposal_log, "BATCH", 7)
     monkeypatch.setattr(trace, "FLUSH_ROWS", 10)
     monkeypatch.setattr(chunks, "FAN_IN", 3)
 

@@ -24,11 +24,9 @@ from app.services.machine import describe
 from graph.errors import RuntimeFailure
 from graph.rules import flops
 from profiler.devices import available_devices
-from search.algorithms import mcmc
-from search.algorithms import proposal_log as proposals
+from search.algorithms import chain_pool, mcmc, proposal_log
 from search.algorithms.moves import MoveShares
-from search.parallel import fork as forking
-from search.parallel import pool as parallel
+from search.parallel import fork
 from tests.app.conftest import Command
 from tests.app.walks import begin, read, rows, walk
 from tests.profiler.examples import matrix_product
@@ -39,7 +37,7 @@ DEVICES = 6
 FAR = MoveShares(alike=0.3, sharing=0.2, spread=0.3)
 WAIT_S = 60.0
 
-pytestmark = pytest.mark.skipif(not forking.can_fork(), reason="more than one process walks on Linux alone")
+pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="more than one process walks on Linux alone")
 
 
 @pytest.fixture
@@ -53,16 +51,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Processes are started after the first proposals, hand chains on when they can, and tell of few at a time."""
     numbers: list[int] = []
 
-    def fork_and_tell(serve: Any) -> forking.Forked:
-        forked = forking.fork(serve)
+    def fork_and_tell(serve: Any) -> fork.Forked:
+        forked = fork.fork(serve)
         numbers.append(forked.process)
         return forked
 
-    monkeypatch.setattr(parallel, "fork", fork_and_tell)
+    monkeypatch.setattr(chain_pool, "fork", fork_and_tell)
     monkeypatch.setattr(mcmc, "WORKERS_PAY_S", -1.0)
     monkeypatch.setattr(mcmc, "TURN", 3)
-    monkeypatch.setattr(parallel, "MOVING_PAYS_S", 0.0)
-    monkeypatch.setattr(proposals, "BATCH", 7)
+    monkeypatch.setattr(chain_pool, "MOVING_PAYS_S", 0.0)
+    monkeypatch.setattr(proposal_log, "BATCH", 7)
     return numbers
 
 

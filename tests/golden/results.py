@@ -26,7 +26,8 @@ from search.algorithms.activation_checkpointing import everything
 from search.algorithms.mcmc import ProposalBatch, SearchOptions, search
 from search.algorithms.moves import shares_for
 from search.cost.cost_table import CostTable
-from search.simulate.simulator import Order, simulate
+from search.orders import Order
+from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, fsdp, random_strategy, zero
 from search.space.placements import Origin
 from tests.search.builders import MadeUpCosts, cluster, random_anywhere

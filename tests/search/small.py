@@ -17,8 +17,8 @@ from search.algorithms.best_tracker import builder_of
 from search.algorithms.mcmc import Outcome, outcome
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
+from search.orders import Order
 from search.problem import Problem
-from search.simulate.simulator import Order
 from search.space.groups import find_groups, follow
 from tests.search.builders import GraphBuilder, MadeUpCosts, device_kind, local_calls
 

@@ -15,8 +15,9 @@ from graph.training import Training
 from search.bounds.lower_bound import Bound, best_times_bound, lower_bound, path_bound_ns, sizes_degrees
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import Lines, LinkCosts
+from search.orders import Order
 from search.problem import Problem
-from search.simulate.simulator import Order, simulate
+from search.simulate.simulator import simulate
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.enumerated_space import all_degrees
 from tests.runtime.strategies import seeds

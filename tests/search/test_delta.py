@@ -17,9 +17,10 @@ from search.algorithms.mcmc import STOPPED, Chain, SearchOptions, start_chain
 from search.algorithms.moves import Moves, MoveShares
 from search.algorithms.proposal_log import ProposalBatch, Recorder
 from search.cost.cost_table import CostTable
-from search.evaluate.evaluator import NEVER_NS, Evaluation, Full, Outcome, evaluation
+from search.evaluate.evaluator import Evaluation, Full, evaluation
 from search.evaluate.incremental import Delta, Mechanisms
-from search.simulate.simulator import Order
+from search.orders import Order
+from search.outcome import NEVER_NS, Outcome
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
 from search.space.baselines import data_parallel
 from tests.reference import policies

@@ -15,8 +15,8 @@ from search.algorithms.exhaustive import all_alike, default_space, exhaustive
 from search.bounds.critical_path import Paths
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
+from search.orders import Order
 from search.problem import Problem, Tables
-from search.simulate.simulator import Order
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.enumerated_space import contiguous_space, count_whole, whole_space
 from tests.runtime.strategies import seeds

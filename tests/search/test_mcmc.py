@@ -13,7 +13,7 @@ from graph.errors import CostError, StrategyError, UsageError
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
-from search.algorithms import proposal_log as proposals
+from search.algorithms import proposal_log
 from search.algorithms.mcmc import (
     STOPPED,
     Outcome,
@@ -299,7 +299,7 @@ def test_an_interrupt_while_a_batch_is_handed_over_waits_for_it(
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(proposals, "BATCH", 20)
+    monkeypatch.setattr(proposal_log, "BATCH", 20)
     record = Interrupted()
     before = signal.signal(number, interrupt)
     try:

@@ -19,21 +19,18 @@ import pytest
 from graph.calls import LocalCall
 from graph.errors import CostError, RuntimeFailure
 from graph.operators import OperatorGraph
-from search.algorithms import mcmc
-from search.algorithms import proposal_log as proposals
+from search.algorithms import chain_pool, chain_worker, mcmc, proposal_log
 from search.algorithms.mcmc import Chain, SearchOptions, SearchResult, search
 from search.algorithms.proposal_log import Observer
 from search.cost.cost_table import CostTable, OperatorCost, Origin
-from search.parallel import fork as forking
-from search.parallel import pool as parallel
-from search.parallel import worker
+from search.parallel import fork
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls, unrolled
 from tests.search.test_mcmc import TRAINING, Record
 
 WAIT_S = 60.0
 LONG = 10**8
 
-pytestmark = pytest.mark.skipif(not forking.can_fork(), reason="more than one process walks on Linux alone")
+pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="more than one process walks on Linux alone")
 
 
 @dataclass
@@ -52,16 +49,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """Looks on while processes are started, which is after a first turn of one proposal a chain."""
     found = Started()
 
-    def fork_and_tell(serve: Any) -> forking.Forked:
-        forked = forking.fork(serve)
+    def fork_and_tell(serve: Any) -> fork.Forked:
+        forked = fork.fork(serve)
         found.numbers.append(forked.process)
         return forked
 
-    monkeypatch.setattr(parallel, "fork", fork_and_tell)
+    monkeypatch.setattr(chain_pool, "fork", fork_and_tell)
     monkeypatch.setattr(mcmc, "WORKERS_PAY_S", -1.0)
     monkeypatch.setattr(mcmc, "TURN", 1)
     # Batches of few proposals, so that there are many.
-    monkeypatch.setattr(proposals, "BATCH", 20)
+    monkeypatch.setattr(proposal_log, "BATCH", 20)
     return found
 
 
@@ -157,20 +154,20 @@ def test_a_process_without_chains_gets_one(
     graph, options = branches(), SearchOptions(proposals=1200, chains=5, seed=4)
     record, expected = Record(), Record()
     one = run(graph, 1, options, expected)
-    step, hand_over = Chain.step, worker.Worker._hand_over
+    step, hand_over = Chain.step, chain_worker.Worker._hand_over
 
     def slow_step(walking: Chain, *arguments: Any) -> None:
         if walking.number % 2 == 0 and walking.proposals > 1 and not (tmp_path / "handed").exists():
             time.sleep(0.02)
         step(walking, *arguments)
 
-    def hand_over_and_tell(serving: worker.Worker) -> None:
+    def hand_over_and_tell(serving: chain_worker.Worker) -> None:
         hand_over(serving)
         (tmp_path / "handed").touch()
 
     monkeypatch.setattr(Chain, "step", slow_step)
-    monkeypatch.setattr(worker.Worker, "_hand_over", hand_over_and_tell)
-    monkeypatch.setattr(parallel, "MOVING_PAYS_S", 0.0)
+    monkeypatch.setattr(chain_worker.Worker, "_hand_over", hand_over_and_tell)
+    monkeypatch.setattr(chain_pool, "MOVING_PAYS_S", 0.0)
     two = run(graph, 2, options, record)
     assert (tmp_path / "handed").exists()
     assert two.chains == one.chains
@@ -313,18 +310,18 @@ def test_nobody_walks_while_a_cost_is_measured(started: Started) -> None:
 
 KILLED = """
 import sys
-from search.algorithms import mcmc
-from search.parallel import fork as forking, pool as parallel
+from search.algorithms import chain_pool, mcmc
 from search.algorithms.mcmc import SearchOptions, search
 from search.cost.cost_table import CostTable
 from tests.search.builders import MadeUpCosts, branches, devices, local_calls
 from tests.search.test_mcmc import TRAINING
 mcmc.WORKERS_PAY_S = -1.0
+forked_by = chain_pool.fork
 def fork(serve):
-    forked = forking.fork(serve)
+    forked = forked_by(serve)
     print(forked.process, flush=True)
     return forked
-parallel.fork = fork
+chain_pool.fork = fork
 search(branches(), devices(4), CostTable(MadeUpCosts()), TRAINING, SearchOptions(proposals=10**9, chains=3),
        local_calls=local_calls, workers=2)
 """
@@ -353,13 +350,13 @@ def test_no_process_outlives_a_search_that_is_killed() -> None:
 STOPPED = """
 import ctypes, os, signal, time
 from types import SimpleNamespace
-from search.parallel import fork as forking
+from search.parallel import fork
 system = ctypes.CDLL(None)
 def late(*arguments):
     time.sleep(0.5)
     return system.prctl(*arguments)
-forking.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=late))
-forked = forking.fork(lambda connection: connection.recv())
+fork.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=late))
+forked = fork.fork(lambda connection: connection.recv())
 os.kill(forked.process, signal.SIGSTOP)
 print(forked.process, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -411,7 +408,7 @@ def test_what_is_shared_with_a_process_stays_out_of_its_reach(tmp_path: Path) ->
             pipe.send((names, signal.getsignal(signal.SIGINT) == signal.SIG_IGN, file.fileno() in held))
             pipe.recv()
 
-        forked = forking.fork(serve)
+        forked = fork.fork(serve)
         names, ignores, has_file = forked.connection.recv()
         os.kill(forked.process, signal.SIGINT)
         os.kill(forked.process, signal.SIGTERM)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from graph.errors import UsageError
 from graph.strategy import Sharding
+from search.orders import Order
 from search.simulate.priorities import layer, tac, tic
-from search.simulate.simulator import Order, Simulation, simulate_tasks
+from search.simulate.simulator import Simulation, simulate_tasks
 from search.simulate.task_graph import TaskGraph
 from search.space.baselines import shared
 from tests.reference import policies as slow

@@ -14,8 +14,9 @@ from graph.topology import Topology
 from search.algorithms.activation_checkpointing import blocks, recompute
 from search.algorithms.mcmc import SearchOptions, search
 from search.cost.cost_table import CostTable
-from search.evaluate.evaluator import NEVER_NS, Full, evaluation
+from search.evaluate.evaluator import Full, evaluation
 from search.evaluate.incremental import Delta
+from search.outcome import NEVER_NS
 from search.problem import Problem
 from search.simulate.simulator import Simulation, simulate
 from search.simulate.strategy_state import Layout

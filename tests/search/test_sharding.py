@@ -17,10 +17,12 @@ from search.algorithms.weight_sharding import share_weights
 from search.bounds.lower_bound import best_times_bound
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import Lines, LinkCosts
-from search.evaluate.evaluator import NEVER_NS, Evaluation, Full, Outcome, evaluation
+from search.evaluate.evaluator import Evaluation, Full, evaluation
 from search.evaluate.incremental import Delta
+from search.orders import Order
+from search.outcome import NEVER_NS, Outcome
 from search.problem import Problem
-from search.simulate.simulator import Order, simulate
+from search.simulate.simulator import simulate
 from search.simulate.strategy_state import Layout
 from search.simulate.task_graph import build_task_graph
 from search.space.baselines import data_parallel, fsdp, shared, zero

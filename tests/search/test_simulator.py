@@ -16,8 +16,9 @@ from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
 from search.cost.link_costs import LinkCosts
 from search.kernels.records import Holds
+from search.orders import Order
 from search.simulate.arrays import operator_values
-from search.simulate.simulator import Order, Simulation, simulate, simulate_tasks
+from search.simulate.simulator import Simulation, simulate, simulate_tasks
 from search.simulate.task_graph import TaskGraph, TaskKind
 from search.space.baselines import data_parallel, single_device
 from tests.reference import simulate as reference

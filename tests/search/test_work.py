@@ -18,7 +18,7 @@ from graph.training import Training
 from profiler.estimate import Estimator, Observation, roofline_s, work_of
 from profiler.measure import Phase, phases
 from profiler.updates import update_call, update_s_per_element
-from search.bounds import lower_bound as bound
+from search.bounds import lower_bound
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
@@ -89,8 +89,8 @@ def step_ns(one: Problem, strategy: Strategy) -> int:
 
 def undivided(one: Problem, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bound where no cost is looked up."""
-    monkeypatch.setattr(bound, "MOST_TASKS", 0)
-    return bound.best_times_bound(one, most_calls=0).time_ns
+    monkeypatch.setattr(lower_bound, "MOST_TASKS", 0)
+    return lower_bound.best_times_bound(one, most_calls=0).time_ns
 
 
 @pytest.mark.parametrize("seed", seeds(2, 12))
@@ -100,7 +100,7 @@ def test_no_strategy_does_less_work(name: str, seed: int, monkeypatch: pytest.Mo
     graph, rng = imported(name), np.random.default_rng(seed)
     count = 2 if seed % 2 else 4
     one = problem(graph, count, measured(graph, count, rng) if seed else ())
-    whole_ns, least_ns = bound.best_times_bound(one).time_ns, undivided(one, monkeypatch)
+    whole_ns, least_ns = lower_bound.best_times_bound(one).time_ns, undivided(one, monkeypatch)
     assert least_ns > 0
     met = [data_parallel(graph, count), expert(graph, count), single_device(graph)]
     met += [random_strategy(graph, count, rng) for _ in range(6)]

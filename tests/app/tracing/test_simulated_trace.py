@@ -14,7 +14,8 @@ from app.services.tracing_chrome import chrome_trace
 from app.services.tracing_timeline import Slice, Timeline, simulated_timeline, with_waits
 from graph.training import Training
 from search.cost.cost_table import CostTable
-from search.simulate.simulator import Order, Simulation, simulate
+from search.orders import Order
+from search.simulate.simulator import Simulation, simulate
 from search.space.baselines import data_parallel
 from tests.app.tracing.trace_format import check_trace
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, random_anywhere

@@ -20,17 +20,7 @@ from typing import Any
 
 from graph.errors import RuntimeFailure
 from search.algorithms.chain import Chain
-from search.algorithms.proposal_log import (
-    ChainCheckpoint,
-    ProposalBatch,
-    Recorder,
-    ResumedChain,
-    SharedObserver,
-    undisturbed,
-)
-from search.evaluate.evaluator import Outcome
-from search.parallel.fork import Failed, Forked, fork
-from search.parallel.worker import (
+from search.algorithms.chain_worker import (
     AskedCosts,
     AskedUpdate,
     End,
@@ -45,6 +35,16 @@ from search.parallel.worker import (
     Written,
     part_of,
 )
+from search.algorithms.proposal_log import (
+    ChainCheckpoint,
+    ProposalBatch,
+    Recorder,
+    ResumedChain,
+    SharedObserver,
+    undisturbed,
+)
+from search.outcome import Outcome
+from search.parallel.fork import Failed, Forked, fork
 
 # A chain goes to another process only where what it leaves behind takes longer than this.
 MOVING_PAYS_S = 0.2

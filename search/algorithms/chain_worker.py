@@ -27,7 +27,7 @@ from search.algorithms.proposal_log import (
     WorkerObserver,
 )
 from search.cost.cost_table import CallCost, Met
-from search.evaluate.evaluator import Outcome
+from search.outcome import Outcome
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.placements import Origin
 
