@@ -11,18 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.trainer import Parameters, Trainer
-    from runtime.training import StrategyFile, load_strategy, parallelize
+    from runtime.training.parallelize import StrategyFile, load_strategy, parallelize
+    from runtime.training.trainer import Parameters, Trainer
 
 __all__ = ["Parameters", "StrategyFile", "Trainer", "load_strategy", "parallelize"]
 
 # Loaded when first asked for, so that `import runtime` costs nothing.
 _MODULES = {
-    "Parameters": "runtime.trainer",
-    "StrategyFile": "runtime.training",
-    "Trainer": "runtime.trainer",
-    "load_strategy": "runtime.training",
-    "parallelize": "runtime.training",
+    "Parameters": "runtime.training.trainer",
+    "StrategyFile": "runtime.training.parallelize",
+    "Trainer": "runtime.training.trainer",
+    "load_strategy": "runtime.training.parallelize",
+    "parallelize": "runtime.training.parallelize",
 }
 
 

@@ -20,13 +20,13 @@ from app.services.predicting import LOCAL, Target, find_target
 from app.services.progress import Progress
 from graph.errors import UsageError
 from graph.topology import Device, DeviceKind, Link, Topology, load_topology
-from runtime.ranks import gather_everywhere, nodes_of, own_host, rank_variable
-from runtime.team import Team
+from runtime.launch.rank_leader import Team
+from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
 
 if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
     from profiler.links import LinkOptions, LinkProbe
-    from runtime.jobs import Job, JobResult
+    from runtime.jobs.job import Job, JobResult
 
 MEASURED = "ranks"
 
@@ -266,8 +266,8 @@ def lead(team: Team, job: Job, device: PhysicalDevice, timeout_s: float) -> JobR
 
 
 def _execute(job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | None:
-    from runtime.jobs import run_job
-    from runtime.processes import occupy
+    from runtime.jobs.job import run_job
+    from runtime.launch.processes import occupy
 
     place = device.core if device.processor == "cpu" else device.index
     return run_job(job, occupy(place, device.processor), timeout_s)

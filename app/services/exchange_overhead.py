@@ -12,9 +12,9 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runtime.jobs import Job, JobResult, run_job
-from runtime.models import ModelReference
-from runtime.spans import WEIGHT_GRADIENTS, Recorded
+from runtime.jobs.job import Job, JobResult, run_job
+from runtime.jobs.models import ModelReference
+from runtime.observe.spans import WEIGHT_GRADIENTS, Recorded
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph

@@ -72,7 +72,7 @@ def export_strategy(
 def _checked(record: StrategyRecord, source: str) -> str:
     """Run a plan's own check on gloo processes and return its last line."""
     from runtime.dtensor.plan_check import check_plan
-    from runtime.launch import DEFAULT_TIMEOUT_S
+    from runtime.launch.torchrun import DEFAULT_TIMEOUT_S
 
     plan_check = check_plan(source, record.device_count, DEFAULT_TIMEOUT_S)
     where = f"strategy {record.digest[:12]}"

@@ -1,4 +1,4 @@
-"""The memory of a strategy's devices as far as it is found by walking their programs (`runtime.footprint`).
+"""The memory of a strategy's devices as far as it is found by walking their programs (`runtime.observe.memory_trace`).
 
 Devices that do the same share a walk. Where devices differ so much, or the network is so large, that walking them would
 take long, there is none, and what counts is the sum that the search itself keeps
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from graph.strategy import Strategy
     from graph.topology import Topology
     from graph.training import Training
-    from runtime.footprint import Footprint
+    from runtime.observe.memory_trace import Footprint
 
 MOST_OPERATORS = 3000
 """Operators to walk for one strategy, over all devices that differ; one takes 2 to 10 milliseconds."""
@@ -43,7 +43,7 @@ def footprints(
 ) -> tuple[Footprint, ...] | None:
     """Return what a step takes on each device; None where that is not found."""
     from graph.plan import build_plan
-    from runtime.footprint import UNUSED, footprint
+    from runtime.observe.memory_trace import UNUSED, footprint
 
     placed = len(graph.operators) * len(topology.devices)
     if len(graph.operators) > most_operators or placed > MOST_PLACED:

@@ -23,11 +23,11 @@ from app.services.tracing_store import write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
 from graph.strategy import Strategy
 from graph.training import Training
-from runtime.ranks import is_rank
+from runtime.ranks.ranks import is_rank
 
 if TYPE_CHECKING:
-    from runtime.jobs import Job, JobResult
-    from runtime.team import Team
+    from runtime.jobs.job import Job, JobResult
+    from runtime.launch.rank_leader import Team
     from search.simulate.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
@@ -270,7 +270,7 @@ def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Tra
 
 def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
     """Run as one of the processes that torchrun started."""
-    from runtime.team import Team
+    from runtime.launch.rank_leader import Team
 
     team = Team.join(request.processor or default_processor(), request.timeout_s)
     try:
@@ -384,8 +384,8 @@ def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[N
 
 
 def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
-    from runtime.jobs import Job
-    from runtime.models import ModelReference
+    from runtime.jobs.job import Job
+    from runtime.jobs.models import ModelReference
 
     return Job(
         graph=setting.model.graph,
@@ -404,7 +404,7 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
 
 def _launch(job: Job, machine: Machine, timeout_s: float) -> JobResult | None:
     """Start a process for each of this machine's devices."""
-    from runtime.launch import launch
+    from runtime.launch.torchrun import launch
 
     places = [device.core if device.core is not None else device.index for device in machine.devices]
     return launch(job, places, machine.processor, timeout_s=timeout_s)
@@ -423,7 +423,7 @@ def _finish(
     failure = None
     names = [operator.name for operator in setting.model.graph.operators]
     if result.verification is not None:
-        from runtime.verify import by_severity
+        from runtime.jobs.verify import by_severity
 
         deviations = tuple(
             Deviation(d.what, d.name, d.largest, d.relative, d.allowed, d.ok)

@@ -25,7 +25,7 @@ from app.services.tracing_case import Case, imported_graph, simulated_case
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, read_document, strategy_from_json, strategy_text
-from runtime.spans import WEIGHT_GRADIENTS, WEIGHTS
+from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
 
 MOST_DEVICES = 2**16
 """More than any topology has; a file that names a higher one is refused before anything is made of it."""

@@ -26,7 +26,7 @@ from graph.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from runtime.spans import Recorded
+    from runtime.observe.spans import Recorded
 
 FOLDER = "executions"
 _DIGITS = 12

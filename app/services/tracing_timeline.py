@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.spans import WEIGHT_GRADIENTS, WEIGHTS
+from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
 
 if TYPE_CHECKING:
     from search.simulate.simulator import Simulation

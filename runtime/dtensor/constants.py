@@ -103,7 +103,7 @@ def _evaluated(graph: OperatorGraph) -> dict[str, torch.Tensor]:
     import torch
 
     from profiler.operators import ExecutionContext
-    from runtime.verify import execute
+    from runtime.jobs.verify import execute
 
     context = ExecutionContext(seed=0, step=0, device=torch.device("cpu"))
     constants = constant_values(graph)

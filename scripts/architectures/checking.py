@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from app.services.models import ImportedModel
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
-    from runtime.pool import LocalPool
+    from runtime.launch.pool import LocalPool
 
 PROCESSES = 2
 RANDOM_STRATEGIES = 5
@@ -105,9 +105,9 @@ class Checking:
     def _reason(self, model: ImportedModel, strategy: Strategy) -> str | None:
         """Return why a strategy is not equal to the module, None where it is."""
         from graph.training import Training
-        from runtime.jobs import Job
-        from runtime.models import ModelReference
-        from runtime.pool import LocalPool
+        from runtime.jobs.job import Job
+        from runtime.jobs.models import ModelReference
+        from runtime.launch.pool import LocalPool
 
         job = Job(
             graph=model.graph,

@@ -2,8 +2,9 @@
 
 Of every network: data parallelism, the expert's or Megatron's strategy, what a search finds, and data parallelism with
 a fifth of its groups of operators configured at random. Predicted is what the devices' programs take
-(`runtime.footprint`), and beside it the sum that the search keeps in its loop (`search.simulate.simulator.Simulation`);
-measured are the tensors alive at most in one step (`runtime.peaks`). Of a strategy's devices, the fullest counts.
+(`runtime.observe.memory_trace`), and beside it the sum that the search keeps in its loop
+(`search.simulate.simulator.Simulation`); measured are the tensors alive at most in one step
+(`runtime.observe.peak_memory`). Of a strategy's devices, the fullest counts.
 """
 
 from __future__ import annotations
@@ -136,10 +137,10 @@ def _row(
 ) -> Row:
     from graph.plan import build_plan
     from profiler.pinning import usable_cores
-    from runtime.footprint import footprint
-    from runtime.jobs import Job
-    from runtime.launch import launch
-    from runtime.models import ModelReference
+    from runtime.jobs.job import Job
+    from runtime.jobs.models import ModelReference
+    from runtime.launch.torchrun import launch
+    from runtime.observe.memory_trace import footprint
     from scripts.benchmarks.simulator import Datasheet
     from search.cost.cost_table import CostTable
     from search.simulate.simulator import simulate

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.pinning import child_variables, started_with, usable_cores
-from runtime.processes import join_group, leave_group, occupy
+from runtime.launch.processes import join_group, leave_group, occupy
 
 TIMEOUT_S = 600.0
 # A pair's maker: gets the device's name and the task's keywords, returns what to time.

@@ -129,8 +129,8 @@ def _prepared(
     from graph.training import Training
     from graph.zoo import build
     from runtime.communication import World, make_groups
-    from runtime.executor import Executor
-    from runtime.models import tensors_of
+    from runtime.execution.executor import Executor
+    from runtime.jobs.models import tensors_of
     from search.space.baselines import data_parallel
 
     torch.manual_seed(0)

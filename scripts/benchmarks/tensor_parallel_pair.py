@@ -102,8 +102,8 @@ class _OurSide:
         from graph.plan import build_plan
         from graph.training import Training
         from runtime.communication import World, make_groups
-        from runtime.executor import Executor
-        from runtime.models import tensors_of
+        from runtime.execution.executor import Executor
+        from runtime.jobs.models import tensors_of
         from search.space.baselines import megatron
 
         built = layers_and_input(batch_size)

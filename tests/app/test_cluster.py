@@ -9,7 +9,7 @@ import pytest
 from app.services.cluster import Member, measured_links, measured_topology, probed_groups, probed_pairs
 from graph.topology import DeviceKind
 from profiler.links import LinkMeasurement, LinkProbe
-from runtime.ranks import nodes_of
+from runtime.ranks.ranks import nodes_of
 from search.cost.collective_cost import Prices
 from search.cost.cost_table import Origin
 

@@ -10,8 +10,8 @@ from app.services.exchange_overhead import BLOCKS, EXCHANGES, exchange_s, overhe
 from graph.plan import build_plan
 from profiler.devices import cpu_devices
 from profiler.links import LinkOptions, probe_links
-from runtime.jobs import JobResult
-from runtime.spans import WEIGHT_GRADIENTS, Label, Span
+from runtime.jobs.job import JobResult
+from runtime.observe.spans import WEIGHT_GRADIENTS, Label, Span
 
 QUICK = LinkOptions(p2p_sizes=(1024,), all_reduce_sizes=(1024,), limit_s=100.0)
 

@@ -11,7 +11,7 @@ from app.services.footprints import footprints, shares
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.training import Training
-from runtime.footprint import footprint
+from runtime.observe.memory_trace import footprint
 from tests.app.conftest import Command
 from tests.runtime.oracle import graph_of
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.pool import LocalPool
+from runtime.launch.pool import LocalPool
 
 PROCESSES = 4
 

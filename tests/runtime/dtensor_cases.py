@@ -19,7 +19,7 @@ from graph.strategy import Configuration, Strategy
 from graph.zoo import Built
 from runtime.dtensor.plan import ParallelPlan, make_plan
 from runtime.dtensor.writer import Origin, source_text
-from runtime.models import ModelReference
+from runtime.jobs.models import ModelReference
 from search.space.groups import find_groups, follow
 
 IGNORED = -100

@@ -15,9 +15,9 @@ from graph.importer import import_module
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.training import Training
-from runtime.jobs import Job, JobResult
-from runtime.models import ModelReference
-from runtime.pool import LocalPool
+from runtime.jobs.job import Job, JobResult
+from runtime.jobs.models import ModelReference
+from runtime.launch.pool import LocalPool
 
 SEED = 11
 LEARNING_RATE = 0.05

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-from runtime.pool import LocalPool
+from runtime.launch.pool import LocalPool
 from scripts.architectures import table
 from scripts.architectures.catalog import names
 from scripts.architectures.checking import Checking

@@ -13,12 +13,12 @@ from graph.intervals import Region, normalize
 from graph.operators import OperatorGraph
 from graph.plan import Plan, build_plan
 from graph.strategy import Configuration, Strategy
-from runtime.collectives import StartCollective, StartGradientCollective, _packed
 from runtime.communication import _plain
-from runtime.exchanging import _stacked
-from runtime.instructions import Exchange, SendGradients
-from runtime.pool import LocalPool
-from runtime.program import compile_program
+from runtime.instructions.base import Exchange, SendGradients
+from runtime.instructions.collectives import StartCollective, StartGradientCollective, _packed
+from runtime.launch.pool import LocalPool
+from runtime.lowering.program import compile_program
+from runtime.lowering.transfers import _stacked
 from tests.runtime.oracle import check, graph_of, reference
 from tests.runtime.strategies import by_kind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.fingerprints import BLOCK_BYTES, MOST_BYTES, fingerprint
+from runtime.execution.fingerprints import BLOCK_BYTES, MOST_BYTES, fingerprint
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 
 from graph.axes import AxisKind
 from profiler.pinning import child_variables
-from runtime.launch import launch
+from runtime.launch.torchrun import launch
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.strategies import by_kind
 
@@ -22,7 +22,7 @@ UNDER_TORCHRUN = """
 import json, os, sys
 sys.path.append(sys.argv[1])
 from graph.axes import AxisKind
-from runtime.launch import launch
+from runtime.launch.torchrun import launch
 from tests.runtime.oracle import graph_of, make_job, reference
 from tests.runtime.strategies import by_kind
 graph = graph_of("branches")

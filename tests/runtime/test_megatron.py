@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graph.importer import import_module
-from runtime.models import ModelReference
-from runtime.pool import LocalPool
+from runtime.jobs.models import ModelReference
+from runtime.launch.pool import LocalPool
 from search.space.baselines import megatron
 from tests.runtime.oracle import SEED, check
 

@@ -9,8 +9,8 @@ from graph.axes import AxisKind
 from graph.importer import import_module
 from graph.strategy import Configuration, Strategy
 from profiler.operators import ExecutionContext
-from runtime.jobs import run_job
-from runtime.pool import LocalPool
+from runtime.jobs.job import run_job
+from runtime.launch.pool import LocalPool
 from tests.reference.interpreter import interpret
 from tests.runtime.oracle import (
     SEED,

@@ -19,12 +19,12 @@ from graph.plan import Plan, build_plan
 from graph.strategy import Strategy
 from graph.training import Training
 from profiler.operators.draws import keep_mask
-from runtime import watch
-from runtime.footprint import PARTS, footprint
-from runtime.jobs import Job
-from runtime.models import ModelReference
-from runtime.peaks import bytes_alive, measure_peak
-from runtime.pool import LocalPool
+from runtime.jobs.job import Job
+from runtime.jobs.models import ModelReference
+from runtime.launch.pool import LocalPool
+from runtime.observe.memory_trace import PARTS, footprint
+from runtime.observe.peak_memory import bytes_alive, measure_peak
+from runtime.ranks import watchdog as watch
 from tests.runtime.oracle import SEED, graph_of, reference
 from tests.runtime.strategies import by_kind, groups_of, in_turn, random_groups, random_strategy, seeds
 
@@ -257,7 +257,7 @@ def test_a_watched_thread_keeps_nothing_that_its_functions_have_left() -> None:
 @pytest.mark.cuda
 def test_a_gpu_takes_what_the_walk_says() -> None:
     """Beside the walk's tensors cuBLAS and cuDNN have workspaces: the network is large enough to outweigh them."""
-    from runtime.launch import launch
+    from runtime.launch.torchrun import launch
 
     graph = graph_of("convolutions", batch_size=20_000)
     strategy, training = in_turn(graph, [0]), Training(1)

@@ -15,10 +15,10 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from graph.training import Training
 from graph.zoo import Built
-from runtime.jobs import JobResult, run_job
-from runtime.models import ModelReference
-from runtime.pool import LocalPool
-from runtime.verify import RUN_LOSS, deviations_in
+from runtime.jobs.job import JobResult, run_job
+from runtime.jobs.models import ModelReference
+from runtime.jobs.verify import RUN_LOSS, deviations_in
+from runtime.launch.pool import LocalPool
 from tests.runtime import models
 from tests.runtime.oracle import SEED, loss_of, make_job
 from tests.runtime.strategies import by_kind, in_turn, random_strategy

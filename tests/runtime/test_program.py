@@ -12,11 +12,9 @@ import torch
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.strategy import Configuration, Sharding, Strategy
-from runtime.collectives import StartCollective, StartGradientCollective
 from runtime.communication import World
-from runtime.executor import Executor
-from runtime.footprint import SilentWorld
-from runtime.instructions import (
+from runtime.execution.executor import Executor
+from runtime.instructions.base import (
     Arrival,
     Differentiate,
     Exchange,
@@ -26,10 +24,18 @@ from runtime.instructions import (
     Release,
     SendGradients,
 )
-from runtime.models import tensors_of
-from runtime.program import Program, compile_program
-from runtime.sharing import FinishGather, FinishSharedSum, Free, StartGather, StartSharedSum
-from runtime.synchronization import FinishReduction, StartReduction
+from runtime.instructions.collectives import StartCollective, StartGradientCollective
+from runtime.instructions.gradient_synchronization import FinishReduction, StartReduction
+from runtime.instructions.sharded_weights import (
+    FinishGather,
+    FinishSharedSum,
+    Free,
+    StartGather,
+    StartSharedSum,
+)
+from runtime.jobs.models import tensors_of
+from runtime.lowering.program import Program, compile_program
+from runtime.observe.memory_trace import SilentWorld
 from search.space.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared

@@ -18,10 +18,10 @@ from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.strategy import Strategy
 from graph.training import OPTIMIZERS
 from profiler.operators import ExecutionContext, execute, random_inputs
-from runtime.jobs import Job, JobResult
-from runtime.models import ModelReference
-from runtime.pool import LocalPool
-from runtime.verify import RUN_LOSS
+from runtime.jobs.job import Job, JobResult
+from runtime.jobs.models import ModelReference
+from runtime.jobs.verify import RUN_LOSS
+from runtime.launch.pool import LocalPool
 from tests.reference.interpreter import interpret
 from tests.runtime import oracle
 from tests.runtime.oracle import SEED, Expected, compare, train_plain

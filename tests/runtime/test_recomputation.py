@@ -9,7 +9,7 @@ import pytest
 
 from graph.axes import AxisKind
 from graph.zoo import zoo_names
-from runtime.pool import LocalPool
+from runtime.launch.pool import LocalPool
 from tests.runtime.networks import DATA_PARALLEL, check_network
 from tests.runtime.oracle import graph_of, make_job, reference
 from tests.runtime.strategies import (

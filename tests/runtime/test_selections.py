@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph.intervals import IndexSet, Region, full, normalize, relative_region, shape
-from runtime.assembling import Recipe, assemble
-from runtime.selections import Selection, selection_of
+from runtime.instructions.region_assembly import Recipe, assemble
+from runtime.instructions.selections import Selection, selection_of
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-from runtime import watch
+from runtime.ranks import watchdog as watch
 
 PATIENCE_S = 0.5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph.zoo import zoo_names
-from runtime.pool import LocalPool
+from runtime.launch.pool import LocalPool
 from tests.runtime.networks import cases, check_network
 
 

@@ -11,7 +11,7 @@ from app.services.tracing_attribution import attribute
 from app.services.tracing_store import Recording, read_recording, write_recording
 from graph.errors import DatabaseError
 from graph.training import Training
-from runtime.spans import Label, Span
+from runtime.observe.spans import Label, Span
 from search.cost.cost_table import CostTable
 from search.simulate.simulator import simulate
 from search.space.baselines import single_device

@@ -1,0 +1,88 @@
+"""Trains one rank's parts of a graph step after step, with an optimizer that the profiler knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graph.plan import Plan
+from graph.training import Training
+from profiler.updates import apply_update, initial_state
+from runtime.communication import World
+from runtime.execution.step import StepRunner, whole_parts
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class InitialTensors:
+    """Whole tensors by name: the values in place before the first step."""
+
+    parameters: Tensors
+    buffers: Tensors
+    inputs: Tensors
+
+
+class Executor(StepRunner):
+    """One rank of a plan that updates its weights as `training` says: what is timed and verified.
+
+    Every rank of `world` must make one, from equal arguments, and call `step` equally often.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        tensors: InitialTensors,
+        training: Training,
+        *,
+        seed: int,
+        learning_rate: float,
+        device: torch.device,
+    ) -> None:
+        """Compile the rank's program and cut its parts out of `tensors`.
+
+        Args:
+            plan: what to execute.
+            world: the ranks; this rank executes the plan's device of its number.
+            tensors: parameters, buffers and inputs of the whole graph.
+            training: its optimizer updates the weights.
+            seed: of dropout.
+            learning_rate: of the optimizer.
+            device: where this rank computes.
+        """
+        super().__init__(plan, world, seed=seed, device=device)
+        self.load_weights(whole_parts(tensors.parameters))
+        self.load_buffers(whole_parts(tensors.buffers))
+        self.set_inputs(whole_parts(tensors.inputs))
+        self._optimizer = training.optimizer
+        self._learning_rate = learning_rate
+        self._updated = [part for own in self.parts().values() for _, part in own]
+        self._optimizer_state = initial_state(self._optimizer, self._updated)
+
+    @property
+    def weight_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parts of weights that this rank holds; those that it gathers have no memory between steps."""
+        return (*self._held.values(), *self._state.parts.values())
+
+    @property
+    def optimizer_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The optimizer's state."""
+        return tuple(tensor for slot in self._optimizer_state.slots for tensor in slot)
+
+    def step(self, number: int) -> None:
+        """Do one training step: forward, backward, synchronization, update. `number` seeds dropout."""
+        self.differentiate(number)
+        self.update()
+
+    def update(self) -> None:
+        """Update the weights by the gradients of the last `differentiate`; get what other ranks have updated."""
+        self.update_own()
+        self.make_weights_whole()
+
+    def update_own(self) -> None:
+        """Update what this rank updates of the weights."""
+        gradients = [gradient for own in self.gradients().values() for _, gradient in own]
+        apply_update(self._optimizer, self._updated, gradients, self._optimizer_state, self._learning_rate)

@@ -1,0 +1,346 @@
+"""Executes one rank's program, forward and backward, on the parts of weights and buffers that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from graph.errors import RuntimeFailure
+from graph.intervals import Region, full_region, shape
+from graph.operators import ValueKind
+from graph.plan import Plan
+from profiler.operators import ExecutionContext
+from runtime.communication import World
+from runtime.instructions.selections import Selection
+from runtime.instructions.sharded_weights import Part, is_copied, joined, joined_shape, taken_apart
+from runtime.instructions.state import StepState
+from runtime.lowering.program import Instruction, Program, compile_program
+from runtime.lowering.tensor_slots import Reading
+
+# A region of a tensor, and the dense tensor of that region.
+Held = tuple[Region, torch.Tensor]
+Parts = Mapping[str, Held]
+
+
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
+    """Return whole tensors as parts: their regions are all of them."""
+    return {name: (full_region(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}
+
+
+class StepRunner:
+    """One rank of a plan: from its parts of weights, buffers and inputs, a step's loss and gradients.
+
+    Every rank of `world` must make one, of the same plan, and call `differentiate` equally often. Weights, buffers and
+    inputs must be loaded before.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        *,
+        seed: int,
+        device: torch.device,
+        kept: frozenset[str] = frozenset(),
+        weights_of: StepRunner | None = None,
+    ) -> None:
+        """Compile the rank's program and make room for its parts of the weights.
+
+        Args:
+            plan: what to execute.
+            world: the ranks; this rank executes the plan's device of its number.
+            seed: of dropout.
+            device: where this rank computes.
+            kept: values of the graph that stay after a step (`whole_value`).
+            weights_of: has the same parts of the weights, which this one is to use as well, at other times.
+        """
+        self._plan = plan
+        self._seed = seed
+        self._device = device
+        self._world = world
+        self._program = compile_program(plan, world.rank, device, kept)
+        self._state = StepState(world, self._program.shapes)
+        self._held: dict[str, torch.Tensor] = {}
+        # What the rank updates of each weight, in one tensor.
+        self._own: dict[str, torch.Tensor] = {}
+        for name, (slot, region) in self._program.held.items():
+            dtype = getattr(torch, plan.graph.value_by_name[name].spec.dtype)
+            if weights_of is None:
+                self._held[name] = torch.empty(shape(region), dtype=dtype, device=device)
+            else:
+                self._held[name] = held = weights_of._held[name]
+                # Views are made of it, for which it must be there.
+                held.untyped_storage().resize_(held.numel() * held.element_size())
+            self._state.weights[slot] = self._held[name]
+            self._make_parts(name, None if weights_of is None else weights_of._own.get(name))
+        self._refreshed: list[tuple[int, torch.Tensor, Selection, bool]] = []
+        self._input_selections: dict[tuple[int, torch.device], Selection] = {}
+        for reading in self._program.readings:
+            value = plan.graph.value_by_name[reading.value]
+            if value.kind is ValueKind.WEIGHT:
+                self._place_weight(reading, differentiable=value.requires_gradient)
+        for slot, sizes, dtype in self._program.empty:
+            self._state.values[slot] = torch.empty(sizes, dtype=dtype, device=device)
+        for name in self._program.gathered:
+            self._held[name].untyped_storage().resize_(0)
+
+    def _make_parts(self, name: str, own: torch.Tensor | None) -> None:
+        """Make what the rank updates of a weight: a view of it, where it is one part that no other holds a share of.
+
+        What is kept in shares, and several parts, which then stand in one tensor, are memory of their own. `own` is
+        there already.
+        """
+        held, (_, within) = self._held[name], self._program.held[name]
+        parts = self._program.parts[name]
+        if not parts:
+            return
+        place = Selection(parts[0].region, within, self._device)
+        if own is not None:
+            pass
+        elif name in self._program.gathered or is_copied(parts, place):
+            own = torch.empty(joined_shape(parts), dtype=held.dtype, device=self._device)
+        else:
+            own = place.take(held)
+        self._own[name] = own
+        for part, tensor in zip(parts, taken_apart(parts, own), strict=True):
+            self._state.parts[part.number] = tensor
+
+    def _place_weight(self, reading: Reading, *, differentiable: bool) -> None:
+        """Make the leaf of a reading: it shares the held weight's memory where the region allows that."""
+        weight = self._held[reading.value]
+        selection = Selection(reading.region, self._program.held[reading.value][1], self._device)
+        if selection.is_view:
+            self._state.values[reading.slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        elif reading.value not in self._program.gathered:
+            self._refreshed.append((reading.slot, weight, selection, differentiable))
+
+    def load_weights(self, parts: Parts) -> None:
+        """Copy values into the rank's weights; each part must cover the region that the rank holds."""
+        for name, (_, region) in self._program.held.items():
+            if name not in parts:
+                continue
+            within, tensor = parts[name]
+            if name not in self._program.gathered:
+                self._held[name].copy_(Selection(region, within, tensor.device).take(tensor.detach()))
+            for part in self._program.parts[name]:
+                place = Selection(part.region, within, tensor.device)
+                self._state.parts[part.number].copy_(place.take(tensor.detach()))
+
+    def load_buffers(self, parts: Parts) -> None:
+        """Use other values of buffers; each part must cover what the rank reads."""
+        for reading in self._readings(ValueKind.BUFFER):
+            if reading.value in parts:
+                within, tensor = parts[reading.value]
+                part = Selection(reading.region, within, tensor.device).take(tensor.detach())
+                self._state.values[reading.slot] = part.to(self._device, copy=True)
+
+    def set_inputs(self, parts: Parts) -> None:
+        """Use other inputs from the next step on; each part must cover what the rank reads, and be the same region."""
+        for reading in self._readings(ValueKind.INPUT):
+            within, tensor = parts[reading.value]
+            key = (reading.slot, tensor.device)
+            selection = self._input_selections.get(key)
+            if selection is None:
+                selection = Selection(reading.region, within, tensor.device)
+                self._input_selections[key] = selection
+            part = selection.take(tensor.detach())
+            self._state.values[reading.slot] = part.to(self._device).contiguous()
+
+    def _readings(self, kind: ValueKind) -> list[Reading]:
+        values = self._plan.graph.value_by_name
+        return [reading for reading in self._program.readings if values[reading.value].kind is kind]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
+    def program(self) -> Program:
+        """What the rank executes in a step."""
+        return self._program
+
+    @contextmanager
+    def running(self, instructions: tuple[Instruction, ...], world: World) -> Iterator[None]:
+        """Within the context, execute these instructions over that world, which stand for the program's own."""
+        program, own = self._program, self._state.world
+        self._program, self._state.world = replace(program, instructions=instructions), world
+        try:
+            yield
+        finally:
+            self._program, self._state.world = program, own
+
+    def differentiate(self, number: int, *, loss_scale: float = 1.0) -> None:
+        """Do forward, backward and synchronization of one step; buffers are renewed.
+
+        Args:
+            number: of the step; it seeds dropout.
+            loss_scale: gradients are those of the loss times this; the loss stays as it is.
+        """
+        state = self._state
+        state.loss_scale = loss_scale
+        state.context = ExecutionContext(seed=self._seed, step=number, device=self._device)
+        self._forget_gradients()
+        for slot, weight, selection, differentiable in self._refreshed:
+            state.values[slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        for instruction in self._program.instructions:
+            instruction.run(state)
+        state.wait_for(tuple(state.arriving))
+        state.wait_for_sends()
+        for slot, tensor in state.renewed.items():
+            state.values[slot] = tensor
+        state.renewed.clear()
+
+    def forget_step(self) -> None:
+        """Drop what the last step left and the next one makes anew: gradients, and copies of parts of weights."""
+        self._forget_gradients()
+        for slot, _, _, _ in self._refreshed:
+            self._state.values[slot] = None
+
+    def _forget_gradients(self) -> None:
+        for slot, _ in self._program.held.values():
+            self._state.gradients.pop(slot)
+        self._state.shares.clear()
+
+    def make_weights_whole(self) -> None:
+        """After an update: get the shares of weights that other ranks have updated. All ranks must call it."""
+        for instruction in self._program.after_update:
+            instruction.run(self._state)
+
+    def loss_tensor(self) -> torch.Tensor:
+        """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
+        loss, _ = self.loss_and_marks(None)
+        return loss
+
+    def loss_and_marks(self, mark: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last step's loss, and every rank's `mark`, a float64 scalar, by rank, in the same sum."""
+        values = torch.zeros(
+            1 if mark is None else 1 + self._world.size, dtype=torch.float64, device=self._device
+        )
+        if self._state.loss is not None:
+            values[0] = self._state.loss
+        if mark is not None:
+            values[1 + self._world.rank] = mark
+        values = self._world.sum(values)
+        return values[0], values[1:]
+
+    def loss(self) -> float:
+        """Return the last step's loss as a number. All ranks must call it."""
+        return float(self.loss_tensor())
+
+    def all_parts(self) -> dict[str, list[Held]]:
+        """Return, for each weight that the rank holds, the regions that it would update, and their values."""
+        state = self._state
+        return {
+            name: [(part.region, state.parts[part.number]) for part in own]
+            for name, own in self._program.parts.items()
+        }
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """The rank's weights that get a gradient."""
+        return self._program.updated
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return, for each weight of which the rank would update something, all that in one tensor (`joined`)."""
+        return dict(self._own)
+
+    def own_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return, for each weight that is updated, the last gradient of the tensor in `own_tensors`, if it has one."""
+        return {
+            name: joined(self._program.parts[name], [gradient for _, gradient in own]) if own else None
+            for name, own in self.gradients().items()
+        }
+
+    def buffer_values(self) -> dict[int, torch.Tensor]:
+        """Return the present values of buffers, by slot; no step writes into them."""
+        return {
+            reading.slot: self._state.values[reading.slot] for reading in self._readings(ValueKind.BUFFER)
+        }
+
+    def put_back_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Use buffers' values of before (`buffer_values`)."""
+        for slot, tensor in values.items():
+            self._state.values[slot] = tensor
+
+    def whole_value(self, name: str) -> torch.Tensor:
+        """Return a kept value of the last step, whole, on the rank's device. All ranks must call it: it is a sum."""
+        spec = self._plan.graph.value_by_name[name].spec
+        dtype = getattr(torch, spec.dtype)
+        # Communication libraries add up no booleans.
+        whole = torch.zeros(
+            spec.shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=self._device
+        )
+        for region, slot in self._program.kept[name]:
+            part = self._state.values[slot].detach().to(whole.dtype)
+            Selection(region, full_region(spec.shape), self._device).add(whole, part)
+        return self._world.sum(whole).to(dtype)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether inputs were set."""
+        return all(
+            self._state.values[reading.slot] is not None for reading in self._readings(ValueKind.INPUT)
+        )
+
+    def take_buffers(self, other: StepRunner) -> None:
+        """Use the present values of another runner's buffers, of which this rank reads the same regions.
+
+        Raises:
+            RuntimeFailure: it reads another region.
+        """
+        theirs = {
+            (reading.value, reading.region): other._state.values[reading.slot]
+            for reading in other._readings(ValueKind.BUFFER)
+        }
+        for reading in self._readings(ValueKind.BUFFER):
+            if (reading.value, reading.region) not in theirs:
+                raise RuntimeFailure(
+                    f"buffer {reading.value}: other parts of it are read at this batch size, must be the same; drop "
+                    "a batch that is not full (drop_last=True), or pad it"
+                )
+            self._state.values[reading.slot] = theirs[reading.value, reading.region]
+
+    def parts(self) -> dict[str, list[Held]]:
+        """Return, for each weight that is updated, the regions that this rank updates, and their values."""
+        every = self.all_parts()
+        return {name: every[name] for name in self._program.updated}
+
+    def gradients(self) -> dict[str, list[Held]]:
+        """Return, for each weight that is updated, the regions that this rank updates, and their last gradients."""
+        return {
+            name: [(part.region, self._gradient(part)) for part in self._program.parts[name]]
+            for name in self._program.updated
+        }
+
+    def _gradient(self, part: Part) -> torch.Tensor:
+        state = self._state
+        if not part.alone:
+            share = state.shares.get(part.number)
+            return torch.zeros_like(state.parts[part.number]) if share is None else share
+        slot, within = self._program.held[part.weight]
+        gradient = state.gradients.get(slot)
+        if gradient is None:
+            return torch.zeros_like(state.parts[part.number])
+        return Selection(part.region, within, self._device).take(gradient)
+
+    def weights(self) -> dict[str, list[Held]]:
+        """Return the regions of each weight that the rank keeps, and their values."""
+        state = self._state
+        return {
+            name: [(part.region, state.parts[part.number]) for part in self._program.parts[name]]
+            if name in self._program.gathered
+            else [(region, self._held[name])]
+            for name, (_, region) in self._program.held.items()
+        }
+
+    def buffers(self) -> dict[str, list[Held]]:
+        """Return, for each buffer that the rank reads, its regions and their values."""
+        result: dict[str, list[Held]] = {}
+        for reading in self._readings(ValueKind.BUFFER):
+            held = (reading.region, self._state.values[reading.slot])
+            result.setdefault(reading.value, []).append(held)
+        return result

@@ -1,0 +1,185 @@
+"""One training step of the user's module itself, in plain PyTorch and float64: what an import may lose is in it.
+
+torch.export records the operators of a forward, and nothing else: backwards of the user's own, hooks, and whatever
+Python does in between are not in the graph. Here they run. The module is the factory's, its weights and inputs
+converted; below autograd every operator is made to compute in float64, whatever format the forward asks for, as the
+graph is in verification, and random operators draw the graph's own numbers, in the order of its operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from graph.importing.exporting import loss_of
+from graph.operators import OperatorGraph
+from profiler.operators import ExecutionContext
+from runtime.jobs.eager_draws import Draws
+from runtime.jobs.models import Built
+from runtime.jobs.verify import EAGER, EAGER_AGAIN, Deviation, Reference, deviations, loss_deviation
+
+# Floating-point formats that are computed in float64 instead.
+_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """What a step of a module itself gives.
+
+    result: loss; gradients of the trainable parameters that got one; all buffers afterwards.
+    loss_again: of the same forward once more, from the same buffers and draws: another one where Python counts.
+    initial: all buffers before.
+    """
+
+    result: Reference
+    loss_again: float
+    initial: dict[str, torch.Tensor]
+
+
+def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) -> EagerStep:
+    """Return what one step of a freshly built module gives, in float64.
+
+    Args:
+        built: module and inputs as a factory returned them; both are converted, and nothing else may use them then.
+        graph: what the module was imported as; its random operators say what is drawn.
+        context: seed and step of the draws, and where to compute.
+    """
+    module, args, kwargs = built
+    module = module.to(context.device, torch.float64)
+    if not module.training:
+        module.train()
+    args, kwargs = tree_map(lambda item: _moved(item, context.device), (args, kwargs))
+    initial = _buffers(module)
+    with _plain_kernels(context.device):
+        with _Double(Draws(graph, context)):
+            # A forward may write into its inputs.
+            loss = loss_of(module(*tree_map(_copied, args), **tree_map(_copied, kwargs)))
+            if loss.requires_grad:
+                loss.backward()
+        result = Reference(
+            loss=float(loss.detach()),
+            gradients={
+                name: parameter.grad.to_dense()
+                for name, parameter in module.named_parameters()
+                if parameter.grad is not None
+            },
+            buffers=_buffers(module),
+        )
+        del loss
+        for name, buffer in module.named_buffers():
+            buffer.copy_(initial[name])
+        with _Double(Draws(graph, context)):
+            again = float(loss_of(module(*args, **kwargs)).detach())
+    return EagerStep(result, again, initial)
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def from_eager(found: Reference, step: EagerStep) -> tuple[Deviation, ...]:
+    """Return how far the loss, gradients and buffers of the graph on one device are from those of the module itself."""
+    eager = step.result
+    gradients = {name: torch.zeros_like(gradient) for name, gradient in found.gradients.items()}
+    gradients |= eager.gradients
+    buffers = {**step.initial, **found.buffers}
+    # Infinities that stay would have no difference, and most buffers stay.
+    changed = [
+        name
+        for name, buffer in eager.buffers.items()
+        if name in found.buffers or not torch.equal(buffer.double(), buffers[name].double())
+    ]
+    return (
+        loss_deviation(found.loss, eager.loss, EAGER),
+        loss_deviation(found.loss, step.loss_again, EAGER_AGAIN),
+        *deviations(f"{EAGER} gradient", found.gradients, gradients),
+        *deviations(
+            f"{EAGER} buffer",
+            {name: buffers[name].double() for name in changed},
+            {name: eager.buffers[name].double() for name in changed},
+        ),
+    )
+
+
+def _copied(item: Any) -> Any:
+    return item.clone() if isinstance(item, torch.Tensor) else item
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    if not isinstance(item, torch.Tensor):
+        return item
+    return item.detach().to(device, torch.float64 if item.is_floating_point() else item.dtype)
+
+
+@contextmanager
+def _plain_kernels(device: torch.device) -> Iterator[None]:
+    """Let the body draw, and make tensors, as it did for export, and leave torch's generators as they were."""
+    devices = [device] if device.type == "cuda" else []
+    # A fused recurrent kernel would draw its dropout where nothing sees it.
+    with torch.random.fork_rng(devices), torch.backends.cudnn.flags(enabled=False), torch.device(device):
+        torch.manual_seed(0)
+        yield
+
+
+class _Double(TorchDispatchMode):
+    """Computes in float64 whatever is asked for, and draws the graph's random numbers."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Execute one operator."""
+        given, named = tree_map(_wider_dtype, (tuple(args), kwargs or {}))
+        if not isinstance(function, torch._ops.OpOverload):
+            return function(*given, **named)
+        if not function._schema.is_mutable:
+            given, named = tree_map(_wider, (given, named))
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            result = self._draws.draw(function, given, named)
+        elif function is torch.ops.aten.lift_fresh.default:
+            # A constant of the forward: export has it in float32.
+            result = tree_map(_rounded, function(*given, **named))
+        elif function is torch.ops.aten._grouped_mm.default:
+            result = _grouped_product(*given, **named)
+        else:
+            result = function(*given, **named)
+        return tree_map(_wider, result)
+
+
+def _wider_dtype(item: Any) -> Any:
+    return torch.float64 if isinstance(item, torch.dtype) and item in _NARROWER else item
+
+
+def _rounded(item: Any) -> Any:
+    return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+def _wider(item: Any) -> Any:
+    return item.double() if isinstance(item, torch.Tensor) and item.dtype in _NARROWER else item
+
+
+def _grouped_product(
+    first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None, **_options: Any
+) -> torch.Tensor:
+    """Multiply runs of rows, or of the contracted dim, each with its own factor: torch's kernel lacks float64."""
+    ends = [] if offs is None else offs.tolist()
+    starts = [0, *ends[:-1]]
+    if first.dim() == 2 and second.dim() == 3:
+        result = first.new_zeros(first.shape[0], second.shape[2])
+        for run, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            result[start:end] = first[start:end] @ second[run]
+        return result
+    if first.dim() == 2 and second.dim() == 2:
+        runs = zip(starts, ends, strict=True)
+        return torch.stack([first[:, start:end] @ second[start:end] for start, end in runs])
+    return torch.bmm(first, second)

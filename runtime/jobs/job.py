@@ -1,0 +1,128 @@
+"""A job: a strategy to execute for a number of iterations, and what comes of it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graph.errors import RuntimeFailure
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy
+from graph.training import Training
+from runtime.jobs.models import ModelReference
+from runtime.jobs.verify import Verification
+from runtime.observe.spans import Recorded
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from runtime.observe.peak_memory import Peak
+
+    Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to execute.
+
+    graph: the operator graph of `model`.
+    strategy: a validated strategy; its device r is rank r.
+    node_of: for each device, its node.
+    training: optimizer and precision.
+    model: builds the module that holds parameters, buffers and inputs.
+    seed: of the parameters and of dropout.
+    iterations, warmup: measured steps, and steps before them.
+    learning_rate: of the optimizer.
+    verify: compare loss and every gradient with the graph on one device (`runtime.jobs.verified_program`), before the
+    run. collect: return gradients of the first step, and weights and buffers after the last one.
+    recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
+    peak: measure in one more step, the last, what memory it takes (`runtime.observe.peak_memory`).
+    """
+
+    graph: OperatorGraph
+    strategy: Strategy
+    node_of: tuple[int, ...]
+    training: Training
+    model: ModelReference
+    seed: int = 0
+    iterations: int = 10
+    warmup: int = 2
+    learning_rate: float = 1e-3
+    verify: bool = False
+    collect: bool = False
+    recorded: int = 0
+    peak: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps to execute; at least one."""
+        return max(self.warmup + self.iterations, 1)
+
+    def without_caches(self) -> Job:
+        """Return an equal job that is small to send: without what a search has memoised on its graph."""
+        return replace(self, graph=replace(self.graph, _cache={}))
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What came of a job.
+
+    step_times_s: for each measured iteration, the longest time of any rank after a barrier.
+    rank_times_s: the same by rank and iteration.
+    losses: of every step, warm-up included.
+    verification: where asked for.
+    peaks: what memory a step takes, by rank, where asked for.
+    gradients, weights, buffers: whole tensors, where asked for.
+    recorded: the timelines of the recorded steps.
+    """
+
+    step_times_s: tuple[float, ...]
+    rank_times_s: tuple[tuple[float, ...], ...]
+    losses: tuple[float, ...]
+    verification: Verification | None
+    peaks: tuple[Peak, ...] = ()
+    gradients: Arrays | None = None
+    weights: Arrays | None = None
+    buffers: Arrays | None = None
+    recorded: Recorded = ()
+
+    @property
+    def minimum_s(self) -> float:
+        """The shortest measured step."""
+        return min(self.step_times_s)
+
+    @property
+    def median_s(self) -> float:
+        """The median measured step."""
+        return statistics.median(self.step_times_s)
+
+
+def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResult | None:
+    """Execute this rank's share of a job; return the result on rank 0, None elsewhere.
+
+    All ranks of the default process group must call it, and be at least as many as the strategy has devices; ranks
+    beyond them only help to make groups. A strategy of one device needs no process group.
+
+    Raises:
+        RuntimeFailure: too few ranks, or another rank is lost.
+    """
+    import torch.distributed as dist
+
+    from graph.plan import build_plan
+    from profiler.operators.dtypes import multiply_in_tf32
+    from runtime.jobs.run import JobRun
+    from runtime.ranks.ranks import prepare_groups
+
+    size = job.strategy.device_count
+    available = dist.get_world_size() if dist.is_initialized() else 1
+    if size > available:
+        raise RuntimeFailure(
+            f"run: there are {available} processes, must be {size}, one for each device of the strategy; start more"
+        )
+    plan = build_plan(job.graph, job.strategy, job.node_of)
+    prepare_groups(plan, size, timeout_s)
+    if dist.is_initialized() and dist.get_rank() >= size:
+        return None
+    multiply_in_tf32(allowed=job.training.precision == "tf32")
+    return JobRun(job, plan, device).result()

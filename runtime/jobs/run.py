@@ -1,0 +1,148 @@
+"""One rank's run of a job: build, step, time, verify, collect."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from graph.plan import Plan
+from profiler.operators.draws import forget_positions
+from profiler.timers import synchronize, timer_for
+from runtime.communication import World
+from runtime.execution.executor import Executor, InitialTensors
+from runtime.execution.full_state import collect_buffers, collect_weights
+from runtime.jobs.job import Job, JobResult
+from runtime.jobs.models import tensors_of
+from runtime.jobs.verified_program import collect_gradients, verify_strategy
+from runtime.jobs.verify import Verification
+from runtime.ranks.watchdog import beat
+
+if TYPE_CHECKING:
+    from runtime.jobs.job import Arrays
+    from runtime.observe.peak_memory import Peak
+    from runtime.observe.spans import Span
+
+
+class JobRun:
+    """A job on this rank."""
+
+    def __init__(self, job: Job, plan: Plan, device: str) -> None:
+        """Build the module and compile the rank's program."""
+        self._job = job
+        self._device = torch.device(device)
+        self._world = World(job.strategy.device_count)
+        self._plan = plan
+        beat("building the module")
+        self._tensors = tensors_of(job.graph, job.model.build(job.seed))
+        # Before the run's own tensors are made, so that the two are not in memory at once.
+        self._verified = self._verify() if job.verify else None
+        # The positions of an earlier job or of the verification's whole network would take memory beside the run's.
+        forget_positions()
+        beat("compiling its program")
+        self._executor = Executor(
+            self._plan,
+            self._world,
+            self._tensors,
+            job.training,
+            seed=job.seed,
+            learning_rate=job.learning_rate,
+            device=self._device,
+        )
+        if not job.collect:
+            # The rank has its parts: on a CPU the whole module would take memory beside them.
+            self._tensors = InitialTensors({}, {}, {})
+
+    def result(self) -> JobResult | None:
+        """Execute all steps; return the result on rank 0."""
+        job = self._job
+        losses = []
+        times = []
+        gradients: Arrays | None = None
+        for number in range(job.steps):
+            elapsed_s = self._timed_step(number)
+            if number >= job.warmup:
+                times.append(elapsed_s)
+            losses.append(self._executor.loss())
+            if number == 0 and job.collect:
+                gradients = self._collect_gradients()
+        weights: Arrays | None = None
+        buffers: Arrays | None = None
+        if job.collect:
+            weights, buffers = self._collect_state()
+        recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
+        peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
+        measured = self._world.gather(
+            (tuple(times[-job.iterations :] if job.iterations else ()), peak, recorded)
+        )
+        if measured is None:
+            return None
+        rank_times = tuple(times for times, _, _ in measured)
+        return JobResult(
+            step_times_s=tuple(max(of_step) for of_step in zip(*rank_times, strict=True)),
+            rank_times_s=rank_times,
+            losses=tuple(losses),
+            verification=None if self._verified is None else self._verified.with_run(losses[0]),
+            peaks=tuple(peak for _, peak, _ in measured if peak is not None),
+            gradients=gradients,
+            weights=weights,
+            buffers=buffers,
+            recorded=tuple(zip(*(steps for _, _, steps in measured), strict=True)),
+        )
+
+    def _timed_step(self, number: int) -> float:
+        timer = timer_for(self._device)
+        beat(f"in step {number}")
+        if number == self._job.warmup:
+            # Nothing that building or verifying left behind may be collected inside a measured step.
+            gc.collect()
+        self._world.barrier(self._device)
+        start = timer.mark()
+        self._executor.step(number)
+        synchronize(self._device)
+        return timer.elapsed_s(start, timer.mark())
+
+    def _recorded_step(self, number: int) -> tuple[Span, ...]:
+        from runtime.observe.recorder import record_step
+
+        beat(f"in recorded step {number}")
+        gc.collect()
+        return tuple(record_step(self._executor, self._plan, self._world, self._device, number))
+
+    def _verify(self) -> Verification | None:
+        beat("verifying")
+        verified = verify_strategy(self._job, self._world, self._tensors, self._device)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return verified
+
+    def _collect_gradients(self) -> Arrays:
+        whole = collect_gradients(self._plan, self._world, self._executor, self._tensors, self._device)
+        return _arrays(whole)
+
+    def _collect_state(self) -> tuple[Arrays, Arrays]:
+        weights = collect_weights(
+            self._plan, self._world, self._executor.weights(), self._tensors.parameters, self._device
+        )
+        buffers = collect_buffers(self._world, self._executor.buffers(), self._tensors.buffers)
+        return _arrays(weights), _arrays(buffers)
+
+    def _peak_of_step(self, number: int) -> Peak:
+        from runtime.observe.peak_memory import measure_peak
+
+        beat(f"in step {number}, whose memory is measured")
+        self._executor.forget_step()
+        with self._world.settling():
+            return measure_peak(lambda: self._executor.step(number), self._device)
+
+
+def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+    """Return tensors as arrays; numpy has no bfloat16, whose values float32 holds exactly."""
+    cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for name, tensor in cpu.items()
+    }

@@ -1,0 +1,245 @@
+"""Verification of a strategy: its program against the graph on one device, both in float64, from the run's own weights.
+
+The graph on one device is compared with the user's module itself (`runtime.jobs.eager`), so that nothing is equal
+which the import has lost.
+
+In float32 a deep network with batch normalization amplifies the rounding of one sum into tenths of a gradient
+(Inception-v3, batch 4: flipping the last bit of its inputs moves elements by 18 % of the largest). In float64 a right
+program agrees to nine digits, and a wrong one does not. What is executed is otherwise the same: segments, messages,
+buckets, local calls. Of tf32, bfloat16 and float16 the step is also made as the run makes it: its gradients may be as
+far from those in float64 as the graph's on one device in that format, a few times over.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from graph.operators import FLOATING, ITEM_BYTES, Operator, OperatorGraph, TensorSpec
+from graph.plan import BUCKET_BYTES, Plan, build_plan
+from profiler.operators import ExecutionContext
+from profiler.updates import apply_update, initial_state
+from runtime.execution.executor import Executor, InitialTensors
+from runtime.execution.fingerprints import fingerprints
+from runtime.execution.full_state import collect_buffers, collect_weights
+from runtime.jobs.eager import eager_step, from_eager
+from runtime.jobs.models import tensors_of
+from runtime.jobs.verify import (
+    ALLOWED_TIMES,
+    OWN_STATISTICS,
+    ROUNDING,
+    Deviation,
+    Reference,
+    Verification,
+    deviations,
+    deviations_in,
+    interpret,
+    loss_deviation,
+)
+from runtime.ranks.watchdog import beat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from runtime.communication import World
+    from runtime.jobs.job import Job
+
+DOUBLE = "float64"
+
+
+def in_double(graph: OperatorGraph) -> OperatorGraph:
+    """Return the graph with every floating-point tensor in float64."""
+    return replace(
+        graph,
+        operators=tuple(_operator_in_double(operator) for operator in graph.operators),
+        values=tuple(replace(value, spec=_spec_in_double(value.spec)) for value in graph.values),
+        _cache={},
+    )
+
+
+def _spec_in_double(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, dtype=DOUBLE) if spec.dtype in FLOATING else spec
+
+
+def _operator_in_double(operator: Operator) -> Operator:
+    """Tensors are made, or converted, in the dtype that an argument names."""
+    arguments = tuple(
+        (name, DOUBLE if name == "dtype" and value in FLOATING else value)
+        for name, value in operator.arguments
+    )
+    return replace(operator, arguments=arguments)
+
+
+def tensors_in_double(tensors: InitialTensors, device: torch.device) -> InitialTensors:
+    """Return the tensors on `device`, the floating-point ones in float64."""
+
+    def convert(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in named.items()
+        }
+
+    return InitialTensors(convert(tensors.parameters), convert(tensors.buffers), convert(tensors.inputs))
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    """Let the body make float64 where nothing names a format: quotients of whole numbers, factories."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def verify_strategy(
+    job: Job, world: World, tensors: InitialTensors, device: torch.device
+) -> Verification | None:
+    """Execute one step of a job's strategy and compare it with one device; return the verdict on rank 0.
+
+    All ranks of `world` must call it. It takes about twice the memory of a float32 step.
+    """
+    # Twice the bytes (four times those of 16 bits), so that the buckets hold the same gradients as those of the run.
+    wider = ITEM_BYTES[DOUBLE] // ITEM_BYTES[job.training.dtype]
+    graph = in_double(job.graph)
+    plan = build_plan(graph, job.strategy, job.node_of, wider * BUCKET_BYTES)
+    doubled = tensors_in_double(tensors, torch.device("cpu"))
+    differing = differing_tensors(world, tensors)
+    with _double_by_default():
+        executor = _executed(job, plan, world, doubled, device)
+        loss = executor.loss()
+        gradients = collect_gradients(plan, world, executor, doubled, device)
+        weights = collect_weights(plan, world, executor.weights(), doubled.parameters, device)
+        buffers = collect_buffers(world, executor.buffers(), doubled.buffers)
+        del executor
+    precision = job.training.precision
+    of_run = _run_gradients(job, world, tensors, device) if precision in ROUNDING else {}
+    if world.rank != 0:
+        return None
+    context = ExecutionContext(seed=job.seed, step=0, device=device)
+    whole = tensors_in_double(tensors, device)
+    with _double_by_default():
+        reference = interpret(graph, whole, context, job.strategy)
+    of_module, not_eager = _from_module(job, graph, whole, context, reference)
+    updated = {name: whole.parameters[name].detach().clone() for name in reference.gradients}
+    state = initial_state(job.training.optimizer, list(updated.values()))
+    slopes = list(reference.gradients.values())
+    apply_update(job.training.optimizer, list(updated.values()), slopes, state, job.learning_rate)
+    found = Verification(
+        reference.loss,
+        (
+            loss_deviation(loss, reference.loss),
+            *deviations("gradient", gradients, reference.gradients),
+            *deviations("weight", weights, updated),
+            *deviations("buffer", buffers, {**reference.buffers}),
+            *of_module,
+        ),
+        differing,
+        not_eager,
+    )
+    if precision not in ROUNDING:
+        # A module may round to 16 bits itself.
+        coarsest = max(ROUNDING.get(value.spec.dtype, 0.0) for value in job.graph.values)
+        return replace(found, allowed_of_run=max(found.allowed_of_run, ALLOWED_TIMES * coarsest))
+    # The same rounded weights and inputs in the run's own precision, on one device.
+    alone = interpret(job.graph, _on_device(tensors, device), context, job.strategy)
+    rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)
+    return replace(
+        found,
+        deviations=(
+            *found.deviations,
+            *deviations_in(precision, of_run, alone.gradients, reference.gradients),
+        ),
+        allowed_of_run=ALLOWED_TIMES * rounding,
+    )
+
+
+def _from_module(
+    job: Job, graph: OperatorGraph, whole: InitialTensors, context: ExecutionContext, reference: Reference
+) -> tuple[tuple[Deviation, ...], str]:
+    """Return how far the graph on one device is from the module itself, or why that is not known."""
+    beat("verifying the module itself")
+    # Built anew: what Python counts, it counts from the start, and the run's tensors stay as they are.
+    built = job.model.build(job.seed)
+    again = tensors_in_double(tensors_of(job.graph, built), context.device)
+    for before, after in ((whole.parameters, again.parameters), (whole.inputs, again.inputs)):
+        for name, tensor in before.items():
+            if not torch.equal(tensor, after[name]):
+                return (), f"{name} is built otherwise the second time"
+    del again
+    try:
+        with _double_by_default():
+            if any(operator.target in OWN_STATISTICS for operator in graph.operators):
+                # A module has the statistics of the whole batch.
+                reference = interpret(graph, whole, context)
+            eager = eager_step(built, graph, context)
+    except Exception as error:  # whatever the module raises is the user's to know
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return (), f"it fails in float64 ({reason[:200]})"
+    return from_eager(reference, eager), ""
+
+
+def _executed(job: Job, plan: Plan, world: World, tensors: InitialTensors, device: torch.device) -> Executor:
+    """Return an executor of a plan after one step from `tensors`."""
+    executor = Executor(
+        plan,
+        world,
+        tensors,
+        job.training,
+        seed=job.seed,
+        learning_rate=job.learning_rate,
+        device=device,
+    )
+    executor.step(0)
+    return executor
+
+
+def _run_gradients(
+    job: Job, world: World, tensors: InitialTensors, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return, on rank 0, the gradients of one step as the run itself makes it; all ranks must call it."""
+    plan = build_plan(job.graph, job.strategy, job.node_of)
+    return collect_gradients(plan, world, _executed(job, plan, world, tensors, device), tensors, device)
+
+
+def _on_device(tensors: InitialTensors, device: torch.device) -> InitialTensors:
+    def move(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in named.items()}
+
+    return InitialTensors(move(tensors.parameters), move(tensors.buffers), move(tensors.inputs))
+
+
+def differing_tensors(world: World, tensors: InitialTensors) -> tuple[str, ...]:
+    """Return, on rank 0, one line for each tensor that another rank has built otherwise; all ranks must call it."""
+    named = {
+        **{f"parameter {name}": tensor for name, tensor in tensors.parameters.items()},
+        **{f"buffer {name}": tensor for name, tensor in tensors.buffers.items()},
+        **tensors.inputs,
+    }
+    found = world.gather(fingerprints(named))
+    if found is None:
+        return ()
+    return tuple(
+        f"{name} is built otherwise on rank {rank} than on rank 0"
+        for rank, of_rank in enumerate(found)
+        for name, value in of_rank.items()
+        if value != found[0][name]
+    )
+
+
+def collect_gradients(
+    plan: Plan, world: World, executor: Executor, tensors: InitialTensors, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return, on rank 0, the whole gradient of the last step of every weight that gets one."""
+    # Which weights get a gradient follows from the plan, so that all ranks name the same ones.
+    zeros = {
+        weight.name: torch.zeros_like(tensors.parameters[weight.name])
+        for weight in plan.graph.weights
+        if weight.requires_gradient
+        and any(any(plan.active[index]) for index, _ in plan.graph.consumers[weight.name])
+    }
+    return collect_weights(plan, world, executor.gradients(), zeros, device)

@@ -1,0 +1,114 @@
+"""What every process of an execution does before and after its share of a job."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+from graph.errors import SoapstoneError
+from profiler.pinning import keep_freed_memory, limit_threads, pin_to_core, threads_that_yield
+from runtime.communication import PeerFailure, forget_groups
+from runtime.jobs.job import Job, JobResult, run_job
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+# A rank that lost a peer waits this long before it says so: the rank that failed first is to be named.
+PEER_GRACE_S = 5.0
+
+
+def occupy(place: int | None, processor: str) -> str:
+    """Bind this process to its device; return torch's name of it.
+
+    Args:
+        place: on "cpu" the core (None: wherever the system likes), on "cuda" the index of the device.
+        processor: "cpu" or "cuda".
+    """
+    if processor == "cuda":
+        import torch
+
+        torch.cuda.set_device(place)
+        return f"cuda:{place}"
+    pin_to_core(place)
+    limit_threads()
+    keep_freed_memory()
+    return "cpu"
+
+
+def join_group(processor: str, timeout_s: float, *, store: Store | None, rank: int, size: int) -> None:
+    """Initialize the default process group: NCCL between GPUs, gloo between CPUs.
+
+    Without a `store`, the launcher's environment variables say where the ranks meet.
+    """
+    import torch.distributed as dist
+
+    with threads_that_yield():
+        dist.init_process_group(
+            "nccl" if processor == "cuda" else "gloo",
+            store=store,
+            init_method=None if store is not None else "env://",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def leave_group() -> None:
+    """Undo `join_group`."""
+    import torch.distributed as dist
+
+    forget_groups()
+    dist.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """End this spawned process as soon as the one that started it is gone: killed, it can end nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def run_patiently(job: Job, device: str, timeout_s: float) -> JobResult | None:
+    """Run a job; where a peer is lost, leave its launcher time to find out why."""
+    try:
+        return run_job(job, device, timeout_s)
+    except PeerFailure:
+        time.sleep(PEER_GRACE_S)
+        raise
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code, negative for a signal, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    advice = " (perhaps out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by signal {name}{advice}"
+
+
+def own_words(text: str, rank: int) -> str:
+    """Return the first line of "ErrorClass: message" without a class of ours and without the rank's own name."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    kind, separator, message = line.partition(": ")
+    if separator and kind in _own_errors(SoapstoneError):
+        line = message
+    return line.removeprefix(f"rank {rank}: ")
+
+
+def _own_errors(root: type[Exception]) -> set[str]:
+    return {root.__name__}.union(*(_own_errors(child) for child in root.__subclasses__()))

@@ -1,0 +1,274 @@
+"""The ranks that torchrun started, on one host or several: how rank 0 leads them, and how a failure ends them all.
+
+Besides the process group, which is for tensors, the ranks share the launcher's store. There the first rank that fails
+leaves its reason, so that rank 0 can say and store it, and all others end at once. What a rank executes runs in a
+thread of its own, so that neither a signal nor another rank's failure has to wait for a message that never comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from graph.errors import RuntimeFailure, TeamFailure
+from runtime.communication import PeerFailure
+from runtime.launch.processes import PEER_GRACE_S, join_group, leave_group, own_words
+from runtime.ranks.ranks import from_rank_0, rank_variable
+from runtime.ranks.watchdog import watched
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+Result = TypeVar("Result")
+
+# How often a rank looks whether another one has failed.
+POLL_S = 0.2
+# A signal may be torchrun's, which ends all ranks where one has failed: so long that one may say why.
+SIGNAL_GRACE_S = 2.0
+# Rank 0 prepares for as long as it takes; the others wait for it.
+LONGEST_PREPARATION_S = 30 * 24 * 3600.0
+FAILED, LOST, ENDED, DONE = "failed", "lost", "ended", "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank left in the store when it ended: of a failure the reason, of a lost peer the symptom."""
+
+    rank: int
+    kind: str
+    text: str
+    code: int
+
+
+class Team:
+    """All ranks of this run, as one of them sees them."""
+
+    def __init__(self, store: Store, rank: int, size: int, processor: str, timeout_s: float) -> None:
+        """Use `Team.join`."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"soapstone/{attempt}"
+        clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
+        # A connection of our own: others may wait inside theirs for long.
+        self._board = PrefixStore(f"{prefix}/board", clone())
+        self._orders = PrefixStore(f"{prefix}/orders", clone())
+        self._given = 0
+        self._told = False
+        self._silent: str | None = None
+        join_group(processor, timeout_s, store=PrefixStore(f"{prefix}/group", store), rank=rank, size=size)
+
+    @classmethod
+    def join(cls, processor: str, timeout_s: float) -> Team:
+        """Meet the others where torchrun's environment variables say.
+
+        Raises:
+            RuntimeFailure: they are not there in time.
+        """
+        from torch.distributed.rendezvous import rendezvous
+
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+            return cls(store, rank, size, processor, timeout_s)
+        except (RuntimeError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RuntimeFailure(
+                f"rank {rank_variable('RANK', 0)}: cannot meet the others ({reason}), must; start all "
+                f"{rank_variable('WORLD_SIZE', 1)} processes with torchrun"
+            ) from error
+
+    @property
+    def leads(self) -> bool:
+        """True on rank 0, which alone decides, prints and stores."""
+        return self.rank == 0
+
+    def leave(self) -> None:
+        """Leave the process group; all ranks do, at the end of a run that did not fail."""
+        self._post(DONE, "")
+        leave_group()
+
+    # ---- orders
+
+    def give(self, order: object) -> None:
+        """Give all other ranks an order; rank 0 alone. They must be waiting, or come to wait, in `take`."""
+        self._orders.set(str(self._given), "given")
+        self._given += 1
+        from_rank_0(order)
+
+    def take(self) -> Any:
+        """Wait for the next order of rank 0, however long it prepares; return it."""
+        try:
+            self._orders.wait([str(self._given)], timedelta(seconds=LONGEST_PREPARATION_S))
+        except RuntimeError as error:
+            raise PeerFailure(
+                f"rank {self.rank}: lost contact with rank 0, it must lead; see its own message"
+            ) from error
+        self._given += 1
+        return from_rank_0(None)
+
+    # ---- work
+
+    def execute(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns; it runs in another thread, while this one watches over it and the others.
+
+        Raises:
+            TeamFailure: this rank or another one failed; the message names the rank and the reason.
+            KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` knows whether a rank's failure is why.
+        """
+        outcome: dict[str, Any] = {}
+
+        def run() -> None:
+            try:
+                with watched(self._timeout_s, self._note_silence):
+                    outcome["result"] = work()
+            except BaseException as error:  # whatever it is, the main thread must hear of it
+                outcome["error"] = error
+
+        thread = threading.Thread(target=run, name="work", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            if self._silent is not None:
+                self._fail(self._silent)
+            found = self._first()
+            if found is not None:
+                raise _failure(found)
+        if "error" in outcome:
+            self._explain(outcome["error"])
+        result: Result = outcome["result"]
+        return result
+
+    def cause_of_signal(self) -> TeamFailure | None:
+        """Return the failure of a rank for which torchrun ends this one, if that is why a signal came.
+
+        Wherever the signal interrupted this rank, `execute` included, its caller asks here before it says or stores
+        anything.
+        """
+        # torchrun sends more than one; what the first one means is being found out, and then this process ends.
+        _ignore_signals()
+        self._post(ENDED, "interrupted")
+        found = self._cause(SIGNAL_GRACE_S)
+        return None if found is None else _failure(found)
+
+    def refuse(self, error: BaseException, code: int) -> None:
+        """Let the others end too, without a word, since rank 0 refuses to go on."""
+        self._post(FAILED, str(error), code)
+
+    def _note_silence(self, reason: str) -> None:
+        self._silent = reason
+
+    def _fail(self, reason: str, code: int = 1) -> None:
+        """End because of this rank's own failure."""
+        self._post(FAILED, reason, code)
+        # Another one may have been first.
+        found = self._first() or Report(self.rank, FAILED, reason, code)
+        raise _failure(found)
+
+    def _explain(self, error: BaseException) -> None:
+        """End with the cause of an error of this rank's work."""
+        if not isinstance(error, PeerFailure):
+            self._fail(own_words(f"{type(error).__name__}: {error}", self.rank))
+        self._post(LOST, str(error))
+        found = self._cause(PEER_GRACE_S)
+        if found is not None:
+            raise _failure(found) from error
+        raise _ending(TeamFailure(str(error))) from error
+
+    # ---- the board
+
+    def _post(self, kind: str, text: str, code: int = 1) -> None:
+        """Leave this rank's word, once."""
+        if self._told:
+            return
+        self._told = True
+        message = json.dumps({"kind": kind, "text": text, "code": code})
+        try:
+            self._board.set(str(self.rank), message)
+            if kind == FAILED:
+                # The first one stays: others fail because of it.
+                self._board.compare_set("first", "", _signed(self.rank, message))
+        except RuntimeError:
+            # The store's own host is gone, and with it whoever would read this.
+            return
+
+    def _first(self) -> Report | None:
+        """Return the first failure that any rank left."""
+        try:
+            if not self._board.check(["first"]):
+                return None
+            rank, message = json.loads(self._board.get("first"))
+        except RuntimeError:
+            return Report(0, FAILED, "its store is gone, must be there; see its own message", 1)
+        return _report(rank, message)
+
+    def _reports(self) -> dict[int, Report]:
+        found = {}
+        for rank in range(self.size):
+            if self._board.check([str(rank)]):
+                found[rank] = _report(rank, self._board.get(str(rank)).decode())
+        return found
+
+    def _cause(self, within_s: float) -> Report | None:
+        """Wait a little for the rank that failed first; one that left no word at all has been killed."""
+        deadline = time.monotonic() + within_s
+        reports: dict[int, Report] = {}
+        while time.monotonic() < deadline:
+            found = self._first()
+            if found is not None:
+                return found
+            try:
+                reports = self._reports()
+            except RuntimeError:
+                return None
+            if len(reports) == self.size:
+                break
+            time.sleep(POLL_S)
+        silent = [rank for rank in range(self.size) if rank not in reports]
+        if not silent:
+            return None
+        # Where the machine is slow, a rank that lives may be silent too.
+        others = "".join(f", or that of rank {rank}," for rank in silent[1:])
+        return Report(
+            silent[0],
+            FAILED,
+            f"its process{others} ended without a word, must run to the end (perhaps killed, stopped or out of memory)",
+            1,
+        )
+
+
+def _signed(rank: int, message: str) -> str:
+    """Return a rank's message with its number, for the board."""
+    return json.dumps([rank, message])
+
+
+def _report(rank: int, message: str) -> Report:
+    fields = json.loads(message)
+    return Report(rank, fields["kind"], fields["text"], fields["code"])
+
+
+def _failure(report: Report) -> TeamFailure:
+    # What rank 0 refuses is about the command, not about a rank.
+    text = report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
+    return _ending(TeamFailure(text, report.code))
+
+
+def _ending(failure: TeamFailure) -> TeamFailure:
+    # The rank ends by itself now: torchrun's signals, which follow, must not cut short that it says and stores why.
+    _ignore_signals()
+    return failure
+
+
+def _ignore_signals() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,322 @@
+"""Records when each instruction of a rank's program ran, and within the backward when each operator's part of it ran.
+
+The clock is the profiler's (CUDA events on a GPU), set to zero behind a barrier of all ranks, as for a measured step.
+A moment is noted wherever the rank begins something else, so that the spans fill the step. Waiting is told apart from
+the instruction that waits, by the world; operators are told apart within a segment's backward by hooks on the autograd
+nodes that their forward made. Notes cost time of their own, so a recorded step is somewhat longer than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graph.plan import Plan
+from graph.strategy import Sharding
+from profiler.timers import synchronize, timer_for
+from runtime.communication import World
+from runtime.execution.executor import Executor
+from runtime.instructions import base as steps
+from runtime.instructions.collectives import StartCollective, StartGradientCollective
+from runtime.instructions.gradient_synchronization import FinishReduction, StartReduction
+from runtime.instructions.sharded_weights import (
+    Allocate,
+    Fill,
+    FinishGather,
+    FinishSharedSum,
+    Free,
+    StartGather,
+    StartSharedSum,
+)
+from runtime.instructions.state import StepState
+from runtime.lowering.program import Program
+from runtime.lowering.tensor_slots import Layout
+from runtime.observe.spans import LATE_MESSAGES, WEIGHT_GRADIENTS, WEIGHTS, Label, Span
+
+_PREPARE = Label("runtime", "start of the step", "start of the step")
+_RELEASE = Label("runtime", "releases", "release tensors")
+_AUTOGRAD = Label("runtime", "autograd", "autograd between operators")
+_RECORDING = Label("runtime", "recording", "recording")
+_LOSS = Label("runtime", "loss", "loss")
+_END = Label("runtime", "end of the step", "end of the step")
+_SUMS = Label("wait", WEIGHT_GRADIENTS, "wait for a shared sum of gradients")
+_GATHERS = Label("wait", WEIGHTS, "wait for weights")
+
+
+def record_step(
+    executor: Executor, plan: Plan, world: World, device: torch.device, number: int
+) -> list[Span]:
+    """Execute step `number` and return this rank's spans; all ranks must call it."""
+    clock = _Clock(device)
+    names = _Names(plan, world.rank, executor.program)
+    observed = tuple(
+        _Observed(instruction, *names.labels(instruction), _made(instruction), clock)
+        for instruction in executor.program.instructions
+    )
+    world.barrier(device)
+    clock.start(_PREPARE)
+    with executor.running((*observed, _Tail(clock)), _ListeningWorld(world, clock)):
+        executor.differentiate(number)
+    clock.begin(Label("update", WEIGHTS, f"update device {world.rank}"))
+    executor.update_own()
+    if executor.program.after_update:
+        clock.begin(_GATHERS)
+    executor.make_weights_whole()
+    synchronize(device)
+    return clock.stop()
+
+
+class _Clock:
+    """Notes moments: from each on, the rank does what its label says."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._timer = timer_for(device)
+        self._moments: list[tuple[Any, Label]] = []
+        self._hooked: set[Any] = set()
+        self.waits_for = _END
+
+    def start(self, label: Label) -> None:
+        """Begin the step."""
+        self._moments = []
+        self.begin(label)
+
+    def begin(self, label: Label) -> None:
+        """Note that the rank now does something else."""
+        self._moments.append((self._timer.mark(), label))
+
+    @property
+    def now(self) -> Label:
+        """What the rank does."""
+        return self._moments[-1][1]
+
+    def hook(self, outputs: Sequence[object], label: Label) -> None:
+        """Note when autograd differentiates what made `outputs`, as far as no earlier operator made it."""
+        begin = self.begin
+
+        def before(_gradients: object) -> None:
+            begin(label)
+
+        def after(_inputs: object, _outputs: object) -> None:
+            begin(_AUTOGRAD)
+
+        waiting = [one.grad_fn for one in outputs if isinstance(one, torch.Tensor)]
+        while waiting:
+            node = waiting.pop()
+            # Leaves outlive the step: a hook on their accumulation would stay.
+            if node is None or node in self._hooked or node.name().endswith("AccumulateGrad"):
+                continue
+            self._hooked.add(node)
+            node.register_prehook(before)
+            node.register_hook(after)
+            waiting.extend(following for following, _ in node.next_functions)
+
+    def stop(self) -> list[Span]:
+        """End the step; return its spans, neighbours of one label as one."""
+        end = self._timer.mark()
+        self._hooked.clear()
+        origin = self._moments[0][0]
+        moments = [round(self._timer.elapsed_s(origin, mark) * 1e9) for mark, _ in self._moments]
+        moments.append(round(self._timer.elapsed_s(origin, end) * 1e9))
+        spans: list[Span] = []
+        for (_, label), start_ns, end_ns in zip(self._moments, moments, moments[1:], strict=False):
+            if end_ns <= start_ns:
+                continue
+            if spans and spans[-1].label == label and spans[-1].end_ns == start_ns:
+                spans[-1] = Span(label, spans[-1].start_ns, end_ns)
+            else:
+                spans.append(Span(label, start_ns, end_ns))
+        return spans
+
+
+class _ListeningWorld(World):
+    """A world that notes when the rank waits."""
+
+    def __init__(self, world: World, clock: _Clock) -> None:
+        self.__dict__.update(world.__dict__)
+        self._clock = clock
+
+    def wait(self, work: Any) -> None:
+        """Wait for a work, and note it."""
+        before = self._clock.now
+        self._clock.begin(self._clock.waits_for)
+        super().wait(work)
+        self._clock.begin(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """An instruction that is noted: what it does, and what it may wait for."""
+
+    inner: steps.Instruction
+    label: Label
+    waits_for: Label
+    backward: Label | None
+    made: steps.Slots
+    clock: _Clock
+
+    @property
+    def touches(self) -> steps.Slots:
+        """Those of the instruction."""
+        return self.inner.touches
+
+    def run(self, state: StepState) -> None:
+        """Run the instruction, noted."""
+        self.clock.waits_for = self.waits_for
+        self.clock.begin(self.label)
+        self.inner.run(state)
+        if self.backward is not None:
+            self.clock.begin(_RECORDING)
+            self.clock.hook([state.values[slot] for slot in self.made], self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """What comes after the last instruction: waits for what is still under way."""
+
+    clock: _Clock
+
+    @property
+    def touches(self) -> steps.Slots:
+        """None."""
+        return ()
+
+    def run(self, _state: StepState) -> None:
+        """Note it."""
+        self.clock.waits_for = _waiting(LATE_MESSAGES)
+        self.clock.begin(_END)
+
+
+def _waiting(subject: str) -> Label:
+    return Label("wait", subject, f"wait for {subject}")
+
+
+class _Names:
+    """Names of what a rank's instructions are about, found from the plan: slots are laid out alike each time."""
+
+    def __init__(self, plan: Plan, rank: int, program: Program) -> None:
+        graph = plan.graph
+        layout = Layout(plan, rank)
+        self._operators = [operator.name for operator in graph.operators]
+        self._task_of: dict[int, tuple[int, int]] = {}
+        self._value_of: dict[int, str] = {}
+        for (operator, task, position), slot in layout.outputs.items():
+            self._task_of[slot] = (operator, task)
+            self._value_of[slot] = graph.operators[operator].outputs[position]
+        for group in layout.assemblies.values():
+            self._value_of.update({local.slot: local.value for local in group})
+        self._name_arrivals(program, {reading.slot: reading.value for reading in layout.readings.values()})
+        self._bucket_of = _bucket_numbers(plan, rank)
+
+    def _name_arrivals(self, program: Program, readings: dict[int, str]) -> None:
+        """Name what comes from other ranks after the tensor that it is put into or cut from."""
+        values = self._value_of
+        plain = [one.inner if isinstance(one, steps.Unrecorded) else one for one in program.instructions]
+        for one in plain:
+            if isinstance(one, steps.Renew) and one.source not in values:
+                values[one.source] = f"new {readings[one.reading]}"
+        for one in plain:
+            if isinstance(one, steps.Receive):
+                values.update(dict.fromkeys(one.arrivals, values[one.target]))
+            elif isinstance(one, steps.ReceiveGradients):
+                values.update({arrival: f"gradient of {values[source]}" for arrival, source, _ in one.parts})
+
+    def labels(self, instruction: steps.Instruction) -> tuple[Label, Label, Label | None]:
+        """Return what an instruction does, what it may wait for, and what its backward does (None: nothing)."""
+        if isinstance(instruction, steps.Recompute):
+            label, waits_for, backward = self.labels(instruction.inner)
+            again = Label("recompute", label.subject, f"recompute {label.name.removeprefix('forward ')}")
+            return again if label.kind == "forward" else label, waits_for, backward
+        recorded = not isinstance(instruction, steps.Unrecorded)
+        inner = instruction.inner if isinstance(instruction, steps.Unrecorded) else instruction
+        match inner:
+            case steps.Call():
+                operator, task = self._task_of[inner.outputs[0]]
+                name = self._operators[operator]
+                forward = Label("forward", name, f"forward {name}[{task}]")
+                backward = Label("backward", name, f"backward {name}[{task}]")
+                return forward, _END, backward if recorded else None
+            case steps.Assemble():
+                value = self._value_of[inner.target]
+                back = Label("copy", f"gradient of {value}", f"take gradient of {value} apart")
+                return _copying(value, "assemble"), _END, back if recorded else None
+            case steps.Receive():
+                value = self._value_of[inner.target]
+                return _copying(value, "assemble"), _waiting(value), None
+            case steps.Exchange():
+                slot = inner.touches[0]
+                return _copying(self._value_of.get(slot, "messages"), "exchange"), _END, None
+            case StartCollective():
+                slots = inner.touches
+                value = next((self._value_of[slot] for slot in slots if slot in self._value_of), "a value")
+                return _copying(value, inner.share.kind.value), _END, None
+            case StartGradientCollective():
+                return _copying(self._gradient(inner), inner.share.kind.value), _END, None
+            case steps.SendGradients():
+                slots = (*(assembly.slot for assembly, _ in inner.assemblies), *inner.touches)
+                value = self._value_of.get(slots[0], "values").removeprefix("gradient of ")
+                return _copying(f"gradient of {value}", "exchange"), _END, None
+            case steps.ReceiveGradients():
+                value = self._value_of[inner.parts[0][1]]
+                return _copying(f"gradient of {value}", "add"), _waiting(f"gradient of {value}"), None
+            case StartReduction():
+                name = f"pack gradients of bucket {self._bucket_of[inner.reduction.number]}"
+                return Label("copy", WEIGHT_GRADIENTS, name), _END, None
+            case FinishReduction():
+                bucket = self._bucket_of[inner.reduction.number]
+                name = f"hand out gradients of bucket {bucket}"
+                waiting = Label("wait", WEIGHT_GRADIENTS, f"wait for all-reduce bucket {bucket}")
+                return Label("copy", WEIGHT_GRADIENTS, name), waiting, None
+            case StartSharedSum():
+                return Label("copy", WEIGHT_GRADIENTS, "pack gradients to share"), _SUMS, None
+            case FinishSharedSum():
+                return Label("copy", WEIGHT_GRADIENTS, "end of a shared sum"), _SUMS, None
+            case StartGather():
+                return Label("copy", WEIGHTS, "pack shares of weights"), _END, None
+            case FinishGather() | Allocate() | Fill():
+                return Label("copy", WEIGHTS, "write gathered weights"), _GATHERS, None
+            case Free():
+                return Label("copy", WEIGHTS, "drop gathered weights"), _END, None
+            case steps.Differentiate():
+                return _AUTOGRAD, _END, None
+            case steps.Loss() | steps.Seed():
+                return _LOSS, _END, None
+            case _:
+                return _RELEASE, _END, None
+
+    def _gradient(self, instruction: StartGradientCollective) -> str:
+        slots = [item.slot for item in instruction.share.arrivals]
+        if instruction.assembly is not None:
+            slots.insert(0, instruction.assembly.slot)
+        value = next((self._value_of[slot] for slot in slots if slot in self._value_of), "a value")
+        return f"gradient of {value.removeprefix('gradient of ')}"
+
+
+def _made(instruction: steps.Instruction) -> steps.Slots:
+    """Return the slots of the tensors that an instruction makes within autograd."""
+    if isinstance(instruction, steps.Recompute):
+        return _made(instruction.inner)
+    if isinstance(instruction, steps.Call):
+        return instruction.outputs
+    return (instruction.target,) if isinstance(instruction, steps.Assemble) else ()
+
+
+def _copying(subject: str, verb: str) -> Label:
+    return Label("copy", subject, f"{verb} {subject}")
+
+
+def _bucket_numbers(plan: Plan, rank: int) -> list[int]:
+    """Return, for each reduction that the rank starts, its bucket: one a dtype, in the order of the backward."""
+    numbers = [
+        number
+        for number, bucket in enumerate(plan.buckets)
+        if rank in bucket.devices and bucket.sharding is Sharding.NONE
+    ]
+    numbers.sort(key=lambda number: (-plan.buckets[number].after, number))
+    dtypes = {
+        number: {plan.graph.value_by_name[entry.weight].spec.dtype for entry in plan.buckets[number].entries}
+        for number in numbers
+    }
+    return [number for number in numbers for _ in dtypes[number]]

@@ -1,0 +1,1 @@
+"""Which rank a process is, and whether it makes progress."""

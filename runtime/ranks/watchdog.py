@@ -1,0 +1,119 @@
+"""Notices that a rank makes no progress in its own code, which its peers can only see as silence.
+
+A rank that waits for a peer is not to blame: time inside the modules that communicate does not count. What counts is
+the time since the rank's last sign of life (`beat`) or its last wait for a peer.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What these call in torch is waiting for others.
+WAITING_MODULES = frozenset(
+    {
+        "profiler.link_patterns",
+        "profiler.link_worker",
+        "runtime.communication",
+        "runtime.launch.processes",
+        "runtime.ranks.ranks",
+        "runtime.launch.rank_leader",
+    }
+)
+LONGEST_TICK_S = 0.5
+
+
+class Watch:
+    """Watches one thread; where it is silent for longer than `patience_s`, `report` gets the reason, once."""
+
+    def __init__(self, patience_s: float, report: Callable[[str], None]) -> None:
+        self._patience_s = patience_s
+        self._report = report
+        self._thread = threading.get_ident()
+        self._stage = "starting"
+        self._since = time.monotonic()
+        self._over = threading.Event()
+
+    def beat(self, stage: str) -> None:
+        """Note that the watched thread begins something new."""
+        self._stage = stage
+        self._since = time.monotonic()
+
+    def run(self) -> None:
+        """Watch until `stop`."""
+        while not self._over.wait(min(LONGEST_TICK_S, self._patience_s / 10)):
+            reason = self._silence()
+            if reason is not None:
+                self._report(reason)
+                return
+
+    def _silence(self) -> str | None:
+        """Return what to report, if the watched thread is silent for too long.
+
+        No frame may be kept from one look to the next: it would keep the tensors of its function in memory.
+        """
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or _waits(frame):
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > self._patience_s:
+            return (
+                f"has been {self._stage} for more than {self._patience_s:g} s ({_place(frame)}), must go on within "
+                "--timeout; see what it waits for"
+            )
+        return None
+
+    def stop(self) -> None:
+        """End the watching."""
+        self._over.set()
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Return whether the innermost code that is not torch's own is one that waits for others."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] != "torch":
+            return module in WAITING_MODULES
+        frame = frame.f_back
+    return False
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+_current: Watch | None = None
+
+
+def beat(stage: str) -> None:
+    """Note that this process begins something new, where it is watched."""
+    if _current is not None:
+        _current.beat(stage)
+
+
+@contextmanager
+def watched(patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
+    """Watch the calling thread while the context lasts.
+
+    Args:
+        patience_s: how long it may be silent.
+        report: gets one line, from another thread, where it is silent for longer.
+    """
+    global _current
+    watch = Watch(patience_s, report)
+    thread = threading.Thread(target=watch.run, name="watch", daemon=True)
+    before, _current = _current, watch
+    thread.start()
+    try:
+        yield
+    finally:
+        _current = before
+        watch.stop()
+        thread.join()

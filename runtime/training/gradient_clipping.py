@@ -1,0 +1,71 @@
+"""The global norm of gradients of which each rank has parts, and what scales them down to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from graph.intervals import full_region
+from graph.plan import Plan
+from runtime.communication import World
+from runtime.instructions.selections import Selection
+from runtime.instructions.sharded_weights import parts_of_weight
+
+# As torch.nn.utils.clip_grad_norm_ has it.
+CLIP_EPSILON = 1e-6
+
+
+class Clipping:
+    """Which elements of a rank's gradients count in the global norm: each element of a weight on one rank alone."""
+
+    def __init__(
+        self, plan: Plan, world: World, parameters: Mapping[str, nn.Parameter], updated: Iterable[str]
+    ) -> None:
+        """Note the rank's shares, and the cells that it is the first to hold.
+
+        Args:
+            plan: says who holds what.
+            world: the ranks.
+            parameters: the rank's, by name.
+            updated: the names of those that get a gradient.
+        """
+        self._world = world
+        self._parameters = list(parameters.values())
+        self._counted: list[tuple[nn.Parameter, list[Selection]]] = []
+        for name in updated:
+            parameter = parameters[name]
+            own = parts_of_weight(plan, name, world.rank)
+            if len(own) > 1:
+                # All of them are shares, or the rank's alone.
+                whole = full_region(tuple(parameter.shape))
+                self._counted.append((parameter, [Selection(whole, whole, parameter.device)]))
+                continue
+            counted = [region for rank, region in plan.updated(name) if rank == world.rank]
+            selections = [
+                Selection(region, part.region, parameter.device) for part in own for region in counted
+            ]
+            self._counted.append((parameter, selections))
+
+    def clip(self, max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`; return the norm before."""
+        parts = [
+            selection.take(parameter.grad)
+            for parameter, selections in self._counted
+            if parameter.grad is not None
+            for selection in selections
+        ]
+        norms = [torch.linalg.vector_norm(part, norm_type).double() for part in parts]
+        own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+        if norm_type == float("inf"):
+            largest = torch.zeros(self._world.size, dtype=torch.float64, device=device)
+            largest[self._world.rank] = own.max()
+            total = self._world.sum(largest).max()
+        else:
+            total = self._world.sum((own**norm_type).sum()) ** (1.0 / norm_type)
+        share = torch.clamp(max_norm / (total + CLIP_EPSILON), max=1.0)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share.to(parameter.grad.dtype))
+        return total

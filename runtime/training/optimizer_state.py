@@ -1,0 +1,248 @@
+"""The state of a rank's optimizer in the layout of the plain module's, and back.
+
+The optimizer of a rank updates the parts of weights that it holds. Its state tensors are such parts too: they are
+collected and cut as the weights are. Everything else (step counts, parameter groups) is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph.errors import RuntimeFailure, UsageError
+from graph.intervals import Region
+from graph.plan import Plan
+from runtime.communication import World
+from runtime.execution.full_state import collect_weights, scatter_parts, share_whole
+from runtime.instructions.sharded_weights import joined, parts_of_weight, taken_apart
+from runtime.ranks.ranks import everywhere, from_rank_0, gather_everywhere
+
+# What a state tensor of the weight's shape is replaced by while the rest of a state travels.
+PART = "part"
+# Updates that look at more than one element of a weight at a time: parts of it would be updated otherwise than it.
+NOT_ELEMENT_WISE = frozenset({"Adafactor", "LBFGS", "Muon"})
+
+
+class OptimizerParts:
+    """A rank's optimizer over parameters that are parts of weights, and which weight each one is of."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Note the optimizer's order of parameters.
+
+        Args:
+            optimizer: made from the parameters in `named`.
+            named: the rank's parameters with the names of their weights.
+            shapes: of the whole weights.
+
+        Raises:
+            RuntimeFailure: the optimizer has a parameter that is none of `named`.
+        """
+        names = {id(parameter): name for name, parameter in named}
+        self.optimizer = optimizer
+        self._shapes = shapes
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in self._parameters:
+            if id(parameter) not in names:
+                raise RuntimeFailure(
+                    f"optimizer: has a parameter of shape {tuple(parameter.shape)} that it was not given, must have "
+                    "those alone that its factory is called with; make it from the factory's argument"
+                )
+        self._names = [names[id(parameter)] for parameter in self._parameters]
+
+    def collect(self, plan: Plan, world: World, device: torch.device, *, rank_0_only: bool) -> dict[str, Any]:
+        """Return the state as the plain module's optimizer would have it: whole tensors, on the CPU.
+
+        All ranks must call it. With `rank_0_only`, the others return an empty dict.
+
+        Raises:
+            RuntimeFailure: a state tensor has neither the weight's shape nor one element.
+        """
+        local = self.optimizer.state_dict()
+        kinds: dict[int, dict[str, Any]] = {}
+        own_kinds = everywhere(
+            lambda: {index: self._kinds(index, entry) for index, entry in local["state"].items()}
+        )
+        for found in gather_everywhere(own_kinds):
+            for index, entry in found.items():
+                kinds.setdefault(index, entry)
+        state: dict[int, dict[str, Any]] = {}
+        for index in sorted(kinds):
+            name = self._names[index]
+            state[index] = {}
+            for key, (kind, value) in kinds[index].items():
+                if kind != PART:
+                    state[index][key] = value
+                    continue
+                start = torch.zeros(
+                    self._shapes[name], dtype=value, device="cpu" if world.rank == 0 else "meta"
+                )
+                own = parts_of_weight(plan, name, world.rank)
+                tensors = taken_apart(own, local["state"][index][key]) if own else ()
+                parts = [(part.region, tensor) for part, tensor in zip(own, tensors, strict=True)]
+                whole = collect_weights(plan, world, {name: parts}, {name: start}, device).get(name)
+                if not rank_0_only:
+                    whole = share_whole(world, whole, start, device)
+                if whole is not None:
+                    state[index][key] = whole
+        if rank_0_only and world.rank != 0:
+            return {}
+        return {"state": state, "param_groups": local["param_groups"]}
+
+    def _kinds(self, index: int, entry: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+        """Return, for each key of one weight's state, (PART, its dtype) or ("same", its value)."""
+        sizes = tuple(self._parameters[index].shape)
+        result: dict[str, tuple[str, Any]] = {}
+        for key, value in entry.items():
+            if not isinstance(value, torch.Tensor):
+                result[key] = ("same", value)
+            elif tuple(value.shape) == sizes:
+                result[key] = (PART, value.dtype)
+            elif value.numel() == 1:
+                result[key] = ("same", value.detach().cpu())
+            else:
+                raise RuntimeFailure(
+                    f"optimizer state {key} of {self._names[index]}: has shape {tuple(value.shape)}, must have the "
+                    f"weight's part's ({sizes}) or one element; use an optimizer that treats elements alike"
+                )
+        return result
+
+    def load(
+        self, plan: Plan, world: World, state_dict: Mapping[str, Any] | None, device: torch.device
+    ) -> None:
+        """Take over a state in the plain module's layout; rank 0's counts. All ranks must call it.
+
+        Raises:
+            RuntimeFailure: it is not of these weights.
+        """
+        document: Any = None
+        wholes: dict[tuple[int, str], Any] = {}
+        if world.rank == 0:
+            document, wholes = self._taken_apart(state_dict)
+        document = from_rank_0(document)
+        if isinstance(document, str):
+            raise RuntimeFailure(document)
+        local: dict[int, dict[str, Any]] = {}
+        for index, entry in document["state"].items():
+            name = self._names[index]
+            holdings = _holdings(plan, world.size, name)
+            own = parts_of_weight(plan, name, world.rank)
+            for key, (kind, value) in entry.items():
+                if kind == PART:
+                    tensors = {name: wholes[index, key]} if world.rank == 0 else {}
+                    found = [
+                        scatter_parts(world, {name: regions}, tensors, {name: value}, device)
+                        for regions in holdings
+                    ]
+                    if own:
+                        parts = [received[name][1] for received in found if name in received]
+                        local.setdefault(index, {})[key] = joined(own, parts)
+                elif own:
+                    local.setdefault(index, {})[key] = value
+        self.optimizer.load_state_dict({"state": local, "param_groups": document["param_groups"]})
+
+    def _taken_apart(self, state_dict: Mapping[str, Any] | None) -> tuple[Any, dict[tuple[int, str], Any]]:
+        """Return what is small and the whole tensors apart; of a state that does not fit, the reason instead."""
+        advice = "load the state of the same optimizer over the same module"
+        if (
+            not isinstance(state_dict, Mapping)
+            or "state" not in state_dict
+            or "param_groups" not in state_dict
+        ):
+            return f"optimizer state: has no state and param_groups on rank 0, must have them; {advice}", {}
+        own = [len(group["params"]) for group in self.optimizer.param_groups]
+        found = [len(group["params"]) for group in state_dict["param_groups"]]
+        if found != own:
+            return f"optimizer state: has parameter groups of {found} weights, must be of {own}; {advice}", {}
+        # A saved state may number the weights in its own way; the order of the groups is what counts.
+        order = {
+            number: index
+            for index, number in enumerate(n for group in state_dict["param_groups"] for n in group["params"])
+        }
+        wholes: dict[tuple[int, str], Any] = {}
+        state: dict[int, dict[str, Any]] = {}
+        for number, entry in state_dict["state"].items():
+            index = order[number]
+            name = self._names[index]
+            state[index] = {}
+            for key, value in entry.items():
+                if not isinstance(value, torch.Tensor):
+                    state[index][key] = ("same", value)
+                elif tuple(value.shape) == self._shapes[name]:
+                    state[index][key] = (PART, value.dtype)
+                    wholes[index, key] = value
+                elif value.numel() == 1:
+                    state[index][key] = ("same", value.detach().cpu())
+                else:
+                    return (
+                        f"optimizer state {key} of {name}: has shape {tuple(value.shape)}, must have "
+                        f"{self._shapes[name]} or one element; {advice}"
+                    ), {}
+        groups = []
+        position = 0
+        for group in state_dict["param_groups"]:
+            count = len(group["params"])
+            groups.append({**group, "params": list(range(position, position + count))})
+            position += count
+        return {"state": state, "param_groups": groups}, wholes
+
+
+def _holdings(plan: Plan, size: int, name: str) -> list[dict[int, Region]]:
+    """Return what each rank updates of a weight: by rank the first of its parts, then the second, and so on."""
+    result: list[dict[int, Region]] = []
+    for rank in range(size):
+        for place, part in enumerate(parts_of_weight(plan, name, rank)):
+            result += [{}] if place == len(result) else []
+            result[place][rank] = part.region
+    return result
+
+
+def make_optimizer(make: Any, parameters: Sequence[nn.Parameter], *, parts: bool) -> torch.optim.Optimizer:
+    """Return the optimizer that a user's factory makes of a rank's parameters; `parts`: some are parts of weights.
+
+    Raises:
+        RuntimeFailure: the factory makes none, or one that looks at whole weights.
+    """
+    made = make(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise RuntimeFailure(
+            f"optimizer: its factory returned {type(made).__name__}, must return a torch.optim.Optimizer; pass "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), or another one"
+        )
+    require_element_wise(made, parts=parts)
+    return made
+
+
+def require_factory(optimizer: object) -> None:
+    """Refuse what makes no optimizer of a rank's parameters.
+
+    Raises:
+        UsageError: it is an optimizer already, which has other parameters, or cannot be called.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"optimizer: is of type {name}, must be a function that makes an optimizer of this rank's parameters; pass "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), or another one"
+        )
+
+
+def require_element_wise(optimizer: torch.optim.Optimizer, *, parts: bool) -> None:
+    """Refuse an optimizer that is known to look at whole weights, where some rank holds a part of one.
+
+    Raises:
+        RuntimeFailure: it is one.
+    """
+    name = type(optimizer).__name__
+    if parts and name in NOT_ELEMENT_WISE:
+        raise RuntimeFailure(
+            f"optimizer: {name} looks at whole weights and the strategy splits some, must treat elements alike; use "
+            "SGD, Adam, AdamW or another element-wise one, or a strategy that splits no weight"
+        )
