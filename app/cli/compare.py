@@ -83,8 +83,8 @@ def _print_attribution(
 ) -> None:
     from app.cli.output import TerminalProgress, print_json, speaks
     from app.cli.trace import print_attribution
-    from app.services.models import name_own_model
-    from app.services.tracing import attribution_of
+    from app.services.models.models import name_own_model
+    from app.services.timeline.trace import attribution_of
 
     name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:

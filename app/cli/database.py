@@ -13,10 +13,10 @@ from app.cli import options
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
-    from app.services.checking import Findings
-    from app.services.environments import HeldCosts
-    from app.services.packs import PackCounts, PackGroup
-    from app.services.repairing import Repaired
+    from app.services.costs.environments import HeldCosts
+    from app.services.costs.packs import PackCounts, PackGroup
+    from app.services.database.check import Findings
+    from app.services.database.repair import Repaired
 
 # Of what is damaged.
 _MOST_SHOWN = 50
@@ -58,7 +58,7 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
     from app.db.engine import display_name, resolve_url
     from app.db.schema import status
     from app.db.store import Store
-    from app.services.environments import held_costs
+    from app.services.costs.environments import held_costs
 
     current, head = status(database)
     name = display_name(resolve_url(database))
@@ -108,8 +108,8 @@ def check_database(
     Example: app db check
     """
     from app.cli.output import print_json
-    from app.services.checking import check
-    from app.services.repairing import repair as save
+    from app.services.database.check import check
+    from app.services.database.repair import repair as save
 
     if repair is None:
         found, saved = check(database), None
@@ -148,7 +148,7 @@ def _print_findings(found: Findings, saved: Repaired | None) -> None:
 
 def _print_held(held: Sequence[HeldCosts]) -> None:
     from app.cli.output import print_lines, print_table
-    from app.services.environments import age_days, shortened
+    from app.services.costs.environments import age_days, shortened
 
     print_table(
         ["device kind", "environment", "torch", "measured", "failed", "link fits", "oldest", "newest"],
@@ -195,7 +195,7 @@ def export_pack(
     """
     from app.cli.output import print_json, print_lines
     from app.db.store import Store
-    from app.services.packs import write_pack
+    from app.services.costs.packs import write_pack
 
     with Store.open(database) as store:
         counts = write_pack(store, file, device_kind)
@@ -226,7 +226,7 @@ def import_pack(
     """
     from app.cli.output import print_json
     from app.db.store import Store
-    from app.services.packs import PackCounts, merge_pack, read_pack, shipped_packs
+    from app.services.costs.packs import PackCounts, merge_pack, read_pack, shipped_packs
 
     if (file is None) is not shipped:
         raise UsageError(
@@ -250,7 +250,7 @@ def import_pack(
 
 def _print_imported(file: Path, groups: tuple[PackGroup, ...], new: PackCounts) -> None:
     from app.cli.output import print_lines
-    from app.services.packs import PackCounts
+    from app.services.costs.packs import PackCounts
 
     given = PackCounts.of(groups)
     print_lines(

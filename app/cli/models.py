@@ -65,8 +65,8 @@ def show_model(
     Example: app models show gpt2 --preset small --axes
     """
     from app.cli.output import print_json, print_lines, print_table
-    from app.services.describing import NO_AXIS, describe_model
-    from app.services.models import requested_model
+    from app.services.models.models import requested_model
+    from app.services.models.summary import NO_AXIS, describe_model
 
     report = describe_model(requested_model(model, preset, batch_size, precision), batch_norm)
     if as_json:
@@ -112,7 +112,7 @@ def show_cache(
     Example: app models cache --clear
     """
     from app.cli.output import mebibytes, print_json, print_lines
-    from app.services import kept_graphs
+    from app.services.models import graph_cache as kept_graphs
 
     removed = kept_graphs.clear() if clear else 0
     count, size_bytes = kept_graphs.kept()

@@ -30,7 +30,7 @@ from rich.text import Text
 from app.cli.text import printable
 
 if TYPE_CHECKING:
-    from app.services.recomputing import RecomputationReport
+    from app.services.predict.recomputation_report import RecomputationReport
 
 
 # Below so many letters a column of a table says nothing; a table in a file or a pipe is as wide as a wide terminal.

@@ -10,7 +10,7 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
-    from app.services.profiling import KindReport
+    from app.services.costs.profile import KindReport
 
 # So many distinct failures are printed; the rest is in the database.
 MOST_FAILURES = 10
@@ -74,9 +74,9 @@ def profile(
     Example: app profile --gpus 0-7 --model inception --topology hgx-h100
     """
     from app.cli.output import TerminalProgress, print_json
-    from app.services.models import known_models
-    from app.services.predicting import LOCAL
-    from app.services.profiling import ProfileRequest, run_check, run_profile
+    from app.services.costs.profile import ProfileRequest, run_check, run_profile
+    from app.services.models.models import known_models
+    from app.services.predict.predict import LOCAL
     from graph.errors import UsageError
 
     if check and (model or everything or retry_failed or products or topology != LOCAL or nodes is not None):

@@ -52,7 +52,7 @@ def query(
 
     Example: app query "SELECT model, topology, best_measured_median_s FROM best_per_model"
     """
-    from app.services import querying
+    from app.services.database import query as querying
     from graph.errors import UsageError
 
     if views:

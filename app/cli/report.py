@@ -47,8 +47,8 @@ def report(
     Example: app report --model inception --output report.html
     """
     from app.cli.output import TerminalProgress, print_json, print_lines, speaks
-    from app.services.models import name_own_model
-    from app.services.reporting import ReportRequest, write_report
+    from app.services.models.models import name_own_model
+    from app.services.report.report import ReportRequest, write_report
 
     if model is not None and ":" in model:
         name_own_model(model)

@@ -9,7 +9,7 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
-    from app.services.running import RunReport
+    from app.services.run.run import RunReport
 
 # Deviations that are printed.
 SHOWN = 10
@@ -95,9 +95,9 @@ def run(
     Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST -m app run --model inception
     """
     from app.cli.output import TerminalProgress, print_json, speaks
-    from app.services.costs import ON_MISS
-    from app.services.models import requested_model
-    from app.services.running import RunRequest, run_strategy
+    from app.services.costs.operator_costs import ON_MISS
+    from app.services.models.models import requested_model
+    from app.services.run.run import RunRequest, run_strategy
     from graph.errors import RuntimeFailure, UsageError
 
     if on_miss not in ON_MISS:

@@ -10,8 +10,8 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
-    from app.services.models import ModelRequest
-    from app.services.searching import SearchReport
+    from app.services.models.models import ModelRequest
+    from app.services.search.search import SearchReport
 
 
 def search(
@@ -148,9 +148,9 @@ def search(
     Example: app search --model inception --topology p100-cluster --batch-size 64
     """
     from app.cli.output import TerminalProgress
-    from app.services.costs import ON_MISS
-    from app.services.models import name_own_model, requested_model
-    from app.services.searching import SearchRequest, resume_search, run_search
+    from app.services.costs.operator_costs import ON_MISS
+    from app.services.models.models import name_own_model, requested_model
+    from app.services.search.search import SearchRequest, resume_search, run_search
     from graph.errors import UsageError
 
     if resume is not None:

@@ -13,7 +13,7 @@ from app.cli import options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from app.services.strategies import OperatorCost, ShownOperator, ShownStrategy
+    from app.services.strategies.strategies import OperatorCost, ShownOperator, ShownStrategy
 
 TopologyName = Annotated[
     str | None,
@@ -99,7 +99,7 @@ def rebuild(
     """
     from app.cli.output import milliseconds, print_json, print_lines
     from app.db.store import Store
-    from app.services.rebuilding import rebuild as rebuild_strategy
+    from app.services.trace.replay import rebuild as rebuild_strategy
 
     with Store.open(database) as store:
         found = rebuild_strategy(store, search, chain, step)
@@ -156,8 +156,8 @@ def export_strategy(
     Example: app strategy export 3 strategy.json
     """
     from app.cli.output import print_lines
-    from app.services import exporting
-    from app.services.models import name_own_model
+    from app.services.models.models import name_own_model
+    from app.services.strategies import export as exporting
     from graph.errors import UsageError
 
     target = file or output
@@ -193,8 +193,8 @@ def show_strategy(
         recomputation_line,
         speaks,
     )
-    from app.services import strategies
-    from app.services.models import name_own_model
+    from app.services.models.models import name_own_model
+    from app.services.strategies import strategies
 
     name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
@@ -240,8 +240,8 @@ def diff_strategies(
         recomputation_line,
         speaks,
     )
-    from app.services import strategies
-    from app.services.models import name_own_model
+    from app.services.models.models import name_own_model
+    from app.services.strategies import strategies
 
     name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
@@ -310,8 +310,8 @@ def import_strategy(
     Example: app strategy import strategy.json
     """
     from app.cli.output import TerminalProgress, print_json, print_lines, speaks
-    from app.services import strategies
-    from app.services.models import requested_model
+    from app.services.models.models import requested_model
+    from app.services.strategies import strategies
 
     request = None if model is None else requested_model(model, preset, batch_size, precision)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:

@@ -9,7 +9,7 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
-    from app.services.links import LocalLinks
+    from app.services.costs.link_costs import LocalLinks
     from graph.topology import Topology
 
 application = typer.Typer(
@@ -60,7 +60,7 @@ def show_topology(
     """
     from app.cli.output import TerminalProgress
     from app.db.store import Store
-    from app.services.predicting import LOCAL, find_target
+    from app.services.predict.predict import LOCAL, find_target
     from graph.errors import UsageError
     from graph.topology import load_topology
 
@@ -92,8 +92,8 @@ def probe_topology(
     """
     from app.cli.output import TerminalProgress
     from app.db.store import Store
-    from app.services.links import local_links, topology_of
-    from app.services.machine import default_processor, describe, local_devices
+    from app.services.costs.link_costs import local_links, topology_of
+    from app.services.costs.machine import default_processor, describe, local_devices
     from graph.errors import UsageError
 
     found_devices = local_devices(options.processor(device) or default_processor(), devices)
@@ -112,7 +112,7 @@ def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> Non
     import json
 
     from app.cli.output import print_json, print_lines, print_table
-    from app.services.links import is_of_one_group
+    from app.services.costs.link_costs import is_of_one_group
 
     if as_json:
         document = json.loads(topology.to_json())

@@ -10,8 +10,8 @@ import typer
 from app.cli import options
 
 if TYPE_CHECKING:
-    from app.services.tracing import TraceReport
-    from app.services.tracing_attribution import Attribution
+    from app.services.timeline.attribution import Attribution
+    from app.services.timeline.trace import TraceReport
 
 
 def trace(
@@ -56,9 +56,9 @@ def trace(
     Example: app trace --execution 3 --output trace.json
     """
     from app.cli.output import TerminalProgress, print_json, speaks
-    from app.services.models import name_own_model
-    from app.services.tracing import TraceRequest
-    from app.services.tracing import trace as write_trace
+    from app.services.models.models import name_own_model
+    from app.services.timeline.trace import TraceRequest
+    from app.services.timeline.trace import trace as write_trace
 
     name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:

@@ -13,7 +13,7 @@ from graph.errors import SoapstoneError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from app.services.models import ImportedModel
+    from app.services.models.models import ImportedModel
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
     from runtime.launch.pool import LocalPool
@@ -91,8 +91,8 @@ class Checking:
 
     def check(self, name: str) -> Outcome:
         """Import an architecture as `app` does, and verify it under all strategies on two CPU processes."""
-        from app.services.describing import described
-        from app.services.models import ModelRequest, import_graph
+        from app.services.models.models import ModelRequest, import_graph
+        from app.services.models.summary import described
 
         request = ModelRequest(model_name(name), folder=str(Path.cwd()))
         try:
@@ -114,7 +114,7 @@ class Checking:
             strategy=strategy,
             node_of=(0,) * PROCESSES,
             training=Training(model.batch_size),
-            model=ModelReference("app.services.models:build_model", model.request.factory_keywords),
+            model=ModelReference("app.services.models.models:build_model", model.request.factory_keywords),
             seed=SEED,
             iterations=1,
             warmup=0,

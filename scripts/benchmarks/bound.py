@@ -92,7 +92,7 @@ def _row(cell: Cell) -> Row:
 
 
 def _problem(cell: Cell) -> Problem:
-    from app.services.models import ModelRequest, import_graph
+    from app.services.models.models import ModelRequest, import_graph
     from graph.rules import first_call, local_calls
     from graph.rules.least import least_work
     from graph.topology import load_topology

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from app.db.store import Store
-    from app.services.models import ImportedModel
+    from app.services.models.models import ImportedModel
 
 Way = Literal["one", "two", "strangers"]
 
@@ -87,7 +87,7 @@ def run(*, quick: bool) -> Result:
 
 def measured(name: str, batch_size: int, devices: int) -> Row:
     """Time one case: which way comes first alternates."""
-    from app.services.models import import_graph, requested_model
+    from app.services.models.models import import_graph, requested_model
 
     model = import_graph(requested_model(name, "paper", batch_size), batch_norm="synchronized")
     ways: tuple[Way, ...] = get_args(Way)
@@ -143,7 +143,7 @@ def _searched(
 ) -> tuple[int, int, float]:
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
-    from app.services.recording import TraceRecorder, groups_text
+    from app.services.trace.recorder import TraceRecorder, groups_text
     from graph.training import Training
     from scripts.benchmarks.database import begun
     from scripts.benchmarks.simulator import Datasheet, topology_of

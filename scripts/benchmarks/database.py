@@ -1,7 +1,7 @@
 """The database under load: proposals stored and counted, costs looked up, and many processes that write at once.
 
 Proposals are drawn as a search draws them (`search.algorithms.moves`) and recorded by what records them then
-(`app.services.recording`); their times are made up, spread as simulated ones are. The overhead is that of real
+(`app.services.trace.recorder`); their times are made up, spread as simulated ones are. The overhead is that of real
 searches (`scripts.benchmarks.recording`).
 """
 
@@ -24,7 +24,7 @@ from scripts.benchmarks.result import Measurement, Result, measurement
 
 if TYPE_CHECKING:
     from app.db.store import Store
-    from app.services.models import ImportedModel
+    from app.services.models.models import ImportedModel
     from search.algorithms.proposal_log import ProposalBatch
 
 BYTES_PER_PROPOSAL = 20
@@ -76,7 +76,7 @@ def run(*, quick: bool) -> Result:
 
 
 def _imported(*, quick: bool) -> ImportedModel:
-    from app.services.models import import_graph, requested_model
+    from app.services.models.models import import_graph, requested_model
 
     return import_graph(
         requested_model("inception", "small" if quick else "paper", None), batch_norm="synchronized"
@@ -97,7 +97,7 @@ def _store() -> Iterator[Store]:
 def begun(store: Store, model: ImportedModel, devices: int) -> int:
     """Store a search that begins."""
     from app.db.records import SearchRecord, TopologyRecord, TrainingRecord
-    from app.services.predicting import graph_record
+    from app.services.predict.predict import graph_record
 
     return store.start_search(
         SearchRecord(
@@ -155,7 +155,7 @@ def _recording(
     """Give what takes a search's batches, and write all of them at the end."""
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
-    from app.services.recording import TraceRecorder, groups_text
+    from app.services.trace.recorder import TraceRecorder, groups_text
     from search.space.baselines import data_parallel
     from search.space.groups import find_groups
 
@@ -257,7 +257,7 @@ def _fastest(action: Callable[[], Any], repetitions: int) -> float:
 def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:
     """Look up the costs of all calls that a network is profiled for, among those of another ten thousand."""
     from app.db.records import DeviceKindRecord, EnvironmentRecord
-    from app.services.costs import signature_record
+    from app.services.costs.operator_costs import signature_record
     from search.cost.calls_to_profile import needed_calls
 
     calls = needed_calls(model.graph, 2)

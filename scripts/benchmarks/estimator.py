@@ -51,7 +51,7 @@ def run(*, quick: bool) -> Result:
 
 
 def _profile(database: str, *, quick: bool) -> None:
-    from app.services.profiling import ProfileRequest, run_profile
+    from app.services.costs.profile import ProfileRequest, run_profile
     from app.services.progress import Silent
 
     for name, batch_size in {"mlp": 8}.items() if quick else NETWORKS.items():
@@ -69,7 +69,7 @@ def measured(database: str) -> tuple[DeviceKind, list[Observation]]:
         CostError: it holds none.
     """
     from app.db.store import Store
-    from app.services.costs import model_time_s
+    from app.services.costs.operator_costs import model_time_s
     from graph.calls import call_from_json
     from graph.errors import CostError
     from graph.topology import DeviceKind

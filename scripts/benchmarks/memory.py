@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from scripts.benchmarks.result import Result, measurement
 
 if TYPE_CHECKING:
-    from app.services.models import ModelRequest
+    from app.services.models.models import ModelRequest
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
     from graph.topology import Topology
@@ -86,7 +86,7 @@ def run(*, quick: bool) -> Result:
 
 def measured(name: str, preset: str, batch_size: int, optimizer: str) -> list[Row]:
     """Predict and execute all strategies of a network."""
-    from app.services.models import import_graph, requested_model
+    from app.services.models.models import import_graph, requested_model
     from graph.topology import load_topology
     from graph.training import Training
 
@@ -157,7 +157,7 @@ def _row(
             strategy=strategy,
             node_of=nodes,
             training=training,
-            model=ModelReference("app.services.models:build_model", request.factory_keywords),
+            model=ModelReference("app.services.models.models:build_model", request.factory_keywords),
             iterations=1,
             warmup=0,
             peak=True,

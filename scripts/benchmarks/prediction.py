@@ -20,7 +20,7 @@ from scripts.benchmarks.result import Measurement, Result, measurement
 if TYPE_CHECKING:
     import numpy as np
 
-    from app.services.models import ModelRequest
+    from app.services.models.models import ModelRequest
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
 
@@ -68,9 +68,9 @@ def database() -> Iterator[None]:
 
 
 def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
-    from app.services.models import import_graph, requested_model
+    from app.services.models.models import import_graph, requested_model
     from app.services.progress import Silent
-    from app.services.searching import SearchRequest, run_search
+    from app.services.search.search import SearchRequest, run_search
 
     model = requested_model(name, preset, batch_size)
     found = run_search(
@@ -103,7 +103,7 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
 def _run(model: ModelRequest, reference: str) -> str:
     """Execute a strategy; return its digest."""
     from app.services.progress import Silent
-    from app.services.running import RunRequest, run_strategy
+    from app.services.run.run import RunRequest, run_strategy
 
     report = run_strategy(
         RunRequest(

@@ -76,8 +76,8 @@ def run(*, quick: bool) -> Result:
 
 
 def _calls(*, quick: bool) -> list[LocalCall]:
-    from app.services.models import import_graph, requested_model
-    from app.services.profiling import calls_of
+    from app.services.costs.profile import calls_of
+    from app.services.models.models import import_graph, requested_model
 
     chosen, preset = networks(quick=quick)
     models = [
@@ -90,7 +90,7 @@ def _calls(*, quick: bool) -> list[LocalCall]:
 def _round(calls: Sequence[LocalCall], seed: int) -> Round:
     from app.db.records import DeviceKindRecord, EnvironmentRecord
     from app.db.store import Store
-    from app.services.costs import cost_records, model_time_s
+    from app.services.costs.operator_costs import cost_records, model_time_s
     from profiler.devices import cpu_devices
     from profiler.measure import Measurement as Measured
     from profiler.visits import measure_in_visits

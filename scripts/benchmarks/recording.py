@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from app.db.store import Store
-    from app.services.models import ImportedModel
+    from app.services.models.models import ImportedModel
     from graph.strategy import Strategy
     from search.algorithms import mcmc
     from search.algorithms.proposal_log import Observer, ProposalBatch
@@ -82,7 +82,7 @@ def overheads(
         devices: of the topology p100-cluster.
         searches: about how many seconds a search is to take, and how many pairs to make of it.
     """
-    from app.services.predicting import find_target, prepare
+    from app.services.predict.predict import find_target, prepare
     from app.services.progress import Silent
     from graph.training import Training
     from search.algorithms import mcmc
@@ -142,7 +142,7 @@ def _recorded(
     """Search as `app search` does, from the opening of the trace until all of it is written."""
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
-    from app.services.recording import TraceRecorder, groups_text
+    from app.services.trace.recorder import TraceRecorder, groups_text
     from search.space.groups import find_groups
 
     groups = find_groups(model.graph)

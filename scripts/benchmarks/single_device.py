@@ -50,9 +50,9 @@ def run(*, quick: bool) -> Result:
 
 def _run(name: str, preset: str, batch_size: int) -> tuple[float, float]:
     """Return the predicted and the measured (median) seconds of a step on one device."""
-    from app.services.models import requested_model
+    from app.services.models.models import requested_model
     from app.services.progress import Silent
-    from app.services.running import RunRequest, run_strategy
+    from app.services.run.run import RunRequest, run_strategy
 
     report = run_strategy(
         RunRequest(

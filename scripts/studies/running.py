@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.services.progress import Progress
-from app.services.searching import Prediction, SearchReport, SearchRequest
+from app.services.search.search import Prediction, SearchReport, SearchRequest
 from graph.errors import StrategyError, UsageError
 from scripts.studies import experts
 from scripts.studies.cells import RECURRENT, STARTS, Cell
@@ -37,7 +37,7 @@ def run_cell(cell: Cell, database: str, progress: Progress) -> Document | None:
         SoapstoneError: a name or number that cannot be used.
         KeyboardInterrupt: it was interrupted before anything was found.
     """
-    from app.services.searching import run_search
+    from app.services.search.search import run_search
 
     expert = _predicted_expert(cell, database, progress)
     starts = () if expert is None else (expert["digest"],)
@@ -63,7 +63,7 @@ def run_cell(cell: Cell, database: str, progress: Progress) -> Document | None:
 
 def _request(cell: Cell, algorithms: str, starts: tuple[str, ...], *, again: bool = False) -> SearchRequest:
     """Return the request of a cell's search; `again`: of the one from the best baseline, with a chain's budget."""
-    from app.services.models import requested_model
+    from app.services.models.models import requested_model
 
     # Fresh: a result must not depend on what was searched before.
     return SearchRequest(
@@ -120,8 +120,8 @@ def _predicted_expert(cell: Cell, database: str, progress: Progress) -> Document
     if cell.network not in RECURRENT or cell.devices == 1:
         return None
     from app.db.store import Store
-    from app.services.models import import_graph
-    from app.services.predicting import find_target, predict, prepare
+    from app.services.models.models import import_graph
+    from app.services.predict.predict import find_target, predict, prepare
     from graph.training import Training
 
     request = _request(cell, cell.algorithms, ())

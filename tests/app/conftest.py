@@ -79,7 +79,7 @@ def unchanged_imports() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def probed_once() -> Iterator[None]:
     """Measure links once, whatever works beside the tests: they look at what is done with them."""
-    from app.services import links
+    from app.services.costs import link_costs as links
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "MOST_PROBES", 1)
@@ -90,8 +90,8 @@ def probed_once() -> Iterator[None]:
 def probed(tmp_path_factory: pytest.TempPathFactory, probed_once: None) -> Path:
     """A database that knows the links between two CPU devices, and nothing else; to be copied."""
     from app.db.store import Store
-    from app.services.links import local_links
-    from app.services.machine import describe, local_devices
+    from app.services.costs.link_costs import local_links
+    from app.services.costs.machine import describe, local_devices
     from app.services.progress import Silent
 
     path = tmp_path_factory.mktemp("probed") / "links.sqlite"

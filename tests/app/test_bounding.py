@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from app.db.store import Store
-from app.services.bounding import Bounding, bounding
-from app.services.models import ModelRequest, import_graph
-from app.services.predicting import Setting, find_target, prepare
+from app.services.models.models import ModelRequest, import_graph
+from app.services.predict.predict import Setting, find_target, prepare
 from app.services.progress import Silent
+from app.services.search.lower_bound import Bounding, bounding
 from graph.training import Training
 from search.parallel import fork
 

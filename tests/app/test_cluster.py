@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.services.cluster import Member, measured_links, measured_topology, probed_groups, probed_pairs
+from app.services.run.cluster import Member, measured_links, measured_topology, probed_groups, probed_pairs
 from graph.topology import DeviceKind
 from profiler.links import LinkMeasurement, LinkProbe
 from runtime.ranks.ranks import nodes_of

@@ -9,8 +9,8 @@ import pytest
 
 from app.db.records import OpCostRecord
 from app.db.store import Store
-from app.services.costs import cost_records
-from app.services.machine import describe
+from app.services.costs.machine import describe
+from app.services.costs.operator_costs import cost_records
 from profiler.devices import available_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions, measure_call
 from profiler.workers import CallResult

@@ -20,8 +20,8 @@ import sqlalchemy as sa
 from app.db.engine import migration_engine, resolve_url
 from app.db.records import LinkCostRecord
 from app.db.store import Store
-from app.services.checking import check
-from app.services.repairing import repair
+from app.services.database.check import check
+from app.services.database.repair import repair
 from graph.errors import DatabaseError, UsageError
 from tests.app.conftest import Command, Outcome, store_results
 from tests.app.db import samples

@@ -10,9 +10,9 @@ import pytest
 
 from app.db.records import DeviceKindRecord, EnvironmentRecord, LinkFitRecord, OpCostRecord, utc_now
 from app.db.store import Store
-from app.services.costs import signature_record
-from app.services.environments import differences, say_unused, say_used, shortened
-from app.services.machine import describe
+from app.services.costs.environments import differences, say_unused, say_used, shortened
+from app.services.costs.machine import describe
+from app.services.costs.operator_costs import signature_record
 from app.services.progress import Silent
 from graph.topology import load_topology
 from profiler.devices import cpu_devices

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.services.exchange_overhead import BLOCKS, EXCHANGES, exchange_s, overhead_jobs
+from app.services.costs.exchange_overhead import BLOCKS, EXCHANGES, exchange_s, overhead_jobs
 from graph.plan import build_plan
 from profiler.devices import cpu_devices
 from profiler.links import LinkOptions, probe_links

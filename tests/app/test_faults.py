@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from app.db.store import Store
-from app.services.machine import describe
-from app.services.profiling import Measurer, missing_calls
+from app.services.costs.machine import describe
+from app.services.costs.profile import Measurer, missing_calls
 from app.services.progress import Silent
 from profiler.devices import cpu_devices
 from profiler.updates import update_call

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from app.services import kept_graphs
-from app.services.models import ModelRequest, import_graph, requested_model
+from app.services.models import graph_cache as kept_graphs
+from app.services.models.models import ModelRequest, import_graph, requested_model
 from graph.canonical import canonical_json
 from graph.document import graph_from_document, graph_to_document
 from graph.operators import OperatorGraph
@@ -27,7 +27,7 @@ MLP = ModelRequest("mlp", "small", 8)
 # Begins as `app` does, but with sources that may have been changed a moment ago.
 COMMAND = """
 import sys
-from app.services import kept_graphs
+from app.services.models import graph_cache as kept_graphs
 kept_graphs._LOADED_S += 1e6
 from app.cli.main import main
 try:

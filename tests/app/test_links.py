@@ -14,8 +14,8 @@ from sqlalchemy import create_engine, text
 from app.cli.output import TerminalProgress
 from app.db.records import DeviceKindRecord, EnvironmentRecord
 from app.db.store import Store
-from app.services import links
-from app.services.links import (
+from app.services.costs import link_costs as links
+from app.services.costs.link_costs import (
     LARGE,
     LONGEST_PATTERN,
     cost_records,
@@ -28,9 +28,9 @@ from app.services.links import (
     stored_links,
     topology_of,
 )
-from app.services.machine import describe, local_devices
-from app.services.packs import merge_pack, read_pack, write_pack
-from app.services.predicting import Target
+from app.services.costs.machine import describe, local_devices
+from app.services.costs.packs import merge_pack, read_pack, write_pack
+from app.services.predict.predict import Target
 from app.services.progress import Silent
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, local_topology

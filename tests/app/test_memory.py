@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from app.services.footprints import footprints, shares
+from app.services.predict.peak_memory import footprints, shares
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.training import Training

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from app.db.store import Store
-from app.services.links import stored_links
-from app.services.machine import describe, links_kind_name
-from app.services.models import ModelRequest, import_graph
-from app.services.predicting import Target, local_target, predict, prepare
-from app.services.profiling import profile
+from app.services.costs.link_costs import stored_links
+from app.services.costs.machine import describe, links_kind_name
+from app.services.costs.profile import profile
+from app.services.models.models import ModelRequest, import_graph
+from app.services.predict.predict import Target, local_target, predict, prepare
 from app.services.progress import Silent
-from app.services.running import RunRequest, run_on
-from app.services.tracing_case import execution_case
+from app.services.run.run import RunRequest, run_on
+from app.services.timeline.case import execution_case
 from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
 from graph.training import Training

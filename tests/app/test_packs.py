@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.services.packs import shipped_packs
+from app.services.costs.packs import shipped_packs
 from tests.app.conftest import Command
 
 SMALL = ("--model", "mlp", "--preset", "small", "--device", "cpu", "--devices", "2")

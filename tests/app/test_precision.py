@@ -10,9 +10,9 @@ import pytest
 
 from app.db.records import EnvironmentRecord
 from app.db.store import Store
-from app.services.costs import DatabaseCosts
-from app.services.machine import put_kind
-from app.services.precisions import environments_of
+from app.services.costs.machine import put_kind
+from app.services.costs.operator_costs import DatabaseCosts
+from app.services.costs.precisions import environments_of
 from graph.topology import DeviceKind
 from tests.app.conftest import USERS_NETWORK, Command
 from tests.app.db import samples

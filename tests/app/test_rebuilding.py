@@ -16,9 +16,9 @@ from app.db.records import DEEPEST_COPY
 from app.db.rows import ConfigurationEntry
 from app.db.store import Store
 from app.db.trace import ProposalTrace
-from app.services import recording
-from app.services.rebuilding import TraceReader
-from app.services.recording import Codes
+from app.services.trace import recorder as recording
+from app.services.trace.recorder import Codes
+from app.services.trace.replay import TraceReader
 from graph.axes import tasks
 from graph.errors import DamagedDataError, UsageError
 from graph.strategy import Configuration, Strategy
@@ -86,8 +86,8 @@ def test_every_visited_strategy_is_rebuilt(store: Store, walked: Walked, name: s
 @pytest.mark.usefixtures("small_pieces")
 def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what was rejected, of all its groups; and where copies of copies are cut and codes forgotten."""
-    monkeypatch.setattr("app.services.recording.DEEPEST_COPY", 2)
-    monkeypatch.setattr("app.services.recording.MOST_KNOWN", 20)
+    monkeypatch.setattr("app.services.trace.recorder.DEEPEST_COPY", 2)
+    monkeypatch.setattr("app.services.trace.recorder.MOST_KNOWN", 20)
     proposed: dict[tuple[int, int], tuple[object, ...]] = {}
     record = mcmc.Chain._record
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.services.recomputing import with_choice
+from app.services.predict.recomputation_report import with_choice
 from search.space.baselines import data_parallel
 from tests.app.conftest import Command
 from tests.app.test_fitting import TOPOLOGY

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.db.store import Store
-from app.services.predicting import Setting, Target
-from app.services.refitting import made_to_fit
+from app.services.predict.predict import Setting, Target
+from app.services.search.memory_repair import made_to_fit
 from graph.strategy import Strategy
 from search.algorithms.mcmc import SearchOptions
 from search.algorithms.weight_sharding import share_weights

@@ -17,10 +17,10 @@ from app.db.records import (
     TrainingRecord,
 )
 from app.db.store import Store
-from app.services.costs import CostsByKind
-from app.services.models import ImportedModel, ModelRequest
-from app.services.predicting import Setting, Target
-from app.services.reusing import MOST, given_starts, known_starts
+from app.services.costs.operator_costs import CostsByKind
+from app.services.models.models import ImportedModel, ModelRequest
+from app.services.predict.predict import Setting, Target
+from app.services.search.start_strategies import MOST, given_starts, known_starts
 from graph.canonical import canonical_json, digest
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def setting_of(store: Store, graph: OperatorGraph, device_count: int, batch_size: int) -> Setting:
-    """Return a setting of made-up costs, as `app.services.predicting.prepare` does."""
+    """Return a setting of made-up costs, as `app.services.predict.predict.prepare` does."""
     topology = devices(device_count)
     training = Training(batch_size)
     return Setting(

@@ -14,8 +14,8 @@ import pytest
 
 from app.db.store import Store
 from app.services.progress import Silent
-from app.services.strategies import MOST_DEVICES, operator_costs
-from app.services.tracing_case import strategy_case
+from app.services.strategies.strategies import MOST_DEVICES, operator_costs
+from app.services.timeline.case import strategy_case
 from graph.canonical import canonical_json
 from tests.app.conftest import Command, Outcome, store_results
 

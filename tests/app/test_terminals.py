@@ -221,8 +221,8 @@ def test_only_one_module_of_the_command_line_prints() -> None:
         "app/cli/main.py": "the last line of a command that fails",
         "app/cli/query.py": "closes what nobody reads",
         "app/db/check.py": "a check of the developers'",
-        "app/services/apart.py": "flushes",
-        "app/services/models.py": "sends elsewhere what a module of the user's prints",
+        "app/services/database/isolated_process.py": "flushes",
+        "app/services/models/models.py": "sends elsewhere what a module of the user's prints",
     }
     found = {
         path.relative_to(ROOT).as_posix()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.services import trust
+from app.services.models import trust
 from tests.app.commands import all_parameters
 from tests.app.conftest import REPOSITORY, USERS_NETWORK, Command, Outcome, store_results, unchanged_imports
 
@@ -179,7 +179,7 @@ def test_what_is_named_is_run_even_where_that_cannot_be_kept(
     ("model", "words"),
     [
         ({"name": "os:abort"}, ("os:abort", "add --model os:abort")),
-        ({"name": "app.services.models:build_model"}, ("add --model",)),
+        ({"name": "app.services.models.models:build_model"}, ("add --model",)),
         ({"name": "package.tripwire"}, ("package.tripwire", "unknown")),
         ({"name": "../package/tripwire:fine"}, ("add --model",)),
         ({"name": "mlp", "folder": "/tmp"}, ("JSON object",)),

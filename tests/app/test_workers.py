@@ -18,9 +18,9 @@ import pytest
 
 from app.db.records import DEEPEST_COPY, OpCostRecord, Phase
 from app.db.store import Store
-from app.services import recording
-from app.services.costs import DatabaseCosts, OnMiss, signature_record
-from app.services.machine import describe
+from app.services.costs.machine import describe
+from app.services.costs.operator_costs import DatabaseCosts, OnMiss, signature_record
+from app.services.trace import recorder as recording
 from graph.errors import RuntimeFailure
 from graph.rules import flops
 from profiler.devices import available_devices

@@ -16,8 +16,8 @@ from app.db.records import SearchRecord
 from app.db.store import Store
 from app.db.trace import ProposalTrace
 from app.services.progress import Silent
-from app.services.rebuilding import TraceReader, resumed_chains
-from app.services.recording import TraceRecorder, groups_text
+from app.services.trace.recorder import TraceRecorder, groups_text
+from app.services.trace.replay import TraceReader, resumed_chains
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.training import Training

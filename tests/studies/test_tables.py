@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.services.models import import_graph, requested_model
+from app.services.models.models import import_graph, requested_model
 from graph.aliasing import base_name
 from graph.errors import UsageError
 from graph.topology import load_topology

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from app.analytics.catalog import CATALOG
 from app.analytics.formats import rows
 from app.db.store import Store
-from app.services.querying import with_answer
+from app.services.database.query import with_answer
 from search.parallel.fork import can_fork
 from tests.app.conftest import Command
 from tests.app.db import samples

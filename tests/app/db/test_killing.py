@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from app.db.engine import resolve_url
 from app.db.store import Store
-from app.services.rebuilding import TraceReader
+from app.services.trace.replay import TraceReader
 from graph.strategy import Strategy
 from search.algorithms import mcmc
 from search.algorithms.chain import TURN

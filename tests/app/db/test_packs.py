@@ -15,9 +15,9 @@ from pyarrow import parquet
 
 from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord, Phase
 from app.db.store import Store
-from app.services import packs
-from app.services.costs import signature_record
-from app.services.packs import PackCounts, PackGroup, merge_pack, read_pack, stored_groups, write_pack
+from app.services.costs import packs
+from app.services.costs.operator_costs import signature_record
+from app.services.costs.packs import PackCounts, PackGroup, merge_pack, read_pack, stored_groups, write_pack
 from graph.calls import LocalCall
 from graph.errors import UsageError
 from graph.operators import Slot, TensorSpec

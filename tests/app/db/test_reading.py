@@ -22,9 +22,9 @@ from app.db import models, owners, readers
 from app.db.reading import reading
 from app.db.schema import open_database as open_plain
 from app.db.store import Store
-from app.services import querying
-from app.services.rebuilding import TraceReader
-from app.services.reporting_data import Filter, read_report_data
+from app.services.database import query as querying
+from app.services.report.data import Filter, read_report_data
+from app.services.trace.replay import TraceReader
 from graph.errors import UsageError
 from tests.app.db.merging import ROWS, write_and_merge, write_then_merge
 from tests.app.db.samples import Scene

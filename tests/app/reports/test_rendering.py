@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.services import reporting_figures as figures
-from app.services.reporting import Section, Table, render
-from app.services.reporting_data import CostPoint, Costs, Pair, SearchCurve
-from app.services.tracing_timeline import Slice, Timeline
+from app.services.report import figures
+from app.services.report.data import CostPoint, Costs, Pair, SearchCurve
+from app.services.report.report import Section, Table, render
+from app.services.timeline.timeline import Slice, Timeline
 from tests.app.reports.browser import browser, opened
 
 HOSTILE = (

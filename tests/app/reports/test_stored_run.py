@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.db.store import Store
-from app.services.tracing_store import read_recording, recording_path
+from app.services.timeline.store import read_recording, recording_path
 from tests.app.conftest import Command, Outcome, store_results
 from tests.app.reports.browser import browser, opened
 from tests.app.tracing.trace_format import check_trace

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.db.store import Store
-from app.services.tracing_attribution import attribute
-from app.services.tracing_store import Recording, read_recording, write_recording
+from app.services.timeline.attribution import attribute
+from app.services.timeline.store import Recording, read_recording, write_recording
 from graph.errors import DatabaseError
 from graph.training import Training
 from runtime.observe.spans import Label, Span

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.services.tracing_chrome import chrome_trace
-from app.services.tracing_timeline import Slice, Timeline, simulated_timeline, with_waits
+from app.services.timeline.chrome import chrome_trace
+from app.services.timeline.timeline import Slice, Timeline, simulated_timeline, with_waits
 from graph.training import Training
 from search.cost.cost_table import CostTable
 from search.orders import Order

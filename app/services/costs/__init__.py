@@ -1,0 +1,1 @@
+"""What is measured, and what the database has of it: operators, links, environments, packs."""

@@ -1,0 +1,185 @@
+"""Which environments the stored costs are of, how they differ from this machine's, and what must be said about it.
+
+A cost holds for its environment: the driver, torch, the processor. Costs of this machine's devices are taken from its
+own environment alone. Costs of devices that are not here are taken from any, of each the newest, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from app.db.records import CostSummary, EnvironmentRecord, utc_now
+from app.db.store import Store
+from app.services.costs.precisions import environments_of, is_measured_in
+from app.services.progress import Progress
+
+if TYPE_CHECKING:
+    from app.services.costs.machine import DeviceGroup
+
+# What changes most often comes first; of all others the names' order counts.
+FIRST_FACTS = ("torch", "cuda", "cudnn", "driver", "python", "operating_system", "processor", "cores")
+MOST_DIFFERENCES = 4
+SECONDS_A_DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCosts:
+    """What a database holds of one device kind in one environment.
+
+    `is_current`: it is that of this machine's devices now. `differences`: from it to the current one, see
+    `differences`; None where this machine has no device of that processor to compare with.
+    """
+
+    summary: CostSummary
+    is_current: bool
+    differences: tuple[str, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON document."""
+        one = self.summary
+        return {
+            "device_kind": one.device_kind.name,
+            "environment": one.environment.fingerprint,
+            "facts": dict(one.environment.facts),
+            "measured": one.measured,
+            "failed": one.failed,
+            "link_fits": one.link_fits,
+            "oldest": one.oldest.isoformat(),
+            "newest": one.newest.isoformat(),
+            "oldest_days": age_days(one.oldest),
+            "newest_days": age_days(one.newest),
+            "current": self.is_current,
+            "differences": None if self.differences is None else list(self.differences),
+        }
+
+
+def age_days(moment: datetime) -> float:
+    """Return how many days ago a moment was; 0 for one of a clock that is ahead of this one's."""
+    return max(0.0, (utc_now() - moment).total_seconds() / SECONDS_A_DAY)
+
+
+def held_costs(store: Store) -> list[HeldCosts]:
+    """Return what a database holds, by device kind and environment, the newest first."""
+    found = []
+    for one in store.cost_summaries():
+        facts = one.environment.facts
+        here = _facts_here(facts)
+        found.append(
+            HeldCosts(
+                one,
+                here is not None and dict(here) == dict(facts),
+                None if here is None else differences(facts, here),
+            )
+        )
+    return found
+
+
+def _facts_here(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the facts of this machine's devices of the same processor and precision; None where it has none."""
+    from profiler.devices import available_devices
+    from profiler.environment import environment
+
+    processor = facts.get("device_type")
+    if processor not in ("cpu", "cuda") or not available_devices(processor):
+        return None
+    return environment(processor, tf32=is_measured_in(facts, "tf32")).facts
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return each fact in which two environments differ, in words such as "torch 2.12.0 -> 2.13.0"."""
+    old, new = _flat(before), _flat(now)
+    names = sorted(old.keys() | new.keys(), key=lambda name: (_rank(name), name))
+    return tuple(
+        f"{name} {old.get(name, 'unknown')} -> {new.get(name, 'unknown')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    )
+
+
+def shortened(parts: Sequence[str]) -> str:
+    """Return the first few of some differences in one line."""
+    more = len(parts) - MOST_DIFFERENCES
+    return "; ".join([*parts[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _rank(name: str) -> int:
+    first = name.split(" ")[0]
+    plain = [fact.replace("_", " ").split(" ")[0] for fact in FIRST_FACTS]
+    return plain.index(first) if first in plain else len(plain)
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return facts as text by name; of a list of named things, such as drivers, those of each of them."""
+    found: dict[str, str] = {}
+    for key, value in facts.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{name} ")
+        elif isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
+            for one in value:
+                rest = {inner: text for inner, text in one.items() if inner != "name"}
+                found |= _flat(rest, f"{name} of {one.get('name', 'unnamed')}: ")
+        else:
+            found[name] = str(value)
+    return found
+
+
+def say_unused(store: Store, group: DeviceGroup, precision: str, progress: Progress) -> None:
+    """Say that costs of a kind are there, but all of another environment than this one: they are not used."""
+    known = [
+        one
+        for one in store.cost_summaries()
+        if one.device_kind.name == group.kind.name
+        and one.measured
+        and is_measured_in(one.environment.facts, precision)
+    ]
+    if not known or any(one.environment.id == group.environment_id for one in known):
+        return
+    here = store.environment(group.environment_id)
+    differing = shortened(differences(known[0].environment.facts, here.facts if here else {}))
+    where = "another environment" if len(known) == 1 else f"{len(known)} other environments"
+    progress.say(
+        f"{sum(one.measured for one in known):,} stored costs of {group.kind.name} are not used: they are of {where} "
+        f"({differing})"
+    )
+
+
+def used_environments(
+    store: Store, kind_name: str, environment_id: int | None, precision: str
+) -> list[tuple[EnvironmentRecord, int]]:
+    """Return the environments whose costs of a kind predictions take, with how many each, the most first.
+
+    With `environment_id` None they are taken from all environments of a precision, of each cost the newest.
+    """
+    kind = store.device_kind(kind_name)
+    if kind is None:
+        return []
+    ids = environments_of(store, precision) if environment_id is None else (environment_id,)
+    counted = store.newest_cost_environments(kind.id, ids)
+    found = [(one, counted[one.id]) for one in store.environments() if one.id in counted]
+    return sorted(found, key=lambda entry: -entry[1])
+
+
+def say_used(store: Store, kind_name: str, precision: str, progress: Progress) -> None:
+    """Say which environments the costs of a kind are of that this machine does not have; warn where they are mixed."""
+    used = used_environments(store, kind_name, None, precision)
+    if not used:
+        return
+    total = sum(count for _, count in used)
+    if len(used) == 1:
+        progress.say(f"{total:,} stored costs of {kind_name} are used, all of {_label(used[0][0])}")
+        return
+    parts = ", ".join(f"{count:,} of {_label(one)}" for one, count in used)
+    newest, *others = sorted((one for one, _ in used), key=lambda one: one.created_at, reverse=True)
+    differing = shortened([text for one in others for text in differences(one.facts, newest.facts)])
+    progress.warn(
+        f"{total:,} stored costs of {kind_name} are used, of {len(used)} environments, of each cost the newest: "
+        f"{parts}; {differing}"
+    )
+
+
+def _label(environment: EnvironmentRecord) -> str:
+    return f"torch {environment.facts.get('torch', 'unknown')} ({environment.fingerprint[:12]})"

@@ -1,0 +1,336 @@
+"""The measured links between this machine's devices: rows of the database, what predictions take of them, and the
+topology `local`.
+
+A row's pattern is "p2p" or a collective's name. Where several pairs or groups of one size were measured, the slowest
+stands for all of the size, and each has rows of its own under its name and its devices: "p2p 0,3", "all_reduce 4-7".
+So has the contention of each kind of device where there are several. Lines fitted to large messages alone are under
+"large " and the name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from app.db.records import LinkCostRecord, LinkFitRecord
+from app.db.store import Store
+from app.services.costs.machine import Machine
+from app.services.progress import Progress
+from graph.collectives import CollectiveKind
+from graph.errors import UsageError
+from graph.topology import Pair, Topology, local_topology
+from search.cost.cost_table import Origin
+from search.cost.link_costs import Line, Lines, LinkCosts
+
+if TYPE_CHECKING:
+    from profiler.links import LinkMeasurement, LinkProbe
+
+P2P = "p2p"
+CONTENTION = "contention"
+EXCHANGE = "exchange"
+LARGE = "large "
+# From here on a probe is taken again: others' work delays messages, and their times would stay for good.
+RESTLESS_SHARE = 0.2
+MOST_PROBES = 3
+KIND_OF: Mapping[str, CollectiveKind] = {kind.value.replace("-", "_"): kind for kind in CollectiveKind}
+# What the column holds; a group whose devices do not fit into it has no rows of its own.
+LONGEST_PATTERN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLinks:
+    """Fitted communication between `count` devices.
+
+    `latency_s` is that of an exchange inside a training step (`exchange_overhead`), not of a bare message; so are
+    those of `pairs` (bandwidth in bytes per second, latency), which differ from the rest. `contentions` are those of
+    devices, by place, whose kind's is not that of all. `fits` are the rows that all of this rests on.
+    """
+
+    count: int
+    latency_s: float
+    bytes_per_s: float
+    contention: float
+    contentions: Mapping[int, float]
+    pairs: Mapping[Pair, tuple[float, float]]
+    costs: LinkCosts
+    fits: tuple[LinkFitRecord, ...]
+
+    @property
+    def unmeasured(self) -> tuple[CollectiveKind, ...]:
+        """The collectives over all devices that were not measured: a database from before lacks all but one."""
+        return tuple(kind for kind in CollectiveKind if (kind, self.count) not in self.costs.by_size)
+
+
+def is_of_one_group(pattern: str) -> bool:
+    """Return whether a row is of just the devices that its pattern names, and does not stand for all of its size."""
+    return " " in pattern.removeprefix(LARGE)
+
+
+# ---- from fits
+
+
+def stored_links(store: Store, machine: Machine) -> LocalLinks | None:
+    """Return what an earlier probe of as many devices measured in this environment, or None."""
+    fits = store.link_fits(machine.links_kind_id, machine.environment_id)
+    return links_of(fits, [device.index for device in machine.devices])
+
+
+def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) -> LocalLinks | None:
+    """Return what a probe of the first `count` devices of a kind measured in an environment, or None."""
+    return links_of(store.link_fits(kind_id, environment_id), range(count))
+
+
+def links_of(fits: Iterable[LinkFitRecord], indices: Sequence[int]) -> LocalLinks | None:
+    """Return what predictions take of fits to measurements between the devices of these indices.
+
+    None where messages, an all-reduce over all of them, contention, or the cost of an exchange is not among the fits;
+    collectives of other kinds and sizes may be missing.
+    """
+    count = len(indices)
+    chosen = {
+        (fit.pattern, fit.group_size): fit
+        for fit in fits
+        if fit.group_size == count
+        or (fit.group_size < count and not fit.pattern.startswith((CONTENTION, EXCHANGE)))
+    }
+    point, contention = _line(chosen, P2P, 2), chosen.get((CONTENTION, count))
+    exchange = chosen.get((EXCHANGE, count))
+    if (
+        point is None
+        or _line(chosen, "all_reduce", count) is None
+        or contention is None
+        or contention.contention_factor is None
+        or exchange is None
+        or exchange.latency_s is None
+    ):
+        return None
+    contentions: dict[int, float] = {}
+    pairs: dict[Pair, tuple[float, float]] = {}
+    by_size: dict[tuple[CollectiveKind, int], Lines] = {}
+    by_members: dict[tuple[CollectiveKind, tuple[int, ...]], Lines] = {}
+    for (pattern, size), fit in chosen.items():
+        name, _, named = pattern.partition(" ")
+        members = places_named(named, indices) if named else ()
+        line = _line(chosen, pattern, size)
+        if members is None:
+            continue
+        if name == CONTENTION and fit.contention_factor is not None:
+            contentions |= dict.fromkeys(members, fit.contention_factor)
+        if line is None:
+            continue
+        if name == P2P and members:
+            first, second = members
+            pairs[first, second] = pairs[second, first] = (line[1], line[0] + exchange.latency_s)
+        elif name in KIND_OF:
+            kind = KIND_OF[name]
+            # All but the sums of weights' gradients stand in for messages between operators.
+            extra_s = 0.0 if kind is CollectiveKind.ALL_REDUCE else exchange.latency_s
+            large = _line(chosen, LARGE + pattern, size)
+            lines = Lines(_later(line, extra_s), None if large is None else _later(large, extra_s))
+            if members:
+                by_members[kind, members] = lines
+            else:
+                by_size[kind, size] = lines
+    return LocalLinks(
+        count,
+        point[0] + exchange.latency_s,
+        point[1],
+        contention.contention_factor,
+        contentions,
+        pairs,
+        LinkCosts(by_size, by_members, Origin.MEASURED),
+        tuple(chosen.values()),
+    )
+
+
+def _line(
+    fits: Mapping[tuple[str, int], LinkFitRecord], pattern: str, size: int
+) -> tuple[float, float] | None:
+    """Return latency and bandwidth in bytes per second, where both were fitted."""
+    fit = fits.get((pattern, size))
+    if fit is None or fit.latency_s is None or fit.bandwidth_bytes_per_s is None:
+        return None
+    return fit.latency_s, fit.bandwidth_bytes_per_s
+
+
+def _later(fitted: tuple[float, float], seconds: float) -> Line:
+    """Return the line of a latency and a bandwidth, `seconds` higher."""
+    return fitted[0] + seconds, 1 / fitted[1]
+
+
+def members_text(indices: Sequence[int]) -> str:
+    """Return the devices of a group as rows name them: "0,3", "4-7", "0-6/2" (every second), "0,1,4"."""
+    steps = {after - before for before, after in itertools.pairwise(indices)}
+    if len(indices) > 2 and len(steps) == 1:
+        (step,) = steps
+        return f"{indices[0]}-{indices[-1]}" + (f"/{step}" if step != 1 else "")
+    return ",".join(str(index) for index in indices)
+
+
+def places_named(text: str, indices: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the places, among `indices`, of the devices that a row names, see `members_text`; None where one lacks."""
+    try:
+        span, _, step = text.partition("/")
+        first, dash, last = span.partition("-")
+        named = range(int(first), int(last) + 1, int(step or 1)) if dash else map(int, span.split(","))
+        return tuple(sorted(indices.index(index) for index in named))
+    except ValueError:
+        return None
+
+
+# ---- from a probe
+
+
+def undisturbed_probe(measure: Callable[[], LinkProbe], progress: Progress) -> LinkProbe:
+    """Return what `measure` returns, the least disturbed of several times where others use the devices meanwhile."""
+    results: list[LinkProbe] = []
+    while len(results) < MOST_PROBES:
+        results.append(measure())
+        share = results[-1].others_share
+        if share is None or share <= RESTLESS_SHARE:
+            return results[-1]
+        if len(results) < MOST_PROBES:
+            progress.say(f"other processes took {share:.0%} of the devices' cores meanwhile: measuring again")
+    quietest = min(results, key=lambda result: result.others_share or 0.0)
+    progress.warn(
+        f"links: other processes took {quietest.others_share:.0%} of the devices' cores while they were measured, "
+        f"should take at most {RESTLESS_SHARE:.0%}; measure again when they rest: app topology probe"
+    )
+    return quietest
+
+
+def probe(store: Store, machine: Machine, progress: Progress) -> LocalLinks:
+    """Measure the links between the machine's devices, store raw samples and fits, and return the fits."""
+    from app.services.costs.exchange_overhead import overhead_jobs
+    from profiler.links import LinkOptions, probe_links
+
+    options = LinkOptions()
+    exercise = overhead_jobs(options.limit_s)
+    result = undisturbed_probe(lambda: probe_links(machine.devices, options, exercise), progress)
+    indices = [device.index for device in machine.devices]
+    kinds = [device.kind.name for device in machine.devices]
+    store.put_link_costs(machine.links_kind_id, machine.environment_id, cost_records(result, indices))
+    store.put_link_fits(machine.links_kind_id, machine.environment_id, fit_records(result, indices, kinds))
+    links = stored_links(store, machine)
+    if links is None:
+        raise UsageError(
+            "links: the probe measured no all-reduce over the whole group, must; give two devices or more"
+        )
+    return links
+
+
+def cost_records(result: LinkProbe, indices: Sequence[int]) -> list[LinkCostRecord]:
+    """Return the rows of a probe's raw samples; `indices` are those of its devices, by rank."""
+    return [
+        LinkCostRecord(
+            pattern=pattern,
+            group_size=link.group_size,
+            size_bytes=sample.size_bytes,
+            minimum_s=sample.minimum_s,
+            median_s=sample.median_s,
+            samples_s=sample.samples_s,
+        )
+        for pattern, link in _named(result, indices)
+        for sample in link.samples
+    ]
+
+
+def fit_records(
+    result: LinkProbe, indices: Sequence[int], kinds: Sequence[str], *, alike: bool = True
+) -> list[LinkFitRecord]:
+    """Return the rows of what was fitted to a probe.
+
+    Args:
+        result: the probe.
+        indices: the indices of its devices, by rank.
+        kinds: the names of their kinds.
+        alike: whether the slowest group of a size stands for all of its size. On one machine it does; of hosts'
+            devices, a group within one of them says nothing of groups across.
+    """
+    count = len(indices)
+    found = []
+    for pattern, link in _named(result, indices, alike=alike):
+        size = link.group_size
+        found.append(
+            LinkFitRecord(pattern, size, link.latency_s, link.bandwidth_bytes_per_s, residual=link.residual)
+        )
+        # A topology's link has one line.
+        if link.large is not None and link.pattern != P2P and len(LARGE + pattern) <= LONGEST_PATTERN:
+            line = link.large
+            found.append(
+                LinkFitRecord(
+                    LARGE + pattern, size, line.latency_s, line.bandwidth_bytes_per_s, residual=line.residual
+                )
+            )
+    for kind in sorted(set(kinds)) if len(set(kinds)) > 1 else ():
+        places = [place for place in range(count) if kinds[place] == kind]
+        pattern = f"{CONTENTION} {members_text([indices[place] for place in places])}"
+        if len(pattern) <= LONGEST_PATTERN:
+            factor = statistics.median(result.contentions[place] for place in places)
+            found.append(LinkFitRecord(pattern, count, contention_factor=factor))
+    return [
+        *found,
+        LinkFitRecord(CONTENTION, count, contention_factor=result.contention),
+        LinkFitRecord(EXCHANGE, count, latency_s=result.overhead_s),
+    ]
+
+
+def _named(
+    result: LinkProbe, indices: Sequence[int], *, alike: bool = True
+) -> Iterator[tuple[str, LinkMeasurement]]:
+    """Yield the measurements under the patterns of their rows."""
+    by_size: dict[tuple[str, int], list[LinkMeasurement]] = {}
+    for link in result.links:
+        by_size.setdefault((link.pattern, link.group_size), []).append(link)
+    for (pattern, size), links in by_size.items():
+        if alike or size == len(indices) or pattern == P2P:
+            yield pattern, min(links, key=lambda link: link.bandwidth_bytes_per_s)
+        if len(links) > 1 or not alike:
+            for link in links:
+                own = f"{pattern} {members_text([indices[place] for place in link.members])}"
+                if len(own) <= LONGEST_PATTERN:
+                    yield own, link
+
+
+def local_links(
+    store: Store, machine: Machine, progress: Progress, *, again: bool = False, complete: bool = False
+) -> LocalLinks | None:
+    """Return the machine's links from the database, measuring them where nobody has; None for a single device.
+
+    Args:
+        store: the database.
+        machine: the devices.
+        progress: what the user sees meanwhile.
+        again: measure them in any case.
+        complete: measure them also where an earlier version of Soapstone measured some patterns only.
+    """
+    if machine.count < 2:
+        return None
+    links = None if again else stored_links(store, machine)
+    if links is None or (complete and links.unmeasured):
+        progress.begin(f"measuring links between {machine.count} {machine.processor} devices", None)
+        try:
+            links = probe(store, machine, progress)
+        finally:
+            progress.end()
+    return links
+
+
+def topology_of(machine: Machine, links: LocalLinks | None) -> Topology:
+    """Return the topology `local` of this machine's devices."""
+    kinds = [device.kind for device in machine.devices]
+    if links is None:
+        return local_topology(machine.count, kinds, bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    topology = local_topology(
+        machine.count,
+        kinds,
+        links.bytes_per_s,
+        links.latency_s,
+        link_kind="memory" if machine.processor == "cpu" else "nvlink",
+        measured=links.pairs,
+    )
+    factors = {kind.name: links.contentions.get(place, links.contention) for place, kind in enumerate(kinds)}
+    return replace(topology, contention=tuple((name, factor) for name, factor in factors.items() if factor))

@@ -1,0 +1,297 @@
+"""Operator costs for the search: from the database, else measured now, else estimated and marked so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
+
+from app.db.records import OpCostRecord, OpSignatureRecord, Phase
+from app.db.store import Store
+from app.services.costs.precisions import environments_of
+from graph.calls import LocalCall, call_from_json
+from graph.canonical import digest
+from graph.errors import CostError
+from graph.topology import DeviceKind
+from search.cost.cost_table import OperatorCost, Origin
+
+if TYPE_CHECKING:
+    from graph.rules.least import LeastWork, WorkPhase
+    from profiler.estimate import Estimator
+    from profiler.workers import CallResult
+
+OnMiss = Literal["measure", "estimate", "fail"]
+ON_MISS: tuple[OnMiss, ...] = ("measure", "estimate", "fail")
+
+# By call: its cost as it was given out, and how wrong estimates like it are.
+Given = tuple[dict[str, str], dict[str, float]]
+# Measures calls on a real device of the kind that is asked for, storing each as it comes.
+Measure = Callable[[Sequence[LocalCall]], object]
+
+
+def signature_record(call: LocalCall) -> OpSignatureRecord:
+    """Return the row that names a call's cost."""
+    from graph.rules import bytes_moved, flops
+    from profiler.updates import is_update, update_bytes, update_flops
+
+    if is_update(call):
+        return OpSignatureRecord(
+            call.digest, call.target, call.key, _whole(update_flops(call)), _whole(update_bytes(call))
+        )
+    return OpSignatureRecord(
+        call.digest, call.target, call.key, _whole(flops(call)), _whole(bytes_moved(call))
+    )
+
+
+def _whole(number: float) -> int:
+    # Calls that no device can execute have numbers that no column can hold; they fail, and that is stored.
+    return min(int(number), 2**63 - 1)
+
+
+def cost_records(result: CallResult) -> list[OpCostRecord]:
+    """Return the rows of one measured call: one a phase, a failure with its reason."""
+    from profiler.measure import FailedMeasurement
+
+    signature = signature_record(result.call)
+    records = []
+    for outcome in result.outcomes:
+        if isinstance(outcome, FailedMeasurement):
+            records.append(OpCostRecord(signature, outcome.phase, None, None, None, failure=outcome.reason))
+        else:
+            records.append(
+                OpCostRecord(
+                    signature,
+                    outcome.phase,
+                    outcome.minimum_s,
+                    outcome.p10_s,
+                    outcome.median_s,
+                    samples_s=outcome.samples_s,
+                    peak_bytes=outcome.peak_bytes,
+                    launch_s=outcome.launch_s,
+                    clock_hz=outcome.clock_hz,
+                    throttle=outcome.throttle,
+                )
+            )
+    return records
+
+
+def model_time_s(record: OpCostRecord) -> float | None:
+    """Return the value of a measurement that predictions use: the median, as of steps; None where it failed."""
+    return record.median_s
+
+
+class DatabaseCosts:
+    """Costs of one device kind, in one environment (None: in any of the precision), for
+    `search.cost.cost_table.CostTable`.
+
+    Everything the database holds for the kind is read once, so that a search meets no SQL. What is not there is
+    measured (`measure`), estimated from what is there or from the data sheet, or refused, as `on_miss` says. A
+    measurement that failed counts as not there, except that it is not tried again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        kind: DeviceKind,
+        kind_id: int | None,
+        environment_id: int | None,
+        on_miss: OnMiss,
+        measure: Measure | None = None,
+        precision: str = "float32",
+    ) -> None:
+        self._store = store
+        self._kind = kind
+        self._estimated_kind = kind.multiplying_in(precision)
+        self._environments = (
+            environments_of(store, precision) if environment_id is None else (environment_id,)
+        )
+        self._kind_id = kind_id
+        self._on_miss = on_miss
+        self._measure = measure
+        self._measured: dict[tuple[str, Phase], float] = {}
+        self._failed: set[str] = set()
+        self._least_measured_s = float("inf")
+        self._estimator: Estimator | None = None
+        self._used: dict[str, str] = {}
+        self._errors: dict[str, float] = {}
+        # How many were there when this process was copied.
+        self._copied = 0, 0
+        self._load()
+
+    def _load(self, digests: Iterable[str] | None = None) -> None:
+        if self._kind_id is None:
+            return
+        # What predictions use, see `model_time_s`.
+        stored = self._store.op_cost_medians(self._kind_id, self._environments, digests)
+        for (name, phase), time_s in stored.items():
+            if time_s is None:
+                self._failed.add(name)
+            else:
+                self._measured[name, phase] = time_s
+                self._least_measured_s = min(self._least_measured_s, time_s)
+
+    def copies(self) -> bool:
+        """Get ready to be copied with this process; return whether copies may be asked: not where one measures."""
+        if self._on_miss == "measure" and self._measure is not None:
+            return False
+        if self._on_miss == "estimate" or self._failed:
+            self._fitted()  # a copy must leave the database alone
+        self._copied = len(self._used), len(self._errors)
+        return True
+
+    def given(self) -> Given:
+        """Return, in a copy, what is kept of the costs given out since it was copied."""
+        used, errors = self._copied
+        return dict(islice(self._used.items(), used, None)), dict(islice(self._errors.items(), errors, None))
+
+    def take(self, given: Given) -> None:
+        """Keep what a copy has given out."""
+        used, errors = given
+        self._used.update(used)
+        self._errors.update(errors)
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
+        """Return a cost for each call, in order.
+
+        Raises:
+            CostError: a cost is missing and `on_miss` is "fail", or the kind is another than this source's.
+        """
+        self._obtain(calls, kind_name)
+        return [self._cost(call) for call in calls]
+
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
+        """Return seconds that no calls into which a call may be cut take together, measured or estimated."""
+        # What took no time at all says nothing of how little others take.
+        if kind_name != self._kind.name or self._least_measured_s <= 0:
+            return 0.0
+        return self._fitted().least_s(call, phase, work)
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which an optimizer updates one of many weights of a dtype."""
+        from profiler.updates import update_call, update_s_per_element
+
+        call = update_call(optimizer, dtype=dtype)
+        self._obtain([call], kind_name)
+        time_s = self._measured.get((call.digest, "update"))
+        if time_s is None:
+            estimate = self._fitted().estimate(call, "update")
+            return update_s_per_element(estimate.time_s), Origin(estimate.origin)
+        return update_s_per_element(time_s), Origin.MEASURED
+
+    def _obtain(self, calls: Sequence[LocalCall], kind_name: str) -> None:
+        """Measure what is missing, or refuse it, as `on_miss` says."""
+        if kind_name != self._kind.name:
+            raise CostError(
+                f"costs: are of {self._kind.name}, must be of {kind_name}; profile devices of that kind"
+            )
+        missing = [call for call in calls if not self._has(call) and call.digest not in self._failed]
+        if missing and self._on_miss == "measure" and self._measure is not None:
+            self._measure(missing)
+            self._load([call.digest for call in missing])
+            missing = []
+        if missing and self._on_miss == "fail":
+            raise CostError(
+                f"{missing[0].target} {_shapes(missing[0])}: not measured on {kind_name}, must be (and "
+                f"{len(missing) - 1} more); run app profile with the same --topology, or choose --on-miss estimate"
+            )
+
+    def used_costs(self, digests: Iterable[str]) -> list[tuple[str, str]]:
+        """Return (call digest, cost) of those calls that this source gave a cost for, in order of digest."""
+        return [(name, self._used[name]) for name in sorted(set(digests)) if name in self._used]
+
+    @property
+    def estimate_errors(self) -> tuple[float, ...]:
+        """Of each estimated cost that was given out: the median error of estimates like it, ascending."""
+        return tuple(sorted(self._errors.values()))
+
+    def _has(self, call: LocalCall) -> bool:
+        from profiler.measure import phases
+
+        return all((call.digest, phase) in self._measured for phase in phases(call))
+
+    def _cost(self, call: LocalCall) -> OperatorCost:
+        from profiler.measure import phases
+
+        wanted = phases(call)
+        if self._has(call):
+            backward_s = self._measured[call.digest, "backward"] if "backward" in wanted else 0.0
+            cost = OperatorCost(self._measured[call.digest, "forward"], backward_s, Origin.MEASURED)
+        else:
+            estimates = [self._fitted().estimate(call, phase) for phase in wanted]
+            origin = Origin.DATASHEET if any(e.origin == "datasheet" for e in estimates) else Origin.ESTIMATED
+            cost = OperatorCost(
+                estimates[0].time_s, estimates[1].time_s if len(estimates) > 1 else 0.0, origin
+            )
+            # Of the larger phase, which is most of the call's time.
+            error = max(estimates, key=lambda one: one.time_s).error
+            if origin is Origin.ESTIMATED and error is not None:
+                self._errors[call.digest] = error
+        self._used[call.digest] = f"{cost.forward_s!r} {cost.backward_s!r}"
+        return cost
+
+    def _fitted(self) -> Estimator:
+        """The estimator, calibrated on every measurement of the kind and environment that the database holds."""
+        from profiler.estimate import Estimator, Observation
+
+        if self._estimator is None:
+            observations = []
+            if self._kind_id is not None:
+                stored = self._store.op_costs(self._kind_id, self._environments, None)
+                for (_, phase), record in sorted(stored.items()):
+                    time_s = model_time_s(record)
+                    if time_s is not None:
+                        observations.append(Observation(_call_of(record), phase, time_s))
+            self._estimator = Estimator.fit(self._estimated_kind, observations)
+        return self._estimator
+
+
+class CostsByKind:
+    """A source for topologies of several device kinds."""
+
+    def __init__(self, sources: dict[str, DatabaseCosts]) -> None:
+        self._sources = sources
+
+    def copies(self) -> bool:
+        """Get ready to be copied with this process; return whether copies of all sources may be asked."""
+        return all(source.copies() for source in self._sources.values())
+
+    def given(self) -> dict[str, Given]:
+        """Return, in a copy, what the sources keep of the costs given out since it was copied."""
+        return {name: source.given() for name, source in self._sources.items()}
+
+    def take(self, given: dict[str, Given]) -> None:
+        """Keep what the sources of a copy have given out."""
+        for name, one in given.items():
+            self._sources[name].take(one)
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
+        """Return a cost for each call on devices of one kind."""
+        return self._sources[kind_name].resolve(calls, kind_name)
+
+    def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
+        """Return seconds that no calls into which a call may be cut take together on devices of one kind."""
+        return self._sources[kind_name].least_s(call, phase, work, kind_name)
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
+        """Return the seconds in which an optimizer updates one of many weights on a device of one kind."""
+        return self._sources[kind_name].update_cost(optimizer, dtype, kind_name)
+
+    @property
+    def estimate_errors(self) -> tuple[float, ...]:
+        """Of each estimated cost that was given out: the median error of estimates like it, ascending."""
+        return tuple(sorted(error for source in self._sources.values() for error in source.estimate_errors))
+
+    def cost_digest(self, digests: Iterable[str]) -> str:
+        """Return the digest of the costs that were given out for some calls: it names what a prediction rests on."""
+        wanted = list(digests)
+        return digest([[name, self._sources[name].used_costs(wanted)] for name in sorted(self._sources)])
+
+
+def _call_of(record: OpCostRecord) -> LocalCall:
+    import json
+
+    return call_from_json(json.loads(record.signature.key))
+
+
+def _shapes(call: LocalCall) -> str:
+    return " x ".join("[" + ", ".join(map(str, spec.shape)) + "]" for spec in call.inputs)

@@ -1,0 +1,475 @@
+"""`app profile`: measure what a search over given models and devices needs, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from app.db.store import Store
+from app.services.costs.environments import say_unused
+from app.services.costs.link_costs import local_links
+from app.services.costs.machine import (
+    DeviceGroup,
+    Machine,
+    Processor,
+    default_processor,
+    describe,
+    links_kind_name,
+    local_devices,
+)
+from app.services.costs.operator_costs import cost_records
+from app.services.costs.precisions import check_topology, in_precision
+from app.services.models.models import ImportedModel, import_graph, requested_model
+from app.services.progress import Progress
+from graph.calls import LocalCall
+from graph.errors import UsageError
+from graph.topology import Topology, load_topology
+from graph.training import Training
+from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
+from profiler.products import products_between
+
+if TYPE_CHECKING:
+    from profiler.agreement import Agreement
+    from profiler.workers import WorkerPool
+
+
+# A search that lacks so many costs compares the devices before it measures them, as every profile run does.
+WORTH_COMPARING = 200
+# Which products of other sizes are drawn: always the same, so that what is measured already is found again.
+PRODUCTS_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What measuring some calls gave: how many have costs now, and of those that failed the operator and the reason.
+
+    `agreement`: how devices of one kind compare, where they were compared.
+    """
+
+    succeeded: int = 0
+    failures: tuple[tuple[str, str], ...] = ()
+    agreement: tuple[Agreement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KindReport:
+    """What a profile run did on the devices of one kind: numbers of calls, and how the devices compare."""
+
+    device_kind: str
+    devices: tuple[str, ...]
+    needed: int
+    measured: int
+    known: int
+    failures: tuple[tuple[str, str], ...]
+    agreement: tuple[Agreement, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as a JSON document."""
+        return {
+            "device_kind": self.device_kind,
+            "devices": list(self.devices),
+            "needed": self.needed,
+            "measured": self.measured,
+            "known": self.known,
+            "failures": [{"operator": name, "reason": reason} for name, reason in self.failures],
+            "agreement": [agreement_json(one) for one in self.agreement],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """What a profile run did; the numbers are sums over its kinds of devices."""
+
+    device_kind: str
+    kinds: tuple[KindReport, ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return sum(len(one.devices) for one in self.kinds)
+
+    @property
+    def needed(self) -> int:
+        """Number of costs that are needed."""
+        return sum(one.needed for one in self.kinds)
+
+    @property
+    def measured(self) -> int:
+        """How many of them this run measured."""
+        return sum(one.measured for one in self.kinds)
+
+    @property
+    def known(self) -> int:
+        """How many were stored before, or by another run meanwhile."""
+        return sum(one.known for one in self.kinds)
+
+    @property
+    def failures(self) -> tuple[tuple[str, str], ...]:
+        """Operator and reason of each call that could not be measured."""
+        return tuple(failure for one in self.kinds for failure in one.failures)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as a JSON document."""
+        return {
+            "device_kind": self.device_kind,
+            "devices": self.devices,
+            "needed": self.needed,
+            "measured": self.measured,
+            "known": self.known,
+            "failed": len(self.failures),
+            "failed_operators": sorted({name for name, _ in self.failures}),
+            "kinds": [one.to_json() for one in self.kinds],
+        }
+
+
+def agreement_json(one: Agreement) -> dict[str, object]:
+    """Return how a device compares with its kind as a JSON document."""
+    return {
+        "device": one.device.label,
+        "excess": {bound: one.excess(bound) for bound in one.excesses},
+        "rounds": {bound: list(shares) for bound, shares in one.excesses.items()},
+        "slow": bool(one.slow_in),
+        "failure": one.failure,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What `app profile` was asked for.
+
+    `topology`: for searches over which one; None: over this machine's devices. `products`: so many matrix products of
+    sizes between those of the models are measured too.
+    """
+
+    models: tuple[str, ...]
+    preset: str
+    batch_size: int | None
+    precision: str
+    gpus: str | None
+    processor: Processor | None
+    devices: int | None
+    optimizer: str
+    batch_norm: str
+    retry_failed: bool = False
+    topology: str | None = None
+    nodes: int | None = None
+    products: int = 0
+
+
+def run_profile(request: ProfileRequest, database: str | None, progress: Progress) -> ProfileReport:
+    """Check the request, open the database and measure.
+
+    Raises:
+        UsageError: no model, or devices that are not there, or none that the topology has; nothing is written then.
+        TopologyError: there is no such topology.
+    """
+    if not request.models:
+        raise UsageError("--model: is missing, must name a network; give --model NAME or --all")
+    topology = _topology(request)
+    devices = in_precision(_devices(request, topology), request.precision)
+    if topology is not None:
+        devices = _devices_of(topology, devices, progress)
+    for warning in device_warnings(devices):
+        progress.warn(warning)
+    # Models and training are checked before the database is touched: a mistake writes nothing.
+    Training(1, request.precision, request.optimizer, request.batch_norm)
+    models = []
+    for name in request.models:
+        progress.begin(f"importing {name}", None)
+        wanted = requested_model(name, request.preset, request.batch_size, request.precision)
+        models.append(import_graph(wanted, batch_norm=request.batch_norm))
+        progress.end()
+    with Store.open(database) as store:
+        machine = describe(store, devices)
+        return profile(
+            store,
+            machine,
+            models,
+            [request.optimizer],
+            progress,
+            precision=request.precision,
+            retry_failed=request.retry_failed,
+            topology=topology,
+            products=request.products,
+        )
+
+
+def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
+    """Compare the devices of each kind, without measuring anything else: no model is needed, no database.
+
+    Raises:
+        UsageError: there are not two devices of any kind.
+    """
+    from profiler.workers import WorkerPool
+
+    devices = in_precision(_devices(request), request.precision)
+    for warning in device_warnings(devices):
+        progress.warn(warning)
+    kinds: dict[str, list[PhysicalDevice]] = {}
+    for device in devices:
+        kinds.setdefault(device.kind.name, []).append(device)
+    if max(map(len, kinds.values())) < 2:
+        there = ", ".join(f"{device.label} ({device.kind.name})" for device in devices)
+        raise UsageError(
+            f"--check: devices are {there}, must be two of a kind to be compared; name more of them"
+        )
+    reports = []
+    for name, alike in kinds.items():
+        agreement: tuple[Agreement, ...] = ()
+        if len(alike) > 1:
+            with WorkerPool(alike) as pool:
+                agreement = _compare(pool, alike, progress)
+        reports.append(KindReport(name, tuple(one.label for one in alike), 0, 0, 0, (), agreement))
+    return ProfileReport(links_kind_name([device.kind.name for device in devices]), tuple(reports))
+
+
+def _compare(
+    pool: WorkerPool, devices: Sequence[PhysicalDevice], progress: Progress
+) -> tuple[Agreement, ...]:
+    """Compare devices of one kind, and warn of those that are not as the others."""
+    from profiler.agreement import compare
+
+    progress.begin(f"comparing {len(devices)} x {devices[0].kind.name}", None)
+    try:
+        agreement = compare(pool, devices)
+    finally:
+        progress.end()
+    for one in agreement:
+        if not one.is_sound:
+            progress.warn(f"{one.describe()}; see what else runs there, its cooling and its power limit")
+    return agreement
+
+
+def _topology(request: ProfileRequest) -> Topology | None:
+    if request.topology is None:
+        if request.nodes is not None:
+            raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
+        return None
+    topology = load_topology(request.topology, request.nodes)
+    check_topology(topology, request.precision)
+    return topology
+
+
+def _devices(request: ProfileRequest, topology: Topology | None = None) -> tuple[PhysicalDevice, ...]:
+    """Return the devices that were asked for; by default those of the processor that the topology's devices have."""
+    if request.gpus is None:
+        is_of_cpus = topology is not None and all(kind.processor == "cpu" for kind in topology.kinds)
+        processor = request.processor or ("cpu" if is_of_cpus else default_processor())
+        return local_devices(processor, request.devices)
+    if request.processor == "cpu":
+        raise UsageError("--gpus: was given with --device cpu, must stand alone; leave one of them out")
+    if request.devices is not None:
+        raise UsageError("--gpus: was given with --devices, must stand alone; leave one of them out")
+    return select_devices("cuda", parse_device_list(request.gpus))
+
+
+def _devices_of(
+    topology: Topology, devices: Sequence[PhysicalDevice], progress: Progress
+) -> tuple[PhysicalDevice, ...]:
+    """Return those of this machine's devices whose kind the topology has; say of which kinds there are none here.
+
+    Raises:
+        UsageError: there are none of any.
+    """
+    here = dict.fromkeys(device.kind.name for device in devices)
+    there = dict.fromkeys(kind.name for kind in topology.kinds)
+    elsewhere = [name for name in there if name not in here]
+    if len(elsewhere) == len(there):
+        raise UsageError(
+            f"--topology {topology.name}: its devices are {' and '.join(there)}, must include those measured on, which "
+            f"are {' and '.join(here)}; profile on a machine that has such devices, or name another topology"
+        )
+    if elsewhere:
+        progress.say(f"{topology.name} has {' and '.join(elsewhere)} too: profile on a machine that has them")
+    return tuple(device for device in devices if device.kind.name in there)
+
+
+def profile(
+    store: Store,
+    machine: Machine,
+    models: Sequence[ImportedModel],
+    optimizers: Sequence[str],
+    progress: Progress,
+    *,
+    precision: str = "float32",
+    retry_failed: bool = False,
+    topology: Topology | None = None,
+    products: int = 0,
+) -> ProfileReport:
+    """Measure every operator cost and link that searches over the machine's devices need.
+
+    With a `topology`, the operator costs that searches over its devices need, on the machine's devices, which are of
+    its kinds. The links between the machine's devices are not the topology's, which has the times of its own. With
+    `products`, as many matrix products of other sizes, which make estimates better (`profiler.products`).
+
+    A cost that the database holds for this kind and environment is not measured again, nor, but with `retry_failed`,
+    one that could not be measured. Each measurement is stored as soon as it is done, so that an interrupted run
+    continues where it was, and runs at the same time share the work.
+    """
+    for group in machine.groups:
+        say_unused(store, group, precision, progress)
+    if topology is None:
+        local_links(store, machine, progress, complete=True)
+    device_count = machine.count if topology is None else len(topology.devices)
+    # Of a large network on many devices that takes minutes.
+    progress.begin(f"listing the local calls on up to {device_count} devices", None)
+    calls = calls_of(models, optimizers, device_count)
+    calls += products_between(calls, products, PRODUCTS_SEED)
+    progress.end()
+    reports = []
+    for group in machine.groups:
+        missing = missing_calls(store, group, calls, retry_failed=retry_failed)
+        with Measurer(store, group, progress, compare_from=1, retry_failed=retry_failed) as measurer:
+            measured = measurer.measure(missing)
+        reports.append(
+            KindReport(
+                device_kind=group.kind.name,
+                devices=tuple(device.label for device in group.devices),
+                needed=len(calls),
+                measured=measured.succeeded,
+                known=len(calls) - measured.succeeded - len(measured.failures),
+                failures=measured.failures,
+                agreement=measured.agreement,
+            )
+        )
+    return ProfileReport(links_kind_name([device.kind.name for device in machine.devices]), tuple(reports))
+
+
+def calls_of(
+    models: Sequence[ImportedModel], optimizers: Sequence[str], device_count: int
+) -> list[LocalCall]:
+    """Return the distinct local calls of some models on up to `device_count` devices, in a fixed order."""
+    from profiler.updates import update_call
+    from search.cost.calls_to_profile import needed_calls
+
+    calls = {call.digest: call for model in models for call in needed_calls(model.graph, device_count)}
+    for dtype in dict.fromkeys(model.graph.weight_dtype for model in models):
+        # Sums of gradients take as long as updates by plain SGD.
+        for optimizer in dict.fromkeys([*optimizers, "sgd"]):
+            call = update_call(optimizer, dtype=dtype)
+            calls[call.digest] = call
+    return list(calls.values())
+
+
+def missing_calls(
+    store: Store, group: DeviceGroup, calls: Sequence[LocalCall], *, retry_failed: bool = False
+) -> list[LocalCall]:
+    """Return the calls whose cost is not stored for this kind and environment; a failure counts as one, or not."""
+    from profiler.measure import phases
+
+    stored = store.op_cost_medians(group.kind_id, group.environment_id, [call.digest for call in calls])
+    known = {key for key, time_s in stored.items() if time_s is not None or not retry_failed}
+    return [call for call in calls if any((call.digest, phase) not in known for phase in phases(call))]
+
+
+class Measurer:
+    """Measures calls on a machine's devices of one kind and stores each result as it comes; a context manager.
+
+    Its workers start with the first call and stay, since each takes seconds to start: a search meets calls one by one.
+    Where at least `compare_from` calls are to be measured, the devices are compared first, and one that is not as the
+    others is left out: it would give the kind its own times. `call_limit_s` bounds the measuring of one call.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        group: DeviceGroup,
+        progress: Progress,
+        *,
+        compare_from: int = WORTH_COMPARING,
+        retry_failed: bool = False,
+        call_limit_s: float | None = None,
+    ) -> None:
+        self._store = store
+        self._group = group
+        self._progress = progress
+        self._compare_from = compare_from
+        self._retry_failed = retry_failed
+        self._call_limit_s = call_limit_s
+        self._pool: WorkerPool | None = None
+        self._agreement: tuple[Agreement, ...] = ()
+        self._met_another = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def measure(self, calls: Sequence[LocalCall]) -> Measured:
+        """Measure and store calls, but those that another run stores meanwhile; return what came of it.
+
+        Raises:
+            RuntimeFailure: no worker can be started.
+            DatabaseError: a result cannot be stored.
+        """
+        from profiler.measure import FailedMeasurement
+        from profiler.visits import VISITS, measure_in_visits
+
+        if not calls:
+            return Measured()
+        group, pool = self._group, self._workers()
+        self._compare(pool, len(calls))
+        unsound = {one.device for one in self._agreement if not one.is_sound}
+        sound = [device for device in group.devices if device not in unsound] or list(group.devices)
+        succeeded, failures = 0, []
+        where = f"{len(sound)} x {group.kind.name}"
+
+        def begin(visit: int, count: int) -> None:
+            if visit > 1:
+                self._progress.end()
+            again = "" if visit == 1 else f", short calls again ({visit} of {VISITS})"
+            self._progress.begin(f"measuring on {where}{again}", count)
+
+        try:
+            for visit in measure_in_visits(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin):
+                self._store.put_op_costs(group.kind_id, group.environment_id, cost_records(visit.result))
+                self._progress.advance()
+                if visit.number > 1:
+                    continue
+                outcomes = visit.result.outcomes
+                reasons = [one.reason for one in outcomes if isinstance(one, FailedMeasurement)]
+                if reasons:
+                    failures.append((visit.result.call.target, reasons[0]))
+                else:
+                    succeeded += 1
+        finally:
+            self._progress.end()
+        return Measured(succeeded, tuple(failures), self._agreement)
+
+    def _workers(self) -> WorkerPool:
+        from profiler.workers import CALL_LIMIT_S, WorkerPool
+
+        if self._pool is None:
+            limit_s = CALL_LIMIT_S if self._call_limit_s is None else self._call_limit_s
+            self._pool = WorkerPool(self._group.devices, call_limit_s=limit_s).__enter__()
+        return self._pool
+
+    def _compare(self, pool: WorkerPool, calls: int) -> None:
+        """Compare the devices, once, where there are several and enough is to be measured."""
+        if not self._agreement and len(self._group.devices) > 1 and calls >= self._compare_from:
+            self._agreement = _compare(pool, self._group.devices, self._progress)
+            for one in self._agreement:
+                if not one.is_sound:
+                    self._progress.warn(
+                        f"{one.device.label}: is left out of measuring; predictions take all devices of its kind for "
+                        "alike"
+                    )
+
+    def _is_wanted(self, call: LocalCall) -> bool:
+        """False where another run has stored the call's cost meanwhile."""
+        if missing_calls(self._store, self._group, [call], retry_failed=self._retry_failed):
+            return True
+        if not self._met_another:
+            self._met_another = True
+            self._progress.warn(
+                f"another run measures costs of {self._group.kind.name} at the same time: they share the work, but on "
+                "the same devices they disturb each other's times"
+            )
+        self._progress.advance()
+        return False

@@ -1,0 +1,1 @@
+"""`app query`, `app db check` and `app db check --repair`."""

@@ -1,0 +1,1 @@
+"""Which network is meant, its operator graph and its summary; which functions of a user's own may run."""

@@ -1,0 +1,346 @@
+"""Which network is meant, and its operator graph."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from app.services.models import graph_cache as kept_graphs
+from app.services.models import trust
+from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, UsageError
+from graph.operators import OperatorGraph
+from graph.texts import shown
+from graph.training import PRECISIONS, TENSOR_DTYPES
+from graph.zoo import Built, build, zoo_entry, zoo_names
+from search.parallel.gc_pause import looking_seldom
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# No device holds as many samples, and libraries count them in 64 bits or fewer.
+LARGEST_BATCH = 2**31 - 1
+# A user's module must not stand in for one of ours: the import system would find ours first.
+OWN_PACKAGES = ("__main__", "app", "graph", "profiler", "runtime", "search")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A network: a zoo name, or "package.module:factory" of the user's own.
+
+    `batch_size` None means the preset's (or what the user's factory takes by default); `folder` is where a user's
+    module is looked for, last, after everything installed. `precision` is one of `graph.training.PRECISIONS`.
+    """
+
+    name: str
+    preset: str = "paper"
+    batch_size: int | None = None
+    folder: str = ""
+    precision: str = "float32"
+
+    @property
+    def is_zoo(self) -> bool:
+        """True for a network that comes with Soapstone."""
+        return ":" not in self.name
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what to store beside a graph: enough to import the model again.
+
+        Of the precision, the dtype that the graph has of it: with tf32 the graph is that of float32.
+        """
+        document: dict[str, Any] = {"name": self.name, "preset": self.preset, "batch_size": self.batch_size}
+        dtype = TENSOR_DTYPES[self.precision]
+        return document if dtype == "float32" else {**document, "precision": dtype}
+
+    @property
+    def factory_keywords(self) -> dict[str, Any]:
+        """Return the arguments with which `build_model` builds this model."""
+        return {
+            "name": self.name,
+            "preset": self.preset,
+            "batch_size": self.batch_size,
+            "folder": self.folder,
+            "precision": self.precision,
+        }
+
+
+def requested_model(
+    name: str, preset: str, batch_size: int | None, precision: str = "float32"
+) -> ModelRequest:
+    """Return the model that a command's options mean, looked for in the current folder as well: the user trusts it.
+
+    Raises:
+        UsageError: there is no such precision, or the batch is beyond all memory.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"--precision: is {precision}, must be one of {', '.join(PRECISIONS)}; choose one of them"
+        )
+    if batch_size is not None and batch_size > LARGEST_BATCH:
+        raise UsageError(
+            f"--batch-size: is {shown(batch_size)}, must be at most {LARGEST_BATCH}; choose another"
+        )
+    request = ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
+    if not request.is_zoo:
+        trust.remember(name, request.folder)
+    return request
+
+
+def name_own_model(name: str | None) -> None:
+    """Take --model of a command that follows what is stored, which may name a function of the user's own there.
+
+    Raises:
+        UsageError: it is no name of a function.
+    """
+    if name is None:
+        return
+    if not trust.is_function_name(name):
+        raise UsageError(
+            f"--model: is {name}, must be package.module:factory here; leave it out for a network of the zoo"
+        )
+    trust.remember(name, str(Path.cwd()))
+
+
+def stored_request(document: object, where: str) -> ModelRequest:
+    """Return the model that a stored document names: one of the zoo, or a function that the user has named too.
+
+    All that is stored becomes a request here and nowhere else. `where` is what an error calls the document.
+
+    Raises:
+        DamagedDataError: the document is none of a model.
+        UsageError: it names a function that the user has not named.
+    """
+    if not _is_model(document):
+        raise DamagedDataError(
+            f"{where}: its model is no JSON object of name, preset, batch_size and precision, must be; restore the "
+            "database from a copy"
+        )
+    request = ModelRequest(**document)
+    if request.is_zoo:
+        zoo_entry(request.name)
+        return request
+    return replace(request, folder=trust.trusted_folder(request.name, str(Path.cwd())))
+
+
+def _is_model(document: object) -> TypeGuard[Mapping[str, Any]]:
+    known = {"name", "preset", "batch_size", "precision"}
+    if not (isinstance(document, Mapping) and "name" in document and document.keys() <= known):
+        return False
+    texts = [document[key] for key in ("name", "preset") if key in document]
+    size = document.get("batch_size")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and (size is None or type(size) is int)
+        and document.get("precision", "float32") in PRECISIONS
+    )
+
+
+def build_model(
+    name: str, preset: str, batch_size: int | None, folder: str, precision: str = "float32"
+) -> Built:
+    """Return (module, args, kwargs) on the current default device; the runtime's workers call it by its name.
+
+    Bfloat16 and float16 convert the module and its inputs. Float32 and tf32 take both as the factory makes them, whose
+    weights must be float32 then: a module in another format is not silently another one.
+
+    Raises:
+        UsageError: there is no such network, preset or factory.
+        ImportFailure: the user's factory failed, or its weights are not float32 where they must be.
+    """
+    from graph.importing.formats import converted, require_dtype
+
+    if ":" not in name:
+        built = build(name, preset, batch_size)
+    else:
+        built = _call_factory(name, _load_factory(name, folder), batch_size)
+    dtype = TENSOR_DTYPES[precision]
+    if dtype == "float32":
+        require_dtype(built[0], dtype, name)
+        return built
+    return converted(*built, dtype)
+
+
+def _load_factory(name: str, folder: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not trust.is_function_name(name):
+        raise UsageError(
+            f"model {name}: is no name of a function, must be package.module:factory; correct it"
+        )
+    top = module_name.partition(".")[0]
+    if top in OWN_PACKAGES:
+        raise UsageError(
+            f"model {name}: package {top} is one of Soapstone's own, must have another name; rename the folder"
+        )
+    if folder and all(getattr(finder, "folder", None) != folder for finder in sys.meta_path):
+        sys.meta_path.append(trust.FolderFinder(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"model {name}: module {module_name} cannot be imported ({error}), must be importable from here; "
+            "check the name or change the folder"
+        ) from error
+    except (Exception, SystemExit) as error:
+        # A script may parse our arguments and leave when it is imported.
+        raise ImportFailure(
+            f"model {name}: module {module_name} failed while it was imported ({_reason(error)}); correct it"
+        ) from error
+    found = Path(getattr(module, "__file__", None) or "").resolve()
+    local = Path(folder or ".") / top
+    if (local.is_dir() or local.with_suffix(".py").is_file()) and Path(
+        folder or "."
+    ).resolve() not in found.parents:
+        raise UsageError(
+            f"model {name}: {top} here is hidden by an installed package of that name, must have a name of its own; "
+            "rename it"
+        )
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        raise UsageError(
+            f"model {name}: {function_name} is not a function of {module_name}, must return "
+            "(module, args, kwargs); check the name"
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None) -> Built:
+    from torch import nn
+
+    keywords = {} if batch_size is None else {"batch_size": batch_size}
+    if keywords and not _takes_batch_size(factory):
+        raise UsageError(
+            f"model {name}: its factory takes no batch_size, must for --batch-size; add the parameter"
+        )
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(
+            f"model {name}: batch size is {shown(batch_size)}, must be at least 1; choose another"
+        )
+    try:
+        built = factory(**keywords)
+    except (Exception, SystemExit) as error:
+        from graph.importing import locations
+
+        place = locations.of_error(error)
+        at = f" at {place}" if place else ""
+        # On meta a tensor has no numbers to read; where that is not the reason, it fails again.
+        raise NeedsDataError(
+            f"model {name}: its factory failed{at} ({_reason(error)}), must return (module, args, kwargs); correct it"
+        ) from None
+    if not (
+        isinstance(built, tuple)
+        and len(built) == 3
+        and isinstance(built[0], nn.Module)
+        and isinstance(built[1], tuple)
+        and isinstance(built[2], dict)
+    ):
+        raise ImportFailure(f"model {name}: its factory returned no (module, args, kwargs), must; correct it")
+    return built
+
+
+def _takes_batch_size(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # some of C
+        return False
+    return "batch_size" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _reason(error: BaseException) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A request, its graph, and the samples of one step."""
+
+    request: ModelRequest
+    graph: OperatorGraph
+    batch_size: int
+
+
+def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
+    """Return the operator graph of a network: one that is kept (`app.services.models.graph_cache`), else exported on
+    meta.
+
+    Raises:
+        UsageError: there is no such network.
+        ImportFailure: it cannot be exported, or returns no scalar loss.
+    """
+    key = kept_graphs.key_of(request, batch_norm)
+    kept = None if key is None else kept_graphs.find(key)
+    if kept is not None:
+        return ImportedModel(request, *kept)
+    model = _exported(request, batch_norm)
+    # Sources that changed meanwhile may not be those that made this graph.
+    if key is not None and key == kept_graphs.key_of(request, batch_norm):
+        kept_graphs.keep(key, model.graph, model.batch_size)
+    return model
+
+
+@looking_seldom()
+def _exported(request: ModelRequest, batch_norm: str) -> ImportedModel:
+    (_, args, kwargs), graph = build_and_import(request, batch_norm)
+    return ImportedModel(request, graph, _batch_size(request, args, kwargs))
+
+
+def build_and_import(request: ModelRequest, batch_norm: str) -> tuple[Built, OperatorGraph]:
+    """Return a network and its graph: built on meta, without memory for weights, or with data where that is not enough.
+
+    Raises:
+        UsageError: there is no such network.
+        ImportFailure: it cannot be exported, or returns no scalar loss.
+    """
+    import torch
+
+    # What a user's module prints must not end up in our results.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            return _built_on("meta", request, batch_norm)
+        except NeedsDataError:
+            # Numbers read in a constructor, tensors that are neither parameters nor buffers.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return _built_on("cpu", request, batch_norm)
+
+
+def _built_on(device: str, request: ModelRequest, batch_norm: str) -> tuple[Built, OperatorGraph]:
+    import torch
+
+    from graph.importer import import_module
+
+    with torch.device(device):
+        built = build_model(**request.factory_keywords)
+    return built, import_module(*built, name=graph_name(request), batch_norm=batch_norm)
+
+
+def graph_name(request: ModelRequest) -> str:
+    """Return what to call the graph: the zoo name, with its preset where that is not the paper's."""
+    return (
+        request.name
+        if request.preset == "paper" or not request.is_zoo
+        else f"{request.name}-{request.preset}"
+    )
+
+
+def _batch_size(request: ModelRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    if request.batch_size is not None:
+        return request.batch_size
+    if request.is_zoo:
+        entry = zoo_entry(request.name)
+        return int(entry.presets[request.preset].get("batch_size", entry.batch_size))
+    for item in (*args, *kwargs.values()):
+        shape = tuple(getattr(item, "shape", ()))
+        if shape:
+            return int(shape[0])
+    raise UsageError(f"model {request.name}: no input has a batch dim, must have one; pass --batch-size")
+
+
+def known_models() -> tuple[str, ...]:
+    """Return the names of the networks that come with Soapstone."""
+    return zoo_names()

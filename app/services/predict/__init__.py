@@ -1,0 +1,1 @@
+"""Predictions of single strategies: topology, costs, links, and peak memory."""

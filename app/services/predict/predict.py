@@ -1,0 +1,469 @@
+"""What a prediction rests on (topology, costs, links), and predictions of single strategies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from app.db.records import (
+    TASK_ORDERS,
+    GraphRecord,
+    RankedStrategy,
+    SimulationRecord,
+    StrategyRecord,
+    StrategySource,
+    TaskOrder,
+    TopologyRecord,
+    TrainingRecord,
+)
+from app.db.store import Store
+from app.services.costs.environments import say_unused, say_used, used_environments
+from app.services.costs.link_costs import LocalLinks, local_links, topology_of
+from app.services.costs.machine import (
+    DeviceGroup,
+    Machine,
+    Processor,
+    default_processor,
+    describe,
+    local_devices,
+)
+from app.services.costs.operator_costs import CostsByKind, DatabaseCosts, OnMiss
+from app.services.costs.precisions import check_topology, in_precision
+from app.services.costs.profile import Measurer
+from app.services.models.models import ImportedModel
+from app.services.predict.peak_memory import footprints
+from app.services.progress import Progress
+from graph.calls import LocalCall
+from graph.canonical import canonical_json
+from graph.errors import UsageError
+from graph.operators import OperatorGraph
+from graph.strategy import Configuration, Strategy, strategy_text
+from graph.topology import Topology, load_topology
+from graph.training import Training
+from search.cost.cost_table import CostTable, Origin
+from search.cost.link_costs import LinkCosts
+
+if TYPE_CHECKING:
+    from profiler.devices import PhysicalDevice
+    from search.simulate.simulator import Simulation
+    from search.simulate.task_graph import TaskGraphBuilder
+
+LOCAL = "local"
+NEARLY_FULL = 0.4
+SURELY_TOO_FULL = 1.5
+"""The parts of a device's memory between which the search's sum alone does not decide whether a strategy fits.
+
+Of what was measured, the sum was 0.49 to 1.11 times as much as the walk (docs/memory.md).
+"""
+Walk = Literal["always", "nearly full", "never"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a strategy is to run: a topology, and this machine where the topology is `local`."""
+
+    topology: Topology
+    machine: Machine | None
+    links: LocalLinks | None
+
+    def group(self, kind_name: str) -> DeviceGroup | None:
+        """Return this machine's devices of a kind, or None where the topology has none of them."""
+        return None if self.machine is None else self.machine.group(kind_name)
+
+    @property
+    def link_costs(self) -> LinkCosts:
+        """Measured collectives where there are some, and what the topology's links rest on."""
+        return LinkCosts(transfers=Origin.DATASHEET) if self.links is None else self.links.costs
+
+
+def named_topology(name: str, *, devices: int | None, nodes: int | None) -> Topology:
+    """Return a packaged topology or a YAML file's, or the first `devices` of it.
+
+    Raises:
+        TopologyError: there is no such topology, or it has fewer devices.
+    """
+    topology = load_topology(name, nodes)
+    return topology if devices is None else topology.subset(devices)
+
+
+def find_target(
+    store: Store,
+    name: str,
+    progress: Progress,
+    *,
+    devices: int | None = None,
+    nodes: int | None = None,
+    processor: Processor | None = None,
+    precision: str = "float32",
+) -> Target:
+    """Return the topology called `name`: `local`, a packaged one, or a YAML file.
+
+    Raises:
+        TopologyError: there is no such topology, or it has fewer devices.
+        UsageError: fewer devices are on this machine, or they do not compute in the precision.
+    """
+    if name != LOCAL:
+        if processor is not None:
+            raise UsageError(f"--device: is for topology local, must be left out for {name}; leave it out")
+        topology = named_topology(name, devices=devices, nodes=nodes)
+        check_topology(topology, precision)
+        return Target(topology, None, None)
+    if nodes is not None:
+        raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
+    found = local_devices(processor or default_processor(), devices)
+    return local_target(store, in_precision(found, precision), progress)
+
+
+def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:
+    """Return the topology `local` of some devices of this machine; links that nobody measured are measured."""
+    machine = describe(store, devices)
+    links = local_links(store, machine, progress)
+    return Target(topology_of(machine, links), machine, links)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that predictions of one model on one target share, and the ids of its rows."""
+
+    model: ImportedModel
+    target: Target
+    training: Training
+    graph_id: int
+    topology_id: int
+    training_id: int
+    source: CostsByKind
+    table: CostTable
+
+    @property
+    def topology(self) -> Topology:
+        """The target's topology."""
+        return self.target.topology
+
+    @cached_property
+    def builder(self) -> TaskGraphBuilder:
+        """Makes the task graphs of all that is simulated in this setting: what strategies share is derived once."""
+        from search.simulate.task_graph import TaskGraphBuilder
+
+        return TaskGraphBuilder(
+            self.model.graph, self.topology, self.table, self.training, links=self.target.link_costs
+        )
+
+
+def without_measuring(store: Store, setting: Setting) -> CostTable:
+    """Return a table of the costs that the setting's has, and of estimates for the rest: it measures nothing."""
+    sources = {
+        kind.name: _kind_source(
+            store, setting.target, kind.name, setting.training.precision, "estimate", None
+        )
+        for kind in setting.topology.kinds
+    }
+    return setting.table.with_source(CostsByKind(sources))
+
+
+@contextmanager
+def prepare(
+    store: Store,
+    model: ImportedModel,
+    target: Target,
+    training: Training,
+    on_miss: OnMiss,
+    progress: Progress,
+) -> Iterator[Setting]:
+    """Store the graph, topology and training, and give them with a cost table over the database.
+
+    Workers that measured missing costs end with the context.
+    """
+    with ExitStack() as stack:
+        sources = {}
+        for kind in target.topology.kinds:
+            measurer = None
+            # A cluster may have devices of other kinds than this machine.
+            group = target.group(kind.name)
+            if group is None:
+                say_used(store, kind.name, training.precision, progress)
+            else:
+                say_unused(store, group, training.precision, progress)
+                measurer = stack.enter_context(Measurer(store, group, progress))
+            sources[kind.name] = _kind_source(store, target, kind.name, training.precision, on_miss, measurer)
+        yield _setting(store, model, target, training, CostsByKind(sources))
+
+
+def _setting(
+    store: Store, model: ImportedModel, target: Target, training: Training, source: CostsByKind
+) -> Setting:
+    return Setting(
+        model=model,
+        target=target,
+        training=training,
+        graph_id=store.put_graph(graph_record(model)),
+        topology_id=store.put_topology(
+            TopologyRecord(
+                target.topology.digest,
+                target.topology.name,
+                len(target.topology.devices),
+                target.topology.to_json(),
+            )
+        ),
+        training_id=store.put_training(
+            TrainingRecord(training.digest, training.batch_size, canonical_json(training.to_json()))
+        ),
+        source=source,
+        table=CostTable(source),
+    )
+
+
+def _kind_source(
+    store: Store,
+    target: Target,
+    kind_name: str,
+    precision: str,
+    on_miss: OnMiss,
+    measurer: Measurer | None,
+) -> DatabaseCosts:
+    kind = target.topology.kind(kind_name)
+    group = target.group(kind_name)
+    if group is None:
+        # Another machine's devices: nothing can be measured here; any environment's costs of that kind count.
+        stored = store.device_kind(kind_name)
+        if on_miss == "measure" and target.machine is not None:
+            on_miss = "estimate"
+        if on_miss == "measure":
+            raise UsageError(
+                f"--on-miss measure: {kind_name} is not on this machine, must be; choose estimate or fail"
+            )
+        return DatabaseCosts(store, kind, stored.id if stored else None, None, on_miss, precision=precision)
+    measure = None if measurer is None else measurer.measure
+    return DatabaseCosts(store, kind, group.kind_id, group.environment_id, on_miss, measure, precision)
+
+
+def cost_environments(store: Store, setting: Setting) -> tuple[dict[str, Any], ...]:
+    """Return, for each device kind, the environments that its stored costs are of, with how many; as JSON documents."""
+    found: list[dict[str, Any]] = []
+    for kind in setting.topology.kinds:
+        group = setting.target.group(kind.name)
+        here = None if group is None else group.environment_id
+        found += [
+            {
+                "device_kind": kind.name,
+                "environment": one.fingerprint,
+                "torch": one.facts.get("torch"),
+                "costs": count,
+                "current": group is not None,
+            }
+            for one, count in used_environments(store, kind.name, here, setting.training.precision)
+        ]
+    return tuple(found)
+
+
+def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) -> None:
+    """Ask for the costs of many calls, by device kind, at once: what is missing is then measured in one go."""
+    for kind_name, wanted in calls.items():
+        setting.table.costs(wanted, kind_name)
+
+
+def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalCall]]:
+    """Return the distinct calls of a strategy for each device kind that executes them."""
+    from graph.rules import cost_class, local_calls
+
+    graph = setting.model.graph
+    kinds = [device.kind_name for device in setting.topology.devices]
+    found: dict[str, dict[str, LocalCall]] = {}
+    met: set[tuple[int, Configuration]] = set()
+    for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+        # Equal layers have equal calls, but for what changes no cost.
+        if (cost_class(graph, operator), configuration) in met:
+            continue
+        met.add((cost_class(graph, operator), configuration))
+        calls = local_calls(graph, operator, configuration.degrees)
+        here = {
+            (kinds[device], id(call)): call for call, device in zip(calls, configuration.devices, strict=True)
+        }
+        distinct = {(kind_name, replace(call, bindings=())): None for (kind_name, _), call in here.items()}
+        for kind_name, call in distinct:
+            found.setdefault(kind_name, {})[call.digest] = call
+    return {kind_name: list(calls.values()) for kind_name, calls in found.items()}
+
+
+def graph_record(model: ImportedModel) -> GraphRecord:
+    """Return the row of a model's graph."""
+    from graph.rules import flops, local_calls
+
+    graph = model.graph
+    total = sum(
+        flops(local_calls(graph, operator, (1,) * len(operator.space.axes))[0])
+        for operator in graph.operators
+    )
+    return GraphRecord(
+        digest=graph.digest,
+        name=graph.name,
+        model=model.request.to_json(),
+        operator_count=len(graph.operators),
+        parameter_count=sum(weight.spec.elements for weight in graph.weights),
+        flops=int(total),
+        document=canonical_json(graph.to_json()),
+    )
+
+
+def predict(
+    store: Store,
+    setting: Setting,
+    strategy: Strategy,
+    source: StrategySource,
+    *,
+    order: TaskOrder = "program",
+    search_id: int | None = None,
+    walk: Walk = "nearly full",
+) -> tuple[int, Simulation]:
+    """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation.
+
+    With `walk` "always", or where the search's sum says that a device may be nearly full, peak memory is that of the
+    devices' programs (`app.services.predict.peak_memory`); with "never" it is the sum alone, and no torch is needed.
+    """
+    from search.simulate.simulator import simulate_tasks
+
+    strategy.validate(setting.model.graph, len(setting.topology.devices))
+    calls = calls_by_kind(setting, strategy)
+    resolve_costs(setting, calls)
+    simulation = simulate_tasks(setting.builder.build(strategy), order)
+    if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
+        walked = footprints(setting.model.graph, strategy, setting.topology, setting.training)
+        if walked is not None:
+            simulation = simulation.with_peaks([one.peak_bytes for one in walked])
+    strategy_id = store.put_strategy(
+        StrategyRecord(
+            digest=strategy.digest,
+            graph_id=setting.graph_id,
+            device_count=len(setting.topology.devices),
+            document=strategy_text(strategy, setting.model.graph),
+            source=source,
+        )
+    )
+    store.put_simulation(
+        SimulationRecord(
+            strategy_id=strategy_id,
+            topology_id=setting.topology_id,
+            training_id=setting.training_id,
+            task_order=order,
+            cost_digest=setting.source.cost_digest(call.digest for some in calls.values() for call in some),
+            step_time_s=simulation.step_time_s,
+            measured_share=simulation.shares[Origin.MEASURED],
+            estimated_share=simulation.shares[Origin.ESTIMATED],
+            datasheet_share=simulation.shares[Origin.DATASHEET],
+            compute_s=sum(simulation.compute_s),
+            communication_bytes=simulation.bytes_moved,
+            peak_bytes=simulation.peak_memory_bytes,
+            feasible=simulation.feasible,
+            search_id=search_id,
+        )
+    )
+    return strategy_id, simulation
+
+
+def _best(store: Store, setting: Setting) -> RankedStrategy | None:
+    """Return the stored strategy of the lowest prediction: in the runtime's own order, else in another."""
+    for order in TASK_ORDERS:
+        ranked = store.best_strategy(
+            setting.graph_id, setting.topology_id, setting.training_id, task_order=order
+        )
+        if ranked is not None:
+            return ranked
+    return None
+
+
+def _tensor_degree(reference: str, count: int) -> int:
+    """Return the tensor-parallel degree that `megatron-N` names; all devices where it names none.
+
+    Raises:
+        UsageError: it does not divide the number of devices.
+    """
+    _, _, given = reference.partition("-")
+    degree = int(given) if given.isdecimal() else 0
+    if not given and reference == "megatron":
+        degree = count
+    if degree < 1 or count % degree:
+        divisors = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        raise UsageError(
+            f"strategy {reference}: has tensor-parallel degree {given or 'none'}, must be one that divides {count} "
+            f"devices: {divisors}; name it as in megatron-{count}"
+        )
+    return degree
+
+
+_SOURCES: tuple[StrategySource, ...] = (
+    "data-parallel",
+    "single-device",
+    "expert",
+    "operator-placement",
+    "stanza",
+    "zero",
+    "fsdp",
+    "megatron",
+    "mesh",
+)
+
+
+def source_of(baseline: str) -> StrategySource:
+    """Return what a baseline is stored as: megatron-4 and megatron-8 are both of megatron."""
+    return next(source for source in _SOURCES if baseline == source or baseline.startswith(f"{source}-"))
+
+
+def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[Strategy, StrategySource]:
+    """Return one of the baselines that not every network and number of devices has.
+
+    Raises:
+        UsageError: this network has none of that name on so many devices.
+    """
+    from search.space import baselines
+
+    found = {one.name: one for one in baselines.all_baselines(graph, count)}
+    if reference not in found:
+        raise UsageError(
+            f"strategy {reference}: is none of {graph.name} on {count} devices, must be one of {', '.join(found)}; "
+            "choose another"
+        )
+    return found[reference].strategy, source_of(reference)
+
+
+def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
+    """Return the strategy that a user means: a baseline's name, `best`, a file, an id or a digest.
+
+    `megatron-4` is tensor parallel on 4 devices, and data parallel over the rest.
+
+    Raises:
+        UsageError: nothing is stored under that name.
+        StrategyError: the file's or the row's strategy does not fit the graph or the devices.
+    """
+    from app.services.stored import strategy_of
+    from graph.strategy import read_strategy
+    from search.space import baselines
+
+    graph, count = setting.model.graph, len(setting.topology.devices)
+    if reference == "data-parallel":
+        return baselines.data_parallel(graph, count), "data-parallel"
+    if reference == "single-device":
+        return baselines.single_device(graph), "single-device"
+    if reference == "expert":
+        return baselines.expert(graph, count), "expert"
+    if reference == "megatron" or reference.startswith("megatron-"):
+        degree = _tensor_degree(reference, count)
+        return baselines.megatron(graph, degree, count // degree), "megatron"
+    if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith("mesh-"):
+        return _other_baseline(graph, count, reference)
+    if reference == "best":
+        ranked = _best(store, setting)
+        if ranked is None:
+            raise UsageError(
+                f"strategy best: none is stored for {graph.name} on {setting.topology.name} at batch size "
+                f"{setting.training.batch_size}, must be; run app search first"
+            )
+        record = ranked.strategy
+    elif Path(reference).suffix == ".json" or os.path.isfile(reference):
+        return read_strategy(Path(reference), graph, count), "import"
+    else:
+        record = store.strategy(reference)
+    return strategy_of(record, graph, count), record.source

@@ -1,0 +1,1 @@
+"""`app report`: one HTML file."""

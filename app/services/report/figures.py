@@ -1,0 +1,258 @@
+"""The report's figures, as documents for plotly.js.
+
+plotly.js takes a little HTML in its texts, so every name from the database goes through `plain`.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from app.services.report.data import Costs, Pair, SearchCurve
+from app.services.timeline.timeline import Timeline
+
+Figure = dict[str, Any]
+
+LONGEST_NAME = 80
+TARGETS_SHOWN = 16
+TRACKS_SHOWN = 64
+SLICES_SHOWN = 20_000
+KIND_COLORS = {
+    "forward": "#2f7ed8",
+    "backward": "#0d4f8b",
+    "recompute": "#76a5e3",
+    "update": "#7a5195",
+    "wait": "#d9d9d9",
+    "transfer": "#f28e2b",
+    "collective": "#c44e52",
+    "copy": "#e9c46a",
+    "runtime": "#8d99a6",
+}
+
+
+def plain(name: str) -> str:
+    """Return a name as plotly.js shows it letter by letter, shortened where it is very long."""
+    shown = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+    # Between two dollar signs it expects TeX.
+    return html.escape(shown, quote=False).replace("$", "&#36;")
+
+
+def layout(height: int, x: str, y: str, **more: Any) -> dict[str, Any]:
+    """Return the layout that all figures share, with titles of the axes."""
+    return {
+        "height": height,
+        "margin": {"l": 80, "r": 20, "t": 30, "b": 60},
+        "hovermode": "closest",
+        "template": {"layout": {"font": {"family": "system-ui, sans-serif", "size": 13}}},
+        "xaxis": {"title": {"text": x}, **more.pop("xaxis", {})},
+        "yaxis": {"title": {"text": y}, **more.pop("yaxis", {})},
+        **more,
+    }
+
+
+def search_curves(curves: Sequence[SearchCurve]) -> Figure:
+    """Return the best step time over proposals, a line a search; a button shows it over time."""
+    data, over_time = [], []
+    for curve in curves:
+        best = [None if time_s is None else time_s * 1e3 for time_s in curve.best_so_far_s]
+        total = curve.made[-1] or 1
+        seconds = [count / total * (curve.seconds or 0.0) for count in curve.made]
+        over_time.append(seconds)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "line": {"shape": "hv"},
+                "name": plain(
+                    f"search {curve.id}: {curve.model} on {curve.topology}, batch {curve.training}"
+                ),
+                "x": list(curve.made),
+                "y": best,
+                "text": [
+                    f"{count} proposals, about {at:.1f} s"
+                    for count, at in zip(curve.made, seconds, strict=True)
+                ],
+                "hoverinfo": "text+y+name",
+            }
+        )
+    buttons = [
+        {"label": label, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": label}]}
+        for label, columns in (("proposals", [one["x"] for one in data]), ("seconds", over_time))
+    ]
+    return {
+        "data": data,
+        "layout": layout(
+            460, "proposals", "best step so far (ms)", updatemenus=[_menu(buttons)], showlegend=True,
+            legend={"orientation": "h", "y": -0.2},
+        ),
+    }  # fmt: skip
+
+
+def predicted_against_measured(pairs: Sequence[Pair]) -> Figure:
+    """Return a point a strategy that was run; the line is where prediction and measurement agree."""
+    groups: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[f"{pair.model} on {pair.topology}"].append(pair)
+    ends = [value * 1e3 for pair in pairs for value in (pair.predicted_s, pair.measured_s)]
+    low, high = min(ends) * 0.8, max(ends) * 1.25
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "predicted = measured",
+        "x": [low, high],
+        "y": [low, high],
+        "line": {"color": "#999", "dash": "dot"},
+        "hoverinfo": "skip",
+    }
+    points = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": plain(name),
+            "marker": {"size": 9},
+            "x": [one.predicted_s * 1e3 for one in group],
+            "y": [one.measured_s * 1e3 for one in group],
+            "text": [
+                f"{plain(one.source)} {one.strategy[:12]}, batch {plain(one.training)}<br>predicted "
+                f"{one.predicted_s * 1e3:.3f} ms, measured {one.measured_s * 1e3:.3f} ms<br>"
+                f"error {(one.predicted_s / one.measured_s - 1) * 100:+.1f} %"
+                for one in group
+            ],
+            "hoverinfo": "text+name",
+        }
+        for name, group in sorted(groups.items())
+    ]
+    axis = {"type": "log"}
+    return {
+        "data": [line, *points],
+        "layout": layout(
+            520, "predicted step (ms)", "measured step, median (ms)", xaxis=axis, yaxis=dict(axis),
+            showlegend=True,
+        ),
+    }  # fmt: skip
+
+
+def timeline(timelines: Mapping[str, Timeline]) -> Figure:
+    """Return the devices' and links' slices as bars, the timelines of a device one below the other."""
+    tracks = _tracks(timelines)[:TRACKS_SHOWN]
+    by_kind: dict[str, dict[str, list[Any]]] = {}
+    slices = [(track, one) for track, (_, found) in enumerate(tracks) for one in found]
+    if len(slices) > SLICES_SHOWN:
+        slices = sorted(slices, key=lambda item: -item[1].duration_ns)[:SLICES_SHOWN]
+    for track, one in slices:
+        column = by_kind.setdefault(one.kind, {"x": [], "y": [], "text": []})
+        start, end = one.start_ns / 1e6, one.end_ns / 1e6
+        text = f"{plain(one.name)}<br>{start:.3f} to {end:.3f} ms, {end - start:.3f} ms"
+        # A line with a gap after it: one path holds all bars of a kind. Hover finds its points.
+        column["x"] += [start, (start + end) / 2, end, None]
+        column["y"] += [track, track, track, None]
+        column["text"] += [text, text, text, ""]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": kind,
+            "line": {"width": 14, "color": color, "simplify": False},
+            "hoverinfo": "text",
+            **by_kind[kind],
+        }
+        for kind, color in KIND_COLORS.items()
+        if kind in by_kind
+    ]
+    ticks = {"tickvals": list(range(len(tracks))), "ticktext": [plain(name) for name, _ in tracks]}
+    return {
+        "data": data,
+        "layout": layout(
+            160 + 28 * max(len(tracks), 4), "time in the step (ms)", "",
+            yaxis={**ticks, "range": [len(tracks) - 0.5, -0.5], "automargin": True}, showlegend=True,
+        ),
+    }  # fmt: skip
+
+
+def _tracks(timelines: Mapping[str, Timeline]) -> list[tuple[str, Sequence[Any]]]:
+    count = max(len(one.devices) for one in timelines.values())
+    tracks: list[tuple[str, Sequence[Any]]] = [
+        (f"device {device}, {name}", one.devices[device])
+        for device in range(count)
+        for name, one in timelines.items()
+        if device < len(one.devices)
+    ]
+    for name, one in timelines.items():
+        tracks += [(f"{link}, {name}", slices) for link, slices in one.links.items() if slices]
+    return tracks
+
+
+def memory(peaks: Mapping[str, Sequence[int]], capacities: Sequence[int]) -> Figure:
+    """Return the predicted peak memory of every device, a bar a strategy; capacity is a mark in the text."""
+    names = [f"device {device}" for device in range(len(capacities))]
+    data = [
+        {
+            "type": "bar",
+            "name": plain(strategy),
+            "x": names,
+            "y": [size / 2**20 for size in sizes],
+            "text": [
+                f"{size / 2**20:.1f} MiB, {size / capacity * 100:.1f} % of {capacity / 2**20:.0f} MiB"
+                for size, capacity in zip(sizes, capacities, strict=True)
+            ],
+            "textposition": "none",
+            "hoverinfo": "text+name",
+        }
+        for strategy, sizes in peaks.items()
+    ]
+    return {"data": data, "layout": layout(400, "", "peak memory (MiB)", barmode="group", showlegend=True)}
+
+
+def cost_curves(costs: Costs) -> Figure:
+    """Return measured operator costs over their size, a line a type and phase; a button changes the measure of size."""
+    groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for point in costs.points:
+        groups[point.target, point.phase].append(point)
+    counts: dict[str, int] = defaultdict(int)
+    for (target, _), points in groups.items():
+        counts[target] += len(points)
+    shown = sorted(counts, key=lambda target: (-counts[target], target))[:TARGETS_SHOWN]
+    data: list[dict[str, Any]] = []
+    by_size: dict[str, list[list[int]]] = {"bytes": [], "flops": []}
+    for number, target in enumerate(shown):
+        for phase in sorted({phase for name, phase in groups if name == target}):
+            points = sorted(groups[target, phase], key=lambda one: (one.bytes, one.flops, one.time_s))
+            for size, columns in by_size.items():
+                columns.append([getattr(one, size) for one in points])
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": plain(f"{target} {phase}"),
+                    "x": [one.bytes for one in points],
+                    "y": [one.time_s * 1e6 for one in points],
+                    "marker": {"size": 6, "symbol": "circle" if phase == "forward" else "diamond-open"},
+                    "line": {"width": 0.7},
+                    "visible": True if number < TARGETS_SHOWN // 2 else "legendonly",
+                }
+            )
+    buttons = [
+        {"label": size, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": size}]}
+        for size, columns in by_size.items()
+    ]
+    return {
+        "data": data,
+        "layout": layout(
+            560, "bytes", "time, median (us)", xaxis={"type": "log"}, yaxis={"type": "log"},
+            updatemenus=[_menu(buttons)], showlegend=True,
+        ),
+    }  # fmt: skip
+
+
+def _menu(buttons: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "buttons": list(buttons),
+        "x": 1,
+        "xanchor": "right",
+        "y": 1.08,
+        "yanchor": "bottom",
+    }

@@ -1,0 +1,155 @@
+"""A strategy drawn on its operator graph.
+
+Operators stand in columns by their depth, the longest way from an input; within a column in the order of the operators
+that they read from. Colour is the configuration, size the time that the operator takes in the simulated step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+from app.services.report.figures import Figure, layout, plain
+from app.services.timeline.case import Case
+from app.services.timeline.timeline import Timeline
+
+CONFIGURATIONS_SHOWN = 12
+ALONE_IN_A_ROW = 20
+_OTHERS = "other configurations"
+
+
+def strategy_on_graph(case: Case, simulated: Timeline) -> Figure:
+    """Return the operator graph of a case, each operator with its degrees, devices and simulated time."""
+    graph, strategy = case.graph, case.strategy
+    places = _places(case)
+    edges: dict[str, list[float | None]] = {"x": [], "y": []}
+    for name, (producer, _) in graph.producer.items():
+        for consumer, _ in graph.consumers.get(name, ()):
+            for axis in (0, 1):
+                edges["xy"[axis]] += [places[producer][axis], places[consumer][axis], None]
+    times_ns = _operator_times_ns(simulated)
+    longest = max(times_ns.values(), default=1) or 1
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, operator in enumerate(graph.operators):
+        groups[_configuration(operator.space.axes, strategy.configurations[index])].append(index)
+    common = sorted(groups, key=lambda name: (-len(groups[name]), name))
+    shown = common if len(common) <= CONFIGURATIONS_SHOWN else common[: CONFIGURATIONS_SHOWN - 1]
+    drawn = {name: groups[name] for name in shown}
+    if len(shown) < len(common):
+        drawn[_OTHERS] = sorted(index for name in common if name not in shown for index in groups[name])
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "tensors",
+            "line": {"width": 0.8, "color": "#c3c9cf"},
+            "hoverinfo": "skip",
+            **edges,
+        }
+    ]
+    for name, indexes in drawn.items():
+        operators = [graph.operators[index] for index in indexes]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"{plain(name)} ({len(indexes)})",
+                "x": [places[index][0] for index in indexes],
+                "y": [places[index][1] for index in indexes],
+                "marker": {
+                    "size": [6 + 18 * sqrt(times_ns.get(one.name, 0) / longest) for one in operators],
+                    "line": {"width": 0.5, "color": "#fff"},
+                },
+                "text": [
+                    f"{plain(one.name)}<br>{plain(one.target)}<br>"
+                    f"{plain(_configuration(one.space.axes, strategy.configurations[index]))}<br>"
+                    f"{times_ns.get(one.name, 0) / 1e6:.3f} ms over all devices"
+                    for index, one in zip(indexes, operators, strict=True)
+                ],
+                "hoverinfo": "text",
+            }
+        )
+    hidden = {"showgrid": False, "zeroline": False}
+    rows = max((abs(y) for _, y in places), default=0.0)
+    return {
+        "data": data,
+        "layout": layout(
+            360 + 24 * int(min(rows, 30)),
+            "depth in the graph",
+            "",
+            xaxis=hidden,
+            yaxis={**hidden, "showticklabels": False},
+            showlegend=True,
+            legend={"orientation": "h", "y": -0.2},
+        ),
+    }
+
+
+def _places(case: Case) -> list[tuple[float, float]]:
+    """Return (column, row) of every operator."""
+    graph = case.graph
+    read = [
+        [graph.producer[name][0] for name in operator.inputs if name in graph.producer]
+        for operator in graph.operators
+    ]
+    readers: list[set[int]] = [set() for _ in read]
+    for index, sources in enumerate(read):
+        for source in sources:
+            readers[source].add(index)
+    columns = _columns(read, readers)
+    rows = [0.0] * len(read)
+    for column in sorted(columns):
+        wished = {
+            index: sum(rows[source] for source in read[index]) / max(len(read[index]), 1)
+            for index in columns[column]
+        }
+        members = sorted(columns[column], key=lambda index: (wished[index], index))
+        for position, index in enumerate(members):
+            rows[index] = position - (len(members) - 1) / 2
+    places = {index: (float(column), rows[index]) for column, found in columns.items() for index in found}
+    # What neither reads nor is read (counters of steps) stands below, in as many columns as the others take.
+    alone = [index for index in range(len(read)) if index not in places]
+    width, lowest = len(columns) or ALONE_IN_A_ROW, min((row for _, row in places.values()), default=0.0)
+    for number, index in enumerate(alone):
+        places[index] = (float(number % width), lowest - 2 - number // width)
+    return [places[index] for index in range(len(read))]
+
+
+def _columns(read: Sequence[Sequence[int]], readers: Sequence[set[int]]) -> dict[int, list[int]]:
+    """Return the connected operators by column; one that reads no other stands just before its first reader."""
+    depth = [0] * len(read)
+    for index, sources in enumerate(read):  # operators are in topological order
+        depth[index] = 1 + max((depth[source] for source in sources), default=-1)
+    columns: dict[int, list[int]] = defaultdict(list)
+    for index, sources in enumerate(read):
+        if sources:
+            columns[depth[index]].append(index)
+        elif readers[index]:
+            columns[min(depth[reader] for reader in readers[index]) - 1].append(index)
+    return columns
+
+
+def _configuration(axes: Any, configuration: Any) -> str:
+    degrees = [
+        f"{axis.name} {degree}"
+        for axis, degree in zip(axes, configuration.degrees, strict=True)
+        if degree > 1
+    ]
+    devices = sorted(set(configuration.devices))
+    shown = (
+        ", ".join(map(str, devices))
+        if len(devices) <= 8
+        else f"{devices[0]} ... {devices[-1]} ({len(devices)})"
+    )
+    return f"{' x '.join(degrees) or 'whole'} on device{'s' if len(devices) > 1 else ''} {shown}"
+
+
+def _operator_times_ns(simulated: Timeline) -> dict[str, int]:
+    times: dict[str, int] = defaultdict(int)
+    for slices in simulated.devices:
+        for one in slices:
+            if one.kind in ("forward", "backward", "recompute"):
+                times[one.subject] += one.duration_ns
+    return times

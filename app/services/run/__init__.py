@@ -1,0 +1,1 @@
+"""`app run`: on this machine's devices, or under torchrun."""

@@ -1,0 +1,279 @@
+"""`app run` under torchrun: which devices the ranks are, and the topology that they form.
+
+Device r of a strategy is rank r. On one host the topology is `local`, as without torchrun; over several it is a file
+that the user names, or is measured between the ranks themselves.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.db.store import Store
+from app.services.costs.exchange_overhead import OverheadJobs, overhead_jobs
+from app.services.costs.link_costs import LocalLinks, fit_records, links_of
+from app.services.costs.machine import Processor, default_processor, describe, local_devices
+from app.services.predict.predict import LOCAL, Target, find_target
+from app.services.progress import Progress
+from graph.errors import UsageError
+from graph.topology import Device, DeviceKind, Link, Topology, load_topology
+from runtime.launch.rank_leader import Team
+from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
+
+if TYPE_CHECKING:
+    from profiler.devices import PhysicalDevice
+    from profiler.links import LinkOptions, LinkProbe
+    from runtime.jobs.job import Job, JobResult
+
+MEASURED = "ranks"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank: its host and the kind of its device."""
+
+    host: str
+    kind: DeviceKind
+
+
+@dataclass(frozen=True)
+class ProbeOrder:
+    """Rank 0 asks all ranks to measure messages within `pairs`, collectives within `groups`, and an exchange's cost."""
+
+    pairs: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    jobs: OverheadJobs
+
+
+@dataclass(frozen=True)
+class JobOrder:
+    """Rank 0 asks all ranks to execute a job."""
+
+    job: Job
+    timeout_s: float
+
+
+class Leaving:
+    """Rank 0 has no more orders."""
+
+
+def own_devices(processor: Processor | None) -> tuple[PhysicalDevice, ...]:
+    """Return the devices of this host's ranks, by local rank.
+
+    Raises:
+        UsageError: the host has fewer.
+    """
+    return local_devices(processor or default_processor(), rank_variable("LOCAL_WORLD_SIZE", 1))
+
+
+def own_device(devices: Sequence[PhysicalDevice]) -> PhysicalDevice:
+    """Return this rank's device."""
+    return devices[rank_variable("LOCAL_RANK", 0)]
+
+
+def members(device: PhysicalDevice) -> list[Member]:
+    """Return all ranks, by rank; every rank must call it."""
+    found: list[Member] = gather_everywhere(Member(own_host(), device.kind))
+    return found
+
+
+def cluster_target(
+    store: Store,
+    team: Team,
+    ranks: Sequence[Member],
+    devices: tuple[PhysicalDevice, ...],
+    topology: str,
+    wanted: int | None,
+    progress: Progress,
+) -> Target:
+    """Return, on rank 0, the topology of all ranks: a file's, `local` on one host, else measured between the hosts.
+
+    Raises:
+        UsageError: the topology, or the number of devices asked for, is not that of the processes.
+        TopologyError: there is no such topology.
+    """
+    if wanted is not None and wanted != team.size:
+        raise UsageError(
+            f"--devices: is {wanted}, must be {team.size}, the number of processes that torchrun started; leave it out"
+        )
+    nodes = nodes_of([member.host for member in ranks])
+    if topology == LOCAL and len(set(nodes)) == 1:
+        return find_target(
+            store,
+            LOCAL,
+            progress,
+            devices=team.size,
+            processor=devices[0].processor,
+            precision="tf32" if devices[0].tf32 else "float32",
+        )
+    machine = describe(store, devices)
+    if topology != LOCAL:
+        named = load_topology(topology)
+        if len(named.devices) != team.size:
+            raise UsageError(
+                f"topology {named.name}: has {len(named.devices)} devices, must have {team.size}, one for each process "
+                "that torchrun started; start as many, or pass another topology"
+            )
+        return Target(named, machine, None)
+    progress.begin(f"measuring links between {len(set(nodes))} hosts (--topology FILE saves that)", None)
+    try:
+        order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(_options().limit_s))
+
+        def ordered() -> LinkProbe:
+            team.give(order)
+            return probe_ranks(own_device(devices), order)
+
+        probe = team.execute(ordered)
+    finally:
+        progress.end()
+    return Target(measured_topology(ranks, nodes, probe), machine, measured_links(ranks, probe))
+
+
+def probed_pairs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of ranks whose messages stand for all: two of each host, and each other host with the first."""
+    first, *others = _by_node(nodes)
+    inside = [(ranks[0], ranks[1]) for ranks in (first, *others) if len(ranks) > 1]
+    return (*inside, *((first[0], ranks[0]) for ranks in others))
+
+
+def probed_groups(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks whose collectives are measured: each host's, the first of each host, and all."""
+    hosts = _by_node(nodes)
+    groups = [*hosts, tuple(ranks[0] for ranks in hosts), tuple(range(len(nodes)))]
+    return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def _by_node(nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(rank for rank, of in enumerate(nodes) if of == node) for node in dict.fromkeys(nodes)]
+
+
+def _options() -> LinkOptions:
+    from profiler.links import KIB, MIB, LinkOptions
+
+    sizes = (KIB, 64 * KIB, MIB, 4 * MIB)
+    return LinkOptions(p2p_sizes=sizes, all_reduce_sizes=sizes, exchange_sizes=(KIB, 64 * KIB, 4 * MIB))
+
+
+def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
+    """Measure messages, collectives and contention between all ranks, in their process group; all must call it."""
+    import torch.distributed as dist
+
+    from profiler.link_worker import probe_joined
+    from profiler.links import summarize
+
+    device.occupy()
+    plan = _options().plan(
+        dist.get_rank(), dist.get_world_size(), order.pairs, order.groups, exercise=order.jobs
+    )
+    return summarize(gather_everywhere(probe_joined(device, plan)))
+
+
+def measured_links(ranks: Sequence[Member], probe: LinkProbe) -> LocalLinks:
+    """Return what predictions take of a probe of all ranks."""
+    places, kinds = range(len(ranks)), [member.kind.name for member in ranks]
+    links = links_of(fit_records(probe, places, kinds, alike=False), places)
+    if links is None:
+        raise UsageError("links: the probe measured no all-reduce over all ranks, must; start two or more")
+    return links
+
+
+def measured_topology(ranks: Sequence[Member], nodes: Sequence[int], probe: LinkProbe) -> Topology:
+    """Return the topology of the ranks: inside a host a link a pair, between hosts each host's two network links."""
+    kinds = {member.kind.name: member.kind for member in ranks}
+    local_index: dict[int, int] = {}
+    devices = []
+    for rank, (member, node) in enumerate(zip(ranks, nodes, strict=True)):
+        devices.append(Device(rank, member.kind.name, node, local_index.get(node, 0)))
+        local_index[node] = local_index.get(node, 0) + 1
+    inside: dict[int, tuple[float, float]] = {}
+    outside: dict[int, tuple[float, float]] = {}
+    for pair, (bandwidth, bare_latency) in probe.pairs.items():
+        latency = bare_latency + probe.overhead_s
+        first, second = (nodes[rank] for rank in pair)
+        if first == second:
+            inside[first] = (bandwidth, latency)
+        else:
+            # Half of the latency at each end; the first host's own links are those of the fastest pair.
+            for node in (first, second):
+                known = outside.get(node, (0.0, float("inf")))
+                outside[node] = (max(known[0], bandwidth), min(known[1], latency / 2))
+    links: list[Link] = []
+    network = {}
+    for node, (bandwidth, latency) in outside.items():
+        for direction in ("out", "in"):
+            network[node, direction] = len(links)
+            links.append(Link(f"nic/{node}/{direction}", "nic", bandwidth, latency))
+    routes: dict[tuple[int, int], tuple[int, ...]] = {}
+    for source in range(len(ranks)):
+        for destination in range(len(ranks)):
+            if source == destination:
+                continue
+            if nodes[source] != nodes[destination]:
+                routes[source, destination] = (
+                    network[nodes[source], "out"],
+                    network[nodes[destination], "in"],
+                )
+            else:
+                routes[source, destination] = (len(links),)
+                links.append(Link(f"memory/{source}->{destination}", "memory", *inside[nodes[source]]))
+    return Topology(
+        name=MEASURED,
+        kinds=tuple(kinds.values()),
+        devices=tuple(devices),
+        links=tuple(links),
+        routes=routes,
+        contention=tuple((name, factor) for name, factor in _contention(ranks, probe) if factor),
+    )
+
+
+def _contention(ranks: Sequence[Member], probe: LinkProbe) -> list[tuple[str, float]]:
+    """Return each device kind's contention: the median over the ranks that have it."""
+    by_kind: dict[str, list[float]] = {}
+    for member, factor in zip(ranks, probe.contentions, strict=True):
+        by_kind.setdefault(member.kind.name, []).append(factor)
+    return [(name, statistics.median(factors)) for name, factors in by_kind.items()]
+
+
+def follow(team: Team, processor: Processor | None) -> None:
+    """Do what rank 0 orders, until it has no more; for all ranks but it."""
+    devices = own_devices(processor)
+    device = own_device(devices)
+    members(device)
+    while not isinstance(order := team.take(), Leaving):
+        if isinstance(order, ProbeOrder):
+            probe_ranks(device, order)
+        elif isinstance(order, JobOrder):
+            _execute(_of_this_host(order.job), device, order.timeout_s)
+
+
+def lead(team: Team, job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | None:
+    """Execute a job on all ranks and let the others go; return rank 0's result.
+
+    Raises:
+        TeamFailure: a rank failed; one line with the rank and the reason.
+    """
+
+    def ordered() -> JobResult | None:
+        team.give(JobOrder(job.without_caches(), timeout_s))
+        result = _execute(job, device, timeout_s)
+        team.give(Leaving())
+        return result
+
+    return team.execute(ordered)
+
+
+def _execute(job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | None:
+    from runtime.jobs.job import run_job
+    from runtime.launch.processes import occupy
+
+    place = device.core if device.processor == "cpu" else device.index
+    return run_job(job, occupy(place, device.processor), timeout_s)
+
+
+def _of_this_host(job: Job) -> Job:
+    """Return the job with its model looked for in this rank's own folder: hosts need not have equal paths."""
+    keywords = {**job.model.keywords, "folder": str(Path.cwd())}
+    return replace(job, model=replace(job.model, keywords=keywords))

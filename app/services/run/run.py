@@ -1,0 +1,468 @@
+"""`app run`: execute a strategy on this machine's devices, and keep prediction and measurement side by side."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from app.db.records import ExecutionRecord
+from app.db.store import Store
+from app.services.costs.machine import Machine, Processor, default_processor
+from app.services.costs.operator_costs import OnMiss
+from app.services.costs.precisions import in_precision
+from app.services.models.models import ImportedModel, ModelRequest, import_graph
+from app.services.predict.predict import LOCAL, Setting, Target, find_target, named_strategy, predict, prepare
+from app.services.predict.recomputation_report import check_choice, with_choice
+from app.services.progress import Progress
+from app.services.timeline.store import write_recording
+from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
+from graph.strategy import Strategy
+from graph.training import Training
+from runtime.ranks.ranks import is_rank
+
+if TYPE_CHECKING:
+    from runtime.jobs.job import Job, JobResult
+    from runtime.launch.rank_leader import Team
+    from search.simulate.simulator import Simulation
+
+    # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
+    Start = Callable[[Job, Machine, float], JobResult | None]
+    # Why a signal came, where that was not to interrupt the run.
+    Cause = Callable[[], RuntimeFailure | None]
+
+LONGEST_TIMEOUT_S = 1e8
+"""About three years; torch's own timeouts overflow not far beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What `app run` was asked for. `recompute`: one of `recomputation_report.CHOICES`; None: as the strategy says."""
+
+    model: ModelRequest
+    strategy: str
+    devices: int | None
+    processor: Processor | None
+    optimizer: str
+    batch_norm: str
+    iterations: int
+    warmup: int
+    seed: int
+    verify: bool
+    on_miss: OnMiss
+    timeout_s: float
+    limit_s: float | None = None
+    topology: str = LOCAL
+    recorded: int = 0
+    recompute: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far one tensor is from the graph's on one device; `relative` is relative to its largest value.
+
+    what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise); name: of the parameter or buffer.
+    """
+
+    what: str
+    name: str
+    absolute: float
+    relative: float
+    allowed: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of one device: what a step was predicted to take at most, what it took, and what its process has held.
+
+    See `docs/memory.md` for what is counted.
+    """
+
+    predicted: int
+    measured: int
+    process: int
+
+    @property
+    def relative_error(self) -> float:
+        """(predicted - measured) / measured; 0 where nothing was there."""
+        return (self.predicted - self.measured) / self.measured if self.measured else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A finished run. `deviations` is None where no verification was asked for; the worst comes first.
+
+    `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
+    empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
+    `recomputed`: the first and the last operator of each group that was made again in the backward.
+    """
+
+    execution_id: int
+    strategy_id: int
+    strategy_digest: str
+    model: str
+    devices: int
+    batch_size: int
+    step_times_s: tuple[float, ...]
+    minimum_s: float
+    median_s: float
+    throughput: float
+    predicted_s: float
+    first_loss: float
+    last_loss: float
+    deviations: tuple[Deviation, ...] | None
+    failure: str | None
+    memory: tuple[DeviceMemory, ...]
+    memory_account: str
+    recomputed: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def relative_error(self) -> float:
+        """(predicted - measured median) / measured median."""
+        return (self.predicted_s - self.median_s) / self.median_s
+
+    @property
+    def fullest(self) -> int | None:
+        """The device whose step took most memory, None where that was not measured."""
+        return max(range(len(self.memory)), key=lambda one: self.memory[one].measured, default=None)
+
+    @property
+    def verified(self) -> bool:
+        """True where the run was verified: every deviation is within what is allowed."""
+        return self.deviations is not None and self.failure is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return {
+            "execution": self.execution_id,
+            "strategy": self.strategy_id,
+            "digest": self.strategy_digest,
+            "model": self.model,
+            "devices": self.devices,
+            "batch_size": self.batch_size,
+            "step_times_s": list(self.step_times_s),
+            "minimum_s": self.minimum_s,
+            "median_s": self.median_s,
+            "throughput_samples_per_s": self.throughput,
+            "predicted_step_time_s": self.predicted_s,
+            "relative_error": self.relative_error,
+            "losses": [self.first_loss, self.last_loss],
+            "recomputed": [list(pair) for pair in self.recomputed],
+            "memory_account": self.memory_account,
+            "memory": [
+                {
+                    "device": device,
+                    "predicted_peak_bytes": one.predicted,
+                    "measured_peak_bytes": one.measured,
+                    "relative_error": one.relative_error,
+                    "process_bytes": one.process,
+                }
+                for device, one in enumerate(self.memory)
+            ],
+            "deviations": None
+            if self.deviations is None
+            else [
+                {
+                    "what": d.what,
+                    "name": d.name,
+                    "absolute": d.absolute,
+                    "relative": d.relative,
+                    "allowed": d.allowed,
+                    "ok": d.ok,
+                }
+                for d in self.deviations
+            ],
+            "verified": None if self.deviations is None else self.verified,
+            "failure": self.failure,
+        }
+
+
+def run_strategy(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
+    """Import the model, predict and execute the strategy, and store both; None on all ranks but the first.
+
+    Under torchrun this process is one rank, perhaps of several hosts: rank 0 alone reads the model and the database
+    and writes what comes of the run; the others do what it orders.
+
+    Raises:
+        SoapstoneError: a model, strategy or option that cannot be used.
+        RuntimeFailure: a rank failed, or the run took too long; it is stored as failed, with the reason.
+    """
+    _check(request)
+    with _limited(request.limit_s):
+        if is_rank():
+            return _run_as_rank(request, database, progress)
+        if request.topology != LOCAL:
+            raise UsageError(
+                f"--topology: is {request.topology}, must be left out without torchrun; start one process a device: "
+                "torchrun --nnodes N --nproc-per-node M -m app run ..."
+            )
+        model, training = _import(request, progress)
+        with Store.open(database) as store:
+            target = find_target(
+                store,
+                LOCAL,
+                progress,
+                devices=request.devices,
+                processor=request.processor,
+                precision=request.model.precision,
+            )
+            return run_on(store, request, model, training, target, progress)
+
+
+def _check(request: RunRequest) -> None:
+    if request.iterations < 1:
+        raise UsageError(f"--iterations: is {request.iterations}, must be at least 1; ask for one or more")
+    if not 0 < request.timeout_s < LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"--timeout: is {request.timeout_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
+        )
+    check_choice(request.recompute)
+    if request.limit_s is not None and not 0 < request.limit_s < LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"--limit: is {request.limit_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
+        )
+    if request.seed >= 2**63:
+        raise UsageError(f"--seed: is {request.seed}, must be below 2 to the 63; choose another")
+
+
+class _OverLimit(BaseException):
+    """The run's limit is over: no error that anything on the way may take for its own."""
+
+
+@contextmanager
+def _limited(limit_s: float | None) -> Iterator[None]:
+    """Give the body up after `limit_s` seconds; in the main thread alone, as signals are.
+
+    Raises:
+        RuntimeFailure: it took longer.
+    """
+    if limit_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _OverLimit(
+            f"run: took longer than {limit_s:g} s, must end within --limit; allow more or ask for fewer iterations"
+        )
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _OverLimit as error:
+        raise RuntimeFailure(str(error)) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
+    progress.begin(f"importing {request.model.name}", None)
+    model = import_graph(request.model, batch_norm=request.batch_norm)
+    progress.end()
+    return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
+
+
+def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
+    """Run as one of the processes that torchrun started."""
+    from runtime.launch.rank_leader import Team
+
+    team = Team.join(request.processor or default_processor(), request.timeout_s)
+    try:
+        report = None
+        if team.leads:
+            report = _lead(team, request, database, progress)
+        else:
+            _follow(team, request)
+    except TeamFailure:
+        raise
+    except SoapstoneError as error:
+        team.refuse(error, error.exit_code)
+        raise
+    except _OverLimit as error:
+        team.refuse(error, 1)
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        failure = team.cause_of_signal()
+        if failure is not None:
+            raise failure from None
+        raise
+    team.leave()
+    return report
+
+
+def _follow(team: Team, request: RunRequest) -> None:
+    from app.services.run.cluster import follow
+
+    team.execute(lambda: follow(team, request.processor))
+
+
+def _lead(team: Team, request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
+    from app.services.run import cluster
+
+    devices = in_precision(cluster.own_devices(request.processor), request.model.precision)
+    device = cluster.own_device(devices)
+    ranks = team.execute(lambda: cluster.members(device))
+    model, training = _import(request, progress)
+
+    def start(job: Job, _machine: Machine, timeout_s: float) -> JobResult | None:
+        return cluster.lead(team, job, device, timeout_s)
+
+    with Store.open(database) as store:
+        target = cluster.cluster_target(
+            store, team, ranks, devices, request.topology, request.devices, progress
+        )
+        return run_on(
+            store, request, model, training, target, progress, start=start, cause=team.cause_of_signal
+        )
+
+
+def run_on(
+    store: Store,
+    request: RunRequest,
+    model: ImportedModel,
+    training: Training,
+    target: Target,
+    progress: Progress,
+    *,
+    start: Start | None = None,
+    cause: Cause = lambda: None,
+) -> RunReport | None:
+    """Predict the strategy, execute it by `start` (default: a process a device of this machine), and store both."""
+    machine = target.machine
+    if machine is None:
+        raise UsageError("app run: the topology has no device of this machine, must have; choose another")
+    # Workers that measure what the prediction lacks end here: the run needs their cores.
+    with prepare(store, model, target, training, request.on_miss, progress) as setting:
+        strategy, source = named_strategy(store, setting, request.strategy)
+        strategy = with_choice(model.graph, strategy, request.recompute)
+        strategy_id, simulation = predict(store, setting, strategy, source, walk="always")
+    execution_id = store.start_execution(
+        ExecutionRecord(
+            strategy_id,
+            setting.topology_id,
+            setting.training_id,
+            machine.environment_id,
+            request.iterations,
+        )
+    )
+    with _stored_failure(store, execution_id, cause):
+        progress.begin(f"running {model.graph.name} on {len(setting.topology.devices)} devices", None)
+        try:
+            result = (start or _launch)(_job(request, setting, strategy), machine, request.timeout_s)
+        finally:
+            progress.end()
+        if result is None:
+            return None
+        return _finish(store, setting, execution_id, strategy_id, strategy, simulation, result)
+
+
+@contextmanager
+def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[None]:
+    """Store why the body failed, in the words in which it is said."""
+    try:
+        yield
+    except SoapstoneError as error:
+        store.fail_execution(execution_id, str(error))
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        failure = cause()
+        store.fail_execution(execution_id, "interrupted" if failure is None else str(failure))
+        if failure is not None:
+            raise failure from None
+        raise
+    except BaseException as error:
+        # The limit, or a bug: the row must not stay "running" either.
+        reason = str(error) if isinstance(error, _OverLimit) else f"{type(error).__name__}: {error}"
+        store.fail_execution(execution_id, reason)
+        raise
+
+
+def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
+    from runtime.jobs.job import Job
+    from runtime.jobs.models import ModelReference
+
+    return Job(
+        graph=setting.model.graph,
+        strategy=strategy,
+        node_of=tuple(device.node for device in setting.topology.devices),
+        training=setting.training,
+        model=ModelReference("app.services.models.models:build_model", request.model.factory_keywords),
+        seed=request.seed,
+        iterations=request.iterations,
+        warmup=request.warmup,
+        verify=request.verify,
+        recorded=request.recorded,
+        peak=True,
+    )
+
+
+def _launch(job: Job, machine: Machine, timeout_s: float) -> JobResult | None:
+    """Start a process for each of this machine's devices."""
+    from runtime.launch.torchrun import launch
+
+    places = [device.core if device.core is not None else device.index for device in machine.devices]
+    return launch(job, places, machine.processor, timeout_s=timeout_s)
+
+
+def _finish(
+    store: Store,
+    setting: Setting,
+    execution_id: int,
+    strategy_id: int,
+    strategy: Strategy,
+    simulation: Simulation,
+    result: JobResult,
+) -> RunReport:
+    deviations = None
+    failure = None
+    names = [operator.name for operator in setting.model.graph.operators]
+    if result.verification is not None:
+        from runtime.jobs.verify import by_severity
+
+        deviations = tuple(
+            Deviation(d.what, d.name, d.largest, d.relative, d.allowed, d.ok)
+            for d in by_severity(result.verification.deviations)
+        )
+        failure = result.verification.failure
+    record = store.finish_execution(
+        execution_id,
+        result.step_times_s,
+        largest_deviation=None if not deviations else deviations[0].relative,
+        peak_bytes=[one.tensor_bytes for one in result.peaks] or None,
+        process_bytes=[one.process_bytes for one in result.peaks] or None,
+    )
+    if result.recorded:
+        write_recording(store, record, result.recorded)
+    if failure is not None:
+        # Its times stay: it did run.
+        store.fail_execution(execution_id, failure)
+    return RunReport(
+        execution_id=execution_id,
+        strategy_id=strategy_id,
+        strategy_digest=strategy.digest,
+        model=setting.model.graph.name,
+        devices=len(setting.topology.devices),
+        batch_size=setting.training.batch_size,
+        step_times_s=result.step_times_s,
+        minimum_s=result.minimum_s,
+        median_s=result.median_s,
+        throughput=record.throughput_samples_per_s or setting.training.batch_size / result.median_s,
+        predicted_s=simulation.step_time_s,
+        first_loss=result.losses[0],
+        last_loss=result.losses[-1],
+        deviations=deviations,
+        failure=failure,
+        # A strategy may leave the last devices out.
+        memory=tuple(
+            DeviceMemory(predicted, peak.tensor_bytes, peak.process_bytes)
+            for predicted, peak in zip(simulation.peak_memory_bytes, result.peaks, strict=False)
+        ),
+        memory_account=simulation.account,
+        recomputed=tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
+    )

@@ -1,0 +1,1 @@
+"""`app search`: starts, algorithms, bound, and what is stored of what they find."""

@@ -1,0 +1,149 @@
+"""The part of a search that looks for strategies: its algorithms, one after the other, and their progress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.db.store import Store
+from app.db.trace import ProposalTrace
+from app.services.predict.predict import Setting
+from app.services.progress import Progress
+from app.services.search.start_strategies import KnownStart
+from app.services.trace.recorder import TraceRecorder, WalkBar, groups_text
+from app.services.trace.replay import TraceReader
+from graph.errors import UsageError
+from graph.strategy import Strategy
+from profiler.pinning import usable_cores
+from search.algorithms import registry
+from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
+from search.algorithms.registry import Context, Found
+from search.cost.calls_to_profile import rule_calls
+from search.cost.cost_table import CostTable
+from search.parallel.fork import can_fork
+from search.problem import Problem
+from search.space.groups import find_groups
+from search.space.placements import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A search about to begin: its algorithms, what they begin with and, of a walk that is resumed, its chains.
+
+    workers: how many processes walk chains at most.
+    """
+
+    search_id: int
+    names: tuple[str, ...]
+    options: SearchOptions
+    known: tuple[KnownStart, ...]
+    resumed: tuple[ResumedChain, ...] = ()
+    compare_baselines: bool = False
+    workers: int = 1
+
+
+def worker_count(asked: int | None) -> int:
+    """Return how many processes may walk chains: as many as were asked for, or one for each usable core.
+
+    Raises:
+        UsageError: more than one was asked for on an operating system where only one can.
+    """
+    if can_fork():
+        return len(usable_cores()) if asked is None else asked
+    if asked is not None and asked > 1:
+        raise UsageError(
+            f"--workers: is {asked}, must be 1 on {sys.platform}: more are for Linux; leave it out"
+        )
+    return 1
+
+
+class Bar:
+    """An observer that moves the bar and keeps nothing."""
+
+    def __init__(self, progress: Progress, text: str) -> None:
+        self._bar = WalkBar(progress, text)
+
+    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
+        """Ignore the start of a chain."""
+
+    def on_proposals(self, batch: ProposalBatch) -> None:
+        """Ignore proposals."""
+
+    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
+        """Move the bar."""
+        self._bar.move(proposals, accepted, best_s)
+
+
+def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
+    """Return what the algorithms solve, with the setting's costs if none are given."""
+    from graph.rules import first_call
+    from graph.rules.least import least_work
+
+    return Problem(
+        setting.model.graph,
+        setting.topology,
+        costs if costs is not None else setting.table,
+        setting.training,
+        setting.target.link_costs,
+        rule_calls(),
+        first_call,
+        least_work,
+        setting.builder if costs is None else None,
+    )
+
+
+def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tuple[Found, ...]:
+    """Run the algorithms; every proposal of the walk goes into the trace.
+
+    Raises:
+        SoapstoneError: as `search.algorithms.registry.run`.
+    """
+    name_of_graph = setting.model.graph.name
+    groups = find_groups(setting.model.graph)
+    with ProposalTrace(store, plan.search_id, groups_text(groups)) as trace:
+        reader = TraceReader(store, plan.search_id)
+        steps = {one.checkpoint.number: one.checkpoint.proposals for one in plan.resumed}
+        recorder = TraceRecorder(
+            trace,
+            groups,
+            len(setting.topology.devices),
+            progress,
+            name_of_graph,
+            resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
+            recorded=reader.recorded_after(steps),
+            first_code=reader.next_code(),
+        )
+        context = Context(
+            plan.options,
+            tuple(start.strategy for start in plan.known),
+            plan.resumed,
+            {
+                name: recorder if name == "mcmc" else Bar(progress, f"searching {name_of_graph} by {name}")
+                for name in plan.names
+            },
+            plan.workers,
+        )
+
+        begun = False
+
+        def announce(name: str, start_count: int) -> None:
+            nonlocal begun
+            if begun:
+                progress.end()
+            text = f"searching {name_of_graph}" + ("" if name == "mcmc" else f" by {name}")
+            progress.begin(text, _total(name, plan.options, start_count))
+            begun = True
+
+        try:
+            return registry.run(plan.names, problem_of(setting), context, announce)
+        finally:
+            if begun:
+                progress.end()
+
+
+def _total(name: str, options: SearchOptions, start_count: int) -> int | None:
+    """Return how many strategies an algorithm simulates at most; None where nobody knows."""
+    if name == "mcmc":
+        return options.proposals + start_count * (options.proposals // options.chains)
+    return options.proposals if name in ("greedy", "random") else None

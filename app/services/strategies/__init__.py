@@ -1,0 +1,1 @@
+"""Stored strategies: shown, compared, imported, exported."""

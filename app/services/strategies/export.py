@@ -1,0 +1,140 @@
+"""`app strategy export`: a stored strategy as a file, for Soapstone or for PyTorch alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.db.failures import as_written
+from app.db.records import GraphRecord, StrategyRecord
+from app.db.references import required
+from app.db.store import Store
+from app.services.files import checked_target, replacing
+from app.services.models.models import build_and_import, stored_request
+from app.services.stored import strategy_of
+from graph.errors import RuntimeFailure, StrategyError, UsageError
+
+FORMATS = ("json", "dtensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A strategy that was written to a file; `checked` is the last line of its plan's own check, None without one."""
+
+    strategy: StrategyRecord
+    checked: str | None = None
+
+
+def export_strategy(
+    database: str | None, reference: str, file: Path, file_format: str, *, check: bool = False
+) -> Exported:
+    """Write a stored strategy to `file`; nothing is written where that cannot be done.
+
+    Args:
+        database: where strategies are stored; None: the default.
+        reference: a strategy's id or digest.
+        file: to write.
+        file_format: "json" (what `app run` reads) or "dtensor" (a Python file: `runtime.dtensor`).
+        check: run the Python file first, on as many gloo processes as the strategy has devices.
+
+    Raises:
+        UsageError: no such strategy or format, or the file cannot be written.
+        StrategyError: no mesh expresses the strategy, or PyTorch does not run its plan.
+        RuntimeFailure: the plan's results differ from the plain module's.
+        ImportFailure: the strategy's model cannot be imported any more.
+    """
+    if file_format not in FORMATS:
+        raise UsageError(
+            f"--format: is {file_format}, must be one of {', '.join(FORMATS)}; choose one of them"
+        )
+    if check and file_format != "dtensor":
+        raise UsageError(
+            "--check: runs a file of --format dtensor, must be given with it; add --format dtensor"
+        )
+    with Store.open(database) as store:
+        target = checked_target(file, store.database, "file")
+        record = store.strategy(reference)
+        graph = required(store.graph(record.graph_id), "graphs", record.graph_id)
+    document = json.loads(record.document)
+    text = (
+        json.dumps(_in_order(document, graph), indent=1) + "\n"
+        if file_format == "json"
+        else _dtensor_text(record, graph)
+    )
+    checked = _checked(record, text) if check else None
+    with replacing(target, "file") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return Exported(record, checked)
+
+
+def _checked(record: StrategyRecord, source: str) -> str:
+    """Run a plan's own check on gloo processes and return its last line."""
+    from runtime.dtensor.plan_check import check_plan
+    from runtime.launch.torchrun import DEFAULT_TIMEOUT_S
+
+    plan_check = check_plan(source, record.device_count, DEFAULT_TIMEOUT_S)
+    where = f"strategy {record.digest[:12]}"
+    if plan_check.failure:
+        raise StrategyError(
+            f"{where}: its DTensor plan does not run ({plan_check.failure}), must run on "
+            f"{record.device_count} processes; export it with --format json"
+        )
+    if not plan_check.equal:
+        raise RuntimeFailure(
+            f"{where}: its DTensor plan computes something else ({plan_check.summary}), must equal the plain module; "
+            "export it with --format json"
+        )
+    return plan_check.summary
+
+
+def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
+    """Return a strategy's document with operators and weights in the order of the graph, for people who read it."""
+    described = json.loads(graph.document)
+    names = {
+        "operators": [operator["name"] for operator in described["operators"]],
+        "sharding": [value[0] for value in described["values"]],
+    }
+    orders = {key: {name: place for place, name in enumerate(of)} for key, of in names.items()}
+    ordered = {
+        key: dict(sorted(entries.items(), key=lambda entry: orders[key].get(entry[0], len(orders[key]))))
+        if key in orders
+        else entries
+        for key, entries in document.items()
+    }
+    head = {key: ordered[key] for key in ("format", "graph") if key in ordered}
+    return head | ordered
+
+
+def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
+    """Return the Python source of a strategy's DTensor plan."""
+    from runtime.dtensor.plan import make_plan
+    from runtime.dtensor.writer import Origin, source_text
+
+    with as_written(f"table graphs, row {graph_record.id}, column model"):
+        request = stored_request(graph_record.model, f"graph {graph_record.name}")
+    batch_norm = json.loads(graph_record.document)["batch_norm"]
+    (module, args, kwargs), graph = build_and_import(request, batch_norm)
+    strategy = strategy_of(record, graph)
+    keywords: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
+    factory = request.name
+    if request.is_zoo:
+        factory = "graph.zoo:build"
+        keywords = {"name": request.name, "preset": request.preset, **keywords}
+    if request.precision != "float32":
+        # What converts the module; a user's own is found on the path, as by its name alone.
+        factory = "app.services.models.models:build_model"
+        keywords = {**request.factory_keywords, "folder": ""}
+    if strategy.sharding:
+        raise StrategyError(
+            f"strategy {record.digest[:12]}: shares weights, must share none to be a DTensor plan; export it as a file "
+            "of Soapstone, or export another one"
+        )
+    if strategy.recomputation:
+        raise StrategyError(
+            f"strategy {record.digest[:12]}: makes activations again, must keep all to be a DTensor plan; export it as "
+            "a file of Soapstone, or export another one"
+        )
+    origin = Origin(graph.name, strategy.digest, graph.digest, factory, keywords)
+    return source_text(make_plan(graph, strategy, module, args, kwargs), origin)

@@ -1,0 +1,405 @@
+"""`app strategy show`, `diff` and `import`: what a stored strategy is, what its operators cost, and files of others.
+
+An operator's cost is of the simulated step: its tasks on the device that they keep longest, and the messages that carry
+its outputs and their gradients, added up; other work may hide both. A strategy that was never simulated itself is
+simulated as the newest prediction for its graph was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.db.records import GraphRecord, SimulationRecord, StrategyRecord
+from app.db.references import Referred, required
+from app.db.store import Store
+from app.services.models.models import ModelRequest, import_graph
+from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
+from app.services.progress import Progress
+from app.services.stored import strategy_of
+from app.services.timeline.case import Case, imported_graph, simulated_case
+from graph.errors import StrategyError, UsageError
+from graph.operators import Operator, OperatorGraph
+from graph.strategy import Configuration, read_document, strategy_from_json, strategy_text
+from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
+
+MOST_DEVICES = 2**16
+"""More than any topology has; a file that names a higher one is refused before anything is made of it."""
+
+NEWEST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """Seconds of the simulated step: of computing on the busiest device, and of all messages."""
+
+    compute_s: float
+    communication_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both."""
+        return self.compute_s + self.communication_s
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and how a strategy's step was simulated: stored rows, and their names."""
+
+    topology_id: int
+    training_id: int
+    topology: str
+    batch_size: int
+    simulation: SimulationRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ShownOperator:
+    """An operator's configuration, and what it costs; degrees of one are left out."""
+
+    name: str
+    target: str
+    degrees: Mapping[str, int]
+    devices: tuple[int, ...]
+    cost: OperatorCost | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownStrategy:
+    """A stored strategy. `step_s` and costs are None where nothing of its graph was ever simulated.
+
+    shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
+    recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
+    """
+
+    record: StrategyRecord
+    model: str
+    setting: Setting | None
+    step_s: float | None
+    measured_s: float | None
+    operators: tuple[ShownOperator, ...]
+    shared: Mapping[str, OperatorCost]
+    sharding: Mapping[str, str] = field(default_factory=dict)
+    recomputation: RecomputationReport | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON document."""
+        return {
+            "id": self.record.id,
+            "digest": self.record.digest,
+            "model": self.model,
+            "devices": self.record.device_count,
+            "source": self.record.source,
+            "created_at": self.record.created_at.isoformat(),
+            "topology": None if self.setting is None else self.setting.topology,
+            "batch_size": None if self.setting is None else self.setting.batch_size,
+            "simulated_step_time_s": self.step_s,
+            "measured_median_s": self.measured_s,
+            "operators": [
+                {
+                    "name": one.name,
+                    "target": one.target,
+                    "degrees": dict(one.degrees),
+                    "devices": list(one.devices),
+                    "cost": None if one.cost is None else asdict(one.cost),
+                }
+                for one in self.operators
+            ],
+            "shared": {name: asdict(cost) for name, cost in self.shared.items()},
+            "sharding": dict(self.sharding),
+            "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyDifference:
+    """Two strategies for one graph, and the operators that they configure differently, the dearest change first."""
+
+    one: ShownStrategy
+    other: ShownStrategy
+    operators: tuple[tuple[ShownOperator, ShownOperator], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON document."""
+        sides = [shown.to_json() for shown in (self.one, self.other)]
+        by_name = [{one["name"]: one for one in side.pop("operators")} for side in sides]
+        return {
+            "strategies": sides,
+            "operators": [
+                {"name": one.name, "strategies": [side[one.name] for side in by_name]}
+                for one, _ in self.operators
+            ],
+        }
+
+
+def show_strategy(
+    database: str | None, reference: str, topology: str | None, progress: Progress
+) -> ShownStrategy:
+    """Return a stored strategy with what its operators cost, on the topology of that name (None: the newest).
+
+    Raises:
+        UsageError: there is no such strategy, or nothing of its graph was simulated on that topology.
+        ImportFailure: its model cannot be imported any more.
+    """
+    with Store.open(database) as store:
+        record = store.strategy(reference)
+        return _shown(store, record, _setting(store, [record], topology), None, progress)[0]
+
+
+def diff_strategies(
+    database: str | None, references: tuple[str, str], topology: str | None, progress: Progress
+) -> StrategyDifference:
+    """Return which operators two strategies for one graph configure differently, and what each costs.
+
+    Raises:
+        UsageError: there is no such strategy, they are for different graphs, or as `show_strategy`.
+        ImportFailure: their model cannot be imported any more.
+    """
+    with Store.open(database) as store:
+        records = [store.strategy(reference) for reference in references]
+        if records[0].graph_id != records[1].graph_id:
+            names = Referred(
+                "graphs", ((graph.id, f"{graph.name} ({graph.digest[:12]})") for graph in store.graphs())
+            )
+            raise UsageError(
+                f"strategy {references[1]}: is for {names[records[1].graph_id]}, must be for "
+                f"{names[records[0].graph_id]} as strategy {references[0]} is; choose two for one graph"
+            )
+        setting = _setting(store, records, topology)
+        one, graph = _shown(store, records[0], setting, None, progress)
+        other, _ = _shown(store, records[1], setting, graph, progress)
+    pairs = [
+        pair
+        for pair in zip(one.operators, other.operators, strict=True)
+        if (pair[0].degrees, pair[0].devices) != (pair[1].degrees, pair[1].devices)
+    ]
+    pairs.sort(key=lambda pair: -abs(_total_s(pair[1]) - _total_s(pair[0])))
+    return StrategyDifference(one, other, tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedStrategy:
+    """A file's strategy as it is stored; `known` says that it was stored before."""
+
+    record: StrategyRecord
+    model: str
+    known: bool
+
+
+def import_strategy(
+    database: str | None,
+    file: Path,
+    model: ModelRequest | None,
+    batch_norm: str,
+    devices: int | None,
+    progress: Progress,
+) -> ImportedStrategy:
+    """Check a strategy file against its graph and store it. Nothing in a file is ever executed.
+
+    Args:
+        database: where to store it; None: the default.
+        file: as `app strategy export` wrote it.
+        model: which network it is for; None: the stored graph that the file names.
+        batch_norm: of that network.
+        devices: how many it is made for; None: one more than the highest that it names.
+
+    Raises:
+        UsageError: the file's graph is not stored, and no model is given.
+        StrategyError: the file cannot be read, or does not fit the graph or the devices.
+        ImportFailure: the model cannot be imported.
+    """
+    from app.services.predict.predict import graph_record
+
+    document = read_document(file)
+    with Store.open(database) as store:
+        progress.begin("importing the model", None)
+        try:
+            if model is None:
+                known_graph = _named_graph(store, document, file)
+                graph, name, graph_id = imported_graph(known_graph), known_graph.name, known_graph.id
+            else:
+                imported = import_graph(model, batch_norm=batch_norm)
+                graph, name, graph_id = imported.graph, imported.graph.name, None
+        finally:
+            progress.end()
+        try:
+            strategy = strategy_from_json(document, graph, MOST_DEVICES if devices is None else devices)
+        except RecursionError:
+            raise StrategyError(
+                f"strategy file {file}: is nested too deeply, must be as exported; export it again"
+            ) from None
+        if model is not None:
+            # Only now: a file that does not fit leaves nothing behind.
+            graph_id = store.put_graph(graph_record(imported))
+        assert graph_id is not None
+        known = _is_stored(store, strategy.digest)
+        number = store.put_strategy(
+            StrategyRecord(
+                digest=strategy.digest,
+                graph_id=graph_id,
+                device_count=devices or strategy.device_count,
+                document=strategy_text(strategy, graph),
+                source="import",
+            )
+        )
+        return ImportedStrategy(store.strategy(number), name, known)
+
+
+def _is_stored(store: Store, digest: str) -> bool:
+    try:
+        return store.strategy(digest).digest == digest
+    except UsageError:
+        return False
+
+
+def _named_graph(store: Store, document: Any, file: Path) -> GraphRecord:
+    digest = document.get("graph") if isinstance(document, dict) else None
+    found = store.graph_by_digest(digest) if isinstance(digest, str) else None
+    if found is None:
+        shown = digest[:12] if isinstance(digest, str) else digest
+        raise UsageError(
+            f"strategy file {file}: is for graph {shown}, which is not stored; name its network by --model, and its "
+            "sizes by --preset and --batch-size"
+        )
+    return found
+
+
+def _setting(store: Store, records: list[StrategyRecord], topology: str | None) -> Setting | None:
+    """Return where to simulate: as the newest prediction of one of them, else of another for the same graph.
+
+    Raises:
+        UsageError: there is none on the topology that was asked for.
+    """
+    names = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
+    counts = {one.id: one.device_count for one in store.topologies()}
+    needed = max(_devices_used(one) for one in records)
+    seen: set[str] = set()
+    own = [one.id for one in records]
+    others = [one.id for one in store.strategies(graph_id=records[0].graph_id, limit=NEWEST)]
+    for strategy_id in (*own, *(one for one in others if one not in own)):
+        for one in store.simulations(strategy_id=strategy_id):
+            seen.add(names[one.topology_id])
+            if topology in (None, names[one.topology_id]) and counts[one.topology_id] >= needed:
+                training = required(store.training(one.training_id), "trainings", one.training_id)
+                return Setting(
+                    one.topology_id, one.training_id, names[one.topology_id], training.batch_size, one
+                )
+    if topology is not None:
+        raise UsageError(
+            f"--topology: is {topology}, must be one of {needed} devices or more that this network was simulated on: "
+            f"{', '.join(sorted(seen)) or 'none'}; search or run it there first"
+        )
+    return None
+
+
+def _devices_used(record: StrategyRecord) -> int:
+    """Return one more than the highest device that a stored strategy uses."""
+    operators = json.loads(record.document)["operators"].values()
+    return 1 + max(int(device) for entry in operators for device in entry["devices"])
+
+
+def _shown(
+    store: Store,
+    record: StrategyRecord,
+    setting: Setting | None,
+    graph: OperatorGraph | None,
+    progress: Progress,
+) -> tuple[ShownStrategy, OperatorGraph]:
+    graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
+    runs = [
+        run
+        for run in store.executions(strategy_id=record.id, limit=NEWEST)
+        if run.status == "finished"
+        and setting is not None
+        and (run.topology_id, run.training_id) == (setting.topology_id, setting.training_id)
+    ]
+    costs: Mapping[str, OperatorCost] = {}
+    shared: Mapping[str, OperatorCost] = {}
+    step_s = None
+    recomputation = None
+    if setting is None:
+        graph = graph or imported_graph(graph_record)
+        strategy = strategy_of(record, graph)
+    else:
+        environment = next((run.environment_id for run in runs), None) or _environment(store, setting)
+        case = simulated_case(
+            store,
+            record,
+            setting.topology_id,
+            setting.training_id,
+            environment,
+            setting.simulation.task_order,
+            progress=progress,
+            graph=graph,
+        )
+        graph, strategy, step_s = case.graph, case.strategy, case.simulation.step_time_s
+        costs, shared = operator_costs(case)
+        if case.kept is not None:
+            recomputation = recomputation_report(graph, strategy, case.simulation, case.kept)
+    return (
+        ShownStrategy(
+            record,
+            graph_record.name,
+            setting,
+            step_s,
+            runs[0].median_s if runs else None,
+            tuple(
+                _operator(operator, configuration, costs.get(operator.name))
+                for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
+            ),
+            shared,
+            json.loads(record.document).get("sharding", {}),
+            recomputation,
+        ),
+        graph,
+    )
+
+
+def _environment(store: Store, setting: Setting) -> int | None:
+    """Return the environment that last ran anything on the setting's topology, or None: the newest costs of any."""
+    runs = store.executions(limit=NEWEST)
+    return next((run.environment_id for run in runs if run.topology_id == setting.topology_id), None)
+
+
+def _operator(operator: Operator, configuration: Configuration, cost: OperatorCost | None) -> ShownOperator:
+    degrees = {
+        axis.name: degree
+        for axis, degree in zip(operator.space.axes, configuration.degrees, strict=True)
+        if degree != 1
+    }
+    return ShownOperator(operator.name, operator.target, degrees, configuration.devices, cost)
+
+
+def operator_costs(case: Case) -> tuple[dict[str, OperatorCost], dict[str, OperatorCost]]:
+    """Return the cost of each operator, and of what the operators share: weights' updates and gradients, buffers."""
+    from app.services.timeline.timeline import Subjects
+
+    simulation, graph = case.simulation, case.graph
+    tasks, subjects = simulation.tasks, Subjects(simulation)
+    computing: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    moving: dict[str, int] = defaultdict(int)
+    for task in range(tasks.task_count):
+        kind, subject = subjects.kind_and_subject(task)
+        duration_ns = int(simulation.end_ns[task]) - int(simulation.start_ns[task])
+        if kind in ("forward", "backward", "recompute", "update"):
+            computing[subject][int(tasks.resources(task)[0])] += duration_ns
+            continue
+        value = subject.removeprefix("gradient of ")
+        producer = graph.producer.get(value)
+        moving["buffers" if subject.startswith("new ") else subject if producer is None
+               else graph.operators[producer[0]].name] += duration_ns  # fmt: skip
+
+    def cost(name: str) -> OperatorCost:
+        return OperatorCost(max(computing[name].values(), default=0) / 1e9, moving[name] / 1e9)
+
+    names = [operator.name for operator in graph.operators]
+    shared = [name for name in (WEIGHTS, WEIGHT_GRADIENTS, "buffers") if computing[name] or moving[name]]
+    return {name: cost(name) for name in names}, {name: cost(name) for name in shared}
+
+
+def _total_s(operator: ShownOperator) -> float:
+    return 0.0 if operator.cost is None else operator.cost.total_s

@@ -1,0 +1,174 @@
+"""A stored strategy simulated again: its model imported, its topology and training as stored, costs of the database.
+
+Nothing is measured here and nothing is stored: what has no cost is estimated.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from app.db.failures import as_written
+from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrder
+from app.db.references import Referred, required
+from app.db.store import Store
+from app.services.costs.environments import say_used
+from app.services.costs.link_costs import fitted_links
+from app.services.costs.machine import links_kind_name
+from app.services.costs.operator_costs import CostsByKind, DatabaseCosts
+from app.services.models.models import import_graph, stored_request
+from app.services.predict.predict import LOCAL, Target
+from app.services.progress import Progress
+from app.services.stored import strategy_of, topology_of, training_of
+from graph.errors import UsageError
+from graph.operators import OperatorGraph
+from graph.strategy import Strategy
+from graph.topology import Topology
+from graph.training import Training
+from search.cost.cost_table import CostTable
+
+if TYPE_CHECKING:
+    from search.simulate.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy on a topology under a training, and its simulation.
+
+    kept: that of the same strategy with all activations kept; None where none are made again.
+    """
+
+    record: StrategyRecord
+    graph: OperatorGraph
+    topology: Topology
+    training: Training
+    strategy: Strategy
+    simulation: Simulation
+    topology_id: int
+    training_id: int
+    kept: Simulation | None = None
+
+
+def execution_case(store: Store, execution: ExecutionRecord, progress: Progress) -> Case:
+    """Return what an execution ran, simulated with the costs of its environment."""
+    return simulated_case(
+        store,
+        store.strategy(execution.strategy_id),
+        execution.topology_id,
+        execution.training_id,
+        execution.environment_id,
+        "program",
+        progress=progress,
+    )
+
+
+def strategy_case(store: Store, reference: str, topology: str | None, progress: Progress) -> Case:
+    """Return the newest simulated case of a strategy: an id or digest, on the topology of that name.
+
+    Costs are those of the environment that last ran anything on that topology, else the newest of any.
+
+    Raises:
+        UsageError: there is no such strategy, or it was never simulated on that topology.
+    """
+    record = store.strategy(reference)
+    simulations = store.simulations(strategy_id=record.id)
+    names = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
+    chosen = next((one for one in simulations if topology in (None, names[one.topology_id])), None)
+    if chosen is None:
+        known = ", ".join(sorted({names[one.topology_id] for one in simulations})) or "none"
+        raise UsageError(
+            f"strategy {record.digest[:12]}: has no simulation on topology {topology or 'any'}, must have one; "
+            f"it has on {known}"
+        )
+    runs = store.executions(strategy_id=record.id)
+    environment = next((run.environment_id for run in runs if run.topology_id == chosen.topology_id), None)
+    return simulated_case(
+        store,
+        record,
+        chosen.topology_id,
+        chosen.training_id,
+        environment,
+        chosen.task_order,
+        progress=progress,
+    )
+
+
+def imported_graph(record: GraphRecord) -> OperatorGraph:
+    """Import a stored graph's model again.
+
+    Raises:
+        UsageError: the model is gone, has changed since, or may not be run (`app.services.models.trust`).
+        ImportFailure: it cannot be imported any more.
+    """
+    with as_written(f"table graphs, row {record.id}, column model"):
+        request = stored_request(record.model, f"graph {record.name}")
+    graph = import_graph(request, batch_norm=json.loads(record.document)["batch_norm"]).graph
+    if graph.digest != record.digest:
+        raise UsageError(
+            f"model {request.name}: its graph is {graph.digest[:12]} now, must be {record.digest[:12]}, as it was "
+            "stored; search or run it anew"
+        )
+    return graph
+
+
+def simulated_case(
+    store: Store,
+    record: StrategyRecord,
+    topology_id: int,
+    training_id: int,
+    environment_id: int | None,
+    order: TaskOrder,
+    *,
+    progress: Progress,
+    graph: OperatorGraph | None = None,
+) -> Case:
+    """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
+    from search.simulate.simulator import simulate
+
+    graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
+    topology_record = required(store.topology(topology_id), "topologies", topology_id)
+    training_record = required(store.training(training_id), "trainings", training_id)
+    if graph is None:
+        progress.begin(f"importing {graph_record.name}", None)
+        try:
+            graph = imported_graph(graph_record)
+        finally:
+            progress.end()
+    topology = topology_of(topology_record)
+    training = training_of(training_record)
+    strategy = strategy_of(record, graph)
+    target, source = _costs(store, topology, environment_id, training.precision)
+    if environment_id is None:
+        for kind in topology.kinds:
+            say_used(store, kind.name, training.precision, progress)
+    progress.begin("simulating", None)
+    costs, links = CostTable(source), target.link_costs
+    try:
+        simulation = simulate(graph, strategy, topology, costs, training, links=links, order=order)
+        kept = None
+        if strategy.recomputation:
+            plain = replace(strategy, recomputation=())
+            kept = simulate(graph, plain, topology, costs, training, links=links, order=order)
+    finally:
+        progress.end()
+    return Case(record, graph, topology, training, strategy, simulation, topology_id, training_id, kept)
+
+
+def _costs(
+    store: Store, topology: Topology, environment_id: int | None, precision: str
+) -> tuple[Target, CostsByKind]:
+    sources = {}
+    for kind in topology.kinds:
+        stored = store.device_kind(kind.name)
+        kind_id = stored.id if stored is not None else None
+        sources[kind.name] = DatabaseCosts(
+            store, kind, kind_id, environment_id, "estimate", precision=precision
+        )
+    links = None
+    # Links are measured for the topology `local` alone.
+    if topology.name == LOCAL and environment_id is not None:
+        stored = store.device_kind(links_kind_name([device.kind_name for device in topology.devices]))
+        if stored is not None:
+            links = fitted_links(store, stored.id, environment_id, len(topology.devices))
+    return Target(topology, None, links), CostsByKind(sources)

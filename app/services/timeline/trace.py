@@ -1,0 +1,131 @@
+"""`app trace`: the timeline of a strategy's step, simulated and, where a run recorded it, measured, in one file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.db.store import Store
+from app.services.files import checked_target, replacing
+from app.services.progress import Progress
+from app.services.timeline.attribution import Attribution, attribute
+from app.services.timeline.case import Case, execution_case, strategy_case
+from app.services.timeline.chrome import chrome_trace, write_trace
+from app.services.timeline.store import Recording, find_recording, read_recording
+from app.services.timeline.timeline import Timeline, simulated_timeline, with_waits
+from graph.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """What `app trace` was asked for: an execution, or a strategy (its id or digest) on a topology of some name."""
+
+    execution: int | None
+    strategy: str | None
+    topology: str | None
+    output: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """A written trace. `attribution` is there where the step was measured too."""
+
+    file: Path
+    model: str
+    strategy_digest: str
+    topology: str
+    devices: int
+    execution_id: int | None
+    events: int
+    simulated_s: float
+    attribution: Attribution | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return {
+            "file": str(self.file),
+            "model": self.model,
+            "strategy": self.strategy_digest,
+            "topology": self.topology,
+            "devices": self.devices,
+            "execution": self.execution_id,
+            "events": self.events,
+            "simulated_step_time_s": self.simulated_s,
+            "attribution": None if self.attribution is None else self.attribution.to_json(),
+        }
+
+
+def trace(request: TraceRequest, database: str | None, progress: Progress) -> TraceReport:
+    """Simulate a stored strategy again and write its timeline, beside the one that its newest profiled run recorded.
+
+    Raises:
+        UsageError: nothing such is stored, or the file cannot be written.
+        DatabaseError: there is no such execution.
+    """
+    if (request.execution is None) == (request.strategy is None):
+        raise UsageError(
+            "app trace: needs --execution or --strategy, must have one of them; see app trace --help"
+        )
+    with Store.open(database) as store:
+        target = checked_target(request.output, store.database, "--output")
+        case, recording = _find(store, request, progress)
+    attribution = None if recording is None else attribute(case.simulation, recording)
+    document = chrome_trace(timelines_of(case, recording), _facts(case, recording))
+    with replacing(target, "--output") as temporary:
+        write_trace(document, temporary)
+    return TraceReport(
+        file=request.output,
+        model=case.graph.name,
+        strategy_digest=case.record.digest,
+        topology=case.topology.name,
+        devices=len(case.topology.devices),
+        execution_id=None if recording is None else recording.execution_id,
+        events=sum(event["ph"] == "X" for event in document["traceEvents"]),
+        simulated_s=case.simulation.step_time_s,
+        attribution=attribution,
+    )
+
+
+def attribution_of(execution_id: int, database: str | None, progress: Progress) -> Attribution:
+    """Return where a profiled run's step took longer or shorter than predicted.
+
+    Raises:
+        DatabaseError: there is no such execution.
+        UsageError: it was not profiled.
+    """
+    with Store.open(database) as store:
+        execution = store.execution(execution_id)
+        recording = read_recording(store, execution)
+        return attribute(execution_case(store, execution, progress).simulation, recording)
+
+
+def _find(store: Store, request: TraceRequest, progress: Progress) -> tuple[Case, Recording | None]:
+    if request.execution is not None:
+        execution = store.execution(request.execution)
+        recording = read_recording(store, execution)
+        return execution_case(store, execution, progress), recording
+    case = strategy_case(store, str(request.strategy), request.topology, progress)
+    return case, find_recording(store, case.record.id, case.topology_id, case.training_id)
+
+
+def _facts(case: Case, recording: Recording | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "model": case.graph.name,
+        "strategy": case.record.digest,
+        "topology": case.topology.name,
+        "batch size": case.training.batch_size,
+        "simulated step (ms)": case.simulation.step_time_s * 1e3,
+    }
+    if recording is not None:
+        facts["execution"] = recording.execution_id
+        facts["measured step (ms)"] = recording.typical.step_ns / 1e6
+    return facts
+
+
+def timelines_of(case: Case, recording: Recording | None) -> dict[str, Timeline]:
+    """Return the timelines of a case by name: simulated, and measured where there is a recording."""
+    timelines = {"simulated": with_waits(case.simulation, simulated_timeline(case.simulation))}
+    if recording is not None:
+        timelines["measured"] = recording.typical
+    return timelines
