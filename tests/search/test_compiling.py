@@ -145,6 +145,19 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
+def test_a_kernel_is_compiled_again_where_one_in_another_file_has_changed(folder: Folder) -> None:
+    """numba itself would go on with what it compiled before."""
+    other = "from search.kernels.cache import hot\n@hot\ndef step(number: int) -> int:\n    return number + {}\n"
+    caller = "from other import step\nfrom search.kernels.cache import entry\n@entry\ndef call(number: int) -> int:\n"
+    (folder.path / "caller.py").write_text(f"{caller}    return step(number)\n")
+    found = []
+    for number in (1, 2, 2):
+        (folder.path / "other.py").write_text(other.format(number))
+        script = "import caller\nprint(caller.call(0), sum(caller.call.stats.cache_hits.values()))"
+        found.append(folder.run(script).split())
+    assert found == [["1", "0"], ["2", "0"], ["2", "1"]]
+
+
 def test_each_kernel_is_compiled_once_and_then_read(folder: Folder) -> None:
     folder.run(BOTH)
     assert folder.compiled == ONCE
