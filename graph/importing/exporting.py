@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
@@ -116,6 +117,7 @@ def export(
                 with changed(module, noticed):
                     program = torch.export.export(_LossModule(module, later, keep), *given, strict=False)
                 noticed.changed = later.changed
+            _refuse_lost_tensors(program, name)
             _keep_gradients_stopped(program.graph_module)
             functional: ExportedProgram = program.run_decompositions({})
     except NoLossError as error:
@@ -133,6 +135,23 @@ def export(
     if problem is not None:
         raise ImportFailure(f"model {name}: {problem}")
     return functional
+
+
+def _refuse_lost_tensors(program: ExportedProgram, name: str) -> None:
+    """Refuse a tensor that the exporter took for a constant although it is one of the module's; torch would crash.
+
+    Raises:
+        ImportFailure: there is one.
+    """
+    for spec in program.graph_signature.input_specs:
+        if isinstance(program.constants.get(str(spec.target)), FakeTensor):
+            node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
+            places = filter(None, map(locations.of_node, (node, *node.users)))
+            at = next((f" at {place}" for place in places), "")
+            raise ImportFailure(
+                f"model {name}: torch.export loses a tensor{at}, as where a forward uses .data, must see all; use the "
+                "tensor itself there, under torch.no_grad()"
+            )
 
 
 @contextmanager

@@ -134,6 +134,23 @@ def test_what_a_forward_does_beside_its_operators_is_refused(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda module, x: x + module.first.bias.data,
+        lambda module, x: x + module.first.bias.data.mul_(0.9),
+    ],
+    ids=["read", "written"],
+)
+def test_data_of_a_tensor_is_refused(between: Callable[[Net, Tensor], Tensor], device: str) -> None:
+    """The exporter takes it for a constant without data, and crashes the process where that is on meta."""
+    with torch.device(device), pytest.raises(ImportFailure) as refused:
+        import_net(Net(between))
+    assert str(refused.value).startswith("model net: torch.export ")
+    assert "\n" not in str(refused.value)
+
+
 def test_hooks_of_the_backward_are_refused() -> None:
     for register, where in (
         (lambda module: module.first.weight.register_hook(torch.neg), "parameter first.weight"),

@@ -147,7 +147,9 @@ def folder(tmp_path: Path) -> Folder:
 
 def test_a_kernel_is_compiled_again_where_one_in_another_file_has_changed(folder: Folder) -> None:
     """numba itself would go on with what it compiled before."""
-    other = "from search.kernels.cache import hot\n@hot\ndef step(number: int) -> int:\n    return number + {}\n"
+    other = (
+        "from search.kernels.cache import hot\n@hot\ndef step(number: int) -> int:\n    return number + {}\n"
+    )
     caller = "from other import step\nfrom search.kernels.cache import entry\n@entry\ndef call(number: int) -> int:\n"
     (folder.path / "caller.py").write_text(f"{caller}    return step(number)\n")
     found = []

@@ -338,7 +338,10 @@ def _batch_size(request: ModelRequest, args: tuple[Any, ...], kwargs: dict[str, 
         shape = tuple(getattr(item, "shape", ()))
         if shape:
             return int(shape[0])
-    raise UsageError(f"model {request.name}: no input has a batch dim, must have one; pass --batch-size")
+    raise UsageError(
+        f"model {request.name}: no input has a batch dim, must have one; let its factory take batch_size, and "
+        "pass --batch-size"
+    )
 
 
 def known_models() -> tuple[str, ...]:
