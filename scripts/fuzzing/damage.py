@@ -48,6 +48,8 @@ def damage(folder: Path, random: Random) -> str:
 
 def _done(kind: Damage, folder: Path, random: Random) -> str:
     """Return words for one kind of damage; what was damaged before may leave it nothing to damage."""
+    if any(path.is_fifo() for path in folder.rglob("*")):
+        return f"{kind.__name__} would wait at a pipe"
     try:
         return kind(folder, random)
     except (sqlite3.Error, IndexError, OSError, ValueError) as error:
