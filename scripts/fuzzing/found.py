@@ -192,5 +192,6 @@ FOUND = (
     FoundCase(
         ("db", "export", "new.parquet"), _sql("UPDATE device_kinds SET description = '{\"cores\":1e999}'")
     ),
+    FoundCase(("run", *_SMALL, "--limit", "5e-324")),
     FoundCase(("compare", "--model", "\udcff", "--topology", "\udcff")),
 )  # fmt: skip

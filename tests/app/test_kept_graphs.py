@@ -260,7 +260,7 @@ def test_the_oldest_make_room(mlp: OperatorGraph, monkeypatch: pytest.MonkeyPatc
 def test_processes_at_once_keep_and_find_whole_graphs(mlp: OperatorGraph, folder: Path) -> None:
     kept_graphs.keep("a" * 64, mlp, 8)
     code = (
-        "from app.services import kept_graphs\n"
+        "from app.services.models import graph_cache as kept_graphs\n"
         "graph = kept_graphs.find('a' * 64)[0]\n"
         "for _ in range(100):\n"
         "    kept_graphs.keep('b' * 64, graph, 8)\n"

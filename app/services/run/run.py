@@ -251,8 +251,8 @@ def _limited(limit_s: float | None) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # the least there is may be over at once
         yield
     except _OverLimit as error:
         raise RuntimeFailure(str(error)) from None
