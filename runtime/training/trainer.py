@@ -87,6 +87,7 @@ class Trainer:
         self._inputs = Inputs(plan.graph, example, world.size if options.batches == SHARDED else 1)
         self._inputs_compared = False
         # Whether a GradScaler has scaled the gradients so far.
+        self._applies = False
         self._scaled = False
         # The last step, where outputs are asked for.
         self._last: tuple[Sized, Batch] | None = None
@@ -110,6 +111,7 @@ class Trainer:
 
         self._optimizer_parts = everywhere(made)
         self.optimizer = self._optimizer_parts.optimizer
+        self.optimizer.register_step_pre_hook(self._refuse_foreign_step)
         # Both the user's own parameters and the rank's parts of them must go on as they were when the graph was made.
         self._trained = [
             (name, parameter.requires_grad, (parameter, own))
@@ -293,12 +295,24 @@ class Trainer:
             raise RuntimeFailure(
                 "apply: the gradients were scaled by a GradScaler, must be unscaled; pass it: apply(scaler)"
             )
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            step_scaled(scaler, self.optimizer, self._world, self.device)
+        self._applies = True
+        try:
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                step_scaled(scaler, self.optimizer, self._world, self.device)
+        finally:
+            self._applies = False
         self._runner.make_weights_whole()
         self.zero_grad()
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        """Refuse an update that is not `apply`'s: ranks would neither agree on it nor gather what they share."""
+        if not self._applies:
+            raise RuntimeFailure(
+                "optimizer: makes a step by itself, must be called by the trainer; call trainer.apply(), with a "
+                "GradScaler trainer.apply(scaler)"
+            )
 
     def zero_grad(self) -> None:
         """Forget the gradients so far."""

@@ -150,6 +150,7 @@ def test_mistakes_are_one_line_on_every_rank(tmp_path: Path) -> None:
         "frozen on rank 1, later": "rank 1: parameter first.weight: requires_grad is False, must be True",
         "another scale on rank 1, later": "scale: of rank 1 is 2, must be that of rank 0, 1",
         "no scale": "scale: is nan, must be a finite number",
+        "a step of the optimizer's own": "optimizer: makes a step by itself, must be called by the trainer; call",
         "missing name": "state dict: first.bias is missing",
         "unknown name": "state dict: fourth.bias is unknown",
         "other sizes": "state dict: first.bias has shape (2,), must have (10,)",

@@ -248,6 +248,7 @@ def mistakes() -> dict[str, str]:
         "another dtype": lambda: trainer.step(images.double(), targets),
         "another structure": lambda: trainer.step(images),
         "no scale": lambda: trainer.step(images, targets, scale=float("nan")),
+        "a step of the optimizer's own": lambda: trainer.optimizer.step(),
         "another seed": other_seed,
         "not element-wise": whole_weights,
         "an optimizer on rank 1": optimizer_of_rank_1(torch.optim.SGD(module.parameters(), lr=0.1)),
