@@ -139,9 +139,12 @@ class Runner:
         began = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
+        # What comes before the command listens (`app.cli.ending`) waits until it does.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         process = os.fork()
         if process == 0:
             self._become(arguments, folder, (out, err, mark))
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         handle = os.pidfd_open(process)
         try:
             stopped = False
@@ -218,6 +221,7 @@ class Runner:
             main = command
         else:
             main = self._main
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             main()
         except SystemExit as stop:
