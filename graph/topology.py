@@ -30,6 +30,16 @@ FORMAT_VERSION = 1
 Pair = tuple[int, int]
 
 
+# What a simulation counts in whole bytes and parts per million, in words of 64 bits.
+LARGEST_MEMORY_BYTES = 1 << 60
+LARGEST_CONTENTION = 1e6
+
+
+def _require_at_most(where: str, what: str, value: float, most: float, unit: str) -> None:
+    if value > most:
+        raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be at most {most:g}; correct it")
+
+
 def _require_positive(where: str, what: str, value: float, unit: str) -> None:
     if not (isfinite(value) and value > 0):
         raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be > 0; correct it")
@@ -71,6 +81,7 @@ class DeviceKind:
                 )
             _require_positive(where, f"peak_flops of {precision}", flops_per_s, "FLOP/s")
         _require_positive(where, "memory", self.memory_bytes, "B")
+        _require_at_most(where, "memory", self.memory_bytes, LARGEST_MEMORY_BYTES, "B")
         _require_positive(where, "memory bandwidth", self.memory_bandwidth_bytes_per_s, "B/s")
         _require_not_negative(where, "launch latency", self.launch_latency_s, "s")
 
@@ -164,6 +175,7 @@ class Topology:
                     f"{where}: contention names {kind_name}, must be one of {', '.join(names)}"
                 )
             _require_not_negative(where, f"contention of {kind_name}", factor, "s/s")
+            _require_at_most(where, f"contention of {kind_name}", factor, LARGEST_CONTENTION, "s/s")
 
     def _validate_routes(self) -> None:
         where = f"topology {self.name}"

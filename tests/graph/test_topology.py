@@ -225,6 +225,8 @@ MALFORMED = [
         r"kinds.P100.memory: is '16 GB/s', must be a number, with a unit out of B, ",
     ),
     ("kinds.P100.memory", None, "kinds.P100.memory: is empty"),
+    ("kinds.P100.memory", "1e30 B", "kinds.P100: .*memory is 1e.30 B, must be at most"),
+    ("kinds.P100.contention", 1e30, "contention of P100 is 1e.30 s/s, must be at most 1e.06"),
     ("kinds.P100.memory_bandwidth", "-1 GB/s", "kinds.P100: .*memory bandwidth is -1e.09 B/s, must be > 0"),
     (
         "kinds.P100.memory_bandwidth",
