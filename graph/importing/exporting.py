@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
 
 from graph.errors import ImportFailure, NeedsDataError
@@ -144,7 +145,8 @@ def _refuse_lost_tensors(program: ExportedProgram, name: str) -> None:
         ImportFailure: there is one.
     """
     for spec in program.graph_signature.input_specs:
-        if isinstance(program.constants.get(str(spec.target)), FakeTensor):
+        constant = program.constants.get(str(spec.target)) if spec.kind is InputKind.CONSTANT_TENSOR else None
+        if isinstance(constant, FakeTensor):
             node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
             places = filter(None, map(locations.of_node, (node, *node.users)))
             at = next((f" at {place}" for place in places), "")
