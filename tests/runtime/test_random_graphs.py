@@ -111,7 +111,7 @@ def test_local_calls_of_random_networks_can_be_measured(network: int) -> None:
             assert min(flops(call), backward_flops(call), bytes_moved(call)) >= 0
 
 
-@pytest.mark.parametrize("network", seeds(12, 300))
+@pytest.mark.parametrize("network", seeds(8, 300))
 def test_random_networks(pool: LocalPool, network: int) -> None:
     """The plain module's losses, gradients, weights; the imported graph's first step where that draws or diverges."""
     model = reference(network)
