@@ -356,6 +356,16 @@ class SearchedSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class OpCostMedian:
+    """The median of an operator cost's samples, None where the measurement failed; `digest` names its signature."""
+
+    id: int
+    digest: str
+    phase: Phase
+    median_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class CostSummary:
     """The operator costs and link fits of one device kind in one environment: how many there are, and how old."""
 

@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from app.db.engine import Database, display_name
 from app.db.failures import damaged_row, database_failure, row_name
-from app.db.validation import TABLES, Fault, values_of
+from app.db.validation import EXCERPTS, TABLES, Fault, values_of
 from graph.canonical import canonical_json
 from graph.errors import UsageError
 
@@ -142,9 +142,10 @@ def record_of(connection: sa.Connection, kind: type[Record], row: Row) -> Record
     try:
         return kind(**values_of(kind, row))
     except Fault as fault:
-        table = TABLES[kind].name if kind in TABLES else kind.__name__
+        table = TABLES.get(kind, EXCERPTS.get(kind))
+        table_name = kind.__name__ if table is None else table.name
         name = display_name(connection.engine.url)
-        raise damaged_row(row_name(name, table, row.get("id"), fault.column), fault.reason) from None
+        raise damaged_row(row_name(name, table_name, row.get("id"), fault.column), fault.reason) from None
 
 
 def read_one(connection: sa.Connection, kind: type[Record], query: sa.Select[Any]) -> Record | None:

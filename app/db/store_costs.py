@@ -17,6 +17,7 @@ from app.db.records import (
     EnvironmentRecord,
     LinkCostRecord,
     LinkFitRecord,
+    OpCostMedian,
     OpCostRecord,
     OpSignatureRecord,
     Phase,
@@ -157,7 +158,7 @@ class CostStore(StorePart):
         """
         costs, signatures = models.op_costs, models.op_signatures
         query = (
-            sa.select(signatures.c.digest, costs.c.phase, costs.c.median_s)
+            sa.select(costs.c.id, signatures.c.digest, costs.c.phase, costs.c.median_s)
             .join(signatures, costs.c.signature_id == signatures.c.id)
             .where(costs.c.device_kind_id == device_kind_id)
             .order_by(costs.c.measured_at, costs.c.id)
@@ -169,9 +170,9 @@ class CostStore(StorePart):
             queries = [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
         with self.read() as connection:
             return {
-                (digest, phase): median_s
+                (cost.digest, cost.phase): cost.median_s
                 for selected in queries
-                for digest, phase, median_s in connection.execute(selected).all()
+                for cost in read_all(connection, OpCostMedian, selected)
             }
 
     def put_link_costs(

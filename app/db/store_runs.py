@@ -20,6 +20,7 @@ from app.db.records import (
     SimulationRecord,
     TraceKind,
     TraceRecord,
+    TrainingRecord,
     utc_now,
 )
 from app.db.sql import (
@@ -250,8 +251,8 @@ class RunStore(StorePart):
                 f"execution {execution_id}: has no step times, must have one; run at least one step"
             )
         executions, trainings = models.executions, models.trainings
-        batch_size = (
-            sa.select(trainings.c.batch_size)
+        its_training = (
+            sa.select(trainings)
             .join(executions, executions.c.training_id == trainings.c.id)
             .where(executions.c.id == execution_id)
         )
@@ -268,9 +269,9 @@ class RunStore(StorePart):
             "finished_at": utc_now(),
         }
         with self.write() as connection:
-            size = connection.execute(batch_size).scalar()
-            if size is not None and median_s > 0:
-                row["throughput_samples_per_s"] = size / median_s
+            training = read_one(connection, TrainingRecord, its_training)
+            if training is not None and median_s > 0:
+                row["throughput_samples_per_s"] = training.batch_size / median_s
             connection.execute(executions.update().where(executions.c.id == execution_id).values(row))
         self._end(executions, execution_id)
         return self.execution(execution_id)

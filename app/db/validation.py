@@ -41,7 +41,10 @@ TABLES: dict[type, sa.Table] = {
     records.ExecutionRecord: models.executions,
     records.TraceRecord: models.traces,
 }
-"""Where the rows of a record are."""
+"""The table of whose rows a record holds every column."""
+
+EXCERPTS: dict[type, sa.Table] = {records.OpCostMedian: models.op_costs}
+"""The table of whose rows a record holds some columns."""
 
 # A predicted step that does not fit into memory takes for ever; no other number of a row is infinite.
 _MAY_BE_INFINITE = frozenset({"initial_time_s", "best_time_s", "step_time_s"})

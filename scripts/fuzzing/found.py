@@ -149,6 +149,7 @@ FOUND = (
     FoundCase(("report",), stop=Stop(signal.SIGTERM, 0.5)),
     FoundCase(("report", "--search", "1"), _sql("UPDATE op_signatures SET flops = '.'")),
     FoundCase(("report",), _sql("UPDATE executions SET median_s = '1_000'")),
+    FoundCase(("report", "--execution", "1"), _sql("UPDATE op_costs SET median_s = '[]'")),
     FoundCase(("report",), _sql("UPDATE searches SET best_time_s = 'a:'")),
     FoundCase(("report", "--search", "1"), _sql("UPDATE graphs SET name = x'fffe'")),
     FoundCase(("report",), _without_value("db.traces/executions/*.parquet", "start_ns")),

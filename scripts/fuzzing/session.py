@@ -56,7 +56,8 @@ class Session:
             if finding.key not in self.tally.found:
                 self.tally.found[finding.key] = self._described(result, finding)
                 print(self.tally.found[finding.key], flush=True)
-                if case.stop is not None:  # its moment does not come again
+                # The moment of a signal does not come again, nor where a command waited.
+                if case.stop is not None or finding.oracle == "does not end":
                     print(_errors(result), flush=True)
 
     def _described(self, result: Result, finding: Finding) -> str:

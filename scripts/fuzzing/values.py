@@ -11,7 +11,7 @@ HOSTILE_TEXTS = (
     "\x1b[31mred", "\x1b]0;title\x07", "\x1b[2J", "\x07", "\x08", "\x7f", "\x9b31m", "\u202egnp", "\u200b",
     "\u2028", "\udcff", "x\udc80y", "é", "日本", "𝕏", "null", "None", "true", "[]", "{", "[bold]x[/bold]", "[/]",
     "a" * 300, "9" * 5000, "nan", "inf", "-inf", "1e999", "-1", "0", "1.5", "0x10", "1_000", " 1", "1 ", "+1",
-    "1e3", "١", "²", "os:abort", "tripwire:factory", "runtime:factory", "sys:exit", "a:b:c", ":", "a:", ":b",
+    "1e3", "١", "²", "os:getpid", "tripwire:factory", "runtime:factory", "sys:exit", "a:b:c", ":", "a:", ":b",
     "../tripwire:factory", "mlp\x1b[31m",
 )  # fmt: skip
 INTEGERS = (
