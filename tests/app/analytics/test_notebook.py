@@ -17,8 +17,9 @@ from graph.errors import DatabaseError, UsageError
 from tests.app.db import samples
 from tests.app.db.samples import Scene
 
-README = Path(__file__).parents[3] / "README.md"
-DOCUMENTATION = README.parent / "docs" / "database.md"
+DOCS = Path(__file__).parents[3] / "docs"
+USAGE = DOCS / "usage.md"
+DOCUMENTATION = DOCS / "database.md"
 
 
 @pytest.fixture
@@ -46,8 +47,10 @@ def test_frames_and_relations_hold_the_rows(filled: Store, database_url: str) ->
         assert "BIGINT" in str(relation.types)
 
 
-def test_lines_of_the_readme_run(filled: Store, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (lines,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def test_notebook_lines_of_the_documentation_run(
+    filled: Store, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lines,) = re.findall(r"```python\n(.*?)```", USAGE.read_text(), flags=re.DOTALL)
     monkeypatch.setenv("SOAPSTONE_DATABASE_URL", database_url)
     names: dict[str, Any] = {}
     exec(lines, names)
