@@ -155,7 +155,7 @@ def walked(
         chain = start_chain(builder, 0, start, began, rng, options)
         while time.process_time() < deadline:
             for _ in range(TURN):
-                chain.step(moves, recorder)
+                chain.step(moves, recorder.add)
         rows.append(
             Row(
                 network=graph.name,

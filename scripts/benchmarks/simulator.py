@@ -352,7 +352,7 @@ def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
     from search.algorithms.proposal_log import Recorder
 
     recorder = Recorder(None)
-    return lambda: chain.step(moves, recorder)
+    return lambda: chain.step(moves, recorder.add)
 
 
 def timed_chain(chain: Chain, moves: Moves, seconds: float) -> tuple[list[float], float]:

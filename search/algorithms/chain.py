@@ -6,6 +6,7 @@ walks it. `search.algorithms.mcmc` says which chains there are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
 
@@ -16,7 +17,7 @@ from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.moves import Move, Moves, MoveShares
-from search.algorithms.proposal_log import ChainCheckpoint, Recorder, ResumedChain
+from search.algorithms.proposal_log import ChainCheckpoint, Proposal, ResumedChain
 from search.evaluate.evaluator import Evaluation, Full, evaluation
 from search.orders import ORDERS, Order
 from search.outcome import NEVER_NS, Outcome
@@ -131,8 +132,8 @@ class Chain:
             return NEVER_NS
         return self.current.step_time_ns + int(-log(number) / self.beta * self.initial.step_time_ns)
 
-    def step(self, moves: Moves, recorder: Recorder) -> None:
-        """Make one proposal, and accept or reject it."""
+    def step(self, moves: Moves, record: Callable[[Proposal], None]) -> None:
+        """Make one proposal, accept or reject it, and record it."""
         evaluation = self.evaluation
         move = moves.propose(evaluation.configurations, self.rng)
         bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
@@ -156,16 +157,14 @@ class Chain:
                 self.gained_at = self.proposals
         elif changes:
             evaluation.reject()
-        self._record(move, recorder, proposed, bound_ns, accepted=accepted)
+        record(self._proposal(move, proposed, bound_ns, accepted=accepted))
 
-    def _record(
-        self, move: Move, recorder: Recorder, proposed: Outcome | None, bound_ns: int, *, accepted: bool
-    ) -> None:
+    def _proposal(self, move: Move, proposed: Outcome | None, bound_ns: int, *, accepted: bool) -> Proposal:
         if proposed is None:
             simulated_ns = STOPPED
         else:
             simulated_ns = proposed.step_time_ns if proposed.excess_bytes == 0 else EXCEEDED
-        recorder.add(
+        return Proposal(
             self.number,
             self.proposals,
             move.head,
@@ -173,8 +172,8 @@ class Chain:
             move.origin,
             simulated_ns,
             bound_ns,
-            accepted=accepted,
-            others=move.others,
+            accepted,
+            move.others,
         )
 
     def checkpoint(self) -> ChainCheckpoint:

@@ -36,7 +36,7 @@ from search.algorithms.chain import (
     resumed_chain,
     start_chain,
 )
-from search.algorithms.chain_worker import Walk
+from search.algorithms.chain_worker import WalkContext
 from search.algorithms.moves import Moves
 from search.algorithms.proposal_log import (
     ChainCheckpoint,
@@ -145,7 +145,7 @@ def search(
     recorder = Recorder(observer, lambda: tuple(chain.checkpoint() for chain in chains))
     interrupted = False
     deadline = began + options.time_limit_s if options.time_limit_s is not None else float("inf")
-    walk = Walk(builder, moves, options, observer, deadline)
+    context = WalkContext(builder, moves, options, observer is not None, deadline)
     try:
         if resumed:
             chains += [resumed_chain(builder, one, options) for one in resumed]
@@ -156,12 +156,12 @@ def search(
                 chains.append(start_chain(builder, number, start.name, start.strategy, start.rng, options))
                 if observer is not None:
                     observer.on_start(number, start.name, start.strategy, start.heads)
-        _walk(walk, chains, recorder, workers)
+        _walk(context, chains, recorder, workers)
         if options.polish_proposals and chains[-1].start != POLISHING:
             chains.append(_polishing(builder, chains, options))
             if observer is not None:
                 observer.on_start(chains[-1].number, POLISHING, chains[-1].best_strategy(graph), None)
-            _walk(walk, chains[-1:], recorder, 1)
+            _walk(context, chains[-1:], recorder, 1)
     except KeyboardInterrupt:
         interrupted = True
     if not chains:
@@ -270,7 +270,7 @@ def _polishing(builder: TaskGraphBuilder, chains: Sequence[Chain], options: Sear
 
 
 @leaving_alone_what_is_there()
-def _walk(walk: Walk, chains: Sequence[Chain], recorder: Recorder, workers: int) -> None:
+def _walk(context: WalkContext, chains: Sequence[Chain], recorder: Recorder, workers: int) -> None:
     """Let the chains take turns until all are done or the time is up.
 
     They begin here. Where what is left takes longer than starting `workers` processes, these go on with it.
@@ -279,18 +279,18 @@ def _walk(walk: Walk, chains: Sequence[Chain], recorder: Recorder, workers: int)
         for chain in walking:
             began, before = time.monotonic(), chain.proposals
             for _ in range(TURN):
-                if chain.done or time.monotonic() >= walk.deadline:
+                if chain.done or time.monotonic() >= context.deadline:
                     break
-                chain.step(walk.moves, recorder)
+                chain.step(context.moves, recorder.add)
             recorder.progress(_best(chains).best.outcome.seconds)
             now = time.monotonic()
-            if now >= walk.deadline:
+            if now >= context.deadline:
                 return
             count = min(workers, sum(not one.done for one in chains))
             pace_s = (now - began) / (chain.proposals - before)
-            left_s = min(pace_s * sum(one.left for one in chains), walk.deadline - now)
+            left_s = min(pace_s * sum(one.left for one in chains), context.deadline - now)
             if count > 1 and left_s > WORKERS_PAY_S:
-                from search.algorithms.chain_pool import walk_apart
+                from search.algorithms.chain_pool import ChainPool
 
-                walk_apart(walk, chains, recorder, count)
+                ChainPool(context, chains, recorder, count).run()
                 return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,20 @@ BATCH = 1024
 # Whoever is killed loses no more than what was proposed in this time, and what it takes to write the rest.
 BATCH_S = 0.6
 CODE = np.dtype("<u4")
+
+
+class Proposal(NamedTuple):
+    """A proposal of a chain; fields as in `ProposalBatch`."""
+
+    chain: int
+    step: int
+    operator: int
+    configuration: Configuration
+    origin: Origin
+    simulated_ns: int
+    bound_ns: int
+    accepted: bool
+    others: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +61,27 @@ class ProposalBatch:
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
     checkpoint: tuple[ChainCheckpoint, ...] | None = None
     others: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, proposals: Sequence[Proposal], checkpoint: tuple[ChainCheckpoint, ...] | None
+    ) -> ProposalBatch:
+        """Return proposals as columns."""
+        chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted, others = zip(
+            *proposals, strict=True
+        )
+        return cls(
+            np.array(chain, np.int32),
+            np.array(step, np.int64),
+            np.array(operator, np.int32),
+            list(configurations),
+            list(origin),
+            np.array(simulated_ns, np.int64),
+            np.array(bound_ns, np.int64),
+            np.array(accepted, np.bool_),
+            checkpoint,
+            {place: parts for place, parts in enumerate(others) if parts},
+        )
 
     def __len__(self) -> int:
         return len(self.configurations)
@@ -114,35 +149,6 @@ class Observer(Protocol):
         ...
 
 
-class WorkerObserver(Protocol):
-    """The part of an observer's work that is done where chains walk, in a process of their own."""
-
-    def written(self, batch: ProposalBatch) -> Any:
-        """Return the next proposals as they are handed to `on_written`; all but the checkpoint. It is pickled."""
-        ...
-
-    def leave(self, chain: int) -> Any:
-        """Return what `enter` takes in another process, to which the chain goes. It is pickled."""
-        ...
-
-    def enter(self, chain: int, left: Any) -> None:
-        """Take a chain that comes from another process."""
-        ...
-
-
-@runtime_checkable
-class SharedObserver(Protocol):
-    """What an observer may be beside: one that lets the processes of the chains do a part of its work."""
-
-    def apart(self, number: int, count: int) -> WorkerObserver:
-        """Return the part of process `number` of `count`; it is called there."""
-        ...
-
-    def on_written(self, written: Any, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
-        """Take what `WorkerObserver.written` returned, in place of a batch; `checkpoint`: of all chains."""
-        ...
-
-
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Let interrupts (Ctrl-C, SIGTERM, SIGHUP) wait until the block is done, then take effect."""
@@ -173,68 +179,39 @@ class Recorder:
     checkpoint: Callable[[], tuple[ChainCheckpoint, ...]] | None = None
     proposals: int = 0
     accepted: int = 0
-    _rows: list[tuple[int, int, int, Configuration, Origin, int, int, bool]] = field(default_factory=list)
-    _others: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    _waiting: list[Proposal] = field(default_factory=list)
     _flushed_at: float = field(default_factory=time.monotonic)
 
-    def add(
-        self,
-        chain: int,
-        step: int,
-        operator: int,
-        configuration: Configuration,
-        origin: Origin,
-        simulated_ns: int,
-        bound_ns: int,
-        *,
-        accepted: bool,
-        others: tuple[Part, ...] = (),
-    ) -> None:
+    def add(self, proposal: Proposal) -> None:
         """Record one proposal; to be called when all of it is done, since a checkpoint may be made here."""
         self.proposals += 1
-        self.accepted += accepted
+        self.accepted += proposal.accepted
+        self.extend((proposal,))
+
+    def extend(self, proposals: Sequence[Proposal]) -> None:
+        """Record proposals that are counted already; to be called when all of the last is done."""
         if self.observer is None:
             return
-        # Before the row: what an interrupt leaves here without its row is read by nobody.
-        if others:
-            self._others[len(self._rows)] = others
-        self._rows.append((chain, step, operator, configuration, origin, simulated_ns, bound_ns, accepted))
-        if len(self._rows) >= BATCH or time.monotonic() - self._flushed_at >= BATCH_S:
+        self._waiting += proposals
+        if len(self._waiting) >= BATCH or time.monotonic() - self._flushed_at >= BATCH_S:
             self.flush_whole()
 
     def flush(self) -> None:
-        """Hand over what was recorded since the last batch, without a checkpoint: a proposal may be half done."""
-        self._hand_over(None)
+        """Hand over the proposals since the last batch, without a checkpoint: a proposal may be half done."""
+        self._flush(None)
 
     def flush_whole(self) -> None:
-        """Hand over what was recorded since the last batch; to be called between two proposals."""
-        self._hand_over(self.checkpoint() if self.checkpoint is not None else None)
+        """Hand over the proposals since the last batch; to be called between two proposals."""
+        self._flush(self.checkpoint() if self.checkpoint is not None else None)
 
-    def _hand_over(self, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
-        if self.observer is None or not self._rows:
+    def _flush(self, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+        if self.observer is None or not self._waiting:
             return
         # An interrupt may come anywhere: half a batch would leave a hole in the record.
         with undisturbed():
-            rows, self._rows = self._rows, []
-            others, self._others = self._others, {}
+            proposals, self._waiting = self._waiting, []
             self._flushed_at = time.monotonic()
-            chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted = zip(
-                *rows, strict=True
-            )
-            self.observer.on_proposals(
-                ProposalBatch(
-                    np.array(chain, np.int32),
-                    np.array(step, np.int64),
-                    np.array(operator, np.int32),
-                    list(configurations),
-                    list(origin),
-                    np.array(simulated_ns, np.int64),
-                    np.array(bound_ns, np.int64),
-                    np.array(accepted, np.bool_),
-                    checkpoint,
-                    others,
-                )
-            )
+            self.observer.on_proposals(ProposalBatch.of(proposals, checkpoint))
 
     def progress(self, best_s: float) -> None:
         """Tell how far the search is."""

@@ -24,7 +24,7 @@ from app.services.trace import recorder as recording
 from graph.errors import RuntimeFailure
 from graph.rules import flops
 from profiler.devices import available_devices
-from search.algorithms import chain_pool, mcmc, proposal_log
+from search.algorithms import chain_pool, chain_worker, mcmc, proposal_log
 from search.algorithms.moves import MoveShares
 from search.parallel import fork
 from tests.app.conftest import Command
@@ -59,6 +59,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(chain_pool, "fork", fork_and_tell)
     monkeypatch.setattr(mcmc, "WORKERS_PAY_S", -1.0)
     monkeypatch.setattr(mcmc, "TURN", 3)
+    monkeypatch.setattr(chain_worker, "TURN_S", 0.0)
     monkeypatch.setattr(chain_pool, "MOVING_PAYS_S", 0.0)
     monkeypatch.setattr(proposal_log, "BATCH", 7)
     return numbers
@@ -93,7 +94,6 @@ def test_the_trace_is_the_same_for_any_number_of_workers(
 ) -> None:
     """Also where codes are forgotten, copies of copies are cut, and chains go from one process to another."""
     monkeypatch.setattr(recording, "MOST_KNOWN", 20)
-    monkeypatch.setattr(recording, "BLOCK", 4)
     graph = unrolled()
     odd = random_anywhere(graph, DEVICES, np.random.default_rng(1))
     options = mcmc.SearchOptions(proposals=400, chains=5, seed=1, beta=3, polish_proposals=20, shares=FAR)
@@ -225,11 +225,12 @@ def test_a_process_that_somebody_kills_is_one_line(database: Path) -> None:
     )
     try:
         until = time.monotonic() + WAIT_S
-        while len(walking := psutil.Process(process.pid).children()) < 2:
+        # The first proves the lower bound.
+        while len(children := psutil.Process(process.pid).children()) < 3:
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-        walking[0].kill()
+        children[1].kill()
         output, errors = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()

@@ -225,7 +225,7 @@ def walked(builder: TaskGraphBuilder, order: Order, proposals: int, *, in_full: 
     record, moves = Record(), Moves(graph, count)
     recorder = Recorder(record)
     while not chain.done:
-        chain.step(moves, recorder)
+        chain.step(moves, recorder.add)
     recorder.flush()
     return record, chain
 

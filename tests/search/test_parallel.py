@@ -46,7 +46,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    """Looks on while processes are started, which is after a first turn of one proposal a chain."""
+    """Looks on while processes are started, which is after a first turn; each turn is of one proposal."""
     found = Started()
 
     def fork_and_tell(serve: Any) -> fork.Forked:
@@ -57,6 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(chain_pool, "fork", fork_and_tell)
     monkeypatch.setattr(mcmc, "WORKERS_PAY_S", -1.0)
     monkeypatch.setattr(mcmc, "TURN", 1)
+    monkeypatch.setattr(chain_worker, "TURN_S", 0.0)
     # Batches of few proposals, so that there are many.
     monkeypatch.setattr(proposal_log, "BATCH", 20)
     return found
@@ -150,26 +151,25 @@ def test_every_checkpoint_is_after_all_that_is_recorded(started: Started) -> Non
 def test_a_process_without_chains_gets_one(
     started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of five chains a process has three, which walk slowly until one of them has been handed over."""
+    """Of five chains a process has three, which walk slowly until one of them has another process."""
     graph, options = branches(), SearchOptions(proposals=1200, chains=5, seed=4)
     record, expected = Record(), Record()
     one = run(graph, 1, options, expected)
-    step, hand_over = Chain.step, chain_worker.Worker._hand_over
+    step = Chain.step
+
+    def has_moved() -> bool:
+        return any(len(list(tmp_path.glob(f"{number}-*"))) > 1 for number in range(5))
 
     def slow_step(walking: Chain, *arguments: Any) -> None:
-        if walking.number % 2 == 0 and walking.proposals > 1 and not (tmp_path / "handed").exists():
+        if walking.number % 2 == 0 and walking.proposals > 1 and not has_moved():
+            (tmp_path / f"{walking.number}-{os.getpid()}").touch()
             time.sleep(0.02)
         step(walking, *arguments)
 
-    def hand_over_and_tell(serving: chain_worker.Worker) -> None:
-        hand_over(serving)
-        (tmp_path / "handed").touch()
-
     monkeypatch.setattr(Chain, "step", slow_step)
-    monkeypatch.setattr(chain_worker.Worker, "_hand_over", hand_over_and_tell)
     monkeypatch.setattr(chain_pool, "MOVING_PAYS_S", 0.0)
     two = run(graph, 2, options, record)
-    assert (tmp_path / "handed").exists()
+    assert has_moved()
     assert two.chains == one.chains
     assert rows(record) == rows(expected)
 
@@ -235,9 +235,9 @@ def test_what_ends_the_search_otherwise_is_raised_after_all_is_recorded(started:
     with pytest.raises(SystemExit):
         run(branches(), 2, SearchOptions(proposals=LONG, chains=3, seed=1), record)
     assert started.left() == []
-    # Some may have been within a proposal: what they recorded last is without a checkpoint.
-    checkpoints = [batch.checkpoint for batch in record.batches if batch.checkpoint is not None]
-    assert sum(was.proposals for was in checkpoints[-1]) <= len(rows(record))
+    checkpoint = record.batches[-1].checkpoint
+    assert checkpoint is not None
+    assert sum(was.proposals for was in checkpoint) == len(rows(record))
     assert len(rows(record)) >= 300
 
 

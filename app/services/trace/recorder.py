@@ -7,10 +7,9 @@ long may get another, so that what is kept in memory does not grow with the sear
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 MOST_KNOWN = 1 << 17
 """Codes that are kept in memory, to be used again."""
-BLOCK = 1 << 12
-"""Codes of which a process takes all one after the other where several give codes."""
 
 
 class Codes:
@@ -45,11 +42,6 @@ class Codes:
         """Begin at a code that no configuration has yet."""
         self._device_count = device_count
         self._next = first
-        # Where several processes give codes: the end of this one's block, and how far it is to its next one.
-        self._block_end = -1
-        self._stride = 0
-        # Of codes that another process gave: how deep a copy each is.
-        self._foreign: dict[int, int] = {}
         self._known: dict[Any, int] = {}
         # What the codes of drawn ones stand for.
         self._drawn: dict[int, Drawn] = {}
@@ -57,24 +49,6 @@ class Codes:
         self._depth: dict[int, int] = {}
         self._since = first
         self._rows: list[EntryRow] = []
-
-    def in_blocks(self, number: int, count: int) -> None:
-        """From now on give codes that the other ones of `count` processes, all copies of one, do not give."""
-        self._next += number * BLOCK
-        self._block_end = self._next + BLOCK
-        self._stride = (count - 1) * BLOCK
-
-    def beyond(self, code: int) -> None:
-        """From now on give codes above this one."""
-        self._next = max(self._next, code + 1)
-
-    def depths(self, codes: Iterable[int]) -> dict[int, int]:
-        """Return how deep a copy each code is; one of which that is not known any more counts as the deepest."""
-        return {code: self._depth_of(code) for code in codes}
-
-    def take_foreign(self, depths: Mapping[int, int]) -> None:
-        """Take what `depths` said in another process."""
-        self._foreign.update(depths)
 
     def take_new(self) -> list[EntryRow]:
         """Return what was not returned before, in the order of the codes."""
@@ -188,10 +162,7 @@ class Codes:
         return code
 
     def _depth_of(self, code: int) -> int:
-        depth = self._foreign.get(code)
-        if depth is None:
-            depth = self._depth.get(code, 0 if code >= self._since else DEEPEST_COPY)
-        return depth
+        return self._depth.get(code, 0 if code >= self._since else DEEPEST_COPY)
 
     def of_listed(self, configuration: Configuration) -> int:
         """Return the code of a configuration of which only the list of devices is known."""
@@ -222,9 +193,6 @@ class Codes:
             self._depth.clear()
             self._since = code
         self._next = code + 1
-        if self._next == self._block_end:
-            self._next += self._stride
-            self._block_end = self._next + BLOCK
         self._known[key] = code
         self._rows.append(
             (code, family, self._device_count, degrees, start, stride, seed, base, axes, devices)
@@ -232,54 +200,8 @@ class Codes:
         return code
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Proposals as the trace takes them, without a checkpoint, and the codes that they are the first to use."""
-
-    entries: list[EntryRow]
-    batch: ProposalBatch
-
-
-class Encoder:
-    """Makes rows of proposals; knows the codes of every chain's heads."""
-
-    def __init__(self, codes: Codes, current: Mapping[int, Mapping[int, int]]) -> None:
-        self.codes = codes
-        self.current: dict[int, dict[int, int]] = {chain: dict(heads) for chain, heads in current.items()}
-
-    def written(self, batch: mcmc.ProposalBatch) -> Written:
-        """Return the rows of a batch."""
-        codes, others = self.codes.of_proposals(batch, self.current)
-        simulated = np.asarray(batch.simulated_ns)
-        rows = ProposalBatch(
-            chain=batch.chain,
-            step=batch.step,
-            operator=batch.operator,
-            configuration=np.array(codes, np.int64),
-            simulated_ns=np.where(simulated < 0, -1, simulated),
-            bound_ns=np.where(simulated == -2, batch.bound_ns, -1),
-            accepted=batch.accepted,
-            others=others,
-        )
-        return Written(self.codes.take_new(), rows)
-
-    def leave(self, chain: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the codes of a chain's heads, to take them to another process, and how deep a copy each is."""
-        heads = self.current.pop(chain)
-        return heads, self.codes.depths(heads.values())
-
-    def enter(self, chain: int, left: tuple[dict[int, int], dict[int, int]]) -> None:
-        """Take what `leave` returned in another process."""
-        heads, depths = left
-        self.current[chain] = dict(heads)
-        self.codes.take_foreign(depths)
-
-
 class TraceRecorder:
-    """A search's observer that writes every start and proposal to the trace, and moves the bar.
-
-    Of chains in processes of their own it makes the rows there, and writes them here.
-    """
+    """A search's observer that writes every start and proposal to the trace, and moves the bar."""
 
     def __init__(
         self,
@@ -299,32 +221,30 @@ class TraceRecorder:
         """
         self._trace = trace
         self._groups = groups
-        self._encoder = Encoder(Codes(device_count, first_code), resumed or {})
+        self._codes = Codes(device_count, first_code)
+        # By chain: the codes of its heads.
+        self._current = {chain: dict(codes) for chain, codes in (resumed or {}).items()}
         self._recorded = recorded or Recorded({})
         self._bar = WalkBar(progress, f"searching {name}")
-        # Chains may report from several threads.
-        self._lock = threading.Lock()
 
     def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
         """Store where a chain begins: every head, and every operator that does not follow its head."""
         entries = []
-        with self._lock:
-            given = self._encoder.codes
-            codes: dict[int, int] = {}
-            for group in self._groups:
-                head = strategy.configurations[group.head]
-                drawn = (heads or {}).get(group.head)
-                codes[group.head] = (
-                    given.of_drawn(drawn) if isinstance(drawn, Drawn) else given.of_listed(head)
-                )
-                entries.append(StartEntry(chain, name, group.head, codes[group.head]))
-                for index, following in follow(group, head).items():
-                    own = strategy.configurations[index]
-                    if own != following:
-                        entries.append(StartEntry(chain, name, index, given.of_listed(own)))
-            self._encoder.current[chain] = codes
-            self._trace.add_entries(given.take_new())
-            self._trace.add_starts(sorted(entries, key=lambda entry: entry.operator))
+        codes: dict[int, int] = {}
+        for group in self._groups:
+            head = strategy.configurations[group.head]
+            drawn = (heads or {}).get(group.head)
+            codes[group.head] = (
+                self._codes.of_drawn(drawn) if isinstance(drawn, Drawn) else self._codes.of_listed(head)
+            )
+            entries.append(StartEntry(chain, name, group.head, codes[group.head]))
+            for index, following in follow(group, head).items():
+                own = strategy.configurations[index]
+                if own != following:
+                    entries.append(StartEntry(chain, name, index, self._codes.of_listed(own)))
+        self._current[chain] = codes
+        self._trace.add_entries(self._codes.take_new())
+        self._trace.add_starts(sorted(entries, key=lambda entry: entry.operator))
 
     def on_proposals(self, batch: mcmc.ProposalBatch) -> None:
         """Store a batch.
@@ -332,34 +252,25 @@ class TraceRecorder:
         Raises:
             DatabaseError: a resumed chain makes another proposal than it made before.
         """
-        with self._lock:
-            self._store(self._encoder.written(batch), batch.checkpoint)
-
-    def apart(self, number: int, count: int) -> Encoder:
-        """Return what makes the rows in process `number` of `count`."""
-        self._encoder.codes.in_blocks(number, count)
-        return self._encoder
-
-    def on_written(self, written: Written, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
-        """Store what a process wrote.
-
-        Raises:
-            DatabaseError: a resumed chain makes another proposal than it made before.
-        """
-        with self._lock:
-            if written.entries:
-                # What this process gives later must be others.
-                self._encoder.codes.beyond(written.entries[-1][0])
-            self._store(written, checkpoint)
-
-    def _store(self, written: Written, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
-        batch = written.batch
+        codes, others = self._codes.of_proposals(batch, self._current)
+        simulated = np.asarray(batch.simulated_ns)
+        rows = ProposalBatch(
+            chain=batch.chain,
+            step=batch.step,
+            operator=batch.operator,
+            configuration=np.array(codes, np.int64),
+            simulated_ns=np.where(simulated < 0, -1, simulated),
+            bound_ns=np.where(simulated == -2, batch.bound_ns, -1),
+            accepted=batch.accepted,
+            others=others,
+        )
+        checkpoint = batch.checkpoint
         if checkpoint is not None:
-            batch = replace(
-                batch, checkpoint=partial(checkpoint_text, checkpoint), outcome=_outcome(checkpoint)
+            rows = replace(
+                rows, checkpoint=partial(checkpoint_text, checkpoint), outcome=_outcome(checkpoint)
             )
-        self._trace.add_entries(written.entries)
-        self._trace.add(self._recorded.without(batch))
+        self._trace.add_entries(self._codes.take_new())
+        self._trace.add(self._recorded.without(rows))
 
     def progress(self, proposals: int, accepted: int, best_s: float) -> None:
         """Move the bar."""
