@@ -82,11 +82,10 @@ def warm() -> None:
         importlib.import_module(name)
     import torch
 
-    from search.parallel.kernel_warm_up import Compiling, needed_kernels
+    from search.parallel.kernel_warm_up import KernelWarmUp, needed_kernels
 
     torch.set_num_threads(1)
-    with Compiling(needed_kernels("program", ["mcmc"])) as compiling:
-        compiling.finish()
+    KernelWarmUp(needed_kernels("program", ["mcmc"])).finish()
     _warm_commands()
     gc.collect()
     gc.freeze()  # a fork's collector would touch, and so copy, every page

@@ -206,15 +206,15 @@ class Chain:
     def _strategy(self, graph: OperatorGraph, configurations: tuple[Configuration, ...]) -> Strategy:
         return Strategy(graph.digest, configurations, self.sharding, self.recomputation)
 
-    def follow(self, walked: ResumedChain) -> None:
-        """Take the counts, the times and the best of this chain as another process walked it.
+    def follow(self, was: ChainCheckpoint, best: Strategy | None) -> None:
+        """Take the counts, times and best of this chain as another process walked it; None: no better one.
 
-        What the chain is at stays behind: it is not walked here any more.
+        The current strategy stays behind: the chain is not walked here any more.
         """
-        was = walked.checkpoint
         self.rng.bit_generator.state = dict(was.generator)
         self.initial, self.current = Outcome(*was.initial), Outcome(*was.current)
-        self.best = Best(Outcome(*was.best), walked.best.configurations, was.best_at)
+        if best is not None:
+            self.best = Best(Outcome(*was.best), best.configurations, was.best_at)
         self.proposals, self.accepted, self.gained_at = was.proposals, was.accepted, was.gained_at
 
     def result(self, graph: OperatorGraph) -> ChainResult:
@@ -294,5 +294,5 @@ def resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: Sea
             f"search: chain {was.number} was at {before:g} ms, is at {now:g} ms with the costs of today, must be "
             "the same to go on; start a new search"
         )
-    chain.follow(resumed)
+    chain.follow(was, resumed.best)
     return chain

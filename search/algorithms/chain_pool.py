@@ -30,7 +30,7 @@ from search.algorithms.chain_worker import (
 )
 from search.algorithms.proposal_log import Recorder, ResumedChain, undisturbed
 from search.cost.cost_table import Met
-from search.parallel.fork import Failed, Forked, fork
+from search.parallel.fork import ForkedProcess, WorkFailure, fork
 
 # A chain goes to another process only where the rest of it takes longer than this.
 MOVING_PAYS_S = 0.2
@@ -46,7 +46,7 @@ class PoolWorker:
     """
 
     number: int
-    forked: Forked
+    process: ForkedProcess
     chain: Chain | None = None
     began: float = 0.0
     question: CostQuestion | UpdateQuestion | None = None
@@ -64,9 +64,9 @@ class ChainPool:
         self._recorder = recorder
         self._worker_count = worker_count
         self._workers: list[PoolWorker] = []
-        # Chains that nobody walks now, the one that waits longest first; who walked each, and how it was left.
+        # Chains that nobody walks now, the one that waits longest first; each one's worker; those that may move.
         self._waiting = [chain for chain in chains if not chain.done]
-        self._walker = {chain.number: place % worker_count for place, chain in enumerate(self._waiting)}
+        self._worker_of = {chain.number: place % worker_count for place, chain in enumerate(self._waiting)}
         self._parked: dict[int, ResumedChain] = {}
         # By chain: seconds of a proposal, of its last turn.
         self._pace_s: dict[int, float] = {}
@@ -95,9 +95,9 @@ class ChainPool:
         finally:
             for worker in self._workers:
                 if not worker.ended:
-                    worker.forked.kill()
-                    worker.forked.ended()
-                worker.forked.connection.close()
+                    worker.process.kill()
+                    worker.process.wait()
+                worker.process.connection.close()
 
     def _start(self) -> None:
         # Costs that are measured are asked here, and only while nobody walks.
@@ -115,7 +115,7 @@ class ChainPool:
         if time.monotonic() < self._context.deadline:
             with undisturbed():
                 for worker in idle:
-                    own = (chain for chain in self._waiting if self._walker[chain.number] == worker.number)
+                    own = (chain for chain in self._waiting if self._worker_of[chain.number] == worker.number)
                     self._begin_turn(worker, next(own, None))
                 for worker in idle:
                     if worker.chain is None:
@@ -123,25 +123,30 @@ class ChainPool:
         return any(worker.chain is not None for worker in self._workers)
 
     def _movable_chain(self) -> Chain | None:
-        """Return the chain that needs longest, of those whose walkers are busy; None where moving does not pay."""
-        chain = max(self._waiting, key=self._left_s, default=None)
+        """Return the chain with most to do, of those whose workers are busy; None where moving does not pay."""
+        movable = [chain for chain in self._waiting if chain.number in self._parked]
+        chain = max(movable, key=self._left_s, default=None)
         return chain if chain is not None and self._left_s(chain) > MOVING_PAYS_S else None
 
     def _left_s(self, chain: Chain) -> float:
-        left_s = chain.left * self._pace_s.get(chain.number, 0.0)
+        left_s = chain.left * self._pace_s[chain.number]
         return min(left_s, self._context.deadline - time.monotonic())
 
     def _begin_turn(self, worker: PoolWorker, chain: Chain | None) -> None:
         if chain is None:
             return
-        moves = self._walker[chain.number] != worker.number
+        moves = self._worker_of[chain.number] != worker.number
+        parked = self._parked.pop(chain.number, None)
         self._waiting.remove(chain)
-        self._walker[chain.number] = worker.number
+        self._worker_of[chain.number] = worker.number
         worker.chain, worker.began = chain, time.monotonic()
-        self._send(worker, TurnRequest(chain.number, self._parked[chain.number] if moves else None))
+        # It may move where somebody has nothing to do, and its worker has other chains.
+        is_one_of_many = any(self._worker_of[other.number] == worker.number for other in self._waiting)
+        parks = is_one_of_many and any(other.chain is None for other in self._workers)
+        self._send(worker, TurnRequest(chain.number, parked if moves else None, parks))
 
     def _with_messages(self) -> list[PoolWorker]:
-        by_connection = {worker.forked.connection: worker for worker in self._workers}
+        by_connection = {worker.process.connection: worker for worker in self._workers}
         return [by_connection[ready] for ready in wait(list(by_connection)) if isinstance(ready, Connection)]
 
     def _receive(self, worker: PoolWorker) -> None:
@@ -160,12 +165,12 @@ class ChainPool:
             self._end_turn(worker, message)
         elif isinstance(message, CostQuestion | UpdateQuestion):
             worker.question = message
-        elif isinstance(message, Failed):
-            raise message.error from RuntimeError(message.where)
+        elif isinstance(message, WorkFailure):
+            raise message.error from RuntimeError(message.traceback)
         elif isinstance(message, Met):
             self._context.builder.costs.take(message)
             worker.ended = True
-            worker.forked.ended()
+            worker.process.wait()
 
     def _end_turn(self, worker: PoolWorker, reply: TurnReply) -> None:
         chain, recorder = worker.chain, self._recorder
@@ -173,8 +178,9 @@ class ChainPool:
             raise TypeError("a turn ends that nobody began")
         worker.chain = None
         proposals, accepted = chain.proposals, chain.accepted
-        chain.follow(reply.chain)
-        self._parked[chain.number] = reply.chain
+        chain.follow(reply.checkpoint, reply.best)
+        if reply.parked is not None:
+            self._parked[chain.number] = reply.parked
         if chain.proposals > proposals:
             self._pace_s[chain.number] = (time.monotonic() - worker.began) / (chain.proposals - proposals)
         if not chain.done:
@@ -186,22 +192,22 @@ class ChainPool:
 
     def _message(self, worker: PoolWorker) -> Any:
         try:
-            return worker.forked.connection.recv()
+            return worker.process.connection.recv()
         except (EOFError, OSError):
             raise self._lost(worker) from None
 
     def _send(self, worker: PoolWorker, message: object) -> None:
         try:
-            worker.forked.connection.send(message)
+            worker.process.connection.send(message)
         except OSError:
             raise self._lost(worker) from None
 
     def _lost(self, worker: PoolWorker) -> RuntimeFailure:
         worker.ended = True
-        worker.forked.kill()  # it closed its pipe: it ends
-        how = worker.forked.ended()
+        worker.process.kill()  # it closed its pipe: it ends
+        how = worker.process.wait()
         return RuntimeFailure(
-            f"search: worker {worker.number} of {self._worker_count} (process {worker.forked.process}) {how}, must "
+            f"search: worker {worker.number} of {self._worker_count} (process {worker.process.number}) {how}, must "
             "walk until the end; what was recorded is kept, go on by --resume, or with fewer --workers"
         )
 
@@ -211,7 +217,7 @@ class ChainPool:
         with ExitStack() as stack:
             for worker in self._workers:
                 if worker is not asking:
-                    stack.enter_context(worker.forked.stopped())
+                    stack.enter_context(worker.process.stopped())
             if isinstance(question, CostQuestion):
                 return table.costs(question.calls, question.kind_name)
             return table.update_s(question.optimizer, question.dtype, question.kind_name)
@@ -227,7 +233,7 @@ class ChainPool:
         running = [worker for worker in self._workers if not worker.ended]
         for worker in running:
             with suppress(OSError):  # seen below
-                worker.forked.connection.send(None)
+                worker.process.connection.send(None)
         for worker in running:
             try:
                 self._take_last(worker, until)
@@ -243,7 +249,7 @@ class ChainPool:
                 # None was the answer to this.
                 worker.question = None
                 self._send(worker, None)
-            if not worker.forked.connection.poll(max(0.0, until - time.monotonic())):
+            if not worker.process.connection.poll(max(0.0, until - time.monotonic())):
                 raise RuntimeFailure(
                     f"search: worker {worker.number} of {self._worker_count} is told to end and has not for "
                     f"{PATIENCE_S:g} s, must have; go on by --resume"

@@ -6,6 +6,7 @@ a reply; where costs may be measured, the worker asks for those that it needs in
 
 from __future__ import annotations
 
+import copyreg
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from graph.calls import LocalCall
+from graph.strategy import Configuration, Strategy
 from search.algorithms.chain import Chain, SearchOptions, resumed_chain
-from search.algorithms.moves import Moves
-from search.algorithms.proposal_log import Proposal, ResumedChain
+from search.algorithms.moves import Moves, Part
+from search.algorithms.proposal_log import ChainCheckpoint, Proposal, ResumedChain
 from search.cost.cost_table import CallCost
 from search.simulate.task_graph import TaskGraphBuilder
+from search.space.placements import Copied, Drawn, Permuted, Strided
+
+# Proposals are pickled by their fields: in the way of frozen dataclasses it takes five times as long.
+copyreg.pickle(Configuration, lambda it: (Configuration, (it.degrees, it.devices)))
+copyreg.pickle(Drawn, lambda it: (Drawn, (it.degrees, it.placement)))
+copyreg.pickle(Strided, lambda it: (Strided, (it.start, it.stride)))
+copyreg.pickle(Permuted, lambda it: (Permuted, (it.seed,)))
+copyreg.pickle(Copied, lambda it: (Copied, (it.head, it.axes)))
+copyreg.pickle(Part, lambda it: (Part, (it.heads, it.configuration, it.origin)))
 
 # How long a turn takes. A search that is interrupted waits for the turns that are under way.
 TURN_S = 0.2
@@ -39,18 +50,24 @@ class WalkContext:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """Walk a chain for a turn; `parked`: where it is, if another process walked it last."""
+    """Walk a chain for a turn.
+
+    parked: where the chain is, if another process walked it last. parks: whether another one may go on with it.
+    """
 
     chain: int
     parked: ResumedChain | None
+    parks: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TurnReply:
-    """A chain after its turn, and the proposals of the turn."""
+    """The proposals of a turn, and the chain after it. best: if it is a new one. parked: if the chain may move."""
 
-    chain: ResumedChain
     proposals: list[Proposal]
+    checkpoint: ChainCheckpoint
+    best: Strategy | None
+    parked: ResumedChain | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +118,7 @@ class ChainWorker:
         proposals: list[Proposal] = []
         record = proposals.append if context.is_recorded else _forget
         until = min(context.deadline, time.monotonic() + TURN_S)
-        generator = chain.rng.bit_generator
+        generator, gained_at = chain.rng.bit_generator, chain.best.found_at
         state = generator.state
         try:
             while not chain.done:
@@ -114,9 +131,15 @@ class ChainWorker:
         except Exception:
             # A search that is resumed makes this proposal again.
             generator.state = state
-            self._connection.send(TurnReply(chain.parked(context.moves.graph), proposals))
+            self._reply(chain, proposals, gained_at, parks=False)
             raise
-        self._connection.send(TurnReply(chain.parked(context.moves.graph), proposals))
+        self._reply(chain, proposals, gained_at, parks=request.parks)
+
+    def _reply(self, chain: Chain, proposals: list[Proposal], gained_at: int, *, parks: bool) -> None:
+        graph = self._context.moves.graph
+        best = chain.best_strategy(graph) if chain.best.found_at > gained_at else None
+        parked = chain.parked(graph) if parks else None
+        self._connection.send(TurnReply(proposals, chain.checkpoint(), best, parked))
 
     def costs(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
         """Return the costs of some calls in the search's own table.

@@ -33,23 +33,23 @@ ENDING_SIGNALS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The last that a forked process says where its work raised: the exception, and where."""
+class WorkFailure:
+    """The last message of a forked process whose work raised: the exception, and its traceback."""
 
     error: BaseException
-    where: str
+    traceback: str
 
 
 @dataclass(frozen=True, slots=True)
-class Forked:
+class ForkedProcess:
     """A forked process: its number, and the pipe to it."""
 
-    process: int
+    number: int
     connection: Connection
 
-    def ended(self) -> str:
+    def wait(self) -> str:
         """Wait for its end; return in words how it came."""
-        _, status = os.waitpid(self.process, 0)
+        _, status = os.waitpid(self.number, 0)
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"exited with code {code}"
@@ -62,18 +62,24 @@ class Forked:
     def kill(self) -> None:
         """End it at once, unless it has ended."""
         with suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGKILL)
+            os.kill(self.number, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End it at once, and close the pipe."""
+        self.kill()
+        self.wait()
+        self.connection.close()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Let it stand still meanwhile."""
         with suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGSTOP)
+            os.kill(self.number, signal.SIGSTOP)
         try:
             yield
         finally:
             with suppress(ProcessLookupError):
-                os.kill(self.process, signal.SIGCONT)
+                os.kill(self.number, signal.SIGCONT)
 
 
 def can_fork() -> bool:
@@ -81,66 +87,64 @@ def can_fork() -> bool:
     return sys.platform.startswith("linux")
 
 
-def fork(serve: Callable[[Connection], None], *, prints: bool = False) -> Forked:
-    """Start a copy of this process that runs `serve` with its end of a pipe, and ends with it or with this process.
+def fork(work: Callable[[Connection], None], *, prints: bool = False) -> ForkedProcess:
+    """Start a copy of this process that does some work with its end of a pipe, and ends with it or with this process.
 
-    Interrupts and requests to terminate do not reach it: whoever started it tells it when to end. Where it `prints`, it
-    writes to this process's standard output and standard error, which are to be flushed before.
+    Interrupts and requests to terminate do not reach it: its starter ends it. Where it `prints`, it writes to this
+    process's standard output and standard error, which are to be flushed before.
 
     Raises:
         UsageError: the operating system starts no process.
     """
     near, far = Pipe()
-    begun, begins = os.pipe()
-    parent, ends_with = os.getpid(), ctypes.CDLL(None).prctl
+    parent, set_option = os.getpid(), ctypes.CDLL(None).prctl
     # A signal between the fork and the first line of the copy would run this process's handler there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         with warnings.catch_warnings():
             # Of threads: from 3.12 on Python warns of them whatever the copy does.
             warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
-        if process == 0:
-            ends_with(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _serve(serve, far, parent, begins, prints=prints)
+            number = os.fork()
+        if number == 0:
+            set_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _work(work, far, parent, prints=prints)
     except OSError as error:
         near.close()
-        os.close(begins)
         raise UsageError(
             f"search: a worker process cannot be started ({error.strerror}), must be; choose --workers 1"
         ) from None
     else:
-        # A copy that is stopped before it ends with this process would outlive it for good.
-        os.close(begins)
-        os.read(begun, 1)
-    finally:
-        os.close(begun)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         far.close()
-    return Forked(process, near)
+        # A copy that is stopped before it ends with this process would outlive it for good.
+        with suppress(EOFError, OSError):
+            near.recv_bytes()
+    finally:
+        far.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return ForkedProcess(number, near)
 
 
-def _serve(
-    serve: Callable[[Connection], None], pipe: Connection, parent: int, begins: int, *, prints: bool
+def _work(
+    work: Callable[[Connection], None], connection: Connection, parent: int, *, prints: bool
 ) -> NoReturn:
-    """Work, and end without returning: what is above on the stack is the other process's."""
+    """Do the work, and end without returning: what is above on the stack is the other process's."""
     code = 1
     try:
         if os.getppid() == parent:
-            os.write(begins, b".")
-            _leave_alone(pipe, prints=prints)
+            connection.send_bytes(b"it ends with its parent")
+            _leave_alone(connection, prints=prints)
             try:
-                serve(pipe)
+                work(connection)
                 code = 0
             except (EOFError, BrokenPipeError):
                 pass  # nobody is there any more
             except BaseException as error:
-                _say(pipe, error)
+                _send_failure(connection, error)
     finally:
         os._exit(code)
 
 
-def _leave_alone(pipe: Connection, *, prints: bool) -> None:
+def _leave_alone(connection: Connection, *, prints: bool) -> None:
     """Part with all that this process has of the one that it was copied from, but for memory."""
     gc.freeze()
     signal.set_wakeup_fd(-1)
@@ -150,7 +154,7 @@ def _leave_alone(pipe: Connection, *, prints: bool) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(1 if prints else 3):
         os.dup2(nothing, standard)
-    kept = pipe.fileno()
+    kept = connection.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
     if prints:
@@ -162,9 +166,9 @@ def _text_file(number: int, alike: TextIO) -> TextIO:
     return open(number, "w", encoding=alike.encoding, errors=alike.errors, closefd=False)
 
 
-def _say(pipe: Connection, error: BaseException) -> None:
-    where = "".join(traceback.format_exception(error))
+def _send_failure(connection: Connection, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
     try:
-        pipe.send(Failed(error, where))
+        connection.send(WorkFailure(error, text))
     except (TypeError, AttributeError, ValueError):  # cannot be pickled
-        pipe.send(Failed(RuntimeError(repr(error)), where))
+        connection.send(WorkFailure(RuntimeError(repr(error)), text))

@@ -1,26 +1,23 @@
 """Compiling the kernels of a search before it calls them, in two processes at once.
 
 What is compiled is kept on disk, so this takes time in the first search after an installation alone. One kernel, the
-walk's, takes as long as all others together: a process beside this one begins with it while the network is imported.
-Each kernel is compiled by whoever comes to it first, under a lock, and read from disk by the others: nothing is
-compiled twice, also where several searches begin at once, and where a process is ended, another one does its part.
+walk's, takes as long as all others together: a helper process begins with it while the network is imported. Each kernel
+is compiled under a lock of its own, by whoever comes to it first, and read from disk by the others: nothing is compiled
+twice, also where several searches begin at once, and where a process is ended, another one does its part.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast, get_type_hints
-from zlib import crc32
 
+from filelock import FileLock
 from numba import boolean, float64, int64
 from numba.core import types
 from numba.core.event import Event, Listener, install_listener
@@ -38,11 +35,10 @@ from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
 from search.kernels.update_tasks import lay_out_updates
 from search.orders import Order
-from search.parallel.fork import Forked, can_fork, fork
+from search.parallel.fork import ForkedProcess, can_fork, fork
 from search.parallel.gc_pause import looking_seldom
 
-LOCK_FILE = "compiling.lock"
-# Whoever holds a lock that long may have been stopped: what it is at is compiled here too.
+# Whoever holds a kernel's lock that long may have been stopped: the kernel is compiled here too.
 PATIENCE_S = 200.0
 LOOK_S = 0.02
 
@@ -68,58 +64,29 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A kernel, the types of the arguments that it is called with, and the number of its lock."""
+class KernelWarmUp:
+    """The kernels of a search that nobody compiled here yet. A context: its helper process ends with it.
 
-    kernel: Any
-    arguments: tuple[Any, ...]
-    number: int
+    remaining: kernels that are not in this process yet. helper: a process that compiles beside this one.
+    """
 
-    def compile(self) -> None:
-        """Read it from disk, or compile it and write it there."""
-        self.kernel.compile(self.arguments)
-
-    def read(self) -> bool:
-        """Read it from disk; False where it is not there."""
-        try:
-            with install_listener("numba:compile", _Refusing()):
-                self.compile()
-        except _NotThere:
-            return False
-        return True
-
-
-class Compiling:
-    """The kernels of a search that nobody compiled here yet. A context: what is under way beside it ends with it."""
-
-    def __init__(self, wanted: Sequence[Any]) -> None:
+    def __init__(self, kernels: Sequence[Any]) -> None:
         # Under NUMBA_DISABLE_JIT kernels are functions.
-        jobs = [job_of(kernel) for kernel in wanted if hasattr(kernel, "py_func")]
-        self._jobs = [job for job in jobs if not job.read()]
-        self._beside: Forked | None = None
+        self.remaining = [kernel for kernel in kernels if hasattr(kernel, "py_func") and not is_read(kernel)]
+        self.helper: ForkedProcess | None = None
 
-    @property
-    def left(self) -> int:
-        """How many kernels are not in this process yet."""
-        return len(self._jobs)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a process beside this one compiles."""
-        return self._beside is not None
-
-    def begin(self) -> None:
-        """Begin in a process beside this one, where there can be one and what it compiles can be kept."""
-        if self._jobs and can_fork() and all(job.kernel.stats.cache_path for job in self._jobs):
+    def start_helper(self) -> None:
+        """Start the helper, where there can be one and what it compiles can be kept."""
+        if self.remaining and can_fork() and all(kernel.stats.cache_path for kernel in self.remaining):
             with suppress(UsageError):  # no process can be had: all of it here, then
-                self._beside = fork(self._serve)
+                self.helper = fork(self._help)
 
     def finish(self) -> None:
-        """Compile what is left, and have all of it in this process."""
+        """Compile what remains, and have all of it in this process."""
         with looking_seldom():
-            compile_jobs(self._jobs)
-        self._jobs = []
+            for kernel in reversed(self.remaining):  # the helper begins at the other end
+                compile_once(kernel)
+        self.remaining = []
 
     def __enter__(self) -> Self:
         return self
@@ -127,124 +94,89 @@ class Compiling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._beside is not None:
-            self._beside.kill()
-            self._beside.ended()
-            self._beside.connection.close()
-            self._beside = None
+        if self.helper is not None:
+            self.helper.end()
+            self.helper = None
 
-    def _serve(self, _connection: Connection) -> None:
-        """Be the process beside; called in its copy."""
+    def _help(self, _connection: Connection) -> None:
+        """Be the helper; called in its copy."""
         with looking_seldom():
-            compile_jobs(self._jobs, waits=False)
+            for kernel in self.remaining:
+                compile_once(kernel)
 
 
 def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]:
-    """Return the kernels that every such search calls, those first that take longest to compile.
+    """Return the kernels that every such search calls: the walk's, and then the others, the slowest to compile last.
 
-    What only some searches call is compiled when it is called.
+    Kernels that only some searches call are compiled when they are called.
     """
     in_program_order, walks = order == "program", order == "program" and "mcmc" in algorithms
     asked = (
         (evaluate_program_order, walks),
-        (lay_out_backward, True),
-        (write_exchange, True),
-        (lay_out_forward, True),
-        (run_priority_order, order.startswith("priority")),
-        (run_fifo_order, order == "fifo"),
-        (price_collectives, True),
-        (lay_out_updates, True),
-        (find_activity, True),
-        (find_gathers, True),
-        (run_program_order, in_program_order),
-        (lay_out_renewals, True),
-        (fill_buckets, True),
-        (weigh, True),
-        (number_by_position, order == "priority"),
-        (compact, walks),
         (count_tasks, True),
         (collectives_of, True),
+        (compact, walks),
+        (number_by_position, order == "priority"),
+        (fill_buckets, True),
+        (find_gathers, True),
+        (run_program_order, in_program_order),
+        (find_activity, True),
+        (weigh, True),
+        (lay_out_renewals, True),
+        (lay_out_updates, True),
+        (price_collectives, True),
+        (run_fifo_order, order == "fifo"),
+        (run_priority_order, order.startswith("priority")),
+        (lay_out_forward, True),
+        (write_exchange, True),
+        (lay_out_backward, True),
     )
     return tuple(kernel for kernel, needed in asked if needed)
 
 
-def compile_jobs(jobs: Sequence[Job], *, waits: bool = True) -> None:
-    """Compile kernels, or read from disk what other processes compile meanwhile.
-
-    Args:
-        jobs: the kernels, those first that are to be first.
-        waits: for kernels that others are at, so that all of them are here in the end. Else those are left to them.
-    """
-    with _locks(jobs) as locks:
-        left = list(jobs)
-        until = time.monotonic() + PATIENCE_S
-        while left:
-            job = next((one for one in left if locks.take(one.number)), None)
-            if job is None:
-                if not waits:
-                    return
-                if time.monotonic() < until:
-                    time.sleep(LOOK_S)
-                    continue
-                job = left[0]
-            job.compile()
-            locks.release(job.number)
-            left.remove(job)
+def compile_once(kernel: Any) -> None:
+    """Compile a kernel, or read from disk what another process compiles meanwhile."""
+    with kernel_lock(kernel, PATIENCE_S):
+        kernel.compile(argument_types(kernel))
 
 
-class _Locks:
-    """Locks of kernels, in a file: a process that ends gives its own back. Without a file all are free."""
-
-    def __init__(self, file: int | None) -> None:
-        self._file = file
-
-    def take(self, number: int) -> bool:
-        """Take a lock; False: another process has it."""
-        if self._file is None:
-            return True
-        import fcntl
-
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # the file system has no locks
-            self._file = None
-        return True
-
-    def release(self, number: int) -> None:
-        """Give a lock back."""
-        if self._file is None:
-            return
-        import fcntl
-
-        with suppress(OSError):
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
+def is_read(kernel: Any) -> bool:
+    """Read a kernel from disk; return whether it is there."""
+    try:
+        with install_listener("numba:compile", _Refusing()):
+            kernel.compile(argument_types(kernel))
+    except _NotThere:
+        return False
+    return True
 
 
 @contextmanager
-def _locks(jobs: Sequence[Job]) -> Iterator[_Locks]:
-    """Give the locks, beside what is compiled; free ones where nothing is kept."""
-    with ExitStack() as stack:
-        folder = jobs[0].kernel.stats.cache_path if jobs else None
-        file: int | None = None
-        if folder and can_fork():
-            with suppress(OSError):
-                file = os.open(Path(folder) / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                stack.callback(os.close, file)
-        yield _Locks(file)
+def kernel_lock(kernel: Any, patience_s: float) -> Iterator[bool]:
+    """Hold the lock of a kernel, beside what is kept of it, if it is free in time; yield whether it is held.
+
+    Where nothing is kept, or the file system has no locks, it is not held.
+    """
+    folder = kernel.stats.cache_path
+    if folder is None:
+        yield False
+        return
+    path = Path(folder) / f"{kernel.py_func.__module__}.{kernel.py_func.__name__}.lock"
+    lock = FileLock(path, mode=0o666, timeout=patience_s, poll_interval=LOOK_S, fallback_to_soft=False)
+    with suppress(OSError):  # a timeout is one
+        lock.acquire()
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
-def job_of(kernel: Any) -> Job:
-    """Return the job of a kernel; what it is called with follows from its annotations."""
+def argument_types(kernel: Any) -> tuple[Any, ...]:
+    """Return numba's types of the arguments that a kernel is called with, which follow from its annotations."""
     function = kernel.py_func
     hints = get_type_hints(function)
-    arguments = tuple(
+    return tuple(
         _type(hints[name], function.__name__, name) for name in inspect.signature(function).parameters
     )
-    # Of kernels in several files: a byte of the file of locks each.
-    number = crc32(f"{function.__module__}.{function.__name__}".encode()) & 0x7FFFFFFF
-    return Job(kernel, arguments, number)
 
 
 def _type(hint: Any, owner: str, name: str) -> Any:

@@ -51,9 +51,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Processes are started after the first proposals, hand chains on when they can, and tell of few at a time."""
     numbers: list[int] = []
 
-    def fork_and_tell(serve: Any) -> fork.Forked:
+    def fork_and_tell(serve: Any) -> fork.ForkedProcess:
         forked = fork.fork(serve)
-        numbers.append(forked.process)
+        numbers.append(forked.number)
         return forked
 
     monkeypatch.setattr(chain_pool, "fork", fork_and_tell)

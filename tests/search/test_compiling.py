@@ -55,7 +55,7 @@ import os, signal, sys, time
 import numpy as np
 from numba.core.event import Listener, register
 import made
-from search.parallel.kernel_warm_up import Compiling, compile_jobs, job_of
+from search.parallel.kernel_warm_up import KernelWarmUp, argument_types, compile_once, kernel_lock
 
 class Written(Listener):
     def on_start(self, event):
@@ -68,15 +68,18 @@ class Written(Listener):
 
 register("numba:compile", Written())
 ALL = [made.one, made.two, made.three]
-JOBS = [job_of(kernel) for kernel in ALL]
 
 def is_here():
-    for job in JOBS:
-        assert job.kernel.signatures == [job.arguments]
+    for kernel in ALL:
+        assert kernel.signatures == [argument_types(kernel)]
     numbers = np.arange(3)
     assert (made.one(numbers), made.two(numbers, 2), made.three(numbers)) == (1, 5, 3)
-    for job in JOBS:  # the call compiled nothing more
-        assert job.kernel.signatures == [job.arguments]
+    for kernel in ALL:  # the call compiled nothing more
+        assert kernel.signatures == [argument_types(kernel)]
+
+def is_locked(kernel):
+    with kernel_lock(kernel, 0.0) as is_free:
+        return not is_free
 
 def wait_for(what):
     until = time.monotonic() + 100
@@ -129,14 +132,14 @@ class Folder:
 
 ONCE = Counter({"one": 1, "two": 1, "three": 1})
 BOTH = """
-with Compiling(ALL) as compiling:
-    assert compiling.left == 3
-    compiling.begin()
-    assert compiling.begun
-    compiling.finish()
-    assert compiling.left == 0
+with KernelWarmUp(ALL) as warm_up:
+    assert warm_up.remaining == ALL
+    warm_up.start_helper()
+    assert warm_up.helper is not None
+    warm_up.finish()
+    assert not warm_up.remaining
     is_here()
-assert not compiling.begun
+assert warm_up.helper is None
 """
 
 
@@ -165,11 +168,11 @@ def test_each_kernel_is_compiled_once_and_then_read(folder: Folder) -> None:
     assert folder.compiled == ONCE
     folder.run(
         """
-compiling = Compiling(ALL)
-assert compiling.left == 0
-compiling.begin()
-assert not compiling.begun
-compiling.finish()
+warm_up = KernelWarmUp(ALL)
+assert not warm_up.remaining
+warm_up.start_helper()
+assert warm_up.helper is None
+warm_up.finish()
 is_here()
 """
     )
@@ -179,10 +182,10 @@ is_here()
 def test_a_process_beside_compiles_all_where_this_one_is_busy(folder: Folder) -> None:
     mine = folder.run(
         """
-with Compiling(ALL) as compiling:
-    compiling.begin()
+with KernelWarmUp(ALL) as warm_up:
+    warm_up.start_helper()
     wait_for(lambda: len(open(sys.argv[1]).read().split()) == 6 if os.path.exists(sys.argv[1]) else False)
-    compiling.finish()
+    warm_up.finish()
     is_here()
 print(os.getpid())
 """
@@ -196,10 +199,10 @@ def test_two_searches_that_begin_at_once_share_the_work(folder: Folder) -> None:
     processes = [
         folder.start(
             """
-with Compiling(ALL) as compiling:
-    compiling.begin()
-    compiling.finish()
-    assert compiling.left == 0
+with KernelWarmUp(ALL) as warm_up:
+    warm_up.start_helper()
+    warm_up.finish()
+    assert not warm_up.remaining
     is_here()
 """
         )
@@ -213,13 +216,11 @@ with Compiling(ALL) as compiling:
 def test_what_a_killed_process_was_at_is_compiled_here(folder: Folder) -> None:
     folder.run(
         """
-from search.parallel.kernel_warm_up import _locks
-with Compiling(ALL) as compiling:
-    compiling.begin()
-    with _locks(JOBS) as locks:  # it is at the first
-        wait_for(lambda: not locks.take(JOBS[0].number) or locks.release(JOBS[0].number))
-    os.kill(compiling._beside.process, signal.SIGKILL)
-    compiling.finish()
+with KernelWarmUp(ALL) as warm_up:
+    warm_up.start_helper()
+    wait_for(lambda: is_locked(ALL[0]))
+    os.kill(warm_up.helper.number, signal.SIGKILL)
+    warm_up.finish()
     is_here()
 """
     )
@@ -230,19 +231,18 @@ def test_who_holds_a_lock_for_too_long_is_not_waited_for(folder: Folder) -> None
     folder.run(
         """
 import search.parallel.kernel_warm_up
-from search.parallel.kernel_warm_up import _locks
 from search.parallel.fork import fork
 search.parallel.kernel_warm_up.PATIENCE_S = 0.5
 def hold(connection):
-    with _locks(JOBS) as locks:
-        connection.send(locks.take(JOBS[1].number))
+    with kernel_lock(ALL[1], 0.0) as is_held:
+        connection.send(is_held)
         time.sleep(100)
 holder = fork(hold)
 assert holder.connection.recv()
-compile_jobs(JOBS)
+for kernel in ALL:
+    compile_once(kernel)
 is_here()
-holder.kill()
-holder.ended()
+holder.end()
 """
     )
     assert folder.compiled == ONCE
@@ -251,9 +251,9 @@ holder.ended()
 def test_an_interrupt_ends_both(folder: Folder) -> None:
     with folder.start(
         """
-with Compiling(ALL) as compiling:
-    compiling.begin()
-    print(compiling._beside.process, flush=True)
+with KernelWarmUp(ALL) as warm_up:
+    warm_up.start_helper()
+    print(warm_up.helper.number, flush=True)
     time.sleep(100)
 """
     ) as process:
@@ -269,11 +269,9 @@ with Compiling(ALL) as compiling:
 def test_a_killed_search_leaves_no_process(folder: Folder) -> None:
     with folder.start(
         """
-made.one.compile = lambda arguments: time.sleep(100)
-with Compiling([made.two]) as compiling:
-    compiling._jobs.insert(0, JOBS[0])
-    compiling.begin()
-    print(compiling._beside.process, flush=True)
+with kernel_lock(ALL[0], 0.0), KernelWarmUp(ALL) as warm_up:
+    warm_up.start_helper()  # it waits for the lock
+    print(warm_up.helper.number, flush=True)
     time.sleep(100)
 """
     ) as process:
@@ -290,11 +288,11 @@ def test_without_a_folder_that_can_be_written_all_is_compiled_here(folder: Folde
     folder.run(
         """
 assert made.one.stats.cache_path is None
-with Compiling(ALL) as compiling:
-    assert compiling.left == 3
-    compiling.begin()
-    assert not compiling.begun
-    compiling.finish()
+with KernelWarmUp(ALL) as warm_up:
+    assert warm_up.remaining == ALL
+    warm_up.start_helper()
+    assert warm_up.helper is None
+    warm_up.finish()
     is_here()
 """,
         {
@@ -307,7 +305,7 @@ with Compiling(ALL) as compiling:
     assert len(folder.processes) == 1
 
 
-def test_kernels_are_called_with_what_their_jobs_say() -> None:
+def test_kernels_are_called_with_the_arguments_that_are_compiled_beforehand() -> None:
     """In every order: or what was compiled beforehand would be of no use, and each would be compiled again."""
     found = subprocess.run(
         [sys.executable, "-c", EVERY_ORDER], cwd=REPOSITORY, capture_output=True, text=True, check=True
@@ -319,7 +317,7 @@ def test_kernels_are_called_with_what_their_jobs_say() -> None:
 
 
 EVERY_ORDER = """
-from search.parallel.kernel_warm_up import job_of, needed_kernels
+from search.parallel.kernel_warm_up import argument_types, needed_kernels
 from search.cost.cost_table import CostTable
 from search.algorithms.mcmc import SearchOptions, search
 from search.simulate.simulator import simulate
@@ -334,6 +332,6 @@ for order in ("program", "fifo", "priority"):
     simulate(graph, found.strategy, topology, table, TRAINING, order=order, local_calls=local_calls)
 for kernel in needed:
     met = kernel.signatures
-    how = "not-at-all" if not met else "as-said" if met == [job_of(kernel).arguments] else "otherwise"
+    how = "not-at-all" if not met else "as-said" if met == [argument_types(kernel)] else "otherwise"
     print(kernel.py_func.__name__, how)
 """

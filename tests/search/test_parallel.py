@@ -49,9 +49,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """Looks on while processes are started, which is after a first turn; each turn is of one proposal."""
     found = Started()
 
-    def fork_and_tell(serve: Any) -> fork.Forked:
+    def fork_and_tell(serve: Any) -> fork.ForkedProcess:
         forked = fork.fork(serve)
-        found.numbers.append(forked.process)
+        found.numbers.append(forked.number)
         return forked
 
     monkeypatch.setattr(chain_pool, "fork", fork_and_tell)
@@ -319,7 +319,7 @@ mcmc.WORKERS_PAY_S = -1.0
 forked_by = chain_pool.fork
 def fork(serve):
     forked = forked_by(serve)
-    print(forked.process, flush=True)
+    print(forked.number, flush=True)
     return forked
 chain_pool.fork = fork
 search(branches(), devices(4), CostTable(MadeUpCosts()), TRAINING, SearchOptions(proposals=10**9, chains=3),
@@ -357,8 +357,8 @@ def late(*arguments):
     return system.prctl(*arguments)
 fork.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=late))
 forked = fork.fork(lambda connection: connection.recv())
-os.kill(forked.process, signal.SIGSTOP)
-print(forked.process, flush=True)
+os.kill(forked.number, signal.SIGSTOP)
+print(forked.number, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -410,10 +410,10 @@ def test_what_is_shared_with_a_process_stays_out_of_its_reach(tmp_path: Path) ->
 
         forked = fork.fork(serve)
         names, ignores, has_file = forked.connection.recv()
-        os.kill(forked.process, signal.SIGINT)
-        os.kill(forked.process, signal.SIGTERM)
+        os.kill(forked.number, signal.SIGINT)
+        os.kill(forked.number, signal.SIGTERM)
         forked.connection.send("go")
-        assert forked.ended() == "exited with code 0"
+        assert forked.wait() == "exited with code 0"
         forked.connection.close()
     assert (names, ignores, has_file) == ([], True, False)
 

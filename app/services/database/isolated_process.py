@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from graph.errors import QueryFailure, SoapstoneError, UsageError
-from search.parallel.fork import Failed, can_fork, fork
+from search.parallel.fork import WorkFailure, can_fork, fork
 
 T = TypeVar("T")
 
@@ -59,13 +59,13 @@ def run_apart(work: Callable[[], T], limit_s: float | None = None) -> T:
     finally:
         if said is None:
             forked.kill()
-        end = forked.ended()
+        end = forked.wait()
         forked.connection.close()
     if isinstance(said, Done):
         return said.result  # type: ignore[no-any-return]
-    if isinstance(said, Failed):
+    if isinstance(said, WorkFailure):
         if not isinstance(said.error, SoapstoneError):
-            said.error.add_note(said.where)
+            said.error.add_note(said.traceback)
         raise said.error
     if in_time:
         raise QueryFailure(f"query: its process {end}, must end with an answer; ask for less")

@@ -14,7 +14,7 @@ from app.services.search.run_algorithms import problem_of
 from graph.errors import UsageError
 from search.algorithms.registry import Found
 from search.bounds.lower_bound import Bound, lower_bound
-from search.parallel.fork import Forked, fork
+from search.parallel.fork import ForkedProcess, fork
 from search.problem import Problem
 
 
@@ -26,7 +26,7 @@ class Bounding:
 
     def __init__(self, store: Store, setting: Setting) -> None:
         self._store, self._setting = store, setting
-        self._beside: Forked | None = None
+        self._process: ForkedProcess | None = None
         self._shared = False
 
     def begin(self, *, shared: bool) -> None:
@@ -36,16 +36,14 @@ class Bounding:
         problem = problem_of(self._setting, without_measuring(self._store, self._setting))
         if problem.costs.copies():
             with suppress(UsageError):  # no process can be had: later, then
-                self._beside = fork(partial(_serve, problem, shared=shared))
+                self._process = fork(partial(_serve, problem, shared=shared))
                 self._shared = shared
 
     def end(self) -> None:
         """End the process, if there is one still."""
-        if self._beside is not None:
-            self._beside.kill()
-            self._beside.ended()
-            self._beside.connection.close()
-            self._beside = None
+        if self._process is not None:
+            self._process.end()
+            self._process = None
 
     def bound(
         self, found: Sequence[Found], progress: Progress, *, shared: bool, recomputed: bool = False
@@ -73,10 +71,10 @@ class Bounding:
 
     def _heard(self) -> Bound | None:
         """Return what the process beside found; None where there is none, or somebody ended it."""
-        if self._beside is None:
+        if self._process is None:
             return None
         with suppress(EOFError, OSError):
-            said = self._beside.connection.recv()
+            said = self._process.connection.recv()
             return said if isinstance(said, Bound) else None
         return None
 

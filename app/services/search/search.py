@@ -324,18 +324,20 @@ def _imported(
     request: SearchRequest, names: Sequence[str], workers: int, progress: Progress
 ) -> ImportedModel:
     """Import the model, and compile the simulator meanwhile, and to its end: nothing is measured beside that."""
-    from search.parallel.kernel_warm_up import Compiling, needed_kernels
+    from search.parallel.kernel_warm_up import KernelWarmUp, needed_kernels
 
-    with Compiling(needed_kernels(request.order, names)) as compiling:
+    with KernelWarmUp(needed_kernels(request.order, names)) as warm_up:
         if workers > 1:
-            compiling.begin()
-        beside = " (once after an installation, compiling the simulator meanwhile)" if compiling.begun else ""
-        progress.begin(f"importing {request.model.name}{beside}", None)
+            warm_up.start_helper()
+        meanwhile = (
+            " (once after an installation, compiling the simulator meanwhile)" if warm_up.helper else ""
+        )
+        progress.begin(f"importing {request.model.name}{meanwhile}", None)
         model = import_graph(request.model, batch_norm=request.batch_norm)
         progress.end()
-        if compiling.left:
+        if warm_up.remaining:
             progress.begin("compiling the simulator, once after an installation", None)
-            compiling.finish()
+            warm_up.finish()
             progress.end()
     return model
 
