@@ -24,7 +24,8 @@ from graph.errors import DamagedDataError, UsageError
 from graph.strategy import Configuration, Strategy
 from search.algorithms import mcmc, proposal_log
 from search.algorithms.activation_checkpointing import everything
-from search.algorithms.moves import ONE_GROUP, Move, MoveShares, copied
+from search.algorithms.moves import ONE_GROUP, Moves, MoveShares, copied
+from search.algorithms.proposal_log import Proposal
 from search.evaluate.incremental import Delta
 from search.space.baselines import fsdp
 from search.space.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
@@ -89,14 +90,19 @@ def test_every_configuration_is_what_was_proposed(store: Store, monkeypatch: pyt
     monkeypatch.setattr("app.services.trace.recorder.DEEPEST_COPY", 2)
     monkeypatch.setattr("app.services.trace.recorder.MOST_KNOWN", 20)
     proposed: dict[tuple[int, int], tuple[object, ...]] = {}
-    record = mcmc.Chain._record
+    step = mcmc.Chain.step
 
-    def record_and_tell(chain: mcmc.Chain, move: Move, *arguments: object, **named: object) -> None:
-        others = tuple(sorted((head, part.configuration) for part in move.others for head in part.heads))
-        proposed[chain.number, chain.proposals] = (move.head, move.configuration, others)
-        record(chain, move, *arguments, **named)  # type: ignore[arg-type]
+    def step_and_tell(chain: mcmc.Chain, moves: Moves, record: Callable[[Proposal], None]) -> None:
+        def tell(proposal: Proposal) -> None:
+            others = tuple(
+                sorted((head, part.configuration) for part in proposal.others for head in part.heads)
+            )
+            proposed[proposal.chain, proposal.step] = (proposal.operator, proposal.configuration, others)
+            record(proposal)
 
-    monkeypatch.setattr(mcmc.Chain, "_record", record_and_tell)
+        step(chain, moves, tell)
+
+    monkeypatch.setattr(mcmc.Chain, "step", step_and_tell)
     graph = unrolled()
     options = mcmc.SearchOptions(proposals=500, chains=3, seed=1, beta=3, shares=FAR)
     search_id = begin(store, options)
