@@ -1,1 +1,1 @@
-"""What looks for strategies: chains, their moves and their log; greedy, OptCNN, exhaustive; sharding, checkpointing."""
+"""Search algorithms: chains, their moves and their log; greedy, OptCNN, exhaustive; sharding, checkpointing."""

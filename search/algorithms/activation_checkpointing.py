@@ -21,7 +21,7 @@ import numpy as np
 from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Strategy
-from search.algorithms.greedy import Trial, Tried, require_one
+from search.algorithms.greedy import Trial, TrialResult, require_one
 from search.algorithms.mcmc import Observer
 from search.kernels.records import Array
 from search.orders import Order
@@ -99,7 +99,7 @@ def recompute(
     most: int,
     order: Order = "program",
     observer: Observer | None = None,
-) -> Tried:
+) -> TrialResult:
     """Return the best of some strategies with as much made again as must be to fit, within `most` simulations.
 
     The strategies are `starts`, data parallel and expert, all as they are and with nothing made again. Of those that do
@@ -111,7 +111,7 @@ def recompute(
     """
     graph, count = problem.graph, problem.device_count
     require_one("recomputation", most)
-    search = _Search(problem, order, observer, most)
+    search = _BlockSearch(problem, order, observer, most)
     try:
         known: dict[Strategy, Outcome] = {}
         for strategy in (*starts, data_parallel(graph, count), expert(graph, count)):
@@ -140,7 +140,7 @@ def _cuts(graph: OperatorGraph) -> list[Recomputation]:
     return list(dict.fromkeys(blocks(graph, one) for one in counts))
 
 
-class _Search:
+class _BlockSearch:
     def __init__(self, problem: Problem, order: Order, observer: Observer | None, most: int) -> None:
         self.best = Trial(problem, order, observer)
         self._most = most
@@ -155,7 +155,7 @@ class _Search:
         return _Simulated(self.best.latest, self.best.latest_peak_bytes_D)
 
     def fit(self, base: Strategy, candidates: Recomputation) -> None:
-        """Make so many blocks again that a strategy fits, the cheapest ones first; then leave out what need not be."""
+        """Recompute so many blocks that a strategy fits, the cheapest ones first; then leave out needless ones."""
         if self.left < 2 + len(candidates) or not self._is_promising(base):
             return
         plain = self.simulate(base)

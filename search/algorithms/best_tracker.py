@@ -14,7 +14,7 @@ from search.simulate.task_graph import TaskGraphBuilder
 
 
 def builder_of(problem: Problem) -> TaskGraphBuilder:
-    """Return what makes a problem's task graphs."""
+    """Return the task graph builder of a problem."""
     if problem.builder is not None:
         return problem.builder
     return TaskGraphBuilder(
@@ -27,8 +27,8 @@ def builder_of(problem: Problem) -> TaskGraphBuilder:
     )
 
 
-class Best:
-    """Simulates strategies and keeps the best, the first of equals. `latest`: what the latest one costs."""
+class BestTracker:
+    """Simulates strategies and keeps the best, the first of equals. `latest`: the outcome of the latest one."""
 
     def __init__(self, problem: Problem, order: Order) -> None:
         self.builder = builder_of(problem)

@@ -1,4 +1,4 @@
-"""One walk over strategies by the Metropolis rule, and what it takes to begin it, to go on with it, and to move it.
+"""A Markov chain over strategies by the Metropolis rule: its start, its steps, its checkpoint.
 
 A chain's walk depends on its start, the seed, its number and the costs: not on other chains, nor on the process that
 walks it. `search.algorithms.mcmc` says which chains there are.
@@ -74,7 +74,7 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChainResult:
-    """One chain: where it started, what it found. Times are of strategies that fit, else infinite."""
+    """The start of a chain, and its best strategy. Times are of strategies that fit, else infinite."""
 
     start: str
     initial_s: float
@@ -85,7 +85,7 @@ class ChainResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class ChainBest:
     """The best strategy of a chain, its outcome, and after how many proposals it was found."""
 
     outcome: Outcome
@@ -95,7 +95,7 @@ class Best:
 
 @dataclass(eq=False)
 class Chain:
-    """One walk."""
+    """A Metropolis chain, with the evaluation of its current strategy."""
 
     number: int
     start: str
@@ -105,12 +105,12 @@ class Chain:
     beta: float
     current: Outcome
     initial: Outcome
-    best: Best
+    best: ChainBest
     proposals: int = 0
     accepted: int = 0
     gained_at: int = 0
     stop_without_gain: bool = field(default=False, kw_only=True)
-    # What is shared of each weight, and what is made again: as in the start.
+    # Of the start, and of all that follow it.
     sharding: tuple[Sharding, ...] = field(default=(), kw_only=True)
     recomputation: Recomputation = field(default=(), kw_only=True)
 
@@ -138,7 +138,11 @@ class Chain:
         move = moves.propose(evaluation.configurations, self.rng)
         bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
         current = evaluation.configurations
-        changes = {index: one for index, one in move.changed.items() if current[index] != one}
+        changes = {
+            index: configuration
+            for index, configuration in move.changed.items()
+            if current[index] != configuration
+        }
         proposed: Outcome | None = self.current
         if changes:
             # Where memory is exceeded, a proposal may be accepted whatever time it takes.
@@ -153,7 +157,7 @@ class Chain:
                 evaluation.accept()
             if proposed < self.best.outcome:
                 # One assignment: an interrupt finds a strategy and its outcome together.
-                self.best = Best(proposed, tuple(evaluation.configurations), self.proposals)
+                self.best = ChainBest(proposed, tuple(evaluation.configurations), self.proposals)
                 self.gained_at = self.proposals
         elif changes:
             evaluation.reject()
@@ -177,7 +181,7 @@ class Chain:
         )
 
     def checkpoint(self) -> ChainCheckpoint:
-        """Return what the chain needs to go on from here; to be called between two proposals."""
+        """Return the checkpoint from which the chain goes on; to be called between two proposals."""
         return ChainCheckpoint(
             number=self.number,
             start=self.start,
@@ -192,7 +196,7 @@ class Chain:
         )
 
     def parked(self, graph: OperatorGraph) -> ResumedChain:
-        """Return all that another process needs to go on with the chain; to be called between two proposals."""
+        """Return the chain as another process goes on with it; to be called between two proposals."""
         return ResumedChain(
             self.checkpoint(),
             self._strategy(graph, tuple(self.evaluation.configurations)),
@@ -200,7 +204,7 @@ class Chain:
         )
 
     def best_strategy(self, graph: OperatorGraph) -> Strategy:
-        """Return the best that the chain has found so far."""
+        """Return the chain's best strategy so far."""
         return self._strategy(graph, self.best.configurations)
 
     def _strategy(self, graph: OperatorGraph, configurations: tuple[Configuration, ...]) -> Strategy:
@@ -214,11 +218,11 @@ class Chain:
         self.rng.bit_generator.state = dict(was.generator)
         self.initial, self.current = Outcome(*was.initial), Outcome(*was.current)
         if best is not None:
-            self.best = Best(Outcome(*was.best), best.configurations, was.best_at)
+            self.best = ChainBest(Outcome(*was.best), best.configurations, was.best_at)
         self.proposals, self.accepted, self.gained_at = was.proposals, was.accepted, was.gained_at
 
     def result(self, graph: OperatorGraph) -> ChainResult:
-        """Return what the chain found so far."""
+        """Return the chain's result so far."""
         return ChainResult(
             self.start,
             self.initial.seconds,
@@ -229,8 +233,8 @@ class Chain:
         )
 
 
-def _pair(one: Outcome) -> tuple[int, int]:
-    return one.excess_bytes, one.step_time_ns
+def _pair(outcome: Outcome) -> tuple[int, int]:
+    return outcome.excess_bytes, outcome.step_time_ns
 
 
 def accepts(current: Outcome, proposed: Outcome, bound_ns: int) -> bool:
@@ -267,7 +271,7 @@ def start_chain(
         options.beta,
         initial,
         initial,
-        Best(initial, strategy.configurations),
+        ChainBest(initial, strategy.configurations),
         stop_without_gain=options.stop_without_gain,
         sharding=strategy.sharding,
         recomputation=strategy.recomputation,

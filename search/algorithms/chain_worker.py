@@ -36,7 +36,7 @@ TURN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class WalkContext:
-    """What all processes of a search share when they begin.
+    """The inputs that all processes of a search share when they begin.
 
     is_recorded: whether proposals are sent to the search. deadline: of `time.monotonic`, infinite without one.
     """

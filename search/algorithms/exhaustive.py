@@ -20,12 +20,12 @@ import numpy as np
 from graph.errors import UsageError
 from graph.strategy import Strategy
 from graph.topology import Topology
-from search.algorithms.best_tracker import Best
+from search.algorithms.best_tracker import BestTracker
 from search.algorithms.mcmc import Outcome
 from search.algorithms.optcnn import factors
-from search.bounds.critical_path import Paths
+from search.bounds.critical_path import CriticalPaths
 from search.bounds.elimination import TooWide, minimize
-from search.bounds.partial_bound import Partial
+from search.bounds.partial_bound import PartialStrategy
 from search.orders import Order
 from search.problem import Problem, Tables
 from search.space.enumerated_space import Space, contiguous_space, count_whole, whole_space
@@ -41,7 +41,7 @@ MOST_VISITED = 1_000_000
 class Optimum:
     """The best strategy of a space.
 
-    outcome: what it costs. simulated, visited: how many strategies were simulated, and how many partial ones followed
+    outcome: its cost. simulated, visited: how many strategies were simulated, and how many partial ones followed
     up. interrupted: the search was stopped, and the strategy is the best so far. bound_ns: no strategy of the space is
     below it; the best one's time, unless the search was stopped.
     """
@@ -77,7 +77,7 @@ def exhaustive(
             f"{MOST_CHOICES}; take fewer devices or algorithm mcmc"
         )
     interrupted = False
-    walk = _Walk(problem, space, order, most_visited)
+    walk = _BranchAndBound(problem, space, order, most_visited)
     try:
         for strategy in (*starts, *walk.additive()):
             walk.best.take(strategy)
@@ -107,19 +107,19 @@ def default_space(problem: Problem) -> Space:
     return contiguous_space(graph, count)
 
 
-class _Walk:
-    """A depth-first walk over partial strategies."""
+class _BranchAndBound:
+    """A depth-first search over partial strategies, which prunes by their bounds."""
 
     def __init__(self, problem: Problem, space: Space, order: Order, most_visited: int) -> None:
         self.space, self.most_visited = space, most_visited
-        paths = Paths(Tables(problem, space))
+        paths = CriticalPaths(Tables(problem, space))
         self.tables = paths.tables
-        self.best = Best(problem, order)
-        self.partial = Partial(paths, self.best.builder.bucket_bytes)
+        self.best = BestTracker(problem, order)
+        self.partial = PartialStrategy(paths, self.best.builder.bucket_bytes)
         self.visited = 0
         # A compact space does not have all that renaming gives.
         self.alike = space.whole and all_alike(problem.topology)
-        # The least bound of what was not looked at yet.
+        # The least bound of the strategies that were not searched yet.
         self.open_ns = paths.bound_ns()
 
     def additive(self) -> list[Strategy]:
@@ -132,13 +132,13 @@ class _Walk:
 
     @property
     def below_ns(self) -> int:
-        """What a strategy must take less than to be looked at."""
+        """The time of the best strategy so far; slower partial strategies are pruned."""
         if self.best.found is None or self.best.found[0].excess_bytes:
             return int(np.iinfo(np.int64).max)
         return self.best.found[0].step_time_ns
 
     def descend(self, depth: int) -> None:
-        """Look at all completions of what was chosen for the first `depth` groups."""
+        """Search all completions of the choices of the first `depth` groups."""
         if depth == len(self.space.groups):
             self.best.take(self.space.strategy(self.partial.chosen))
             return

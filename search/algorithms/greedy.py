@@ -9,7 +9,7 @@ import numpy as np
 
 from graph.errors import UsageError
 from graph.strategy import Strategy
-from search.algorithms.best_tracker import Best
+from search.algorithms.best_tracker import BestTracker
 from search.algorithms.mcmc import Observer, Outcome
 from search.algorithms.optcnn import default_space
 from search.orders import Order
@@ -19,8 +19,8 @@ from search.space.groups import follow
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """The best strategy that was simulated, what it costs, how many were, and whether that was cut short.
+class TrialResult:
+    """The best strategy of a trial, its outcome, how many were simulated, and whether it was interrupted.
 
     accepted: how often one was better than all before it.
     """
@@ -32,8 +32,8 @@ class Tried:
     interrupted: bool
 
 
-class Trial(Best):
-    """The best so far, how often a better one was found, and an observer that is told."""
+class Trial(BestTracker):
+    """A best tracker that counts improvements, and reports to an observer."""
 
     def __init__(self, problem: Problem, order: Order, observer: Observer | None) -> None:
         super().__init__(problem, order)
@@ -59,11 +59,11 @@ class Trial(Best):
             raise KeyboardInterrupt
         return self.found[1]
 
-    def tried(self, *, interrupted: bool) -> Tried:
+    def tried(self, *, interrupted: bool) -> TrialResult:
         """Return the best so far."""
         if self.found is None:
             raise KeyboardInterrupt
-        return Tried(self.found[1], self.found[0], self.simulated, self.accepted, interrupted)
+        return TrialResult(self.found[1], self.found[0], self.simulated, self.accepted, interrupted)
 
 
 def greedy(
@@ -73,8 +73,8 @@ def greedy(
     most: int,
     order: Order = "program",
     observer: Observer | None = None,
-) -> Tried:
-    """Return what the best change of one group after the other comes to, within `most` simulations.
+) -> TrialResult:
+    """Return the result of the best change of one group after the other, within `most` simulations.
 
     From the best of `starts` (else of data parallel, expert and one device), groups take, in topological order, the
     best of the configurations that OptCNN chooses from, until a round brings nothing.
@@ -116,7 +116,7 @@ def random_search(
     seed: int,
     order: Order = "program",
     observer: Observer | None = None,
-) -> Tried:
+) -> TrialResult:
     """Return the best of `starts` and of random strategies, `most` of them together.
 
     Raises:

@@ -120,13 +120,13 @@ def search(
     Chains start from the given starts first, then from data parallel, expert, one device, and random strategies; on
     many devices from data parallel and hybrids (`search.space.baselines.starting_baselines`).
     Each known strategy is the start of one more chain, with the budget of one of those: they walk as they do
-    without it, so that what is known never makes a search worse.
+    without it, so that a known strategy never makes a search worse.
     Chains that are resumed go on from where they were, and make the proposals that they would have made; starts
     and known strategies must be those of the search that was interrupted.
-    Ctrl-C ends the search with what was found so far.
+    Ctrl-C ends the search with the best strategy so far.
     With several workers, as many processes walk the chains where that is quicker (`search.algorithms.chain_pool`):
-    the result is the same, and so is what is recorded of each chain.
-    A builder of the same graph, topology, costs, training and links keeps what was derived with it before.
+    the result is the same, and so is the record of each chain.
+    A builder of the same graph, topology, costs, training and links keeps its fragment cache.
 
     Raises:
         StrategyError: a given start does not fit, or nothing that was simulated fits the devices' memories.
@@ -195,7 +195,7 @@ def _best(chains: Sequence[Chain]) -> Chain:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a chain begins: `heads` says what a random strategy was drawn from."""
+    """The start of a chain. `heads`: the origins of the heads' configurations in a random strategy."""
 
     name: str
     strategy: Strategy

@@ -79,7 +79,7 @@ def shares_for(device_count: int) -> MoveShares:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a move gives to some groups, alike: their heads, the configuration of these, and whence."""
+    """The change of some groups alike: their heads, the configuration of these, and its origin."""
 
     heads: tuple[int, ...]
     configuration: Configuration
@@ -88,9 +88,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A group's head, its configuration, those that the move gives to all operators that change, and whence.
+    """A group's head, its configuration, the configurations of all operators that change, and its origin.
 
-    others: what further groups are given. A copy is of what its source does after the parts that come before.
+    others: changes of further groups. A copy is of its source's configuration after the changes that come before.
     """
 
     head: int
@@ -140,7 +140,7 @@ class Moves:
         return self._move(self._chosen(place, configurations, rng))
 
     def _chosen(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Part:
-        """Return something to give to a group."""
+        """Return a random change of a group."""
         head, shares = self.groups[place].head, self.shares
         kind = rng.random()
         current = configurations[head]
@@ -168,7 +168,7 @@ class Moves:
         return Part((head,), chosen, origin)
 
     def _given(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Part:
-        """Return what a group that others are to follow is given: what it has, or something else."""
+        """Return the change of a group that others are to follow: its own configuration, or another one."""
         if rng.random() < self.shares.keep:
             head = self.groups[place].head
             return Part((head,), configurations[head], Copied(head, None))
@@ -190,7 +190,7 @@ class Moves:
         configurations: Sequence[Configuration],
         rng: np.random.Generator,
     ) -> Move:
-        """Give like groups one configuration."""
+        """Return a move of several groups to one configuration."""
         if len(others) == 1:
             return self._move(self._chosen(place, configurations, rng))
         given = self._given(place, configurations, rng)
@@ -198,7 +198,7 @@ class Moves:
         return self._move(given, Part(heads, given.configuration, Copied(given.heads[0], None)))
 
     def _spread(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
-        """Give a group something, and its neighbours and theirs the same, where all of the split carries over."""
+        """Return a move of a group and of its neighbours, and theirs, where all of the split carries over."""
         given = self._given(place, configurations, rng)
         wanted = _some_number(len(self.groups), rng)
         parts = {place: given}
@@ -226,7 +226,7 @@ class Moves:
         return None
 
     def _hybrid(self, place: int, rng: np.random.Generator) -> Move:
-        """Give a group, some like it, or a run of groups, what each has in a hybrid."""
+        """Return a move of a group, some like it, or a run of groups to their configurations in a hybrid."""
         hybrid = self._hybrids[int(rng.integers(len(self._hybrids)))]
         reach = rng.random()
         run: Sequence[int] = range(len(self.groups))

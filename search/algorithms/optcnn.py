@@ -20,7 +20,7 @@ import numpy as np
 from graph.axes import tasks
 from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
-from search.bounds.elimination import LARGEST_TABLE, Factor, TooWide, minimize
+from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.problem import Array, Problem, Tables
 from search.space.enumerated_space import Space, all_degrees, contiguous_space, count_whole, whole_space
 from search.space.groups import find_groups, follow
@@ -98,7 +98,7 @@ def default_space(problem: Problem) -> Space:
     return Space(graph, count, groups, tuple(kept), f"{space.name}, {MOST_WHOLE} a group", whole=False)
 
 
-def factors(tables: Tables) -> list[Factor]:
+def factors(tables: Tables) -> list[CostFunction]:
     """Return the additive cost as functions of one and of two groups."""
     space = tables.space
     own = [_own_ns(tables, place) for place in range(len(space.groups))]
@@ -114,13 +114,13 @@ def factors(tables: Tables) -> list[Factor]:
         pairs = pairs if key[0] == producer else pairs.T
         between[key] = between[key] + pairs if key in between else pairs
     return [
-        *(Factor((place,), table) for place, table in enumerate(own)),
-        *(Factor(scope, table) for scope, table in between.items()),
+        *(CostFunction((place,), table) for place, table in enumerate(own)),
+        *(CostFunction(scope, table) for scope, table in between.items()),
     ]
 
 
 def _own_ns(tables: Tables, place: int) -> Array:
-    """Return what each choice of a group costs without exchanges."""
+    """Return the cost of each choice of a group, without exchanges, in nanoseconds."""
     space = tables.space
     group = space.groups[place]
     total: Array = np.zeros(len(space.choices[place]), np.int64)

@@ -1,4 +1,4 @@
-"""The record of every proposal, in batches, and what a search tells while it runs."""
+"""The log of every proposal, in batches, and the observer of a running search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from search.parallel.fork import ENDING_SIGNALS
 from search.space.placements import Origin
 
 BATCH = 1024
-# Whoever is killed loses no more than what was proposed in this time, and what it takes to write the rest.
+# A killed search loses no more proposals than those of this time, and of the time that writing the rest takes.
 BATCH_S = 0.6
 CODE = np.dtype("<u4")
 
@@ -94,7 +94,7 @@ class ProposalBatch:
 
 @dataclass(frozen=True, slots=True)
 class ChainCheckpoint:
-    """All of a chain but its strategies: those are what it was, and was at its best, after so many proposals.
+    """All of a chain but its strategies: these are its current and best one after so many proposals.
 
     initial, current, best: bytes beyond the devices' memories, and nanoseconds of the step. generator: the state of
     its random numbers, as numpy names it.
@@ -114,7 +114,7 @@ class ChainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChain:
-    """A chain to go on with: what was written of it, and its strategies then, at its best, and at its start."""
+    """A chain to go on with: its checkpoint, and its current and best strategies then."""
 
     checkpoint: ChainCheckpoint
     current: Strategy
@@ -134,7 +134,7 @@ def decode_configuration(code: bytes) -> Configuration:
 
 
 class Observer(Protocol):
-    """What a search tells while it runs."""
+    """Hears of starts, proposals and progress of a running search."""
 
     def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
         """Take the start of a chain, and where it was drawn at random, what the heads' configurations come from."""

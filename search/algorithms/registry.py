@@ -1,6 +1,6 @@
-"""All search algorithms behind one interface: from a problem and some starts to a strategy, and what is proven of it.
+"""All search algorithms behind one interface: from a problem and some starts to a strategy, perhaps with a proof.
 
-They may be chained: what one finds is a start of the next.
+They may be chained: the strategy of one is a start of the next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from search.orders import Order
 from search.problem import Problem
 
 if TYPE_CHECKING:
-    from search.algorithms.greedy import Tried
+    from search.algorithms.greedy import TrialResult
 
 
 # Of one search.
@@ -35,8 +35,8 @@ MOST_CHAINED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What an algorithm begins with beside the problem.
+class AlgorithmContext:
+    """The inputs of an algorithm beside the problem.
 
     starts: strategies to begin from. resumed: chains of the walk that was interrupted. observers: by algorithm; all
     tell how far they are, the walk tells its starts and proposals too. workers: processes for the walk's chains.
@@ -50,12 +50,12 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What one algorithm found.
+class AlgorithmResult:
+    """The result of one algorithm.
 
     step_time_s: simulated; infinite where the memory does not suffice.
     proposals, accepted: strategies that were simulated, and that were taken.
-    proven: what the strategy is the optimum of, in words; empty where nothing is proven.
+    proven: the space of which the strategy is the optimum, in words; empty where nothing is proven.
     bound_s: seconds that no strategy is below, for an algorithm that looked at the whole space.
     """
 
@@ -71,23 +71,23 @@ class Found:
     bound_s: float | None = None
 
 
-Algorithm = Callable[[Problem, Context], Found]
+Algorithm = Callable[[Problem, AlgorithmContext], AlgorithmResult]
 
 
 def run(
     names: Sequence[str],
     problem: Problem,
-    context: Context,
+    context: AlgorithmContext,
     announce: Callable[[str, int], None] | None = None,
-) -> tuple[Found, ...]:
-    """Run algorithms one after the other, each from the starts and from what those before it found.
+) -> tuple[AlgorithmResult, ...]:
+    """Run algorithms one after the other, each from the starts and from the strategies of those before it.
 
-    An interrupt ends the run with what was found so far.
+    An interrupt ends the run with the results so far.
 
     Args:
         names: of the algorithms.
-        problem: what they solve.
-        context: what they begin with.
+        problem: the problem to solve.
+        context: their other inputs.
         announce: told the name of each that begins, and how many starts it has.
 
     Raises:
@@ -95,7 +95,7 @@ def run(
         StrategyError: nothing that was found fits the devices' memories.
         CostError: a local call has no cost.
     """
-    found: list[Found] = []
+    found: list[AlgorithmResult] = []
     for name, algorithm in [(name, named(name)) for name in names]:
         starts = (*context.starts, *(one.strategy for one in found))
         if announce is not None:
@@ -116,7 +116,7 @@ def run(
     return tuple(found)
 
 
-def best_of(found: Sequence[Found]) -> Found:
+def best_of(found: Sequence[AlgorithmResult]) -> AlgorithmResult:
     """Return the fastest, the first of equals."""
     return min(found, key=lambda one: one.step_time_s)
 
@@ -152,11 +152,11 @@ def named(name: str) -> Algorithm:
 
 
 def simulated(problem: Problem, strategy: Strategy, order: Order) -> Outcome:
-    """Return what a strategy costs."""
+    """Return the outcome of a strategy, simulated in full."""
     return outcome(builder_of(problem).layout(strategy), order)
 
 
-def _mcmc(problem: Problem, context: Context) -> Found:
+def _mcmc(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     """The walk; every start is one more chain, so that the others walk as they do without."""
     result = search(
         problem.graph,
@@ -172,7 +172,7 @@ def _mcmc(problem: Problem, context: Context) -> Found:
         workers=context.workers,
         builder=problem.builder,
     )
-    return Found(
+    return AlgorithmResult(
         "mcmc",
         result.strategy,
         result.step_time_s,
@@ -184,13 +184,13 @@ def _mcmc(problem: Problem, context: Context) -> Found:
     )
 
 
-def _optcnn(problem: Problem, context: Context) -> Found:
+def _optcnn(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     from search.algorithms.optcnn import optcnn
 
     began = time.monotonic()
     additive = optcnn(problem)
     cost = simulated(problem, additive.strategy, context.options.order)
-    return Found(
+    return AlgorithmResult(
         "optcnn",
         additive.strategy,
         cost.seconds,
@@ -201,13 +201,13 @@ def _optcnn(problem: Problem, context: Context) -> Found:
     )
 
 
-def _exhaustive(problem: Problem, context: Context) -> Found:
+def _exhaustive(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     from search.algorithms.exhaustive import default_space, exhaustive
 
     began = time.monotonic()
     space = default_space(problem)
     optimum = exhaustive(problem, space, context.starts, order=context.options.order)
-    return Found(
+    return AlgorithmResult(
         "exhaustive",
         optimum.strategy,
         optimum.outcome.seconds,
@@ -220,31 +220,33 @@ def _exhaustive(problem: Problem, context: Context) -> Found:
     )
 
 
-def _greedy(problem: Problem, context: Context) -> Found:
+def _greedy(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     from search.algorithms.greedy import greedy
 
     return _tried("greedy", greedy, problem, context)
 
 
-def _sharding(problem: Problem, context: Context) -> Found:
+def _sharding(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     from search.algorithms.weight_sharding import share_weights
 
     return _tried("sharding", share_weights, problem, context)
 
 
-def _recomputation(problem: Problem, context: Context) -> Found:
+def _recomputation(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     from search.algorithms.activation_checkpointing import recompute
 
     return _tried("recomputation", recompute, problem, context)
 
 
-def _random(problem: Problem, context: Context) -> Found:
+def _random(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
     from search.algorithms.greedy import random_search
 
     return _tried("random", partial(random_search, seed=context.options.seed), problem, context)
 
 
-def _tried(name: str, algorithm: Callable[..., Tried], problem: Problem, context: Context) -> Found:
+def _tried(
+    name: str, algorithm: Callable[..., TrialResult], problem: Problem, context: AlgorithmContext
+) -> AlgorithmResult:
     """Run an algorithm that tries strategies one after the other."""
     began, options = time.monotonic(), context.options
     tried = algorithm(
@@ -254,7 +256,7 @@ def _tried(name: str, algorithm: Callable[..., Tried], problem: Problem, context
         order=options.order,
         observer=context.observers.get(name),
     )
-    return Found(
+    return AlgorithmResult(
         name,
         tried.strategy,
         tried.outcome.seconds,

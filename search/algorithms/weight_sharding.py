@@ -1,4 +1,4 @@
-"""What to share of which weights: the best change of one layer's weights after the other.
+"""Sharding of weights: the best change of one layer's weights after the other.
 
 The operators of the best start stay as they are. Sharing costs time (reduce-scatter and all-gather against one
 all-reduce, gathers that are waited for) and saves memory and a part of the update, so that it is taken where the plain
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
-from search.algorithms.greedy import Trial, Tried, require_one
+from search.algorithms.greedy import Trial, TrialResult, require_one
 from search.algorithms.mcmc import Observer
 from search.orders import Order
 from search.problem import Problem
@@ -26,8 +26,8 @@ def share_weights(
     most: int,
     order: Order = "program",
     observer: Observer | None = None,
-) -> Tried:
-    """Return the best of some strategies with what is shared of their weights changed, within `most` simulations.
+) -> TrialResult:
+    """Return the best of some strategies with other shardings of their weights, within `most` simulations.
 
     The strategies are `starts`, data parallel and expert, and data parallel with all weights shared (ZeRO, FSDP). Of
     the best one all weights are then shared alike, and then layer after layer, those of the most bytes first, until a

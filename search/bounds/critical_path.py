@@ -25,8 +25,8 @@ from search.problem import NEVER, Array, EdgeTable, Tables
 from search.space.groups import follow
 
 
-class Paths:
-    """The three recursions over all choices, and what a single choice of some groups makes of them."""
+class CriticalPaths:
+    """The three recursions over all choices, and over single choices of some groups."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -41,7 +41,7 @@ class Paths:
         self.inner = self._all_inner()
         self.head: list[Array] = []
         self.outer: list[Array] = []
-        # What an edge from another group gives, whatever that chooses.
+        # The time by way of an edge from another group, whatever that chooses.
         self.head_by: dict[int, Array] = {}
         self.outer_by: dict[int, Array] = {}
         for index in range(len(self.graph.operators)):
@@ -57,7 +57,7 @@ class Paths:
         return least
 
     def _tail(self, operator: int) -> Array:
-        """Return what follows each part's backward at once: all-reduces of the operator's own weights, the update.
+        """Return the time that follows each part's backward: all-reduces of the operator's own weights, the update.
 
         The least over a part's replicas, of which any may be the one that has a backward. Weights that other groups
         read are left out: these decide who shares them.
@@ -220,7 +220,7 @@ def joined(left: Array, right: Array) -> Array:
 
 
 def _around(there_ns: Array, around: Array, back_ns: Array) -> Array:
-    """Return, for parts (s, t) of a reader, what is around them by way of a producer whose parts have `around`."""
+    """Return the time around parts (s, t) of a reader by way of a producer whose parts have `around`."""
     before = joined(np.swapaxes(there_ns, 1, 2), _clamped(around))  # s, producer's t'
     return _clamped(joined(before, np.swapaxes(back_ns, 1, 2)))
 

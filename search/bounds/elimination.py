@@ -24,7 +24,7 @@ LARGEST_TABLE = 1 << 23
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Factor:
+class CostFunction:
     """A function of some variables (ascending): `table` has one dim a variable, in that order."""
 
     scope: tuple[int, ...]
@@ -53,7 +53,7 @@ class Minimum:
     widest: int
 
 
-def minimize(sizes: Sequence[int], factors: Sequence[Factor], limit: int = LARGEST_TABLE) -> Minimum:
+def minimize(sizes: Sequence[int], factors: Sequence[CostFunction], limit: int = LARGEST_TABLE) -> Minimum:
     """Return the least sum of `factors` (integers) over all values of the variables; of equals, always the same.
 
     Args:
@@ -76,7 +76,7 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], limit: int = LARGE
             raise TooWide(len(left), entries)
         taken = [key for key, factor in live.items() if variable in factor.scope]
         least, best = _eliminate(variable, scope, sizes, [live.pop(key) for key in taken])
-        live[len(factors) + len(eliminated)] = Factor(scope, least)
+        live[len(factors) + len(eliminated)] = CostFunction(scope, least)
         eliminated.append((variable, scope, best))
         left.remove(variable)
         widest = max(widest, len(scope))
@@ -87,14 +87,14 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], limit: int = LARGE
     return Minimum(value, tuple(chosen[variable] for variable in range(len(sizes))), widest)
 
 
-def _without_single(factor: Factor, sizes: Sequence[int]) -> Factor:
+def _without_single(factor: CostFunction, sizes: Sequence[int]) -> CostFunction:
     """Return a function without its variables that have one value."""
     scope = tuple(one for one in factor.scope if sizes[one] > 1)
-    return Factor(scope, factor.table.reshape(tuple(sizes[one] for one in scope)))
+    return CostFunction(scope, factor.table.reshape(tuple(sizes[one] for one in scope)))
 
 
 def _cheapest(
-    left: set[int], sizes: Sequence[int], live: Mapping[int, Factor]
+    left: set[int], sizes: Sequence[int], live: Mapping[int, CostFunction]
 ) -> tuple[int, tuple[int, ...]]:
     """Return the variable whose elimination makes the smallest table, the first of equals, and its neighbours."""
     neighbours: dict[int, set[int]] = {variable: set() for variable in left}
@@ -107,7 +107,7 @@ def _cheapest(
 
 
 def _eliminate(
-    variable: int, scope: tuple[int, ...], sizes: Sequence[int], factors: Sequence[Factor]
+    variable: int, scope: tuple[int, ...], sizes: Sequence[int], factors: Sequence[CostFunction]
 ) -> tuple[Array, Array]:
     """Return the least sum of `factors` over `variable`, and where it is, for all values of `scope`."""
     shape = tuple(sizes[one] for one in scope)

@@ -57,7 +57,7 @@ from graph.calls import LocalCall
 from graph.collectives import CollectiveKind
 from graph.intervals import intersect_regions, volume
 from graph.operators import Operator, OperatorGraph, ValueKind
-from search.bounds.critical_path import Paths
+from search.bounds.critical_path import CriticalPaths
 from search.cost.cost_table import nanoseconds
 from search.problem import Array, Problem, Tables
 from search.simulate.backward_reachability import active_operators
@@ -89,7 +89,7 @@ class Bound:
         return self.time_ns / 1e9
 
     def gap(self, step_time_s: float) -> float:
-        """Return by what share a step is above the bound at most; 0 for one that is not of the space and below."""
+        """Return the share by which a step is above the bound at most; 0 for one that is not of the space and below."""
         return max(0.0, step_time_s / self.seconds - 1.0) if self.time_ns else float("inf")
 
 
@@ -128,7 +128,7 @@ def path_bound_ns(problem: Problem) -> int:
         UsageError: there are too many configurations.
         CostError: a local call has no cost.
     """
-    paths = Paths(Tables(problem, whole_space(problem.graph, problem.device_count)))
+    paths = CriticalPaths(Tables(problem, whole_space(problem.graph, problem.device_count)))
     return paths.bound_ns()
 
 
@@ -264,7 +264,7 @@ class _BestTimes:
         return found[:, 0], found[:, 1]
 
     def _after_ns(self, index: int, degrees: Degrees) -> int:
-        """Return what follows the backward of the first task at least: all-reduces of its own weights, the update."""
+        """Return the least time after the backward of the first task: all-reduces of its own weights, the update."""
         graph, operator = self.graph, self.graph.operators[index]
         if self.shared or not graph.has_backward(operator):
             return 0
@@ -340,7 +340,7 @@ class _BestTimes:
         return longest
 
     def window_ns(self) -> int:
-        """Return the most of head + work / devices + tail, over what has such heads and tails at least."""
+        """Return the most of head + work / devices + tail, over the operators with such heads and tails at least."""
         graph, devices = self.graph, self.problem.device_count
         head, tail = ([0] * len(graph.operators) for _ in range(2))
         for index in range(len(graph.operators)):
@@ -366,7 +366,7 @@ class _BestTimes:
         return longest
 
     def _undivided_ns(self) -> list[int]:
-        """Return, for each operator, what all of its tasks take together at least, however it is split: see (6)."""
+        """Return the least work of each operator, of all its tasks, however it is split: see (6)."""
         found: dict[tuple[int, bool], int] = {}
         times = []
         for index, operator in enumerate(self.graph.operators):
@@ -393,7 +393,7 @@ class _BestTimes:
         return max(0, int(total_s * 1e9) - problem.device_count - 1)
 
     def _updates(self) -> list[tuple[list[int], int]]:
-        """Return, for each weight that has a gradient, its readers and what updating it takes at least."""
+        """Return, for each weight that has a gradient, its readers and the least time of its update."""
         graph, optimizer, costs = self.graph, self.problem.training.optimizer, self.problem.costs
         found = []
         for value in graph.weights:

@@ -16,23 +16,23 @@ import numpy as np
 from graph.axes import tasks
 from graph.operators import ValueKind
 from graph.strategy import Configuration
-from search.bounds.critical_path import Paths
+from search.bounds.critical_path import CriticalPaths
 from search.kernels.bounds import prefix_bound
 from search.kernels.records import Prefix
 from search.problem import NEVER, Array, Sync
 
 
-class _Held(NamedTuple):
-    """What some choices make of a weight: its cells that several hold, and by device the elements held."""
+class _WeightPlacement(NamedTuple):
+    """The placement of a weight under some choices: its cells that several devices hold, and elements by device."""
 
     syncs: list[Sync]
     elements: dict[int, int]
 
 
-class Partial:
-    """What was chosen for the first groups, in the order of the space's groups."""
+class PartialStrategy:
+    """Choices of the first groups, in the order of the space's groups."""
 
-    def __init__(self, paths: Paths, bucket_bytes: int) -> None:
+    def __init__(self, paths: CriticalPaths, bucket_bytes: int) -> None:
         self.paths, self.tables = paths, paths.tables
         self.space = self.tables.space
         graph, count = self.tables.graph, self.tables.problem.device_count
@@ -88,7 +88,7 @@ class Partial:
         for weight, readers in self._weights:
             self._complete[max(readers)].append(weight)
         self._readers = dict(self._weights)
-        self._held: dict[tuple[int, ...], _Held] = {}
+        self._held: dict[tuple[int, ...], _WeightPlacement] = {}
         self._sets: dict[tuple[int, ...], int] = {}
         self._state = [_State.empty(count)]
 
@@ -101,7 +101,7 @@ class Partial:
         return found
 
     def forget(self, depth: int) -> None:
-        """Forget what was chosen for the groups from `depth` on."""
+        """Forget the choices of the groups from `depth` on."""
         del self.chosen[depth:]
         del self._state[depth + 1 :]
         for number in (number for some in self._edges_of[depth:] for number in some):
@@ -154,23 +154,23 @@ class Partial:
         load_ns = int((state.load_ns_D + update_ns_D).max())
         return max(path_ns, load_ns, -(-total // count))
 
-    def held(self, weight: int) -> _Held:
-        """Return what the choices make of a weight whose readers all have theirs."""
+    def held(self, weight: int) -> _WeightPlacement:
+        """Return the placement of a weight all of whose readers have their choices."""
         readers = self._readers[weight]
         key = (weight, *(self.chosen[place] for place in readers))
-        known = self._held.get(key)
-        if known is None:
+        placement = self._held.get(key)
+        if placement is None:
             chosen: dict[int, Configuration] = {
                 index: self.tables.configurations(index)[self.chosen[place]]
                 for place in readers
                 for index in self._by_group[place]
             }
-            known = self._held[key] = _Held(*self.tables.syncs([weight], chosen))
-        return known
+            placement = self._held[key] = _WeightPlacement(*self.tables.syncs([weight], chosen))
+        return placement
 
 
 class _State(NamedTuple):
-    """What the first groups come to.
+    """Loads and weights of the first groups.
 
     load_ns_D: of forwards. elements_D: to update. shared: by set of devices, the bytes that one of its buckets has at
     least, and the operators that it waits for.
@@ -185,7 +185,7 @@ class _State(NamedTuple):
         """Return the state before any choice."""
         return cls(np.zeros(device_count, np.int64), np.zeros(device_count, np.int64), {})
 
-    def after(self, partial: Partial, depth: int, number: int) -> _State:
+    def after(self, partial: PartialStrategy, depth: int, number: int) -> _State:
         """Return the state with one more group."""
         elements_D, shared = self.elements_D, self.shared
         complete = partial._complete[depth]
@@ -210,5 +210,5 @@ class _State(NamedTuple):
         return _State(self.load_ns_D + partial._loads[depth][number], elements_D, shared)
 
 
-def _pointers(paths: Paths) -> Array:
+def _pointers(paths: CriticalPaths) -> Array:
     return np.cumsum([0, *(len(some) for some in paths.edges_to)])

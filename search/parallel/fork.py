@@ -1,8 +1,8 @@
-"""Processes that begin as copies of this one, and go on with what it has in memory.
+"""Forked processes: copies of this one, with all that it has in memory.
 
 A forked process has graph, memo units, chains and loaded kernels at once, where a new one would spend seconds on them.
-It must leave alone what belongs to other threads, to files and to connections of the process that it was copied from:
-it runs only what it is given, closes every file but its pipe, collects no garbage that it did not make, and ends
+It must leave alone threads, files and connections of the process that it was copied from: it runs only the work that
+it is given, closes every file but its pipe, collects no garbage that it did not make, and ends
 without cleaning up.
 """
 

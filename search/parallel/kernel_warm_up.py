@@ -76,13 +76,13 @@ class KernelWarmUp:
         self.helper: ForkedProcess | None = None
 
     def start_helper(self) -> None:
-        """Start the helper, where there can be one and what it compiles can be kept."""
+        """Start the helper, where there can be one and compiled kernels can be kept."""
         if self.remaining and can_fork() and all(kernel.stats.cache_path for kernel in self.remaining):
             with suppress(UsageError):  # no process can be had: all of it here, then
                 self.helper = fork(self._help)
 
     def finish(self) -> None:
-        """Compile what remains, and have all of it in this process."""
+        """Compile the remaining kernels, and have all of them in this process."""
         with looking_seldom():
             for kernel in reversed(self.remaining):  # the helper begins at the other end
                 compile_once(kernel)
@@ -152,9 +152,9 @@ def is_read(kernel: Any) -> bool:
 
 @contextmanager
 def kernel_lock(kernel: Any, patience_s: float) -> Iterator[bool]:
-    """Hold the lock of a kernel, beside what is kept of it, if it is free in time; yield whether it is held.
+    """Hold the lock of a kernel, a file in its cache folder, if it is free in time; yield whether it is held.
 
-    Where nothing is kept, or the file system has no locks, it is not held.
+    Where there is no such folder, or the file system has no locks, it is not held.
     """
     folder = kernel.stats.cache_path
     if folder is None:

@@ -11,7 +11,15 @@ from graph.calls import LocalCall
 from graph.errors import CostError, StrategyError, UsageError
 from graph.training import Training
 from search.algorithms.mcmc import SearchOptions
-from search.algorithms.registry import ALGORITHMS, Context, Found, best_of, parsed, run, simulated
+from search.algorithms.registry import (
+    ALGORITHMS,
+    AlgorithmContext,
+    AlgorithmResult,
+    best_of,
+    parsed,
+    run,
+    simulated,
+)
 from search.cost.cost_table import CostTable, OperatorCost
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
@@ -29,7 +37,7 @@ OPTIONS = SearchOptions(proposals=300, chains=2, seed=1)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_strategy_takes_the_time_that_is_reported(name: str) -> None:
     one = problem()
-    (found,) = run((name,), one, Context(OPTIONS))
+    (found,) = run((name,), one, AlgorithmContext(OPTIONS))
     found.strategy.validate(one.graph, 2)
     assert found.algorithm == name
     assert found.step_time_s == simulated(one, found.strategy, "program").seconds
@@ -38,7 +46,7 @@ def test_a_strategy_takes_the_time_that_is_reported(name: str) -> None:
 
 def test_exhaustive_is_not_worse_than_any_other_and_says_of_what_it_is_the_optimum() -> None:
     one = problem()
-    results = {name: run((name,), one, Context(OPTIONS))[0] for name in ALGORITHMS}
+    results = {name: run((name,), one, AlgorithmContext(OPTIONS))[0] for name in ALGORITHMS}
     optimum = results["exhaustive"]
     # The walk starts from strategies that are outside of the space too.
     assert all(optimum.step_time_s <= results[name].step_time_s for name in ("optcnn", "greedy", "random"))
@@ -53,7 +61,10 @@ def test_what_one_finds_is_a_start_of_the_next() -> None:
     few = replace(OPTIONS, proposals=4)
     told: list[tuple[str, int]] = []
     first, second, third = run(
-        ("optcnn", "greedy", "mcmc"), one, Context(few), lambda name, starts: told.append((name, starts))
+        ("optcnn", "greedy", "mcmc"),
+        one,
+        AlgorithmContext(few),
+        lambda name, starts: told.append((name, starts)),
     )
     assert told == [("optcnn", 0), ("greedy", 1), ("mcmc", 2)]
     assert third.step_time_s <= second.step_time_s <= first.step_time_s
@@ -63,27 +74,27 @@ def test_what_one_finds_is_a_start_of_the_next() -> None:
 
 def test_the_walk_makes_the_proposals_that_it_makes_without_the_others() -> None:
     one = problem(4)
-    (alone,) = run(("mcmc",), one, Context(OPTIONS))
-    *_, chained = run(("optcnn", "mcmc"), one, Context(OPTIONS))
+    (alone,) = run(("mcmc",), one, AlgorithmContext(OPTIONS))
+    *_, chained = run(("optcnn", "mcmc"), one, AlgorithmContext(OPTIONS))
     assert chained.chains[: len(alone.chains)] == alone.chains
 
 
 def test_an_interrupt_keeps_what_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(problem: Problem, context: Context) -> Found:
+    def interrupted(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(ALGORITHMS, "random", interrupted)
-    (found,) = run(("optcnn", "random", "greedy"), problem(), Context(OPTIONS))
+    (found,) = run(("optcnn", "random", "greedy"), problem(), AlgorithmContext(OPTIONS))
     assert (found.algorithm, found.interrupted) == ("optcnn", True)
     with pytest.raises(KeyboardInterrupt):
-        run(("random", "optcnn"), problem(), Context(OPTIONS))
+        run(("random", "optcnn"), problem(), AlgorithmContext(OPTIONS))
 
 
 def test_nothing_that_fits_is_an_error_after_the_last() -> None:
     with pytest.raises(
         StrategyError, match="what optcnn, random found exceeds the devices' memories, must fit"
     ):
-        run(("optcnn", "random"), problem(memory_bytes=100), Context(OPTIONS))
+        run(("optcnn", "random"), problem(memory_bytes=100), AlgorithmContext(OPTIONS))
 
 
 def test_names_are_checked() -> None:
@@ -102,4 +113,4 @@ def test_a_missing_cost_is_named(name: str) -> None:
 
     one = replace(problem(), graph=two_layers(), costs=CostTable(Nothing()))
     with pytest.raises(CostError, match=r"aten\.\w+\.\w+ .* not measured on made-up"):
-        run((name,), one, Context(OPTIONS))
+        run((name,), one, AlgorithmContext(OPTIONS))

@@ -12,7 +12,7 @@ from graph.strategy import Configuration, Strategy
 from graph.topology import load_topology
 from graph.training import Training
 from search.algorithms.exhaustive import all_alike, default_space, exhaustive
-from search.bounds.critical_path import Paths
+from search.bounds.critical_path import CriticalPaths
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.orders import Order
@@ -87,7 +87,7 @@ def test_no_path_is_longer_than_the_step_of_any_strategy_that_makes_its_choice(s
     """Of every operator, under every configuration; not only the least of them."""
     one = small_problem(seed, 400)
     space = whole_space(one.graph, one.device_count)
-    paths = Paths(Tables(one, space))
+    paths = CriticalPaths(Tables(one, space))
     builder = TaskGraphBuilder(one.graph, one.topology, one.costs, one.training, local_calls=local_calls)
     layout = builder.layout(space.strategy([0] * len(space.groups)))
     for chosen in itertools.product(*(range(len(some)) for some in space.choices)):

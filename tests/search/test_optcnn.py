@@ -19,7 +19,7 @@ from graph.plan import readings_of
 from graph.strategy import Strategy
 from graph.training import Training
 from search.algorithms.optcnn import additive_ns, default_space, optcnn
-from search.bounds.elimination import Factor, TooWide, minimize
+from search.bounds.elimination import CostFunction, TooWide, minimize
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem
@@ -189,7 +189,7 @@ def test_elimination_finds_the_least_sum_on_any_graph_of_functions(seed: int) ->
     for _ in range(int(rng.integers(1, 10))):
         count = min(len(sizes), int(rng.integers(1, 4)))
         scope = tuple(sorted(rng.choice(len(sizes), count, replace=False).tolist()))
-        factors.append(Factor(scope, rng.integers(0, 50, tuple(sizes[one] for one in scope))))
+        factors.append(CostFunction(scope, rng.integers(0, 50, tuple(sizes[one] for one in scope))))
     found = minimize(sizes, factors)
 
     def value(chosen: Sequence[int]) -> int:
@@ -201,22 +201,22 @@ def test_elimination_finds_the_least_sum_on_any_graph_of_functions(seed: int) ->
 
 def test_chains_need_no_function_of_more_than_one_variable() -> None:
     rng = np.random.default_rng(0)
-    chain = [Factor((k, k + 1), rng.integers(0, 9, (4, 4))) for k in range(20)]
+    chain = [CostFunction((k, k + 1), rng.integers(0, 9, (4, 4))) for k in range(20)]
     assert minimize([4] * 21, chain).widest == 1
 
 
 def test_variables_of_one_value_cost_no_dim() -> None:
     """On one device each group has one choice, and one of NMT's has more neighbours than an array has dims."""
-    star = [Factor((0, other), np.array([[3], [1]])) for other in range(1, 70)]
+    star = [CostFunction((0, other), np.array([[3], [1]])) for other in range(1, 70)]
     found = minimize([2, *[1] * 69], star)
     assert (found.value, found.chosen, found.widest) == (69, (1, *[0] * 69), 0)
-    alone = minimize([1] * 70, [Factor((0, other), np.array([[2]])) for other in range(1, 70)])
+    alone = minimize([1] * 70, [CostFunction((0, other), np.array([[2]])) for other in range(1, 70)])
     assert (alone.value, alone.chosen) == (138, (0,) * 70)
 
 
 def test_a_core_that_is_too_large_is_refused() -> None:
     rng = np.random.default_rng(0)
-    clique = [Factor(pair, rng.integers(0, 9, (6, 6))) for pair in itertools.combinations(range(6), 2)]
+    clique = [CostFunction(pair, rng.integers(0, 9, (6, 6))) for pair in itertools.combinations(range(6), 2)]
     assert minimize([6] * 6, clique).widest == 5
     with pytest.raises(TooWide):
         minimize([6] * 6, clique, limit=1000)

@@ -14,7 +14,7 @@ from app.services.predict.predict import Setting
 from app.services.search.run_algorithms import problem_of
 from graph.strategy import Strategy
 from graph.topology import Topology
-from search.algorithms.greedy import Tried
+from search.algorithms.greedy import TrialResult
 from search.algorithms.mcmc import SearchOptions
 
 ROUNDS = 3
@@ -27,7 +27,7 @@ Peaks = Callable[[Strategy], Sequence[int]]
 def made_to_fit(
     setting: Setting,
     strategy: Strategy,
-    change: Callable[..., Tried],
+    change: Callable[..., TrialResult],
     options: SearchOptions,
     walked: Peaks,
     summed: Peaks,

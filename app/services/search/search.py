@@ -581,7 +581,7 @@ def _recomputation(
     return recomputation_report(graph, strategy, made_again, kept)
 
 
-def _algorithm_report(found: registry.Found) -> AlgorithmReport:
+def _algorithm_report(found: registry.AlgorithmResult) -> AlgorithmReport:
     time_s = found.step_time_s if found.step_time_s < float("inf") else None
     return AlgorithmReport(found.algorithm, time_s, found.proposals, found.seconds, found.proven)
 
