@@ -67,7 +67,7 @@ def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scrat
 @quick_entry
 def collectives_of(arena: Array, unit: int) -> int:
     """Return where the collectives of a value unit start."""
-    return int(unit + arena[unit + 6] + arena[unit + 3] + 1 + arena[unit + 1])
+    return int(unit + arena[unit + 6])
 
 
 @inner

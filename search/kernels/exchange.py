@@ -1,24 +1,39 @@
-"""The unit of a value: pieces from devices that make it to devices that read it, and the collectives among them."""
+"""The fragment of a value: pieces from devices that make it to devices that read it, and collectives among them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.fragments import (
+    ASSEMBLY_WORDS,
+    COLLECTIVE_WORDS,
+    PIECE_WORDS,
+    VALUE_WORDS,
+    assemblies_of,
+    collectives_of,
+    first_pieces_of,
+    first_readers_of,
+    pieces_by_source_of,
+    pieces_of,
+    read_assemblies_of,
+    readers_of,
+    served_assemblies_of,
+    value_header,
+)
 from search.kernels.records import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    ASSEMBLY_STRIDE,
     BROADCAST,
-    COLLECTIVE_STRIDE,
     FEWEST_DEVICES,
-    PIECE_STRIDE,
     REDUCE,
     REDUCE_SCATTER,
-    VALUE_COLLECTIVES,
-    VALUE_HEADER,
     Array,
+    ExchangeLinks,
+    Overlaps,
+    Readers,
+    Sources,
 )
 
 
@@ -26,146 +41,173 @@ from search.kernels.records import (
 def write_exchange(
     arena: Array,
     at: int,
-    source_device: Array,
-    source_region: Array,
-    replicas: int,
-    reader_ptr: Array,
-    reader_device: Array,
-    reader_region: Array,
-    reader_row: Array,
-    row_elements: Array,
-    common_ptr: Array,
-    common_group: Array,
-    common_elements: Array,
-    node_D: Array,
-    latency_s_DD: Array,
-    bandwidth_DD: Array,
+    sources: Sources,
+    readers: Readers,
+    overlaps: Overlaps,
+    links: ExchangeLinks,
     item_bytes: int,
     summable: int,
 ) -> int:
-    """Write a value unit at `at`; return its words, or minus the words needed where the arena is too short.
+    """Write a value fragment at `at`; return its words, or minus the words needed where the arena is too short.
 
     The same assemblies as `graph.exchange.exchange`, which is its oracle; of collectives all but holds and ns.
-    common_ptr, common_group, common_elements: of each region of readers (row), the groups of replicas of the producer
-        that have something of it, ascending, and how many elements.
     """
-    devices = len(node_D)
-    sources = len(source_device)
-    readings = len(reader_ptr) - 1
-    readers = len(reader_device)
-    first_on_device = np.full(devices, -1, np.int64)
-    next_on_device = np.empty(readers, np.int64)
-    first_reader_of = np.empty(readers, np.int64)
-    assembly_of = np.empty(readers, np.int64)
-    readers_of = np.zeros(readers + 1, np.int64)
+    devices = len(links.node_D)
+    first_reader, assembly_of = find_assemblies(readers, devices)
+    count, pieces = len(first_reader), 0
+    for reader in first_reader:
+        row = readers.row[reader]
+        pieces += overlaps.pointers[row + 1] - overlaps.pointers[row]
+    source_count, reader_count, readings = len(sources.device), len(readers.device), len(readers.pointers) - 1
+    collectives_at = (
+        VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
+        + 2 * reader_count + readings + reader_count + source_count + 1 + pieces
+    )  # fmt: skip
+    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces
+    if at + words > len(arena):
+        return -words
+    value = value_header(arena, at)
+    value.assemblies, value.pieces, value.readers, value.sources = count, pieces, reader_count, source_count
+    value.readings, value.collectives_at, value.collectives = readings, collectives_at, 0
+    remote_pieces = write_pieces(arena, at, sources, readers, overlaps, links, item_bytes, first_reader)
+    value.remote_pieces = value.transfers = remote_pieces
+    write_readers(arena, at, readers, assembly_of)
+    sort_by_source(arena, at)
+    words = collectives_at
+    if remote_pieces >= FEWEST_DEVICES - 1:
+        region = readers.region[first_reader]
+        words = write_collectives(arena, at, region, sources.device, devices, summable)
+    count_reads(arena, at)
+    return words
+
+
+@inner
+def count_reads(arena: Array, at: int) -> None:
+    """Write how many pieces and collectives the readers of a value wait for."""
+    value, assemblies = value_header(arena, at), assemblies_of(arena, at)
+    value.reads = value.piece_reads = 0
+    for number in range(value.assemblies):
+        assembly, behind = assemblies[number], assemblies[number + 1]
+        readers, pieces = (
+            behind.first_reader - assembly.first_reader,
+            behind.first_piece - assembly.first_piece,
+        )
+        value.piece_reads += readers * pieces
+        value.reads += readers if assembly.collective >= 0 else readers * pieces
+
+
+@inner_with_arrays
+def find_assemblies(readers: Readers, devices: int) -> tuple[Array, Array]:
+    """Return the first reader of every assembly, and the assembly of every reader.
+
+    Readers of one region on one device share an assembly.
+    """
+    count = len(readers.device)
+    latest_D = np.full(devices, -1, np.int64)
+    previous, first_reader, assembly_of = (
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+    )
     assemblies = 0
-    pieces = 0
-    for reader in range(readers):
-        device = reader_device[reader]
-        found = first_on_device[device]
-        while found >= 0 and reader_region[first_reader_of[found]] != reader_region[reader]:
-            found = next_on_device[found]
-        if found < 0:
-            found = assemblies
-            next_on_device[found] = first_on_device[device]
-            first_on_device[device] = found
-            first_reader_of[found] = reader
+    for reader in range(count):
+        device = readers.device[reader]
+        assembly = latest_D[device]
+        while assembly >= 0 and readers.region[first_reader[assembly]] != readers.region[reader]:
+            assembly = previous[assembly]
+        if assembly < 0:
+            assembly = assemblies
+            previous[assembly] = latest_D[device]
+            latest_D[device] = assembly
+            first_reader[assembly] = reader
             assemblies += 1
-            pieces += common_ptr[reader_row[reader] + 1] - common_ptr[reader_row[reader]]
-        assembly_of[reader] = found
-        readers_of[found] += 1
-    assembly_at = at + VALUE_HEADER
-    piece_at = assembly_at + ASSEMBLY_STRIDE * (assemblies + 1)
-    reader_at = piece_at + PIECE_STRIDE * pieces
-    reading_at = reader_at + 2 * readers
-    assigned_at = reading_at + readings
-    source_at = assigned_at + readers
-    collective_at = source_at + sources + 1 + pieces
-    end = collective_at + COLLECTIVE_STRIDE * (assemblies + 1) + assemblies + pieces
-    if end > len(arena):
-        return at - end
-    arena[at] = assemblies
-    arena[at + 1] = pieces
-    arena[at + 2] = readers
-    arena[at + 3] = sources
-    arena[at + 5] = readings
-    arena[at + 6] = source_at - at
-    by_source = np.zeros(sources + 1, np.int64)
-    piece = 0
-    rank = 0
-    reader_start = 0
-    for assembly in range(assemblies):
-        reader = first_reader_of[assembly]
-        device = reader_device[reader]
-        row = reader_row[reader]
-        where = assembly_at + ASSEMBLY_STRIDE * assembly
-        arena[where] = device
-        arena[where + 2] = piece
-        arena[where + 3] = reader_start
-        arena[where + 4] = -1
-        reader_start += readers_of[assembly]
-        first_piece = piece
+        assembly_of[reader] = assembly
+    return first_reader[:assemblies], assembly_of
+
+
+@inner
+def write_pieces(
+    arena: Array,
+    at: int,
+    sources: Sources,
+    readers: Readers,
+    overlaps: Overlaps,
+    links: ExchangeLinks,
+    item_bytes: int,
+    first_reader: Array,
+) -> int:
+    """Write the assemblies, but for their first readers, and their pieces; return how many pieces travel."""
+    devices, replicas = len(links.node_D), sources.replicas
+    assemblies, pieces = assemblies_of(arena, at), pieces_of(arena, at)
+    number = remote = 0
+    for place in range(len(first_reader)):
+        reader = first_reader[place]
+        device, row = readers.device[reader], readers.row[reader]
+        assembly = assemblies[place]
+        assembly.device, assembly.first_piece, assembly.collective = device, number, -1
         direct = False
-        for common in range(common_ptr[row], common_ptr[row + 1]):
-            group = common_group[common]
-            task = choose_replica(source_device, group * replicas, replicas, device, node_D)
-            source = source_device[task]
-            size_bytes = common_elements[common] * item_bytes
-            target = piece_at + PIECE_STRIDE * piece
-            arena[target] = task
-            arena[target + 3] = size_bytes
-            arena[target + 5] = assembly
+        for overlap in range(overlaps.pointers[row], overlaps.pointers[row + 1]):
+            task = choose_replica(sources.device, overlaps.group[overlap] * replicas, replicas, device, links)
+            source = sources.device[task]
+            piece = pieces[number]
+            piece.source, piece.assembly = task, place
+            piece.size_bytes = overlaps.elements[overlap] * item_bytes
             if source == device:
-                arena[target + 1] = -1
-                arena[target + 2] = 0
-                arena[target + 4] = -1
-                arena[target + 6] = -1
-                arena[target + 7] = 0
-                direct = source_region[task] == reader_region[reader]
+                piece.hold = piece.back_hold = piece.rank = -1
+                piece.run_ns = piece.back_ns = 0
+                direct = sources.region[task] == readers.region[reader]
             else:
-                there = source * devices + device
-                back = device * devices + source
-                arena[target + 1] = devices + there
-                arena[target + 2] = transfer_ns(latency_s_DD[there], bandwidth_DD[there], size_bytes)
-                arena[target + 4] = rank
-                arena[target + 6] = devices + back
-                arena[target + 7] = transfer_ns(latency_s_DD[back], bandwidth_DD[back], size_bytes)
-                rank += 1
-            by_source[task + 1] += 1
-            piece += 1
-        direct = direct and piece == first_piece + 1
-        arena[where + 1] = 0 if direct else row_elements[row] * item_bytes
-    sentinel = assembly_at + ASSEMBLY_STRIDE * assemblies
-    arena[sentinel] = -1
-    arena[sentinel + 1] = 0
-    arena[sentinel + 2] = piece
-    arena[sentinel + 3] = readers
-    arena[sentinel + 4] = -1
-    arena[at + 4] = rank
-    arena[at + 7] = 0
-    arena[at + 8] = rank
-    filled = np.zeros(assemblies, np.int64)
-    for reading in range(readings):
-        arena[reading_at + reading] = reader_ptr[reading]
-        for reader in range(reader_ptr[reading], reader_ptr[reading + 1]):
+                there, back = source * devices + device, device * devices + source
+                piece.hold, piece.back_hold, piece.rank = devices + there, devices + back, remote
+                piece.run_ns = transfer_ns(links, there, piece.size_bytes)
+                piece.back_ns = transfer_ns(links, back, piece.size_bytes)
+                remote += 1
+            number += 1
+        direct = direct and number == assembly.first_piece + 1
+        assembly.copied_bytes = 0 if direct else readers.row_elements[row] * item_bytes
+    sentinel = assemblies[len(first_reader)]
+    sentinel.device = sentinel.collective = -1
+    sentinel.copied_bytes, sentinel.first_piece = 0, number
+    return remote
+
+
+@inner_with_arrays
+def write_readers(arena: Array, at: int, readers: Readers, assembly_of: Array) -> None:
+    """Write the readers by assembly and by reading."""
+    assemblies, targets = assemblies_of(arena, at), readers_of(arena, at)
+    first_readers, read_assemblies = first_readers_of(arena, at), read_assemblies_of(arena, at)
+    following = np.zeros(len(assemblies), np.int64)
+    for reader in range(len(assembly_of)):
+        following[assembly_of[reader] + 1] += 1
+    for number in range(1, len(assemblies)):
+        following[number] += following[number - 1]
+    for number in range(len(assemblies)):
+        assemblies[number].first_reader = following[number]
+    for reading in range(len(first_readers)):
+        first_readers[reading] = readers.pointers[reading]
+        for reader in range(readers.pointers[reading], readers.pointers[reading + 1]):
             assembly = assembly_of[reader]
-            arena[assigned_at + reader] = assembly
-            place = arena[assembly_at + ASSEMBLY_STRIDE * assembly + 3] + filled[assembly]
-            filled[assembly] += 1
-            arena[reader_at + 2 * place] = reading
-            arena[reader_at + 2 * place + 1] = reader - reader_ptr[reading]
-    for task in range(sources):
-        by_source[task + 1] += by_source[task]
-    for task in range(sources + 1):
-        arena[source_at + task] = by_source[task]
-    for piece in range(pieces):
-        task = arena[piece_at + PIECE_STRIDE * piece]
-        arena[source_at + sources + 1 + by_source[task]] = piece
-        by_source[task] += 1
-    if rank < FEWEST_DEVICES - 1:
-        return collective_at - at
-    region = reader_region[first_reader_of[:assemblies]]
-    return write_collectives(arena, at, collective_at, region, source_device, devices, summable) - at
+            read_assemblies[reader] = assembly
+            target = targets[following[assembly]]
+            target.reading, target.task = reading, reader - readers.pointers[reading]
+            following[assembly] += 1
+
+
+@inner_with_arrays
+def sort_by_source(arena: Array, at: int) -> None:
+    """Write the pieces by source task."""
+    pieces, by_source = pieces_of(arena, at), pieces_by_source_of(arena, at)
+    first_pieces = first_pieces_of(arena, at)
+    first_pieces[:] = 0
+    for number in range(len(pieces)):
+        first_pieces[pieces[number].source + 1] += 1
+    for task in range(1, len(first_pieces)):
+        first_pieces[task] += first_pieces[task - 1]
+    following = first_pieces.copy()
+    for number in range(len(pieces)):
+        task = pieces[number].source
+        by_source[following[task]] = number
+        following[task] += 1
 
 
 @inner
@@ -179,103 +221,102 @@ def find(leader: Array, node: int) -> int:
 
 @inner_with_arrays
 def write_collectives(
-    arena: Array,
-    at: int,
-    collective_at: int,
-    region: Array,
-    source_device: Array,
-    devices: int,
-    summable: int,
+    arena: Array, at: int, region: Array, source_device: Array, devices: int, summable: int
 ) -> int:
-    """Write the collectives of a value unit; return its end.
+    """Write the collectives of a value fragment; return the fragment's words.
 
     The same as `graph.collectives.recognize`, which is its oracle. region: the number of each assembly's.
     """
-    assemblies = arena[at]
-    assembly_at = at + VALUE_HEADER
-    piece_at = assembly_at + ASSEMBLY_STRIDE * (assemblies + 1)
-    reader_at = piece_at + PIECE_STRIDE * arena[at + 1]
-    leader = np.arange(arena[at + 5] * devices)
-    node_of = np.full(assemblies, -1, np.int64)
-    for assembly in range(assemblies):
-        where = assembly_at + ASSEMBLY_STRIDE * assembly
-        base = arena[reader_at + 2 * arena[where + 3]] * devices
-        first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
+    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
+    ptr, members = find_components(arena, at, source_device, devices)
+    found = served = 0
+    for component in range(len(ptr) - 1):
+        group = members[ptr[component] : ptr[component + 1]]
+        kind = kind_of(arena, at, group, region, source_device, devices, summable)
+        if kind >= 0:
+            for number in group:
+                assemblies[number].collective = found
+            collectives_of(arena, at)[found].kind = kind
+            found += 1
+            # The sentinel's place moves with their number.
+            value.collectives = found
+            served += len(group)
+    if found == 0:
+        return int(value.collectives_at)
+    collectives = collectives_of(arena, at)
+    collectives[found].first_assembly = served
+    served_assemblies = served_assemblies_of(arena, at)
+    served_at = at + value.collectives_at + COLLECTIVE_WORDS * (found + 1)
+    task_at = served_at + served
+    member = task = 0
+    last_in = np.full(len(source_device), -1, np.int64)
+    for number in range(found):
+        collective = collectives[number]
+        collective.first_assembly, collective.first_source = member, task
+        for place in range(value.assemblies):
+            if assemblies[place].collective != number:
+                continue
+            served_assemblies[member] = place
+            member += 1
+            for piece in range(assemblies[place].first_piece, assemblies[place + 1].first_piece):
+                source = pieces[piece].source
+                if last_in[source] != number:
+                    last_in[source] = number
+                    arena[task_at + task] = source
+                    task += 1
+        measure_collective(arena, at, number, member, source_device)
+    collectives[found].first_source = task
+    rank = 0
+    for covered in range(2):
+        for piece in pieces:
+            in_collective = assemblies[piece.assembly].collective >= 0
+            if piece.rank >= 0 and in_collective == (covered == 1):
+                piece.rank = rank
+                rank += 1
+        if covered == 0:
+            value.transfers = rank
+    return int(task_at + task - at)
+
+
+@inner_with_arrays
+def find_components(arena: Array, at: int, source_device: Array, devices: int) -> tuple[Array, Array]:
+    """Return the assemblies that pieces between devices connect, within one reading: pointers, and assemblies."""
+    value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
+    readers = readers_of(arena, at)
+    leader = np.arange(value.readings * devices)
+    node_of = np.full(value.assemblies, -1, np.int64)
+    for number in range(value.assemblies):
+        base = readers[assemblies[number].first_reader].reading * devices
+        first, last = assemblies[number].first_piece, assemblies[number + 1].first_piece
         remote = False
         for piece in range(first, last):
-            remote = remote or arena[piece_at + PIECE_STRIDE * piece + 4] >= 0
+            remote = remote or pieces[piece].rank >= 0
         if remote:
-            node_of[assembly] = base + arena[where]
+            node_of[number] = base + assemblies[number].device
             for piece in range(first, last):
-                there = find(leader, base + source_device[arena[piece_at + PIECE_STRIDE * piece]])
-                leader[there] = find(leader, node_of[assembly])
+                there = find(leader, base + source_device[pieces[piece].source])
+                leader[there] = find(leader, node_of[number])
     component_of = np.full(len(leader), -1, np.int64)
     components = 0
-    ptr = np.zeros(assemblies + 1, np.int64)
-    for assembly in range(assemblies):
-        if node_of[assembly] >= 0:
-            node = find(leader, node_of[assembly])
+    ptr = np.zeros(value.assemblies + 1, np.int64)
+    for number in range(value.assemblies):
+        if node_of[number] >= 0:
+            node = find(leader, node_of[number])
             if component_of[node] < 0:
                 component_of[node] = components
                 components += 1
-            node_of[assembly] = component_of[node]
-            ptr[node_of[assembly] + 1] += 1
+            node_of[number] = component_of[node]
+            ptr[node_of[number] + 1] += 1
     for component in range(components):
         ptr[component + 1] += ptr[component]
     members = np.empty(ptr[components], np.int64)
     filled = ptr.copy()
-    for assembly in range(assemblies):
-        component = node_of[assembly]
+    for number in range(value.assemblies):
+        component = node_of[number]
         if component >= 0:
-            members[filled[component]] = assembly
+            members[filled[component]] = number
             filled[component] += 1
-    found = served = 0
-    for component in range(components):
-        group = members[ptr[component] : ptr[component + 1]]
-        kind = kind_of(arena, at, group, region, source_device, devices, summable)
-        if kind >= 0:
-            for assembly in group:
-                arena[assembly_at + ASSEMBLY_STRIDE * assembly + 4] = found
-            arena[collective_at + COLLECTIVE_STRIDE * found] = kind
-            found += 1
-            served += len(group)
-    if found == 0:
-        return collective_at
-    arena[at + 7] = found
-    member_at = collective_at + COLLECTIVE_STRIDE * (found + 1)
-    task_at = member_at + served
-    member = task = 0
-    last_in = np.full(len(source_device), -1, np.int64)
-    for collective in range(found):
-        where = collective_at + COLLECTIVE_STRIDE * collective
-        arena[where + 4] = member
-        arena[where + 5] = task
-        for assembly in range(assemblies):
-            mine = assembly_at + ASSEMBLY_STRIDE * assembly
-            if arena[mine + 4] != collective:
-                continue
-            arena[member_at + member] = assembly
-            member += 1
-            for piece in range(arena[mine + 2], arena[mine + 2 + ASSEMBLY_STRIDE]):
-                source = arena[piece_at + PIECE_STRIDE * piece]
-                if last_in[source] != collective:
-                    last_in[source] = collective
-                    arena[task_at + task] = source
-                    task += 1
-        measure_collective(arena, at, where, member_at, member, source_device)
-    arena[collective_at + COLLECTIVE_STRIDE * found + 4] = member
-    arena[collective_at + COLLECTIVE_STRIDE * found + 5] = task
-    rank = 0
-    for covered in range(2):
-        for piece in range(arena[at + 1]):
-            word = piece_at + PIECE_STRIDE * piece
-            in_collective = arena[assembly_at + ASSEMBLY_STRIDE * arena[word + 5] + 4] >= 0
-            if arena[word + 4] >= 0 and in_collective == (covered == 1):
-                arena[word + 4] = rank
-                rank += 1
-        if covered == 0:
-            arena[at + 8] = rank
-    return task_at + task
+    return ptr[: components + 1], members
 
 
 @inner_with_arrays
@@ -304,39 +345,38 @@ def kind_of(
     summable: int,
 ) -> int:
     """Return which collective serves exactly the connected assemblies of `group`, or -1."""
-    assembly_at = at + VALUE_HEADER
-    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[at] + 1)
+    assemblies, pieces = assemblies_of(arena, at), pieces_of(arena, at)
     is_reader = np.zeros(devices, np.bool_)
     is_source = np.zeros(devices, np.bool_)
     task_on = np.full(devices, -1, np.int64)
     seen_by = np.full(devices, -1, np.int64)
-    leading = assembly_at + ASSEMBLY_STRIDE * group[0]
-    count = arena[leading + 2 + ASSEMBLY_STRIDE] - arena[leading + 2]
-    for piece in range(arena[leading + 2], arena[leading + 2 + ASSEMBLY_STRIDE]):
-        task = arena[piece_at + PIECE_STRIDE * piece]
+    leading, behind = assemblies[group[0]], assemblies[group[0] + 1]
+    count = behind.first_piece - leading.first_piece
+    for number in range(leading.first_piece, behind.first_piece):
+        task = pieces[number].source
         task_on[source_device[task]] = task
     sums = summable != 0
     same_tasks = same_region = full = even = level = True
     for place in range(len(group)):
-        where = assembly_at + ASSEMBLY_STRIDE * group[place]
-        if is_reader[arena[where]]:
+        assembly = assemblies[group[place]]
+        if is_reader[assembly.device]:
             return -1
-        is_reader[arena[where]] = True
-        first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
+        is_reader[assembly.device] = True
+        first, last = assembly.first_piece, assemblies[group[place] + 1].first_piece
         same_tasks = same_tasks and last - first == count
         full = full and last - first == len(group)
         same_region = same_region and region[group[place]] == region[group[0]]
-        level = level and arena[where + 1] == arena[leading + 1]
-        for piece in range(first, last):
-            word = piece_at + PIECE_STRIDE * piece
-            device = source_device[arena[word]]
+        level = level and assembly.copied_bytes == leading.copied_bytes
+        for number in range(first, last):
+            piece = pieces[number]
+            device = source_device[piece.source]
             if seen_by[device] == place:
                 return -1
             seen_by[device] = place
             is_source[device] = True
-            same_tasks = same_tasks and task_on[device] == arena[word]
-            sums = sums and arena[word + 3] == arena[where + 1]
-            even = even and arena[word + 3] == arena[piece_at + PIECE_STRIDE * first + 3]
+            same_tasks = same_tasks and task_on[device] == piece.source
+            sums = sums and piece.size_bytes == assembly.copied_bytes
+            even = even and piece.size_bytes == pieces[first].size_bytes
     sources = 0
     together = 0
     for device in range(devices):
@@ -358,44 +398,44 @@ def kind_of(
 
 
 @inner
-def measure_collective(
-    arena: Array, at: int, where: int, member_at: int, member_end: int, source_device: Array
-) -> None:
-    """Write root and bytes of the collective at `where`, as `graph.collectives.moved` finds them."""
-    assembly_at = at + VALUE_HEADER
-    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[at] + 1)
-    kind = arena[where]
-    members = member_end - arena[where + 4]
+def measure_collective(arena: Array, at: int, number: int, member_end: int, source_device: Array) -> None:
+    """Write root and bytes of a collective, as `graph.collectives.moved` finds them."""
+    assemblies, pieces, collective = (
+        assemblies_of(arena, at),
+        pieces_of(arena, at),
+        collectives_of(arena, at)[number],
+    )
+    served, kind = served_assemblies_of(arena, at), collective.kind
     whole = largest = 0
     root = -1
-    for member in range(arena[where + 4], member_end):
-        mine = assembly_at + ASSEMBLY_STRIDE * arena[member_at + member]
+    for member in range(collective.first_assembly, member_end):
+        assembly, behind = assemblies[served[member]], assemblies[served[member] + 1]
         if kind == REDUCE_SCATTER:
-            whole += arena[mine + 1]
-        for piece in range(arena[mine + 2], arena[mine + 2 + ASSEMBLY_STRIDE]):
-            word = piece_at + PIECE_STRIDE * piece
-            size_bytes = arena[word + 3]
+            whole += assembly.copied_bytes
+        for place in range(assembly.first_piece, behind.first_piece):
+            piece = pieces[place]
             if kind == ALL_TO_ALL:
-                if arena[word + 4] >= 0:
-                    whole += size_bytes
-                    largest = max(largest, size_bytes)
+                if piece.rank >= 0:
+                    whole += piece.size_bytes
+                    largest = max(largest, piece.size_bytes)
             elif kind == ALL_GATHER:
-                if member == arena[where + 4]:
-                    whole += size_bytes
+                if member == collective.first_assembly:
+                    whole += piece.size_bytes
             elif kind != REDUCE_SCATTER:
-                whole = size_bytes
+                whole = piece.size_bytes
             if kind == BROADCAST:
-                root = source_device[arena[word]]
+                root = source_device[piece.source]
         if kind == REDUCE:
-            root = arena[mine]
-    arena[where + 1] = root
-    arena[where + 2] = whole
-    arena[where + 3] = largest * members if kind == ALL_TO_ALL else whole
+            root = assembly.device
+    members = member_end - collective.first_assembly
+    collective.root, collective.size_bytes = root, whole
+    collective.priced_bytes = largest * members if kind == ALL_TO_ALL else whole
 
 
 @inner
-def choose_replica(device_T: Array, first: int, replicas: int, device: int, node_D: Array) -> int:
+def choose_replica(device_T: Array, first: int, replicas: int, device: int, links: ExchangeLinks) -> int:
     """Return the replica that `device` reads: its own, else one in its node, else that of lowest index."""
+    node_D = links.node_D
     for task in range(first, first + replicas):
         if device_T[task] == device:
             return task
@@ -406,36 +446,28 @@ def choose_replica(device_T: Array, first: int, replicas: int, device: int, node
 
 
 @inner
-def transfer_ns(latency_s: float, bandwidth_bytes_per_s: float, size_bytes: int) -> int:
+def transfer_ns(links: ExchangeLinks, pair: int, size_bytes: int) -> int:
     """Return the nanoseconds of a transfer; the same expression as `Topology.transfer_time_s`, rounded."""
-    return int((latency_s + size_bytes / bandwidth_bytes_per_s) * 1e9 + 0.5)
+    return int((links.latency_s_DD[pair] + size_bytes / links.bandwidth_DD[pair]) * 1e9 + 0.5)
 
 
 @entry
 def exchange_ns(
-    arena: Array,
-    at: int,
-    resource_ptr: Array,
-    resource: Array,
-    devices: int,
-    link_ns: Array,
-    back: int,
+    arena: Array, at: int, resource_ptr: Array, resource: Array, devices: int, link_ns: Array, back: int
 ) -> int:
-    """Return what a value unit's exchange takes by itself: the busiest link's time, forward or back."""
+    """Return what a value's exchange takes by itself: the busiest link's time, forward or back."""
     link_ns[:] = 0
-    first = at + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[at] + 1)
-    for piece in range(arena[at + 1]):
-        word = first + PIECE_STRIDE * piece
-        if 0 <= arena[word + 4] < arena[at + 8]:
-            hold = arena[word + 6] if back else arena[word + 1]
-            run_ns = arena[word + 7] if back else arena[word + 2]
+    value = value_header(arena, at)
+    for piece in pieces_of(arena, at):
+        if 0 <= piece.rank < value.transfers:
+            hold = piece.back_hold if back else piece.hold
+            run_ns = piece.back_ns if back else piece.run_ns
             for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
                 link_ns[resource[place] - devices] += run_ns
-    collective_at = at + arena[at + 6] + arena[at + 3] + 1 + arena[at + 1]
-    for collective in range(arena[at + VALUE_COLLECTIVES]):
-        word = collective_at + COLLECTIVE_STRIDE * collective
-        hold = arena[word + 8] if back else arena[word + 6]
-        run_ns = arena[word + 9] if back else arena[word + 7]
+    for number in range(value.collectives):
+        collective = collectives_of(arena, at)[number]
+        hold = collective.back_hold if back else collective.hold
+        run_ns = collective.back_ns if back else collective.run_ns
         for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
             link_ns[resource[place] - devices] += run_ns
     longest_ns = 0
@@ -448,28 +480,30 @@ def exchange_ns(
 def exchange_by_part(
     arena: Array, at: int, source_replicas: int, reader_replicas: int, sure: int, there: Array, back: Array
 ) -> None:
-    """Write how long pieces travel from part to part of a value unit with one reading.
+    """Write how long pieces travel from part to part of a value fragment with one reading.
 
     The least over a part's replicas. Unless `sure`, a piece that travels counts as nothing: with the value's other
     readers it may be in a collective that is cheaper than this one.
     """
-    assembly_at = at + VALUE_HEADER
-    piece_at = assembly_at + ASSEMBLY_STRIDE * (arena[at] + 1)
-    assigned_at = piece_at + PIECE_STRIDE * arena[at + 1] + 2 * arena[at + 2] + 1
-    collective_at = at + arena[at + 6] + arena[at + 3] + 1 + arena[at + 1]
-    for task in range(arena[at + 2]):
-        where = assembly_at + ASSEMBLY_STRIDE * arena[assigned_at + task]
+    assemblies, pieces, collectives = (
+        assemblies_of(arena, at),
+        pieces_of(arena, at),
+        collectives_of(arena, at),
+    )
+    read_assemblies = read_assemblies_of(arena, at)
+    for task in range(len(read_assemblies)):
+        number = read_assemblies[task]
+        served_by = assemblies[number].collective
         reader = task // reader_replicas
-        for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
-            word = piece_at + PIECE_STRIDE * piece
-            source = arena[word] // source_replicas
+        for place in range(assemblies[number].first_piece, assemblies[number + 1].first_piece):
+            piece = pieces[place]
+            source = piece.source // source_replicas
             there_ns = back_ns = 0
-            if arena[word + 4] >= 0 and sure:
-                if arena[where + 4] >= 0:
-                    collective = collective_at + COLLECTIVE_STRIDE * arena[where + 4]
-                    there_ns, back_ns = arena[collective + 7], arena[collective + 9]
+            if piece.rank >= 0 and sure:
+                if served_by >= 0:
+                    there_ns, back_ns = collectives[served_by].run_ns, collectives[served_by].back_ns
                 else:
-                    there_ns, back_ns = arena[word + 2], arena[word + 7]
+                    there_ns, back_ns = piece.run_ns, piece.back_ns
             if there[source, reader] < 0 or there_ns < there[source, reader]:
                 there[source, reader] = there_ns
             if back[reader, source] < 0 or back_ns < back[reader, source]:

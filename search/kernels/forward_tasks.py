@@ -1,274 +1,210 @@
-"""The task graph of the forward, of renewed buffers and of gathers of weights."""
+"""The tasks of the forward, of renewed buffers and of gathers of weights."""
 
 from __future__ import annotations
 
-from search.kernels.cache import inner, quick_entry
+from search.kernels.cache import hot, inner
 from search.kernels.collective_cost import collective_ns
-from search.kernels.derivation import collectives_of
+from search.kernels.fragments import (
+    assemblies_of,
+    collectives_of,
+    first_readers_of,
+    pieces_of,
+    read_assemblies_of,
+    served_sources_of,
+    tasks_of,
+    value_header,
+)
 from search.kernels.gradient_buckets import next_gathers, takes_part
 from search.kernels.records import (
-    ASSEMBLY_STRIDE,
     BUFFER_COLLECTIVE,
     BUFFER_TRANSFER,
     COLLECTIVE,
-    COLLECTIVE_STRIDE,
     FORWARD,
     FORWARD_GATHER,
-    OPERATOR_HEADER,
-    OPERATOR_STRIDE,
-    PIECE_STRIDE,
     TRANSFER,
-    VALUE_HEADER,
-    Array,
-    Gathers,
-    GraphArrays,
-    Holds,
-    Scratch,
+    Emission,
     Tasks,
-    Units,
 )
 
 
-@inner
-def lay_out_gathers(
-    scratch: Scratch, tasks: Tasks, holds: Holds, gathers: Gathers, side: int, operator: int
-) -> bool:
-    """Write the gathers that begin before an operator; return False where arrays are too short.
+@hot
+def put(
+    tasks: Tasks, n: int, kind: int, subject: int, part: int, hold: int, run_ns: int, origin: int
+) -> None:
+    """Write task `n`, of no bytes."""
+    tasks.kind[n] = kind
+    tasks.subject[n] = subject
+    tasks.part[n] = part
+    tasks.hold[n] = hold
+    tasks.run_ns[n] = run_ns
+    tasks.origin[n] = origin
+    tasks.size_bytes[n] = 0
 
-    A gather begins when its devices have computed all that comes before.
-    """
+
+@hot
+def put_communication(
+    emission: Emission, n: int, kind: int, subject: int, part: int, hold: int, run_ns: int, size_bytes: int
+) -> None:
+    """Write task `n`, a transfer or a collective."""
+    put(emission.tasks, n, kind, subject, part, hold, run_ns, emission.holds.origin[hold])
+    emission.tasks.size_bytes[n] = size_bytes
+
+
+@inner
+def emit_gathers(emission: Emission, side: int, operator: int) -> None:
+    """Emit the gathers that begin before an operator, when their devices have computed all that comes before."""
+    scratch, tasks, holds, gathers = emission.scratch, emission.tasks, emission.holds, emission.gathers
+    n, e = scratch.counts[0], scratch.counts[1]
     begin, end = next_gathers(gathers, side, operator)
     for gather in range(begin, end):
-        n, e = scratch.counts[0], scratch.counts[1]
         hold, size_bytes = gathers.hold[gather], gathers.size_bytes[gather]
-        first, last = holds.end_ptr[hold], holds.end_ptr[hold + 1]
-        if n + 1 > len(tasks.kind) or e + last - first > len(tasks.pred):
-            return False
-        run_ns = collective_ns(holds, hold, size_bytes)
-        put(tasks, n, FORWARD_GATHER + side, run_ns, hold, holds.origin[hold], operator, gather, size_bytes)
-        tasks.subject[n] = gathers.operator[gather]
+        run_ns, subject = collective_ns(holds, hold, size_bytes), gathers.operator[gather]
+        put_communication(emission, n, FORWARD_GATHER + side, subject, gather, hold, run_ns, size_bytes)
         gathers.task[gather] = n
-        for place in range(first, last):
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
             if gathers.latest_D[holds.end[place]] >= 0:
                 tasks.pred[e] = gathers.latest_D[holds.end[place]]
                 e += 1
-        tasks.pred_ptr[n + 1] = e
-        scratch.counts[0] = n + 1
-        scratch.counts[1] = e
-    return True
+        n += 1
+        tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
 
 
 @inner
-def add_gathers(
-    graph: GraphArrays,
-    tasks: Tasks,
-    holds: Holds,
-    gathers: Gathers,
-    side: int,
-    operator: int,
-    device: int,
-    e: int,
-) -> int:
-    """Let a task wait for the gathers of what it reads; return where dependencies end, -1 without room for them."""
+def await_gathers(emission: Emission, side: int, operator: int, device: int, e: int) -> int:
+    """Let a task wait for the gathers of the weights that it reads; return the end of the dependencies."""
+    graph, gathers = emission.graph, emission.gathers
     for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
         weight = graph.behind_weight[place]
         if gathers.weight_2W[side, weight] < 0:
             continue
         gathering = gathers.weight_2W[side, weight]
         for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):
-            if takes_part(holds, gathers.hold[gather], device):
-                if e + 1 > len(tasks.pred):
-                    return -1
-                tasks.pred[e] = gathers.task[gather]
+            if takes_part(emission.holds, gathers.hold[gather], device):
+                emission.tasks.pred[e] = gathers.task[gather]
                 e += 1
     return e
 
 
 @inner
-def put(
-    tasks: Tasks,
-    n: int,
-    kind: int,
-    run_ns: int,
-    hold: int,
-    origin: int,
-    subject: int,
-    part: int,
-    size_bytes: int,
-) -> None:
-    """Write task `n`."""
-    tasks.kind[n] = kind
-    tasks.run_ns[n] = run_ns
-    tasks.hold[n] = hold
-    tasks.origin[n] = origin
-    tasks.subject[n] = subject
-    tasks.part[n] = part
-    tasks.size_bytes[n] = size_bytes
-
-
-@inner
-def lay_out_collectives(
-    units: Units,
-    arena: Array,
-    scratch: Scratch,
-    tasks: Tasks,
-    holds: Holds,
-    operator: int,
-    value: int,
-    kind: int,
-) -> bool:
-    """Write the collectives of a value that `operator` makes; return False where arrays are too short."""
-    unit = units.value_at[value]
-    found = arena[unit + 7]
-    if found == 0:
-        return True
+def emit_collectives(emission: Emission, operator: int, value: int, kind: int) -> None:
+    """Emit the collectives of a value that `operator` makes."""
+    scratch, tasks, arena, unit = (
+        emission.scratch,
+        emission.tasks,
+        emission.arena,
+        emission.units.value_at[value],
+    )
+    count = value_header(arena, unit).collectives
+    if count == 0:
+        return
     n, e = scratch.counts[0], scratch.counts[1]
-    collective_at = collectives_of(arena, unit)
-    last = collective_at + COLLECTIVE_STRIDE * found
-    task_at = last + COLLECTIVE_STRIDE + arena[last + 4]
-    if n + found > len(tasks.kind) or e + arena[last + 5] > len(tasks.pred):
-        return False
-    for collective in range(found):
-        where = collective_at + COLLECTIVE_STRIDE * collective
-        hold = arena[where + 6]
-        size_bytes = arena[where + 2]
-        put(tasks, n, kind, arena[where + 7], hold, holds.origin[hold], value, collective, size_bytes)
-        scratch.collective_task[scratch.collective_base[value] + collective] = n
-        for position in range(arena[where + 5], arena[where + 5 + COLLECTIVE_STRIDE]):
-            tasks.pred[e] = scratch.forward_base[operator] + arena[task_at + position]
+    collectives, sources = collectives_of(arena, unit), served_sources_of(arena, unit)
+    for number in range(count):
+        collective = collectives[number]
+        put_communication(
+            emission, n, kind, value, number, collective.hold, collective.run_ns, collective.size_bytes
+        )
+        scratch.collective_task[scratch.collective_base[value] + number] = n
+        for position in range(collective.first_source, collectives[number + 1].first_source):
+            tasks.pred[e] = scratch.forward_base[operator] + sources[position]
             e += 1
         n += 1
         tasks.pred_ptr[n] = e
     scratch.counts[0] = n
     scratch.counts[1] = e
-    return True
 
 
 @inner
-def lay_out_transfers(
-    units: Units,
-    arena: Array,
-    scratch: Scratch,
-    tasks: Tasks,
-    operator: int,
-    value: int,
-    kind: int,
-    link_origin: int,
-) -> bool:
-    """Write the transfers of a value that `operator` makes; return False where arrays are too short."""
+def emit_transfers(emission: Emission, operator: int, value: int, kind: int) -> None:
+    """Emit the transfers of a value that `operator` makes."""
+    scratch, tasks, arena, unit = (
+        emission.scratch,
+        emission.tasks,
+        emission.arena,
+        emission.units.value_at[value],
+    )
     n, e = scratch.counts[0], scratch.counts[1]
-    unit = units.value_at[value]
     scratch.transfer_base[value] = n
-    transfers = arena[unit + 8]
-    if n + transfers > len(tasks.kind) or e + transfers > len(tasks.pred):
-        return False
+    transfers, pieces = value_header(arena, unit).transfers, pieces_of(arena, unit)
     if transfers == 0:
-        return True
-    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
-    for piece in range(arena[unit + 1]):
-        word = piece_at + PIECE_STRIDE * piece
-        if arena[word + 4] < 0 or arena[word + 4] >= transfers:
+        return
+    for number in range(len(pieces)):
+        piece = pieces[number]
+        if piece.rank < 0 or piece.rank >= transfers:
             continue
-        size_bytes = arena[word + 3]
-        put(tasks, n, kind, arena[word + 2], arena[word + 1], link_origin, value, piece, size_bytes)
-        tasks.pred[e] = scratch.forward_base[operator] + arena[word]
+        put_communication(emission, n, kind, value, number, piece.hold, piece.run_ns, piece.size_bytes)
+        tasks.pred[e] = scratch.forward_base[operator] + piece.source
         n += 1
         e += 1
         tasks.pred_ptr[n] = e
     scratch.counts[0] = n
     scratch.counts[1] = e
-    return True
 
 
-@quick_entry
-def lay_out_forward(
-    graph: GraphArrays,
-    units: Units,
-    arena: Array,
-    scratch: Scratch,
-    tasks: Tasks,
-    holds: Holds,
-    gathers: Gathers,
-    link_origin: int,
-    first_place: int,
-    last_place: int,
-) -> bool:
-    """Write the forward tasks of operators `first_place` to `last_place` of the order, and the exchanges of their
-    outputs; return False where arrays are too short."""
+@inner
+def emit_operator_forward(emission: Emission, operator: int) -> None:
+    """Emit the forward tasks of one operator."""
+    graph, scratch, tasks, arena = emission.graph, emission.scratch, emission.tasks, emission.arena
+    gathers = emission.gathers
+    n, e = scratch.counts[0], scratch.counts[1]
+    scratch.forward_base[operator] = n
+    parts = tasks_of(arena, emission.units.operator_at[operator])
+    for part in range(len(parts)):
+        task = parts[part]
+        put(tasks, n, FORWARD, operator, part, task.device, task.forward_ns, task.origin)
+        gathers.latest_D[task.device] = n
+        if gathers.counts[1]:
+            e = await_gathers(emission, 0, operator, task.device, e)
+        for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+            value = graph.slot_value[slot]
+            if value < 0:
+                continue
+            unit = emission.units.value_at[value]
+            assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
+            first_reader = first_readers_of(arena, unit)[graph.slot_reading[slot]]
+            number = read_assemblies_of(arena, unit)[first_reader + part]
+            assembly = assemblies[number]
+            if assembly.collective >= 0:
+                tasks.pred[e] = scratch.collective_task[scratch.collective_base[value] + assembly.collective]
+                e += 1
+                continue
+            for place in range(assembly.first_piece, assemblies[number + 1].first_piece):
+                piece = pieces[place]
+                if piece.rank < 0:
+                    tasks.pred[e] = scratch.forward_base[graph.producer[value]] + piece.source
+                else:
+                    tasks.pred[e] = scratch.transfer_base[value] + piece.rank
+                e += 1
+        n += 1
+        tasks.pred_ptr[n] = e
+    scratch.counts[0] = n
+    scratch.counts[1] = e
+
+
+@inner
+def emit_forward(emission: Emission, first_place: int, last_place: int) -> None:
+    """Emit the forward tasks of operators at places of the order, and exchanges of their outputs."""
+    graph = emission.graph
     for order_place in range(first_place, last_place):
         operator = graph.order[order_place]
-        if gathers.counts[1] and not lay_out_gathers(scratch, tasks, holds, gathers, 0, operator):
-            return False
-        n, e = scratch.counts[0], scratch.counts[1]
-        at = units.operator_at[operator]
-        count = arena[at]
-        scratch.forward_base[operator] = n
-        if n + count > len(tasks.kind):
-            return False
-        for task in range(count):
-            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
-            device = arena[word]
-            put(tasks, n, FORWARD, arena[word + 1], device, arena[word + 4], operator, task, 0)
-            gathers.latest_D[device] = n
-            if gathers.counts[1]:
-                e = add_gathers(graph, tasks, holds, gathers, 0, operator, device, e)
-                if e < 0:
-                    return False
-            for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
-                value = graph.slot_value[slot]
-                if value < 0:
-                    continue
-                unit = units.value_at[value]
-                piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
-                reading_at = piece_at + PIECE_STRIDE * arena[unit + 1] + 2 * arena[unit + 2]
-                assigned = reading_at + arena[unit + 5] + arena[reading_at + graph.slot_reading[slot]] + task
-                where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * arena[assigned]
-                first, last = arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]
-                if e + last - first > len(tasks.pred):
-                    return False
-                if arena[where + 4] >= 0:
-                    tasks.pred[e] = scratch.collective_task[scratch.collective_base[value] + arena[where + 4]]
-                    e += 1
-                    continue
-                for piece in range(first, last):
-                    word = piece_at + PIECE_STRIDE * piece
-                    if arena[word + 4] < 0:
-                        tasks.pred[e] = scratch.forward_base[graph.producer[value]] + arena[word]
-                    else:
-                        tasks.pred[e] = scratch.transfer_base[value] + arena[word + 4]
-                    e += 1
-            n += 1
-            tasks.pred_ptr[n] = e
-        scratch.counts[0] = n
-        scratch.counts[1] = e
-        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
-            value = graph.output_value[output]
-            if not lay_out_collectives(units, arena, scratch, tasks, holds, operator, value, COLLECTIVE):
-                return False
-        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
-            value = graph.output_value[output]
-            if not lay_out_transfers(units, arena, scratch, tasks, operator, value, TRANSFER, link_origin):
-                return False
-    return True
+        if emission.gathers.counts[1]:
+            emit_gathers(emission, 0, operator)
+        emit_operator_forward(emission, operator)
+        first, last = graph.output_ptr[operator], graph.output_ptr[operator + 1]
+        for output in range(first, last):
+            emit_collectives(emission, operator, graph.output_value[output], COLLECTIVE)
+        for output in range(first, last):
+            emit_transfers(emission, operator, graph.output_value[output], TRANSFER)
 
 
-@quick_entry
-def lay_out_renewals(
-    graph: GraphArrays,
-    units: Units,
-    arena: Array,
-    scratch: Scratch,
-    tasks: Tasks,
-    holds: Holds,
-    link_origin: int,
-) -> bool:
-    """Write the exchanges that renew buffers; return False where arrays are too short."""
-    for value in range(graph.value_count, graph.value_count + graph.buffer_count):
-        operator = graph.producer[value]
-        if not lay_out_collectives(units, arena, scratch, tasks, holds, operator, value, BUFFER_COLLECTIVE):
-            return False
-    for value in range(graph.value_count, graph.value_count + graph.buffer_count):
-        operator = graph.producer[value]
-        if not lay_out_transfers(units, arena, scratch, tasks, operator, value, BUFFER_TRANSFER, link_origin):
-            return False
-    return True
+@inner
+def emit_renewals(emission: Emission) -> None:
+    """Emit the exchanges that renew buffers."""
+    graph = emission.graph
+    first, last = graph.value_count, graph.value_count + graph.buffer_count
+    for value in range(first, last):
+        emit_collectives(emission, graph.producer[value], value, BUFFER_COLLECTIVE)
+    for value in range(first, last):
+        emit_transfers(emission, graph.producer[value], value, BUFFER_TRANSFER)

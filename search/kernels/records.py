@@ -1,22 +1,5 @@
 """Arrays and constants that kernels share.
 
-Memo units live in one int64 arena, addressed by offset. Layouts (word offsets from the unit's start):
-
-    operator unit   0 tasks, 1 replicas, then a task: device, forward ns, backward ns, bytes kept for the
-                    backward, origin, bytes that are there only from when its group is made again to its backward
-    value unit      0 assemblies, 1 pieces, 2 readers, 3 source tasks, 4 remote pieces, 5 readings,
-                    6 where source tasks start, 7 collectives, 8 remote pieces that no collective serves, then
-                    an assembly: device, bytes copied, first piece, first reader, collective or -1 (one more
-                    assembly, as a sentinel);
-                    a piece: source task, hold, ns, bytes, rank among remote ones (those that no collective serves
-                    first) or -1, assembly, hold and ns back;
-                    a reader: reading, task;  a reading: its first reader;  a (reading, task): its assembly;
-                    a source task: its first piece (one more);  the pieces by source task;
-                    a collective: kind, root or -1, bytes, bytes that its price is for, first served assembly, first
-                    source task, hold and ns, hold and ns back (one more);  the served assemblies;  the source tasks
-    static unit     0 holders, 1 cells, 2 what holders share, then a holder: device, elements kept, elements updated;
-                    then a cell: hold of its sum, bytes, hold that gathers its shares or -1
-
 Shape letters: T tasks, E dependencies, D devices, R resources, O operators, V values, W weights.
 """
 
@@ -37,7 +20,7 @@ SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
 FEWEST_DEVICES = 3
 OPERATOR_HEADER, OPERATOR_STRIDE = 2, 6
-VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 9, 5, 8, 10
+VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 11, 5, 8, 10
 # The word of a value unit that counts its collectives.
 VALUE_COLLECTIVES = 7
 STATIC_HEADER, HOLDER_STRIDE, CELL_STRIDE = 3, 3, 3
@@ -196,6 +179,20 @@ class Gathers(NamedTuple):
     counts: Array  # 0 gathers of the forward, 1 all gathers
 
 
+class Emission(NamedTuple):
+    """All that kernels read and write while they emit the task graph of a strategy."""
+
+    graph: GraphArrays
+    units: Units
+    arena: Array
+    groups: Groups
+    scratch: Scratch
+    holds: Holds
+    buckets: Buckets
+    gathers: Gathers
+    tasks: Tasks
+
+
 class Timeline(NamedTuple):
     """When each task runs, and the task that it had to wait for (-1: none)."""
 
@@ -333,6 +330,43 @@ class Walk(NamedTuple):
     end_ns_O: Array  # when the backward of all tasks ends, -1 where each has its own end
     is_awaited_O: Array  # whether a bucket waits for an operator's backward
     close_B: Array  # a position: the operator whose backward ends after all others that the bucket waits for, or -1
+
+
+class Sources(NamedTuple):
+    """The tasks that make a value: where they are, the region that each makes, and replicas a part."""
+
+    device: Array
+    region: Array
+    replicas: int
+
+
+class Readers(NamedTuple):
+    """The tasks that read a value, reading by reading: for each its device, its region, and the row that this is in.
+
+    A row has its elements, and is what `Overlaps` are known of.
+    """
+
+    pointers: Array  # a reading: its first task; one more
+    device: Array
+    region: Array
+    row: Array
+    row_elements: Array
+
+
+class Overlaps(NamedTuple):
+    """What rows have in common with groups of replicas: for each row (pointers) the groups, ascending, and elements."""
+
+    pointers: Array
+    group: Array
+    elements: Array
+
+
+class ExchangeLinks(NamedTuple):
+    """The node of each device, and latency and bandwidth between all pairs of them: source * D + destination."""
+
+    node_D: Array
+    latency_s_DD: Array
+    bandwidth_DD: Array
 
 
 class Routes(NamedTuple):

@@ -1,12 +1,10 @@
-"""The task graph of the optimizer's updates, and of the gathers of updated weights."""
+"""The tasks of the optimizer's updates, and of the gathers of updated weights."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from search.kernels.cache import entry, inner
+from search.kernels.cache import inner
 from search.kernels.collective_cost import collective_ns
-from search.kernels.forward_tasks import put
+from search.kernels.forward_tasks import put, put_communication
 from search.kernels.records import (
     BACKWARD,
     SHARED_UPDATE,
@@ -14,33 +12,57 @@ from search.kernels.records import (
     UPDATE,
     UPDATE_GATHER,
     Array,
-    Buckets,
-    Holds,
-    Scratch,
-    Tasks,
+    Emission,
 )
 
 
-@entry
-def lay_out_updates(
-    tasks: Tasks, scratch: Scratch, holds: Holds, buckets: Buckets, update_ns_D: Array, update_origin_D: Array
-) -> bool:
-    """Write one update a device that updates weights, and the gathers of shares that are then new.
+@inner
+def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array, following_D: Array) -> None:
+    """Emit one update a device that updates weights.
 
-    Returns False where arrays are too short.
+    following_D: 0 everywhere; the number of what each waits for is counted there, and then where the next one goes.
     """
-    devices = len(update_ns_D)
-    waits_D, place_D = np.zeros(devices, np.int64), np.full(devices, -1, np.int64)
-    return write_updates(
-        tasks, scratch, holds, update_ns_D, update_origin_D, waits_D, place_D
-    ) and write_update_gathers(tasks, scratch, holds, buckets, place_D)
+    tasks, scratch, holds = emission.tasks, emission.scratch, emission.holds
+    n, e = scratch.counts[0], scratch.counts[1]
+    for task in range(n):
+        if tasks.kind[task] == BACKWARD:
+            following_D[tasks.hold[task]] += 1
+        elif tasks.kind[task] == SYNCHRONIZE:
+            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
+                following_D[holds.end[end]] += 1
+    last = n
+    for device in range(len(update_ns_D)):
+        waits = following_D[device]
+        following_D[device] = -1
+        if scratch.elements_D[device] == 0:
+            continue
+        put(tasks, last, UPDATE, device, 0, device, update_ns_D[device], update_origin_D[device])
+        following_D[device] = e
+        e += waits
+        last += 1
+        tasks.pred_ptr[last] = e
+    for task in range(n):
+        if tasks.kind[task] == BACKWARD:
+            await_task(emission, task, tasks.hold[task], following_D)
+        elif tasks.kind[task] == SYNCHRONIZE:
+            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
+                await_task(emission, task, holds.end[end], following_D)
+    scratch.counts[0] = last
+    scratch.counts[1] = e
 
 
 @inner
-def write_update_gathers(
-    tasks: Tasks, scratch: Scratch, holds: Holds, buckets: Buckets, task_D: Array
-) -> bool:
-    """Write the gathers of updated shares, in the order of their buckets; `task_D` is overwritten."""
+def await_task(emission: Emission, task: int, device: int, following_D: Array) -> None:
+    """Let the update of a device, if there is one, wait for a task."""
+    if following_D[device] >= 0:
+        emission.tasks.pred[following_D[device]] = task
+        following_D[device] += 1
+
+
+@inner
+def emit_update_gathers(emission: Emission, task_D: Array) -> None:
+    """Emit the gathers of updated shares, in the order of their buckets; `task_D` is overwritten."""
+    tasks, scratch, holds, buckets = emission.tasks, emission.scratch, emission.holds, emission.buckets
     n, e = scratch.counts[0], scratch.counts[1]
     task_D[:] = -1
     task = n - 1
@@ -52,12 +74,9 @@ def write_update_gathers(
         if buckets.sharing[bucket] != SHARED_UPDATE:
             continue
         hold, size_bytes = buckets.gather[bucket], buckets.size_bytes[bucket]
-        first, last = holds.end_ptr[hold], holds.end_ptr[hold + 1]
-        if n + 1 > len(tasks.kind) or e + last - first > len(tasks.pred):
-            return False
         run_ns = collective_ns(holds, hold, size_bytes)
-        put(tasks, n, UPDATE_GATHER, run_ns, hold, holds.origin[hold], position, 0, size_bytes)
-        for place in range(first, last):
+        put_communication(emission, n, UPDATE_GATHER, position, 0, hold, run_ns, size_bytes)
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
             if task_D[holds.end[place]] >= 0:
                 tasks.pred[e] = task_D[holds.end[place]]
                 e += 1
@@ -65,51 +84,3 @@ def write_update_gathers(
         tasks.pred_ptr[n] = e
     scratch.counts[0] = n
     scratch.counts[1] = e
-    return True
-
-
-@inner
-def write_updates(
-    tasks: Tasks,
-    scratch: Scratch,
-    holds: Holds,
-    update_ns_D: Array,
-    update_origin_D: Array,
-    waits_D: Array,
-    place_D: Array,
-) -> bool:
-    """Write the updates as `lay_out_updates`; `waits_D` is 0 and `place_D` -1 everywhere."""
-    devices = len(update_ns_D)
-    n, e = scratch.counts[0], scratch.counts[1]
-    for task in range(n):
-        if tasks.kind[task] == BACKWARD:
-            waits_D[tasks.hold[task]] += 1
-        elif tasks.kind[task] == SYNCHRONIZE:
-            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
-                waits_D[holds.end[end]] += 1
-    last = n
-    for device in range(devices):
-        if scratch.elements_D[device] == 0:
-            continue
-        if last + 1 > len(tasks.kind) or e + waits_D[device] > len(tasks.pred):
-            return False
-        put(tasks, last, UPDATE, update_ns_D[device], device, update_origin_D[device], device, 0, 0)
-        place_D[device] = e
-        e += waits_D[device]
-        last += 1
-        tasks.pred_ptr[last] = e
-    for task in range(n):
-        if tasks.kind[task] == BACKWARD:
-            device = tasks.hold[task]
-            if place_D[device] >= 0:
-                tasks.pred[place_D[device]] = task
-                place_D[device] += 1
-        elif tasks.kind[task] == SYNCHRONIZE:
-            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
-                device = holds.end[end]
-                if place_D[device] >= 0:
-                    tasks.pred[place_D[device]] = task
-                    place_D[device] += 1
-    scratch.counts[0] = last
-    scratch.counts[1] = e
-    return True

@@ -23,17 +23,15 @@ from numba.core import types
 from numba.core.event import Event, Listener, install_listener
 
 from graph.errors import UsageError
-from search.kernels.backward_tasks import lay_out_backward
 from search.kernels.collective_cost import price_collectives
-from search.kernels.derivation import collectives_of, count_tasks, find_activity, weigh
+from search.kernels.derivation import count_tasks, find_activity, weigh
 from search.kernels.exchange import write_exchange
 from search.kernels.fifo_order import run_fifo_order
-from search.kernels.forward_tasks import lay_out_forward, lay_out_renewals
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
-from search.kernels.update_tasks import lay_out_updates
+from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.orders import Order
 from search.parallel.fork import ForkedProcess, can_fork, fork
 from search.parallel.gc_pause import looking_seldom
@@ -57,7 +55,7 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     "Machines": {"update_s_D": _NUMBERS},
     "Checkpoints": {"row": _INTS_3D},
     "Routes": {"latency_s": _NUMBERS, "bandwidth": _NUMBERS, "is_used": _FLAGS},
-    "write_exchange": {"latency_s_DD": _NUMBERS, "bandwidth_DD": _NUMBERS},
+    "ExchangeLinks": {"latency_s_DD": _NUMBERS, "bandwidth_DD": _NUMBERS},
     "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
     "evaluate_program_order": {"keeps_ends": _FLAGS},
     "compact": {"keeps_ends": _FLAGS},
@@ -114,22 +112,19 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
     asked = (
         (evaluate_program_order, walks),
         (count_tasks, True),
-        (collectives_of, True),
         (compact, walks),
         (number_by_position, order == "priority"),
-        (fill_buckets, True),
-        (find_gathers, True),
-        (run_program_order, in_program_order),
-        (find_activity, True),
         (weigh, True),
-        (lay_out_renewals, True),
-        (lay_out_updates, True),
+        (fill_buckets, True),
+        (most_tasks, True),
+        (run_program_order, in_program_order),
+        (find_gathers, True),
+        (find_activity, True),
         (price_collectives, True),
         (run_fifo_order, order == "fifo"),
         (run_priority_order, order.startswith("priority")),
-        (lay_out_forward, True),
         (write_exchange, True),
-        (lay_out_backward, True),
+        (emit_task_graph, True),
     )
     return tuple(kernel for kernel, needed in asked if needed)
 

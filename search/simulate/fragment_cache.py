@@ -26,26 +26,30 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CallCost, CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.derivation import collectives_of
 from search.kernels.exchange import write_exchange
-from search.kernels.records import (
-    ASSEMBLY_STRIDE,
-    CELL_STRIDE,
-    COLLECTIVE_STRIDE,
-    HOLDER_STRIDE,
-    OPERATOR_HEADER,
-    OPERATOR_STRIDE,
-    STATIC_HEADER,
-    VALUE_COLLECTIVES,
-    VALUE_HEADER,
+from search.kernels.fragments import (
+    ASSEMBLY_WORDS,
+    CELL,
+    CELL_WORDS,
+    COLLECTIVE,
+    COLLECTIVE_WORDS,
+    HOLDER,
+    HOLDER_WORDS,
+    OPERATOR_WORDS,
+    STATIC_WORDS,
+    TASK,
+    TASK_WORDS,
+    VALUE,
+    VALUE_WORDS,
 )
+from search.kernels.records import ExchangeLinks, Overlaps, Readers, Sources
 from search.simulate.arrays import (
     HoldStore,
     graph_arrays,
     operator_values,
     static_values,
 )
-from search.simulate.regions import IntArray, Overlaps, Regions, stacked
+from search.simulate.regions import IntArray, Regions, stacked
 from search.simulate.saved_tensors import Lasting, kept_bytes, kept_outputs, lasting_outputs
 from search.simulate.weight_placement import REGIONS, Holders, SharedCell
 
@@ -130,9 +134,9 @@ class UnitStore:
         kinds = [device.kind_name for device in topology.devices]
         self._kind_names = list(dict.fromkeys(kinds))
         self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
-        self._node_D = np.array([device.node for device in topology.devices], np.int64)
+        node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
-        self._latency_s_DD, self._bandwidth_DD = routes.latency_s_P, routes.bandwidth_P
+        self._exchange_links = ExchangeLinks(node_D, routes.latency_s_P, routes.bandwidth_P)
         self._call_costs: dict[tuple[int, Degrees, str, int], IntArray] = {}
         self._cost_rows: dict[tuple[int, str, str, int], tuple[int, int, int, int, int]] = {}
         self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
@@ -279,7 +283,7 @@ class UnitStore:
         if known is not None:
             return known
         devices = self._devices[key[1]]
-        words = OPERATOR_HEADER + OPERATOR_STRIDE * len(devices)
+        words = OPERATOR_WORDS + TASK_WORDS * len(devices)
         kinds = self._kind_D[devices]
         costs = self._costs(index, configuration.degrees, self._kind_names[kinds[0]], lasting)
         if (kinds != kinds[0]).any():
@@ -289,8 +293,8 @@ class UnitStore:
                 costs[kinds == kind] = of_kind[kinds == kind]
         at = self._units[key] = self._reserve(words)
         unit = self.arena[at : at + words]
-        unit[0], unit[1] = len(devices), configuration.degrees[-1]
-        rows = unit[OPERATOR_HEADER:].reshape(len(devices), OPERATOR_STRIDE)
+        unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
+        rows = unit[OPERATOR_WORDS:].reshape(len(devices), TASK_WORDS)
         rows[:, 0], rows[:, 1:] = devices, costs
         return at
 
@@ -300,24 +304,24 @@ class UnitStore:
         known = self._units.get(key)
         if known is None:
             devices = self._devices[key[1]]
-            words = OPERATOR_HEADER + OPERATOR_STRIDE * len(devices)
+            words = OPERATOR_WORDS + TASK_WORDS * len(devices)
             known = self._units[key] = self._reserve(words)
             unit = self.arena[known : known + words]
             unit[:] = 0
-            unit[0], unit[1] = len(devices), configuration.degrees[-1]
-            unit[OPERATOR_HEADER::OPERATOR_STRIDE] = devices
-            unit[OPERATOR_HEADER + 4 :: OPERATOR_STRIDE] = code
+            unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
+            tasks = unit[OPERATOR_WORDS:].view(TASK)
+            tasks["device"], tasks["origin"] = devices, code
         return known
 
     def empty_value_unit(self) -> int:
         """Return where the unit of a value starts that goes nowhere."""
         known = self._units.get((_EMPTY,))
-        return self._place((_EMPTY,), [0] * VALUE_HEADER) if known is None else known
+        return self._place((_EMPTY,), [0] * VALUE_WORDS) if known is None else known
 
     def empty_static_unit(self) -> int:
         """Return where the unit of a weight starts that nobody holds."""
         known = self._units.get((_EMPTY, _EMPTY))
-        return self._place((_EMPTY, _EMPTY), [0] * STATIC_HEADER) if known is None else known
+        return self._place((_EMPTY, _EMPTY), [0] * STATIC_WORDS) if known is None else known
 
     def _costs(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
         """Return what the arena's operator unit has of every task (rows), but for its device."""
@@ -375,18 +379,16 @@ class UnitStore:
         source_devices = self._devices[key[1]]
         pattern = self._pattern(of, made_by.degrees, tuple(c.degrees for c in read_by))
         arguments = (
-            source_devices,
-            pattern.source_region,
-            made_by.degrees[-1],
-            pattern.reader_ptr,
-            _joined([self._devices[number] for number in key[2:]]),
-            pattern.reader_region,
-            pattern.reader_row,
-            pattern.row_elements,
-            *pattern.common,
-            self._node_D,
-            self._latency_s_DD,
-            self._bandwidth_DD,
+            Sources(source_devices, pattern.source_region, made_by.degrees[-1]),
+            Readers(
+                pattern.reader_ptr,
+                _joined([self._devices[number] for number in key[2:]]),
+                pattern.reader_region,
+                pattern.reader_row,
+                pattern.row_elements,
+            ),
+            pattern.common,
+            self._exchange_links,
             of.item_bytes,
             int(of.summable),
         )
@@ -395,7 +397,7 @@ class UnitStore:
             self._grow(self._end - words)
             words = write_exchange(self.arena, self._end, *arguments)
         at = self._reserve(words)
-        if self.arena[at + VALUE_COLLECTIVES]:
+        if self.arena[at : at + VALUE_WORDS].view(VALUE)[0].collectives:
             self._price_collectives(at, source_devices)
         self._units[key] = at
         return at
@@ -424,38 +426,37 @@ class UnitStore:
     def _price_collectives(self, at: int, source_devices: IntArray) -> None:
         """Write holds and durations of a value unit's collectives, forward and backward."""
         arena = self.arena
-        stride = COLLECTIVE_STRIDE
-        found = int(arena[at + VALUE_COLLECTIVES])
-        start = int(collectives_of(arena, at))
-        rows = arena[start : start + stride * (found + 1)].reshape(found + 1, stride)
-        assembly_at = start + stride * (found + 1)
-        task_at = assembly_at + int(rows[found, 4])
+        value = arena[at : at + VALUE_WORDS].view(VALUE)[0]
+        found, start = int(value.collectives), at + int(value.collectives_at)
+        assembly_at = start + COLLECTIVE_WORDS * (found + 1)
+        rows = arena[start:assembly_at].view(COLLECTIVE)
+        task_at = assembly_at + int(rows["first_assembly"][found])
         served = arena[assembly_at:task_at]
-        sources = source_devices[arena[task_at : task_at + int(rows[found, 5])]]
-        readers = arena[at + VALUE_HEADER + ASSEMBLY_STRIDE * served]
+        sources = source_devices[arena[task_at : task_at + int(rows["first_source"][found])]]
+        readers = arena[at + VALUE_WORDS + ASSEMBLY_WORDS * served]
         # Of every collective the distinct devices, ascending.
-        devices = len(self._node_D)
+        devices = len(self._kind_D)
         number = np.arange(found)
         members = np.unique(
             np.concatenate(
                 [
-                    np.repeat(number, np.diff(rows[:, 4])) * devices + readers,
-                    np.repeat(number, np.diff(rows[:, 5])) * devices + sources,
+                    np.repeat(number, np.diff(rows["first_assembly"])) * devices + readers,
+                    np.repeat(number, np.diff(rows["first_source"])) * devices + sources,
                 ]
             )
         )
         bounds = np.searchsorted(members, np.arange(found + 1) * devices).tolist()
         members %= devices
+        rows = rows[:found]
         sets = []
-        for (code, root), (first, last) in zip(
-            rows[:found, :2].tolist(), itertools.pairwise(bounds), strict=True
+        for code, root, (first, last) in zip(
+            rows["kind"].tolist(), rows["root"].tolist(), itertools.pairwise(bounds), strict=True
         ):
             sets += [(code, root, members[first:last]), (BACKWARD_CODE[code], root, members[first:last])]
         holds = self.holds.numbers(sets)
-        rows[:found, 6], rows[:found, 8] = holds[::2], holds[1::2]
-        priced_bytes = np.repeat(rows[:found, 3], 2)
-        durations_ns = self.holds.durations_ns(holds, priced_bytes)
-        rows[:found, 7], rows[:found, 9] = durations_ns[::2], durations_ns[1::2]
+        rows["hold"], rows["back_hold"] = holds[::2], holds[1::2]
+        durations_ns = self.holds.durations_ns(holds, np.repeat(rows["priced_bytes"], 2))
+        rows["run_ns"], rows["back_ns"] = durations_ns[::2], durations_ns[1::2]
 
     def static_unit(
         self, place: int, configurations: Sequence[Configuration], sharing: Sharding = Sharding.NONE
@@ -508,21 +509,17 @@ class UnitStore:
             if code == SHARING_CODE[Sharding.PARAMETERS]:
                 kept[places] -= others
         holds = self.holds.numbers(sets)
-        cells_at = STATIC_HEADER + HOLDER_STRIDE * len(devices)
-        words = cells_at + CELL_STRIDE * len(cells)
+        cells_at = STATIC_WORDS + HOLDER_WORDS * len(devices)
+        words = cells_at + CELL_WORDS * len(cells)
         at = self._reserve(words)
         unit = self.arena[at : at + words]
-        unit[:STATIC_HEADER] = len(devices), len(cells), code
-        rows = unit[STATIC_HEADER:cells_at].reshape(len(devices), HOLDER_STRIDE)
-        rows[:, 0], rows[:, 1], rows[:, 2] = devices, kept, updated
+        unit[:STATIC_WORDS] = len(devices), len(cells), code
+        rows = unit[STATIC_WORDS:cells_at].view(HOLDER)
+        rows["device"], rows["kept"], rows["updated"] = devices, kept, updated
         if cells:
-            rows = unit[cells_at:].reshape(len(cells), CELL_STRIDE)
-            rows[:, 1] = travelling
-            rows[:, 1] *= of.item_bytes
-            if code == 0:
-                rows[:, 0], rows[:, 2] = holds, -1
-            else:
-                rows[:, 0], rows[:, 2] = holds[::2], holds[1::2]
+            rows = unit[cells_at:].view(CELL)
+            rows["size_bytes"] = np.array(travelling) * of.item_bytes
+            rows["hold"], rows["gather_hold"] = (holds, -1) if code == 0 else (holds[::2], holds[1::2])
         return at
 
     def set_size(self, place: int, configurations: Sequence[Configuration]) -> int | None:
@@ -542,8 +539,8 @@ class UnitStore:
         known = self._set_sizes.get(at)
         if known is None:
             holders, cells = self.arena[at : at + 2].tolist()
-            start = at + STATIC_HEADER + HOLDER_STRIDE * holders
-            holds = self.arena[start : start + CELL_STRIDE * cells : CELL_STRIDE]
+            start = at + STATIC_WORDS + HOLDER_WORDS * holders
+            holds = self.arena[start : start + CELL_WORDS * cells].view(CELL)["hold"]
             known = self._set_sizes[at] = frozenset(self.holds.member_counts(holds).tolist())
         return known
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from graph.axes import Axis, Degrees, Dim, OperandMap, dim_indexes, part_of
 from graph.intervals import IndexSet, Region, count
+from search.kernels.records import Overlaps
 
 # Codes beyond which distinct ones are found by sorting.
 MOST_CODES = 1 << 12
@@ -83,14 +84,6 @@ class Side:
     rows: Rows
     row: IntArray
     region: IntArray
-
-
-class Overlaps(NamedTuple):
-    """What rows have in common with groups: for each row (pointers) the groups, ascending, and elements."""
-
-    pointers: IntArray
-    group: IntArray
-    elements: IntArray
 
 
 class _Numbering(dict[Any, int]):

@@ -9,17 +9,15 @@ import numpy as np
 
 from graph.recomputation import Recomputation, group_numbers
 from graph.strategy import Configuration, Sharding
-from search.cost.cost_table import ORIGIN_CODE
-from search.kernels.backward_tasks import lay_out_backward
 from search.kernels.derivation import count_tasks, find_activity, weigh
 from search.kernels.fifo_order import run_fifo_order
-from search.kernels.forward_tasks import lay_out_forward, lay_out_renewals
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
 from search.kernels.records import (
     Array,
     Buckets,
+    Emission,
     Gathers,
     Groups,
     Holds,
@@ -29,7 +27,7 @@ from search.kernels.records import (
     Timeline,
     Units,
 )
-from search.kernels.update_tasks import lay_out_updates
+from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.outcome import NEVER_NS
 from search.simulate.priorities import positions, tac_of, tic_of
 
@@ -207,9 +205,14 @@ class Layout:
         active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
         while not find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
-        update_ns_D, update_origin_D = self.builder.updates(self.scratch.elements_D)
-        while not self._lay_out(holds, update_ns_D, update_origin_D):
-            self._tasks = _new_tasks(2 * len(self._tasks.kind), 2 * len(self._tasks.pred))
+        emission = Emission(
+            wiring, units, arena, self.groups, self.scratch, holds, self._buckets, self.gathers, self._tasks
+        )
+        tasks, dependencies = most_tasks(emission)
+        if tasks > len(self._tasks.kind) or dependencies > len(self._tasks.pred):
+            self._tasks = _new_tasks(2 * tasks, 2 * dependencies)
+            emission = emission._replace(tasks=self._tasks)
+        emit_task_graph(emission, *self.builder.updates(self.scratch.elements_D))
         return self._tasks, holds
 
     def _count(self) -> None:
@@ -223,33 +226,6 @@ class Layout:
         ):
             self.scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
             count_tasks(store.wiring, self.units, store.arena, self.scratch)
-
-    def _lay_out(self, holds: Holds, update_ns_D: Array, update_origin_D: Array) -> bool:
-        store = self.builder.store
-        origin = ORIGIN_CODE[self.builder.links.transfers]
-        arena, units, wiring, scratch, tasks = (
-            store.arena,
-            self.units,
-            store.wiring,
-            self.scratch,
-            self._tasks,
-        )
-        loss_operators, operators = wiring.loss_operators, len(wiring.order)
-        scratch.counts[:2] = 0
-        tasks.pred_ptr[0] = 0
-        groups, gathers, buckets = self.groups, self.gathers, self._buckets
-        for marks in (gathers.latest_D, gathers.blocked_D, gathers.reduced_D):
-            marks[:] = -1
-        forward, backward = lay_out_forward, lay_out_backward
-        return bool(
-            forward(wiring, units, arena, scratch, tasks, holds, gathers, origin, 0, loss_operators)
-            and backward(wiring, units, arena, scratch, tasks, holds, buckets, groups, gathers, origin)
-            and forward(
-                wiring, units, arena, scratch, tasks, holds, gathers, origin, loss_operators, operators
-            )
-            and lay_out_renewals(wiring, units, arena, scratch, tasks, holds, origin)
-            and lay_out_updates(tasks, scratch, holds, buckets, update_ns_D, update_origin_D)
-        )
 
     def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
         """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run).

@@ -1,0 +1,220 @@
+"""Fragments of a task graph: records in one int64 arena, for each operator, value and static tensor.
+
+A fragment is addressed by the word where it starts. It is a header, and behind it, one after the other:
+
+    operator    its tasks
+    value       assemblies, and one more as a sentinel; pieces; readers; of every reading its first reader; of every
+                reader its assembly; of every source task its first piece, and one more; the pieces by source task;
+                collectives, and one more as a sentinel; the assemblies that they serve; their source tasks
+    static      holders; cells
+
+A source task is a task of the operator that makes the value. Functions that end in `_of` return one of these arrays,
+for kernels alone; elsewhere `arena[start:end].view(PIECE)` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numba import config, njit, types
+from numba.extending import intrinsic
+from numba.np import arrayobj
+
+from search.kernels.records import Array
+
+Function = TypeVar("Function", bound=Callable[..., object])
+# Their stubs lack what is used here.
+_njit: Any = njit
+_config: Any = config
+_populate_array: Any = arrayobj.populate_array
+
+
+def _accessor(function: Function) -> Function:
+    """Put a function into the text of its callers: by itself, without counts of references, it may return no array."""
+    compiled: Function = _njit(inline="always")(function)
+    return compiled
+
+
+def _record(*fields: str) -> np.dtype[Any]:
+    return np.dtype((np.record, np.dtype([(field, np.int64) for field in fields], align=True)))
+
+
+OPERATOR = _record("tasks", "replicas")
+# kept_bytes: for the backward. recomputed_bytes: there only from when the operator is recomputed to its backward.
+TASK = _record("device", "forward_ns", "backward_ns", "kept_bytes", "origin", "recomputed_bytes")
+# remote_pieces: those that travel. transfers: those of them that no collective serves. reads: collectives and pieces
+# that readers wait for; piece_reads: pieces, were there no collectives.
+VALUE = _record(
+    "assemblies", "pieces", "readers", "sources", "remote_pieces", "readings", "collectives_at", "collectives",
+    "transfers", "reads", "piece_reads",
+)  # fmt: skip
+# What a device needs of a value. collective: that serves it, or -1.
+ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_reader", "collective")
+# rank: among remote pieces, transfers first, or -1 where source and reader are on one device.
+PIECE = _record("source", "hold", "run_ns", "size_bytes", "rank", "assembly", "back_hold", "back_ns")
+READER = _record("reading", "task")
+# root: a device or -1. priced_bytes: those that its price is for.
+COLLECTIVE = _record(
+    "kind", "root", "size_bytes", "priced_bytes", "first_assembly", "first_source", "hold", "run_ns", "back_hold",
+    "back_ns",
+)  # fmt: skip
+# sharing: a code of `graph.strategy.Sharding`.
+STATIC = _record("holders", "cells", "sharing")
+# Elements that a device keeps and that it updates.
+HOLDER = _record("device", "kept", "updated")
+# Part of a weight that several devices hold. gather_hold: what gathers its shares, or -1.
+CELL = _record("hold", "size_bytes", "gather_hold")
+_INT = np.dtype(np.int64)
+
+
+def words_in(record: np.dtype[Any]) -> int:
+    """Return the words of a record."""
+    return record.itemsize // 8
+
+
+OPERATOR_WORDS, TASK_WORDS = words_in(OPERATOR), words_in(TASK)
+VALUE_WORDS, ASSEMBLY_WORDS, PIECE_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(PIECE)
+COLLECTIVE_WORDS = words_in(COLLECTIVE)
+STATIC_WORDS, HOLDER_WORDS, CELL_WORDS = words_in(STATIC), words_in(HOLDER), words_in(CELL)
+
+
+def _view(arena: Array, at: int, count: int, dtype: np.dtype[Any]) -> Array:
+    return arena[at : at + count * words_in(dtype)].view(dtype)
+
+
+def _typed_view(_context: Any, arena: Any, _at: Any, _count: Any, dtype: Any) -> Any:
+    """Type and compile `_view`, without checks and without counts of references: the caller has the arena."""
+    viewed: Any = types.Array(dtype.dtype, 1, "C")
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        words = context.make_array(signature.args[0])(context, builder, arguments[0])
+        array = context.make_array(viewed)(context, builder)
+        start = builder.bitcast(builder.gep(words.data, [arguments[1]]), array.data.type)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(dtype.dtype)))
+        _populate_array(array, data=start, shape=[arguments[2]], strides=[size], itemsize=size, meminfo=None)
+        return array._getvalue()
+
+    return viewed(arena, types.intp, types.intp, dtype), code
+
+
+# Under NUMBA_DISABLE_JIT kernels are functions.
+_records: Callable[..., Array] = _view if _config.DISABLE_JIT else intrinsic(_typed_view)
+
+
+@_accessor
+def operator_header(arena: Array, at: int) -> Any:
+    """Return the header of an operator fragment."""
+    return _records(arena, at, 1, OPERATOR)[0]
+
+
+@_accessor
+def tasks_of(arena: Array, at: int) -> Array:
+    """Return the tasks of an operator."""
+    return _records(arena, at + OPERATOR_WORDS, operator_header(arena, at).tasks, TASK)
+
+
+@_accessor
+def value_header(arena: Array, at: int) -> Any:
+    """Return the header of a value fragment."""
+    return _records(arena, at, 1, VALUE)[0]
+
+
+@_accessor
+def assemblies_of(arena: Array, at: int) -> Array:
+    """Return the assemblies of a value, and the sentinel."""
+    return _records(arena, at + VALUE_WORDS, value_header(arena, at).assemblies + 1, ASSEMBLY)
+
+
+@_accessor
+def pieces_of(arena: Array, at: int) -> Array:
+    """Return the pieces of a value, assembly by assembly."""
+    value = value_header(arena, at)
+    return _records(arena, at + VALUE_WORDS + ASSEMBLY_WORDS * (value.assemblies + 1), value.pieces, PIECE)
+
+
+@_accessor
+def readers_at(arena: Array, at: int) -> int:
+    """Return where the readers of a value start."""
+    value = value_header(arena, at)
+    return int(at + VALUE_WORDS + ASSEMBLY_WORDS * (value.assemblies + 1) + PIECE_WORDS * value.pieces)
+
+
+@_accessor
+def readers_of(arena: Array, at: int) -> Array:
+    """Return the tasks that read a value, assembly by assembly."""
+    return _records(arena, readers_at(arena, at), value_header(arena, at).readers, READER)
+
+
+@_accessor
+def first_readers_of(arena: Array, at: int) -> Array:
+    """Return, for each reading, the position of its first task in `read_assemblies_of`."""
+    value = value_header(arena, at)
+    return _records(arena, readers_at(arena, at) + 2 * value.readers, value.readings, _INT)
+
+
+@_accessor
+def read_assemblies_of(arena: Array, at: int) -> Array:
+    """Return the assembly that each task of each reading takes."""
+    value = value_header(arena, at)
+    return _records(arena, readers_at(arena, at) + 2 * value.readers + value.readings, value.readers, _INT)
+
+
+@_accessor
+def first_pieces_of(arena: Array, at: int) -> Array:
+    """Return, for each source task, the position of its first piece in `pieces_by_source_of`, and their number."""
+    value = value_header(arena, at)
+    start = at + value.collectives_at - value.pieces - value.sources - 1
+    return _records(arena, start, value.sources + 1, _INT)
+
+
+@_accessor
+def pieces_by_source_of(arena: Array, at: int) -> Array:
+    """Return the pieces of a value by source task."""
+    value = value_header(arena, at)
+    return _records(arena, at + value.collectives_at - value.pieces, value.pieces, _INT)
+
+
+@_accessor
+def collectives_of(arena: Array, at: int) -> Array:
+    """Return the collectives of a value, and the sentinel, which is there where there is any."""
+    value = value_header(arena, at)
+    return _records(arena, at + value.collectives_at, value.collectives + 1, COLLECTIVE)
+
+
+@_accessor
+def served_assemblies_of(arena: Array, at: int) -> Array:
+    """Return the assemblies that the collectives of a value serve; there must be a collective."""
+    value = value_header(arena, at)
+    served = collectives_of(arena, at)[value.collectives].first_assembly
+    return _records(
+        arena, at + value.collectives_at + COLLECTIVE_WORDS * (value.collectives + 1), served, _INT
+    )
+
+
+@_accessor
+def served_sources_of(arena: Array, at: int) -> Array:
+    """Return the source tasks of the collectives of a value; there must be a collective."""
+    value, last = value_header(arena, at), collectives_of(arena, at)[value_header(arena, at).collectives]
+    start = at + value.collectives_at + COLLECTIVE_WORDS * (value.collectives + 1) + last.first_assembly
+    return _records(arena, start, last.first_source, _INT)
+
+
+@_accessor
+def static_header(arena: Array, at: int) -> Any:
+    """Return the header of a static fragment."""
+    return _records(arena, at, 1, STATIC)[0]
+
+
+@_accessor
+def holders_of(arena: Array, at: int) -> Array:
+    """Return the devices that hold a static tensor."""
+    return _records(arena, at + STATIC_WORDS, static_header(arena, at).holders, HOLDER)
+
+
+@_accessor
+def cells_of(arena: Array, at: int) -> Array:
+    """Return the parts of a weight that several devices hold."""
+    static = static_header(arena, at)
+    return _records(arena, at + STATIC_WORDS + HOLDER_WORDS * static.holders, static.cells, CELL)

@@ -1,0 +1,102 @@
+"""The task graph of a strategy, in the order of `search.simulate.task_graph`, and how large it is at most."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.kernels.backward_tasks import emit_backward
+from search.kernels.cache import entry, inner, quick_entry
+from search.kernels.forward_tasks import emit_forward, emit_renewals
+from search.kernels.fragments import collectives_of, operator_header, value_header
+from search.kernels.records import Array, Emission
+from search.kernels.update_tasks import emit_update_gathers, emit_updates
+
+
+@quick_entry
+def most_tasks(emission: Emission) -> tuple[int, int]:
+    """Return how many tasks and dependencies a task graph has at most.
+
+    Exact but for dependencies of gradients, which not all tasks give, and for devices that have no part in them.
+    """
+    graph, units, arena, scratch = emission.graph, emission.units, emission.arena, emission.scratch
+    holds, buckets, gathers = emission.holds, emission.buckets, emission.gathers
+    tasks, dependencies = len(scratch.elements_D), 0
+    for operator in range(len(units.operator_at)):
+        count = operator_header(arena, units.operator_at[operator]).tasks
+        runs = 1
+        if scratch.operator_active[operator]:
+            recomputed = emission.groups.of_O[operator] >= 0
+            runs += 1 + recomputed
+            # Of the backward its forward, what blocks its device, and the update that waits for it.
+            dependencies += count * (3 + 2 * recomputed)
+        tasks += count * runs
+        if gathers.counts[1]:
+            dependencies += count * runs * gathers_of(emission, operator)
+    for value in range(len(units.value_at)):
+        unit = units.value_at[value]
+        header = value_header(arena, unit)
+        tasks += header.collectives + header.transfers
+        dependencies += header.transfers
+        if header.collectives:
+            dependencies += collectives_of(arena, unit)[header.collectives].first_source
+        if value < graph.value_count:
+            dependencies += header.reads
+            if graph.needs_gradient[value]:
+                tasks += header.collectives + header.remote_pieces
+                dependencies += header.pieces + most_gradient_reads(emission, value)
+    for gather in range(gathers.counts[1]):
+        tasks += 1
+        dependencies += holds.end_ptr[gathers.hold[gather] + 1] - holds.end_ptr[gathers.hold[gather]]
+    for bucket in range(buckets.counts[0]):
+        tasks += 2
+        # Of each device the bucket before it, its update, and the gather of what is updated.
+        dependencies += 3 * (holds.end_ptr[buckets.hold[bucket] + 1] - holds.end_ptr[buckets.hold[bucket]])
+    for number in range(buckets.counts[1]):
+        weight = buckets.entry_weight[number]
+        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+            dependencies += operator_header(arena, units.operator_at[graph.weight_user[user]]).tasks
+    return tasks, dependencies
+
+
+@inner
+def gathers_of(emission: Emission, operator: int) -> int:
+    """Return how many gathers of weights a forward and a backward of an operator wait for at most."""
+    graph, gathers = emission.graph, emission.gathers
+    count = 0
+    for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
+        for side in range(2):
+            gathering = gathers.weight_2W[side, graph.behind_weight[place]]
+            if gathering >= 0:
+                count += gathers.last_2O[side, gathering] - gathers.first_2O[side, gathering]
+    return count
+
+
+@inner
+def most_gradient_reads(emission: Emission, value: int) -> int:
+    """Return how many dependencies on its readers' backwards the gradient of a value has at most."""
+    scratch = emission.scratch
+    header = value_header(emission.arena, emission.units.value_at[value])
+    for collective in range(scratch.collective_base[value], scratch.collective_base[value + 1]):
+        if scratch.collective_after[collective] < 0:
+            return int(header.piece_reads)
+    return int(header.reads)
+
+
+@entry
+def emit_task_graph(emission: Emission, update_ns_D: Array, update_origin_D: Array) -> int:
+    """Write the task graph; return the number of its tasks. `most_tasks` fit into `emission.tasks`."""
+    graph, gathers, scratch = emission.graph, emission.gathers, emission.scratch
+    devices = len(update_ns_D)
+    scratch.counts[:] = 0
+    emission.tasks.pred_ptr[0] = 0
+    gathers.latest_D[:] = -1
+    gathers.blocked_D[:] = -1
+    gathers.reduced_D[:] = -1
+    emit_forward(emission, 0, graph.loss_operators)
+    emit_backward(emission, np.full(devices, -1, np.int64))
+    emit_forward(emission, graph.loss_operators, len(graph.order))
+    emit_renewals(emission)
+    following_D = np.zeros(devices, np.int64)
+    emit_updates(emission, update_ns_D, update_origin_D, following_D)
+    emit_update_gathers(emission, following_D)
+    return int(scratch.counts[0])
