@@ -18,9 +18,17 @@ import numpy as np
 from graph.strategy import Configuration
 from search.evaluate.optimistic_bound import Relaxation
 from search.kernels.incremental import compact, evaluate_program_order
-from search.kernels.records import Checkpoints, Units, Versions
+from search.kernels.records import Array, Checkpoints, Units, Versions
 from search.outcome import NEVER_NS, Outcome
-from search.simulate.strategy_state import Layout, Undo, buckets_for, more_buckets, new_buckets, new_gathers
+from search.simulate.strategy_state import (
+    Layout,
+    Undo,
+    buckets_for,
+    more_buckets,
+    new_buckets,
+    new_derivation,
+    new_gathers,
+)
 
 # About as many checkpoints; each holds the state of every device and link.
 CHECKPOINTS = 32
@@ -61,10 +69,11 @@ class Delta:
         row = np.zeros((count, 2, 2 * resources + devices + 1), np.int64)
         self._checkpoints = Checkpoints(row, np.zeros(count, np.int64), stride)
         self._relaxation = Relaxation(layout)
-        self._versions = [new_versions(layout, resources) for _ in range(2)]
-        self._pool = np.zeros(POOL_WORDS, np.int64)
+        self._resources = resources
+        # Of the current strategy, and of the proposal.
+        self._versions = [new_versions(layout, resources, np.zeros(0, np.int64)) for _ in range(2)]
         self._spare = np.zeros(0, np.int64)
-        self._end = self._proposed_end = self._number = 0
+        self._number = 0
         self._buckets = new_buckets(64, 256, 0)
         self._gathers = new_gathers(layout, 64)
         self._old_units = Units(*(array.copy() for array in layout.units))
@@ -94,13 +103,13 @@ class Delta:
         part = self._relaxation.replace(changed) if tries else None
         if part is not None:
             self._undo = part
-            exceeds = self._evaluate(bound_ns, everything=0, is_part=True) is None
+            exceeds = self._evaluate(bound_ns, is_part=True) is None
             self._relaxation.decided(exceeds=exceeds)
             if exceeds:
                 return None
             self.layout.undo(part)
         self._undo = self.layout.replace(changed)
-        return self._evaluate(bound_ns, everything=0)
+        return self._evaluate(bound_ns)
 
     def accept(self) -> None:
         """Keep the proposal."""
@@ -109,8 +118,8 @@ class Delta:
         self._checkpoints.side[self._number + 1 :] ^= 1
         for old, units in zip(self._old_units, self.layout.units, strict=True):
             old[:] = units
-        self._end = self._proposed_end
-        if 2 * self._end > len(self._pool):
+        derivation = self._versions[0].derivation
+        if 2 * derivation.counts[1] > len(derivation.pool):
             self._compact()
 
     def reject(self) -> None:
@@ -124,69 +133,79 @@ class Delta:
         if store.generation == self._generation:
             return
         self.layout.refresh()
-        self._end = 0
         self._checkpoints.row[0] = 0
-        self._evaluate(NEVER_NS, everything=1)
+        # All of it differs from nothing.
+        pool = self._versions[0].derivation.pool
+        self._versions = [new_versions(self.layout, self._resources, pool) for _ in range(2)]
+        for old in self._old_units:
+            old[:] = -1
+        self._evaluate(NEVER_NS)
         self.accept()
         self._generation = store.generation
 
-    def _evaluate(self, bound_ns: int, *, everything: int, is_part: bool = False) -> Outcome | None:
+    def _evaluate(self, bound_ns: int, *, is_part: bool = False) -> Outcome | None:
         builder, layout = self.layout.builder, self.layout
         arena, units, wiring = builder.store.arena, layout.units, self._wiring
         holds = builder.store.holds.arrays()
         self._buckets = buckets_for(holds, self._buckets)
-        old, new = self._versions
         while True:
-            makespan_ns, end, number, excess_bytes = evaluate_program_order(
-                wiring, self._old_units, units, arena, holds, self._pool, self._end, old, new, self._buckets,
+            old, new = self._versions
+            makespan_ns, self._number, excess_bytes = evaluate_program_order(
+                wiring, self._old_units, units, arena, holds, old, new, self._buckets,
                 layout.groups, self._gathers, self._machines, self._place_of, self._keeps_ends,
-                self._checkpoints, builder.bucket_bytes, builder.state_tensors, everything,
+                self._checkpoints, builder.bucket_bytes, builder.state_tensors,
                 int(self._mechanisms.folding), int(not is_part), bound_ns if self._mechanisms.bound else NEVER_NS,
             )  # fmt: skip
             if makespan_ns == -2:
-                self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
+                self._grow()
             elif makespan_ns == -3:
                 self._buckets = more_buckets(self._buckets)
             elif makespan_ns == -4:
                 self._gathers = new_gathers(layout, 2 * len(self._gathers.hold))
             else:
                 break
-        self._proposed_end, self._number = end, number
         if not 0 <= makespan_ns <= bound_ns:
             return None
         self._proposed = Outcome(excess_bytes, makespan_ns)
         return self._proposed
 
+    def _grow(self) -> None:
+        """Make the pool twice as long."""
+        pool = self._versions[0].derivation.pool
+        self._use(np.concatenate([pool, np.zeros(max(len(pool), POOL_WORDS), np.int64)]))
+
+    def _use(self, pool: Array) -> None:
+        self._versions = [
+            versions._replace(derivation=versions.derivation._replace(pool=pool))
+            for versions in self._versions
+        ]
+
     def _compact(self) -> None:
-        if len(self._spare) != len(self._pool):
-            self._spare = np.zeros_like(self._pool)
-        self._end = compact(
+        current = self._versions[0]
+        pool = current.derivation.pool
+        if len(self._spare) != len(pool):
+            self._spare = np.zeros_like(pool)
+        compact(
             self._wiring,
             self._old_units,
             self.layout.builder.store.arena,
             self._keeps_ends,
-            self._versions[0],
-            self._pool,
+            current,
             self._spare,
         )
-        self._pool, self._spare = self._spare, self._pool
-        while len(self._pool) < 8 * self._end:
-            self._pool = np.concatenate([self._pool, np.zeros_like(self._pool)])
+        self._use(self._spare)
+        self._spare = pool
+        while len(self._versions[0].derivation.pool) < 8 * current.derivation.counts[1]:
+            self._grow()
 
 
-def new_versions(layout: Layout, resources: int) -> Versions:
-    """Return room for what is known of one strategy."""
+def new_versions(layout: Layout, resources: int, pool: Array) -> Versions:
+    """Return room for what the walk knows of one strategy; it is that of nothing."""
     operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
-    devices = len(layout.builder.topology.devices)
     return Versions(
-        active_at=np.zeros(operators, np.int64),
-        last_at=np.full(values, -1, np.int64),
+        derivation=new_derivation(layout, pool),
         ready_at=np.zeros(values, np.int64),
         ends_at=np.zeros(operators, np.int64),
-        operator_active=np.zeros(operators, np.int64),
-        elements_D=np.zeros(devices, np.int64),
-        memory_D=np.zeros(devices, np.int64),
-        again_2GD=np.zeros(layout.scratch.again_2GD.shape, np.int64),
         load_ns_R=np.zeros(resources, np.int64),
         alike_ns_2O=np.zeros((2, operators), np.int64),
         meets_2O=np.zeros((2, operators), np.int64),

@@ -30,13 +30,14 @@ from search.kernels.records import (
 @inner
 def await_readers(emission: Emission, value: int, assembly: int, e: int) -> int:
     """Let a task wait for the backwards that give an assembly its gradient; return the end of the dependencies."""
+    derivation = emission.derivation
     graph, scratch, unit = emission.graph, emission.scratch, emission.units.value_at[value]
     assemblies, readers = assemblies_of(emission.arena, unit), readers_of(emission.arena, unit)
     for place in range(assemblies[assembly].first_reader, assemblies[assembly + 1].first_reader):
         reader = readers[place]
         reading = graph.reading_ptr[value] + reader.reading
-        task = scratch.task_base[graph.reading_operator[reading]] + reader.task
-        if graph.reading_gradient[reading] and scratch.active[task]:
+        task = derivation.active_at[graph.reading_operator[reading]] + reader.task
+        if graph.reading_gradient[reading] and derivation.pool[task]:
             emission.tasks.pred[e] = scratch.backward_task[task]
             e += 1
     return e
@@ -49,13 +50,14 @@ def emit_recompute(emission: Emission, first: int, last: int) -> None:
     What they read is on their device. Each waits for what the device computes before it, that none comes too early
     where tasks are not served in program order.
     """
+    derivation = emission.derivation
     scratch, tasks, gathers = emission.scratch, emission.tasks, emission.gathers
     n, e = scratch.counts[0], scratch.counts[1]
     for operator in range(first, last + 1):
         parts = tasks_of(emission.arena, emission.units.operator_at[operator])
         for part in range(len(parts)):
-            flat = scratch.task_base[operator] + part
-            if not scratch.active[flat]:
+            flat = derivation.active_at[operator] + part
+            if not derivation.pool[flat]:
                 continue
             task = parts[part]
             put(tasks, n, RECOMPUTE, operator, part, task.device, task.forward_ns, task.origin)
@@ -85,6 +87,7 @@ def await_device(emission: Emission, operator: int, device: int, n: int, e: int)
 @inner
 def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
     """Let a backward task wait for the gradients of its pieces of a value; return the end of the dependencies."""
+    derivation = emission.derivation
     scratch, tasks, arena = emission.scratch, emission.tasks, emission.arena
     unit = emission.units.value_at[value]
     assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
@@ -92,13 +95,13 @@ def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
     latest = -1
     for position in range(first_pieces[part], first_pieces[part + 1]):
         piece = pieces[by_source[position]]
-        flat = scratch.assembly_base[value] + piece.assembly
-        if scratch.last_reader[flat] < 0:
+        flat = derivation.last_at[value] + piece.assembly
+        if derivation.pool[flat] < 0:
             continue
         collective = assemblies[piece.assembly].collective
         if collective >= 0:
-            flat_collective = scratch.collective_base[value] + collective
-            if scratch.collective_after[flat_collective] >= 0:
+            flat_collective = derivation.collective_at[value] + collective
+            if derivation.pool[flat_collective] >= 0:
                 # One task stands for all assemblies that the collective serves.
                 if latest != collective:
                     tasks.pred[e] = scratch.gradient_collective[flat_collective]
@@ -116,13 +119,14 @@ def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
 @inner
 def emit_operator_backward(emission: Emission, operator: int) -> None:
     """Emit the backward tasks of one operator."""
+    derivation = emission.derivation
     graph, scratch, tasks = emission.graph, emission.scratch, emission.tasks
     n, e = scratch.counts[0], scratch.counts[1]
     parts = tasks_of(emission.arena, emission.units.operator_at[operator])
     recomputed = emission.groups.of_O[operator] >= 0
     for part in range(len(parts)):
-        flat = scratch.task_base[operator] + part
-        if not scratch.active[flat]:
+        flat = derivation.active_at[operator] + part
+        if not derivation.pool[flat]:
             continue
         task = parts[part]
         put(tasks, n, BACKWARD, operator, part, task.device, task.backward_ns, task.origin)
@@ -140,6 +144,7 @@ def emit_operator_backward(emission: Emission, operator: int) -> None:
 @inner
 def emit_gradient_collectives(emission: Emission, operator: int) -> None:
     """Emit the collectives of the gradients that one operator's backward completes."""
+    derivation = emission.derivation
     graph, scratch, arena = emission.graph, emission.scratch, emission.arena
     n, e = scratch.counts[0], scratch.counts[1]
     for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
@@ -150,8 +155,8 @@ def emit_gradient_collectives(emission: Emission, operator: int) -> None:
             continue
         collectives, served = collectives_of(arena, unit), served_assemblies_of(arena, unit)
         for number in range(count):
-            flat = scratch.collective_base[value] + number
-            if scratch.collective_after[flat] != operator:
+            flat = derivation.collective_at[value] + number
+            if derivation.pool[flat] != operator:
                 continue
             collective = collectives[number]
             put_communication(
@@ -170,6 +175,7 @@ def emit_gradient_collectives(emission: Emission, operator: int) -> None:
 @inner
 def emit_gradient_transfers(emission: Emission, operator: int) -> None:
     """Emit the transfers of the gradients that one operator's backward completes."""
+    derivation = emission.derivation
     graph, scratch, arena = emission.graph, emission.scratch, emission.arena
     n, e = scratch.counts[0], scratch.counts[1]
     for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
@@ -177,13 +183,13 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
         unit = emission.units.value_at[value]
         assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
         for number in range(len(assemblies) - 1):
-            flat = scratch.assembly_base[value] + number
-            if scratch.last_reader[flat] != operator:
+            flat = derivation.last_at[value] + number
+            if derivation.pool[flat] != operator:
                 continue
             assembly = assemblies[number]
             if (
                 assembly.collective >= 0
-                and scratch.collective_after[scratch.collective_base[value] + assembly.collective] >= 0
+                and derivation.pool[derivation.collective_at[value] + assembly.collective] >= 0
             ):
                 continue
             based = False
@@ -211,6 +217,7 @@ def emit_bucket(emission: Emission, position: int, member_D: Array) -> None:
 
     Of gradients that are shared, a device has two buckets at most in its hands: it waits for the one before.
     """
+    derivation = emission.derivation
     graph, scratch, tasks = emission.graph, emission.scratch, emission.tasks
     holds, buckets, gathers = emission.holds, emission.buckets, emission.gathers
     n, e = scratch.counts[0], scratch.counts[1]
@@ -234,8 +241,8 @@ def emit_bucket(emission: Emission, position: int, member_D: Array) -> None:
             operator = graph.weight_user[user]
             parts = tasks_of(emission.arena, emission.units.operator_at[operator])
             for part in range(len(parts)):
-                flat = scratch.task_base[operator] + part
-                if scratch.active[flat] and member_D[parts[part].device] == position:
+                flat = derivation.active_at[operator] + part
+                if derivation.pool[flat] and member_D[parts[part].device] == position:
                     tasks.pred[e] = scratch.backward_task[flat]
                     e += 1
         entry = buckets.entry_next[entry]

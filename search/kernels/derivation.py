@@ -1,170 +1,312 @@
-"""Which tasks of a strategy have a backward, how many tasks and dependencies there are, and memory."""
+"""The derivation of a strategy: which tasks have a backward, who completes which gradient, and memory.
+
+A strategy is derived from another one by what differs between them, and from nothing where all of it does.
+"""
 
 from __future__ import annotations
 
-from search.kernels.cache import inner, quick_entry
+import numpy as np
+
+from search.kernels.cache import entry, inner
 from search.kernels.records import (
+    ACTIVE,
     ASSEMBLY_STRIDE,
     COLLECTIVE_STRIDE,
     HOLDER_STRIDE,
     OPERATOR_HEADER,
     OPERATOR_STRIDE,
+    PARTLY_ACTIVE,
     PIECE_STRIDE,
     STATIC_HEADER,
+    VALUE_COLLECTIVES,
     VALUE_HEADER,
     Array,
+    Derivation,
     GraphArrays,
     Groups,
-    Scratch,
     Units,
 )
 
 
-@quick_entry
-def find_activity(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> None:
-    """Find which tasks and assemblies take part in the backward, as `graph.plan` does.
-
-    `scratch.task_base` and `scratch.assembly_base` are already there.
-    """
-    active = scratch.active
-    active[: scratch.task_base[-1]] = 0
-    scratch.operator_active[:] = 0
-    for operator in range(len(units.operator_at) - 1, -1, -1):
-        base = scratch.task_base[operator]
-        count = scratch.task_base[operator + 1] - base
-        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
-            value = graph.output_value[output]
-            at = units.value_at[value]
-            piece_at = at + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[at] + 1)
-            reader_at = piece_at + PIECE_STRIDE * arena[at + 1]
-            for assembly in range(arena[at]):
-                where = at + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
-                last = -1
-                if graph.needs_gradient[value]:
-                    for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
-                        reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
-                        user = graph.reading_operator[reading]
-                        task = scratch.task_base[user] + arena[reader_at + 2 * reader + 1]
-                        # Readers with a backward are in topological order: it reaches the first of them last.
-                        if graph.reading_gradient[reading] and active[task]:
-                            last = user
-                            break
-                scratch.last_reader[scratch.assembly_base[value] + assembly] = last
-                if last >= 0:
-                    for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
-                        active[base + arena[piece_at + PIECE_STRIDE * piece]] = 1
-            if value == graph.loss_value and graph.needs_gradient[value]:
-                for task in range(0, count, arena[units.operator_at[operator] + 1]):
-                    active[base + task] = 1
-        for task in range(count):
-            if active[base + task]:
-                scratch.operator_active[operator] = 1
-                break
-    for value in range(graph.value_count):
-        find_gradient_collectives(units.value_at[value], value, arena, scratch)
-
-
-@quick_entry
+@inner
 def collectives_of(arena: Array, unit: int) -> int:
     """Return where the collectives of a value unit start."""
     return int(unit + arena[unit + 6])
 
 
+@entry
+def derive(
+    graph: GraphArrays,
+    units: Units,
+    arena: Array,
+    groups: Groups,
+    state_tensors: int,
+    derivation: Derivation,
+) -> int:
+    """Derive a strategy from nothing; return the words that it takes, written only where the pool has them."""
+    forget(derivation)
+    nothing = Units(
+        np.full_like(units.operator_at, -1),
+        np.full_like(units.value_at, -1),
+        np.full_like(units.static_at, -1),
+    )
+    dirty = np.empty(len(units.operator_at), np.int64)
+    find_changed_units(graph, nothing, units, arena, derivation, dirty)
+    if derivation.counts[0] <= len(derivation.pool):
+        find_backwards(graph, units, arena, derivation, dirty)
+        account_memory(graph, nothing, units, arena, groups, state_tensors, derivation, derivation)
+        find_peak_memory(derivation)
+    return int(derivation.counts[0])
+
+
 @inner
-def find_gradient_collectives(unit: int, value: int, arena: Array, scratch: Scratch) -> None:
-    """Find after which operator's backward each collective of a value goes back as one, if it does."""
-    found = arena[unit + 7]
-    if found == 0:
-        return
-    collective_at = collectives_of(arena, unit)
-    member_at = collective_at + COLLECTIVE_STRIDE * (found + 1)
+def forget(derivation: Derivation) -> None:
+    """Make a derivation that of nothing."""
+    for sums in (derivation.counts, derivation.elements_D, derivation.memory_D):
+        sums[:] = 0
+    derivation.again_2GD[:] = 0
+
+
+@inner
+def find_changed_units(
+    graph: GraphArrays, old_units: Units, units: Units, arena: Array, new: Derivation, dirty: Array
+) -> None:
+    """Find which operators have other units, or make values that have, and count the words of the new strategy.
+
+    dirty: of operators, as `find_backwards` takes it.
+    """
+    words = 0
+    dirty[:] = 0
+    for value in range(graph.value_count):
+        was, now = old_units.value_at[value], units.value_at[value]
+        if was != now:
+            dirty[graph.producer[value]] = 1
+            words += arena[now] + arena[now + VALUE_COLLECTIVES]
+            if was >= 0:
+                words -= arena[was] + arena[was + VALUE_COLLECTIVES]
+    for operator in range(len(units.operator_at)):
+        was, now = old_units.operator_at[operator], units.operator_at[operator]
+        if was != now:
+            dirty[operator] = 2
+            words += arena[now]
+            if was >= 0:
+                words -= arena[was]
+    new.counts[0] += words
+
+
+@inner
+def find_backwards(graph: GraphArrays, units: Units, arena: Array, new: Derivation, dirty: Array) -> None:
+    """Find which tasks have a backward, as `graph.plan` does, and who completes the gradients that they take.
+
+    Of operators that are dirty, and of those that these make so: 0 not, 1 its outputs' readers may have changed, 2 it
+    has another configuration.
+    """
+    pool = new.pool
+    for operator in range(len(units.operator_at) - 1, -1, -1):
+        if dirty[operator] == 0:
+            continue
+        at = units.operator_at[operator]
+        count = arena[at]
+        before, active_at = new.active_at[operator], new.counts[1]
+        end = active_at + count
+        new.active_at[operator] = active_at
+        for task in range(count):
+            pool[active_at + task] = 0
+        for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+            value = graph.output_value[output]
+            unit = units.value_at[value]
+            new.last_at[value] = end
+            new.collective_at[value] = end + arena[unit]
+            end += arena[unit] + arena[unit + VALUE_COLLECTIVES]
+            find_last_readers(graph, units, arena, new, value, active_at)
+            if value == graph.loss_value and graph.needs_gradient[value]:
+                for task in range(0, count, arena[at + 1]):
+                    pool[active_at + task] = 1
+        new.counts[1] = end
+        code = arena[at + OPERATOR_HEADER + 4]
+        if code == ACTIVE:
+            for task in range(count):
+                pool[active_at + task] = 1
+        new.operator_active[operator] = code == PARTLY_ACTIVE
+        changed = dirty[operator] == 2
+        for task in range(count):
+            if pool[active_at + task]:
+                new.operator_active[operator] = 1
+            changed = changed or pool[before + task] != pool[active_at + task]
+        if changed:
+            for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
+                producer = graph.producer[graph.read_value[position]]
+                dirty[producer] = max(dirty[producer], 1)
+
+
+@inner
+def find_last_readers(
+    graph: GraphArrays, units: Units, arena: Array, new: Derivation, value: int, active_at: int
+) -> None:
+    """Write which operator's backward completes each gradient of a value, and mark the tasks that it goes to."""
+    pool, unit = new.pool, units.value_at[value]
+    last_at, collective_at = new.last_at[value], new.collective_at[value]
+    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
+    reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+    is_partial = False
+    for assembly in range(arena[unit]):
+        where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+        last = -1
+        perhaps = False
+        if graph.needs_gradient[value]:
+            for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
+                reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
+                user = graph.reading_operator[reading]
+                if graph.reading_gradient[reading]:
+                    # Readers with a backward are in topological order: it reaches the first of them last.
+                    if pool[new.active_at[user] + arena[reader_at + 2 * reader + 1]]:
+                        last = user
+                        break
+                    if arena[units.operator_at[user] + OPERATOR_HEADER + 4] == PARTLY_ACTIVE:
+                        # Some replica sends a gradient back: whose assembly that is, and so when, is not known.
+                        perhaps = is_partial = True
+                        break
+        pool[last_at + assembly] = last
+        if last >= 0 or perhaps:
+            for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
+                pool[active_at + arena[piece_at + PIECE_STRIDE * piece]] = 1
+    found = arena[unit + VALUE_COLLECTIVES]
+    member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
     for collective in range(found):
-        where = collective_at + COLLECTIVE_STRIDE * collective
+        where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
         after = -2
         for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
-            last = scratch.last_reader[scratch.assembly_base[value] + arena[member_at + member]]
+            last = pool[last_at + arena[member_at + member]]
             after = last if after == -2 or after == last else -1
             if after == -1:
                 break
-        scratch.collective_after[scratch.collective_base[value] + collective] = after
-
-
-@quick_entry
-def count_tasks(graph: GraphArrays, units: Units, arena: Array, scratch: Scratch) -> tuple[int, int, int]:
-    """Set the bases of tasks, assemblies and collectives; return their totals."""
-    total = 0
-    for operator in range(len(units.operator_at)):
-        scratch.task_base[operator] = total
-        total += arena[units.operator_at[operator]]
-    scratch.task_base[len(units.operator_at)] = total
-    assemblies = 0
-    for value in range(graph.value_count):
-        scratch.assembly_base[value] = assemblies
-        assemblies += arena[units.value_at[value]]
-    scratch.assembly_base[graph.value_count] = assemblies
-    collectives = 0
-    for value in range(graph.value_count + graph.buffer_count):
-        scratch.collective_base[value] = collectives
-        collectives += arena[units.value_at[value] + 7]
-    scratch.collective_base[graph.value_count + graph.buffer_count] = collectives
-    return total, assemblies, collectives
-
-
-@quick_entry
-def weigh(
-    graph: GraphArrays, units: Units, arena: Array, scratch: Scratch, groups: Groups, state_tensors: int
-) -> None:
-    """Find the elements that each device updates, and its peak memory (`search.simulate.simulator.Simulation`)."""
-    elements_D = scratch.elements_D
-    memory_D = scratch.memory_D
-    elements_D[:] = 0
-    memory_D[:] = 0
-    scratch.again_2GD[:] = 0
-    for static in range(graph.static_count):
-        at = units.static_at[static]
-        trained = False
-        if static < graph.weight_count:
-            for user in range(graph.weight_ptr[static], graph.weight_ptr[static + 1]):
-                trained = trained or scratch.operator_active[graph.weight_user[user]] != 0
-        for holder in range(arena[at]):
-            word = at + STATIC_HEADER + HOLDER_STRIDE * holder
-            device, kept, updated = arena[word], arena[word + 1], arena[word + 2]
-            if trained:
-                kept += updated * (1 + state_tensors)
-                elements_D[device] += updated
-            memory_D[device] += kept * graph.static_item_bytes[static]
-    for operator in range(len(units.operator_at)):
-        at = units.operator_at[operator] + OPERATOR_HEADER
-        group, ended = groups.of_O[operator], groups.ended_O[operator]
-        for task in range(arena[units.operator_at[operator]]):
-            if scratch.active[scratch.task_base[operator] + task]:
-                word = at + OPERATOR_STRIDE * task
-                memory_D[arena[word]] += arena[word + 3]
-                if group >= 0:
-                    scratch.again_2GD[0, group, arena[word]] += arena[word + 5]
-                if ended > 0:
-                    scratch.again_2GD[1, ended - 1, arena[word]] += arena[word + 3]
-    for value in range(graph.value_count):
-        at = units.value_at[value]
-        ended = groups.ended_O[graph.producer[value]]
-        for assembly in range(arena[at]):
-            if scratch.last_reader[scratch.assembly_base[value] + assembly] >= 0:
-                where = at + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
-                memory_D[arena[where]] += arena[where + 1]
-                if ended > 0:
-                    scratch.again_2GD[1, ended - 1, arena[where]] += arena[where + 1]
-    add_again(scratch.again_2GD, memory_D)
+        pool[collective_at + collective] = after
+    if is_partial:
+        # What goes back with what is not known is left out as well.
+        for place in range(last_at, collective_at + found):
+            pool[place] = -1
 
 
 @inner
-def add_again(again_2GD: Array, memory_D: Array) -> None:
-    """Add to what is kept what is there beyond it while that group is made again at which most is.
+def account_memory(
+    graph: GraphArrays,
+    old_units: Units,
+    units: Units,
+    arena: Array,
+    groups: Groups,
+    state_tensors: int,
+    old: Derivation,
+    new: Derivation,
+) -> None:
+    """Bring memory and the elements to update from the old strategy's to the new one's; old units may be -1."""
+    for operator in range(len(units.operator_at)):
+        was, now = old_units.operator_at[operator], units.operator_at[operator]
+        if was != now or old.active_at[operator] != new.active_at[operator]:
+            group, ended = groups.of_O[operator], groups.ended_O[operator]
+            if was >= 0:
+                account_operator(arena, was, new, old.active_at[operator], group, ended, -1)
+            account_operator(arena, now, new, new.active_at[operator], group, ended, 1)
+    for value in range(graph.value_count):
+        was, now = old_units.value_at[value], units.value_at[value]
+        if was != now or old.last_at[value] != new.last_at[value]:
+            ended = groups.ended_O[graph.producer[value]]
+            if was >= 0:
+                account_value(arena, was, new, old.last_at[value], ended, -1)
+            account_value(arena, now, new, new.last_at[value], ended, 1)
+    for static in range(graph.static_count):
+        was, now = old_units.static_at[static], units.static_at[static]
+        trained_before = was >= 0 and is_trained(graph, static, old.operator_active)
+        trained = is_trained(graph, static, new.operator_active)
+        if was != now or trained != trained_before:
+            tensors = 1 + state_tensors
+            item_bytes = graph.static_item_bytes[static]
+            if was >= 0:
+                account_static(arena, was, new, item_bytes, tensors if trained_before else 0, -1)
+            account_static(arena, now, new, item_bytes, tensors if trained else 0, 1)
 
-    By then all that lies behind the group is gone.
+
+@inner
+def account_operator(
+    arena: Array, at: int, new: Derivation, active_at: int, group: int, ended: int, sign: int
+) -> None:
+    """Add (sign 1) or take away (-1) the bytes that an operator's tasks keep for their backward."""
+    for task in range(arena[at]):
+        if new.pool[active_at + task]:
+            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
+            device = arena[word]
+            new.memory_D[device] += sign * arena[word + 3]
+            if group >= 0:
+                new.again_2GD[0, group, device] += sign * arena[word + 5]
+            if ended > 0:
+                new.again_2GD[1, ended - 1, device] += sign * arena[word + 3]
+
+
+@inner
+def account_value(arena: Array, unit: int, new: Derivation, last_at: int, ended: int, sign: int) -> None:
+    """Add or take away the bytes of a value's assemblies that have a gradient."""
+    for assembly in range(arena[unit]):
+        if new.pool[last_at + assembly] >= 0:
+            where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+            new.memory_D[arena[where]] += sign * arena[where + 1]
+            if ended > 0:
+                new.again_2GD[1, ended - 1, arena[where]] += sign * arena[where + 1]
+
+
+@inner
+def account_static(arena: Array, at: int, new: Derivation, item_bytes: int, tensors: int, sign: int) -> None:
+    """Add or take away the memory and the elements to update of a static tensor.
+
+    tensors: how many more there are of what is trained: its gradient and the optimizer's state.
     """
-    for device in range(len(memory_D)):
+    for holder in range(arena[at]):
+        word = at + STATIC_HEADER + HOLDER_STRIDE * holder
+        device, kept, updated = arena[word], arena[word + 1], arena[word + 2]
+        if tensors > 0:
+            kept += updated * tensors
+            new.elements_D[device] += sign * updated
+        new.memory_D[device] += sign * kept * item_bytes
+
+
+@inner
+def is_trained(graph: GraphArrays, static: int, operator_active: Array) -> bool:
+    """Return whether a static tensor is a weight that some operator's backward gives a gradient."""
+    if static < graph.weight_count:
+        for user in range(graph.weight_ptr[static], graph.weight_ptr[static + 1]):
+            if operator_active[graph.weight_user[user]]:
+                return True
+    return False
+
+
+@inner
+def find_peak_memory(derivation: Derivation) -> None:
+    """Find the peak memory of every device (`search.simulate.simulator.Simulation`), in bytes.
+
+    To what is kept comes what is there beyond it while that group is recomputed at which most is; by then all that
+    lies behind the group is gone.
+    """
+    again_2GD = derivation.again_2GD
+    for device in range(len(derivation.memory_D)):
         most = later = 0
         for group in range(again_2GD.shape[1] - 1, -1, -1):
             later += again_2GD[1, group, device]
             most = max(most, again_2GD[0, group, device] - later)
-        memory_D[device] += most
+        derivation.peak_D[device] = derivation.memory_D[device] + most
+
+
+@inner
+def copy_derivation(source: Derivation, target: Derivation) -> None:
+    """Make `target` equal to `source`, of which it shares the pool."""
+    for operator in range(len(source.active_at)):
+        target.active_at[operator] = source.active_at[operator]
+        target.operator_active[operator] = source.operator_active[operator]
+    for value in range(len(source.last_at)):
+        target.last_at[value] = source.last_at[value]
+        target.collective_at[value] = source.collective_at[value]
+    for device in range(len(source.memory_D)):
+        target.elements_D[device] = source.elements_D[device]
+        target.memory_D[device] = source.memory_D[device]
+        for which in range(2):
+            for group in range(source.again_2GD.shape[1]):
+                target.again_2GD[which, group, device] = source.again_2GD[which, group, device]
+    for place in range(len(source.counts)):
+        target.counts[place] = source.counts[place]

@@ -100,13 +100,13 @@ def emit_collectives(emission: Emission, operator: int, value: int, kind: int) -
     if count == 0:
         return
     n, e = scratch.counts[0], scratch.counts[1]
+    scratch.collective_base[value] = n
     collectives, sources = collectives_of(arena, unit), served_sources_of(arena, unit)
     for number in range(count):
         collective = collectives[number]
         put_communication(
             emission, n, kind, value, number, collective.hold, collective.run_ns, collective.size_bytes
         )
-        scratch.collective_task[scratch.collective_base[value] + number] = n
         for position in range(collective.first_source, collectives[number + 1].first_source):
             tasks.pred[e] = scratch.forward_base[operator] + sources[position]
             e += 1
@@ -167,7 +167,7 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
             number = read_assemblies_of(arena, unit)[first_reader + part]
             assembly = assemblies[number]
             if assembly.collective >= 0:
-                tasks.pred[e] = scratch.collective_task[scratch.collective_base[value] + assembly.collective]
+                tasks.pred[e] = scratch.collective_base[value] + assembly.collective
                 e += 1
                 continue
             for place in range(assembly.first_piece, assemblies[number + 1].first_piece):

@@ -7,7 +7,7 @@ import numpy as np
 from search.kernels.cache import entry, inner, quick_entry, section
 from search.kernels.changes import add_load, prepare
 from search.kernels.collective_cost import collective_ns
-from search.kernels.derivation import add_again
+from search.kernels.derivation import find_peak_memory
 from search.kernels.machine import carry, compute, find_even, settle, settle_links
 from search.kernels.records import (
     HELD,
@@ -18,6 +18,7 @@ from search.kernels.records import (
     Array,
     Buckets,
     Checkpoints,
+    Derivation,
     Gathers,
     GraphArrays,
     Groups,
@@ -76,7 +77,7 @@ def walk_end(
         if latest_ns < 0:
             return -1
     for device in range(len(update_ns_D)):
-        if versions.elements_D[device]:
+        if versions.derivation.elements_D[device]:
             end_ns = compute(machine, device, walk.sync_end_D[device], update_ns_D[device], bound_ns)
             if end_ns < 0:
                 return -1
@@ -89,7 +90,7 @@ def walk_end(
         ready_ns = 0
         for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
             device = holds.end[place]
-            if versions.elements_D[device]:
+            if versions.derivation.elements_D[device]:
                 # The update is the last that the device computes.
                 ready_ns = max(ready_ns, machine.free_ns_R[device])
         run_ns = collective_ns(holds, hold, buckets.size_bytes[bucket])
@@ -154,9 +155,9 @@ def walk_program_order(
     gathers.reduced_D[:] = 0
     update_ns_D = np.zeros(devices, np.int64)
     for device in range(devices):
-        if versions.elements_D[device]:
+        if versions.derivation.elements_D[device]:
             # The same expression as `search.cost.cost_table.nanoseconds`.
-            update_ns_D[device] = int(versions.elements_D[device] * update_s_D[device] * 1e9 + 0.5)
+            update_ns_D[device] = int(versions.derivation.elements_D[device] * update_s_D[device] * 1e9 + 0.5)
             total_ns_R[device] += update_ns_D[device]
     contended = False
     for device in range(devices):
@@ -224,8 +225,6 @@ def evaluate_program_order(
     units: Units,
     arena: Array,
     holds: Holds,
-    pool: Array,
-    pool_end: int,
     old: Versions,
     new: Versions,
     buckets: Buckets,
@@ -237,71 +236,65 @@ def evaluate_program_order(
     checkpoints: Checkpoints,
     bucket_bytes: int,
     state_tensors: int,
-    everything: int,
     folds: int,
     saves: int,
     bound_ns: int,
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int]:
     """Make `new` that of the strategy that has `units` from `old`, and simulate it in program order.
 
     folds: what devices do alike is served together. saves: checkpoints, without which it cannot be accepted.
 
     Returns the makespan, -1 beyond the bound, -2 where the pool is too short, -3 where the buckets are, -4 where the
-    gathers are; the pool's new end; the number of the checkpoint that it was simulated from; and the bytes beyond the
-    devices' memories.
+    gathers are; the number of the checkpoint that it was simulated from; and the bytes beyond the devices' memories.
     """
-    pool_end, first = prepare(
-        graph, old_units, units, arena, holds, pool, pool_end, old, new, buckets, groups, gathers, bucket_bytes,
-        state_tensors, place_of, keeps_ends, everything,
+    derivation = new.derivation
+    shortage, first = prepare(
+        graph, old_units, units, arena, holds, old, new, buckets, groups, gathers, bucket_bytes,
+        state_tensors, place_of, keeps_ends,
     )  # fmt: skip
-    if pool_end < 0:
-        return pool_end, 0, 0, 0
+    if shortage < 0:
+        return shortage, 0, 0
     number = first // checkpoints.stride
-    makespan_ns, pool_end = walk_program_order(
-        graph, units, arena, holds, machines.contention_ppm_D, pool, pool_end, new, buckets, groups, gathers,
-        buckets.counts[0], machines.update_s_D, keeps_ends, checkpoints, number, folds, saves,
-        bound_ns,
+    makespan_ns, derivation.counts[1] = walk_program_order(
+        graph, units, arena, holds, machines.contention_ppm_D, derivation.pool, derivation.counts[1], new,
+        buckets, groups, gathers, buckets.counts[0], machines.update_s_D, keeps_ends, checkpoints, number, folds,
+        saves, bound_ns,
     )  # fmt: skip
     if makespan_ns < 0:
-        return makespan_ns, pool_end, number, 0
-    peak_D = new.memory_D.copy()
-    add_again(new.again_2GD, peak_D)
+        return makespan_ns, number, 0
+    find_peak_memory(derivation)
     excess_bytes = 0
-    for device in range(len(peak_D)):
-        excess_bytes += max(peak_D[device] - machines.capacity_bytes_D[device], 0)
-    return makespan_ns, pool_end, number, excess_bytes
+    for device in range(len(derivation.peak_D)):
+        excess_bytes += max(derivation.peak_D[device] - machines.capacity_bytes_D[device], 0)
+    return makespan_ns, number, excess_bytes
 
 
 @inner
-def move_words(at: Array, place: int, count: int, pool: Array, target: Array, end: int) -> int:
-    """Copy what is at `at[place]` to the end of another pool; return its new end."""
+def move_words(at: Array, place: int, count: int, derivation: Derivation, target: Array) -> None:
+    """Copy what is at `at[place]` in the pool to the end of another one."""
+    end = derivation.counts[1]
     for word in range(count):
-        target[end + word] = pool[at[place] + word]
+        target[end + word] = derivation.pool[at[place] + word]
     at[place] = end
-    return end + count
+    derivation.counts[1] = end + count
 
 
 @quick_entry
 def compact(
-    graph: GraphArrays,
-    units: Units,
-    arena: Array,
-    keeps_ends: Array,
-    versions: Versions,
-    pool: Array,
-    target: Array,
-) -> int:
-    """Copy all that `versions` refer to to another pool of the same length; return its end."""
-    end = 0
+    graph: GraphArrays, units: Units, arena: Array, keeps_ends: Array, versions: Versions, target: Array
+) -> None:
+    """Copy all that `versions` refer to to another pool of the same length."""
+    derivation = versions.derivation
+    derivation.counts[1] = 0
     for operator in range(len(units.operator_at)):
         count = arena[units.operator_at[operator]]
-        end = move_words(versions.active_at, operator, count, pool, target, end)
+        move_words(derivation.active_at, operator, count, derivation, target)
         if keeps_ends[operator] and versions.meets_2O[0, operator] == SCATTERED:
-            end = move_words(versions.ends_at, operator, count, pool, target, end)
+            move_words(versions.ends_at, operator, count, derivation, target)
     for value in range(graph.value_count):
         unit = units.value_at[value]
         count = arena[unit]
-        end = move_words(versions.last_at, value, count + arena[unit + VALUE_COLLECTIVES], pool, target, end)
+        move_words(derivation.last_at, value, count, derivation, target)
+        move_words(derivation.collective_at, value, arena[unit + VALUE_COLLECTIVES], derivation, target)
         if arena[unit + 4] > 0:
-            end = move_words(versions.ready_at, value, count, pool, target, end)
-    return end
+            move_words(versions.ready_at, value, count, derivation, target)

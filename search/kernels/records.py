@@ -119,27 +119,40 @@ class Groups(NamedTuple):
     ended_O: Array  # an operator: how many groups are all before it
 
 
-class Scratch(NamedTuple):
-    """What the layout knows about operators' tasks and values' assemblies, flat."""
+class Derivation(NamedTuple):
+    """Which tasks of one strategy have a backward, who completes its gradients, and its memory.
 
-    task_base: Array  # O + 1
-    assembly_base: Array  # V + 1
-    active: Array  # a compute task: whether it has a backward
-    last_reader: Array  # an assembly: the operator after whose backward its gradient is complete, or -1
-    operator_active: Array
-    forward_base: Array
-    backward_task: Array
-    transfer_base: Array
-    gradient_base: Array
-    collective_base: Array  # V + buffers + 1
-    collective_after: Array  # a collective: the operator after whose backward it goes back as one, or -1
-    collective_task: Array
-    gradient_collective: Array
-    elements_D: Array
-    memory_D: Array
-    # A group: bytes that are there once it is made again, and those that what lies between its end and the next one's
+    An operator or a value has words in the pool: strategies that differ in a few of them share the rest.
+    """
+
+    pool: Array
+    active_at: Array  # O: of each task, whether it has a backward
+    # V: of an assembly, the operator after whose backward its gradient is complete, or -1. Of values alone, -1 for
+    # buffers.
+    last_at: Array
+    collective_at: Array  # V: of a collective, the operator after whose backward it goes back as one, or -1
+    operator_active: Array  # O: whether any task has a backward
+    elements_D: Array  # to update
+    memory_D: Array  # bytes, but for what is recomputed
+    # A group: bytes that are there once it is recomputed, and those that what lies between its end and the next one's
     # keeps.
     again_2GD: Array
+    peak_D: Array  # peak bytes
+    counts: Array  # 0 the strategy's words in the pool, 1 where they end
+
+
+class Scratch(NamedTuple):
+    """Tasks that are written so far: where those of an operator or a value begin, or what stands for one.
+
+    Arrays beside the pool of the derivation have a word for each of its own.
+    """
+
+    forward_base: Array  # O
+    transfer_base: Array  # V + buffers
+    collective_base: Array  # V + buffers
+    backward_task: Array  # beside the pool: of a task
+    gradient_base: Array  # beside the pool: of an assembly
+    gradient_collective: Array  # beside the pool: of a collective
     counts: Array  # 0 tasks, 1 dependencies
 
 
@@ -186,6 +199,7 @@ class Emission(NamedTuple):
     units: Units
     arena: Array
     groups: Groups
+    derivation: Derivation
     scratch: Scratch
     holds: Holds
     buckets: Buckets
@@ -258,23 +272,12 @@ class Prefix(NamedTuple):
 
 
 class Versions(NamedTuple):
-    """What is known of one strategy, an operator or a value at a time: offsets into a pool of words.
+    """What the walk knows of one strategy, beside its derivation; offsets are into the same pool."""
 
-    Strategies that differ in a few operators share the rest.
-    """
-
-    active_at: Array  # O: of each task, whether it has a backward
-    last_at: (
-        Array  # V + buffers: an assembly's last reader as in `Scratch`, then what comes after each collective
-    )
-    ready_at: (
-        Array  # V + buffers: when all that comes to an assembly is there (of values of which something comes)
-    )
+    derivation: Derivation
+    # V + buffers: when all that comes to an assembly is there (of values of which something comes).
+    ready_at: Array
     ends_at: Array  # O: when each forward task ends (of operators that renew a buffer)
-    operator_active: Array  # O
-    elements_D: Array
-    memory_D: Array  # but for what is made again
-    again_2GD: Array  # as in `Scratch`
     load_ns_R: Array  # of all tasks but all-reduces of buckets and updates
     # An operator, of its forward and of its backward: how long every task takes, where each device has one and these
     # are alike, else -1; and how it meets other devices (`APART`, `TOGETHER`, `SCATTERED`).

@@ -18,13 +18,13 @@ def most_tasks(emission: Emission) -> tuple[int, int]:
 
     Exact but for dependencies of gradients, which not all tasks give, and for devices that have no part in them.
     """
-    graph, units, arena, scratch = emission.graph, emission.units, emission.arena, emission.scratch
+    graph, units, arena, derivation = emission.graph, emission.units, emission.arena, emission.derivation
     holds, buckets, gathers = emission.holds, emission.buckets, emission.gathers
-    tasks, dependencies = len(scratch.elements_D), 0
+    tasks, dependencies = len(derivation.elements_D), 0
     for operator in range(len(units.operator_at)):
         count = operator_header(arena, units.operator_at[operator]).tasks
         runs = 1
-        if scratch.operator_active[operator]:
+        if derivation.operator_active[operator]:
             recomputed = emission.groups.of_O[operator] >= 0
             runs += 1 + recomputed
             # Of the backward its forward, what blocks its device, and the update that waits for it.
@@ -74,10 +74,10 @@ def gathers_of(emission: Emission, operator: int) -> int:
 @inner
 def most_gradient_reads(emission: Emission, value: int) -> int:
     """Return how many dependencies on its readers' backwards the gradient of a value has at most."""
-    scratch = emission.scratch
+    collective_at = emission.derivation.collective_at[value]
     header = value_header(emission.arena, emission.units.value_at[value])
-    for collective in range(scratch.collective_base[value], scratch.collective_base[value + 1]):
-        if scratch.collective_after[collective] < 0:
+    for place in range(collective_at, collective_at + header.collectives):
+        if emission.derivation.pool[place] < 0:
             return int(header.piece_reads)
     return int(header.reads)
 

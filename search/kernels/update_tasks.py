@@ -22,6 +22,7 @@ def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array,
 
     following_D: 0 everywhere; the number of what each waits for is counted there, and then where the next one goes.
     """
+    derivation = emission.derivation
     tasks, scratch, holds = emission.tasks, emission.scratch, emission.holds
     n, e = scratch.counts[0], scratch.counts[1]
     for task in range(n):
@@ -34,7 +35,7 @@ def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array,
     for device in range(len(update_ns_D)):
         waits = following_D[device]
         following_D[device] = -1
-        if scratch.elements_D[device] == 0:
+        if derivation.elements_D[device] == 0:
             continue
         put(tasks, last, UPDATE, device, 0, device, update_ns_D[device], update_origin_D[device])
         following_D[device] = e

@@ -69,12 +69,12 @@ def walk_gradients(
         found = arena[unit + VALUE_COLLECTIVES]
         if found == 0:
             continue
-        last_at, gradient_at = versions.last_at[value], walk.gradient_at[value]
+        collective_at, gradient_at = versions.derivation.collective_at[value], walk.gradient_at[value]
         task_at = walk.task_at[graph.producer[value]]
         member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
         source_at = member_at + arena[member_at - COLLECTIVE_STRIDE + 4]
         for collective in range(found):
-            if pool[last_at + arena[unit] + collective] != operator:
+            if pool[collective_at + collective] != operator:
                 continue
             where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
             ready_ns = walk.gradient_ns_V[value]
@@ -96,15 +96,15 @@ def walk_gradients(
         unit = units.value_at[value]
         if arena[unit + 4] == 0:
             continue
-        last_at, gradient_at = versions.last_at[value], walk.gradient_at[value]
-        task_at = walk.task_at[graph.producer[value]]
+        last_at, collective_at = versions.derivation.last_at[value], versions.derivation.collective_at[value]
+        task_at, gradient_at = walk.task_at[graph.producer[value]], walk.gradient_at[value]
         piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
         for assembly in range(arena[unit]):
             if pool[last_at + assembly] != operator:
                 continue
             where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
             collective = arena[where + 4]
-            if collective >= 0 and pool[last_at + arena[unit] + collective] >= 0:
+            if collective >= 0 and pool[collective_at + collective] >= 0:
                 continue
             if machine.owed[HELD] >= 0 or machine.contended:
                 settle_links(holds, machine)
@@ -139,7 +139,7 @@ def walk_again(
 ) -> int:
     """Serve the forward tasks of a group that are made again; return the latest end, or -1 beyond the bound."""
     for operator in range(first, last + 1):
-        at, active_at = units.operator_at[operator], versions.active_at[operator]
+        at, active_at = units.operator_at[operator], versions.derivation.active_at[operator]
         for task in range(arena[at]):
             if pool[active_at + task]:
                 word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
@@ -169,7 +169,11 @@ def walk_operator_backward(
     bound_ns: int,
 ) -> int:
     """Serve the backward tasks of one operator; return the latest end, or -1 beyond the bound."""
-    at, active_at, task_at = units.operator_at[operator], versions.active_at[operator], walk.task_at[operator]
+    at, active_at, task_at = (
+        units.operator_at[operator],
+        versions.derivation.active_at[operator],
+        walk.task_at[operator],
+    )
     count = arena[at]
     together_ns = walk.gradients_ns_O[operator]
     if machine.owed[COMPUTED]:
@@ -261,12 +265,12 @@ def find_awaited(
         last = buckets.entry_weight[buckets.last_entry[bucket]]
         close = -1
         for user in range(graph.weight_ptr[last], graph.weight_ptr[last + 1]):
-            if versions.operator_active[graph.weight_user[user]]:
+            if versions.derivation.operator_active[graph.weight_user[user]]:
                 close = graph.weight_user[user]
                 break
         covers = versions.alike_ns_2O[1, close] >= 0
         if not covers:
-            at, active_at = units.operator_at[close], versions.active_at[close]
+            at, active_at = units.operator_at[close], versions.derivation.active_at[close]
             for task in range(arena[at]):
                 if pool[active_at + task]:
                     walk.member_D[arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]] = position
@@ -301,7 +305,7 @@ def ended_ns(
     if walk.end_ns_O[operator] >= 0:
         return int(walk.end_ns_O[operator])
     ready_ns = 0
-    at, active_at = units.operator_at[operator], versions.active_at[operator]
+    at, active_at = units.operator_at[operator], versions.derivation.active_at[operator]
     for task in range(arena[at]):
         device = arena[at + OPERATOR_HEADER + OPERATOR_STRIDE * task]
         if pool[active_at + task] and walk.member_D[device] == position:
@@ -381,7 +385,7 @@ def walk_backward(
     place = pool_end
     for operator in range(len(units.operator_at)):
         walk.task_at[operator] = place
-        if versions.operator_active[operator] and not (
+        if versions.derivation.operator_active[operator] and not (
             folds and versions.meets_2O[1, operator] == APART and not walk.is_awaited_O[operator]
         ):
             place += arena[units.operator_at[operator]]
@@ -419,10 +423,10 @@ def walk_backward(
             if latest_ns < 0:
                 return -1
         meets, alike_ns = versions.meets_2O[1, operator], versions.alike_ns_2O[1, operator]
-        if not versions.operator_active[operator]:
+        if not versions.derivation.operator_active[operator]:
             pass
         elif folds and meets == APART and not walk.is_awaited_O[operator]:
-            at, active_at = units.operator_at[operator], versions.active_at[operator]
+            at, active_at = units.operator_at[operator], versions.derivation.active_at[operator]
             if alike_ns >= 0:
                 owe(machine.owed, alike_ns)
             else:

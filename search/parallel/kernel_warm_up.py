@@ -24,7 +24,7 @@ from numba.core.event import Event, Listener, install_listener
 
 from graph.errors import UsageError
 from search.kernels.collective_cost import price_collectives
-from search.kernels.derivation import count_tasks, find_activity, weigh
+from search.kernels.derivation import derive
 from search.kernels.exchange import write_exchange
 from search.kernels.fifo_order import run_fifo_order
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
@@ -49,8 +49,8 @@ _INTS_2D, _FLAGS_2D, _NUMBERS_2D, _INTS_3D = int64[:, ::1], boolean[:, ::1], flo
 UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     "GraphArrays": {"reading_gradient": _FLAGS, "needs_gradient": _FLAGS},
     "Holds": {"latency_s": _NUMBERS_2D, "s_per_byte": _NUMBERS_2D, "is_measured": _FLAGS},
-    "Scratch": {"again_2GD": _INTS_3D},
-    "Versions": {"again_2GD": _INTS_3D, "alike_ns_2O": _INTS_2D, "meets_2O": _INTS_2D},
+    "Derivation": {"again_2GD": _INTS_3D},
+    "Versions": {"alike_ns_2O": _INTS_2D, "meets_2O": _INTS_2D},
     "Gathers": {"first_2O": _INTS_2D, "last_2O": _INTS_2D, "weight_2W": _INTS_2D},
     "Machines": {"update_s_D": _NUMBERS},
     "Checkpoints": {"row": _INTS_3D},
@@ -111,15 +111,13 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
     in_program_order, walks = order == "program", order == "program" and "mcmc" in algorithms
     asked = (
         (evaluate_program_order, walks),
-        (count_tasks, True),
         (compact, walks),
         (number_by_position, order == "priority"),
-        (weigh, True),
         (fill_buckets, True),
         (most_tasks, True),
         (run_program_order, in_program_order),
         (find_gathers, True),
-        (find_activity, True),
+        (derive, True),
         (price_collectives, True),
         (run_fifo_order, order == "fifo"),
         (run_priority_order, order.startswith("priority")),

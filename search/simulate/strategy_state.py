@@ -9,7 +9,7 @@ import numpy as np
 
 from graph.recomputation import Recomputation, group_numbers
 from graph.strategy import Configuration, Sharding
-from search.kernels.derivation import count_tasks, find_activity, weigh
+from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.priority_order import number_by_position, run_priority_order
@@ -17,6 +17,7 @@ from search.kernels.program_order import run_program_order
 from search.kernels.records import (
     Array,
     Buckets,
+    Derivation,
     Emission,
     Gathers,
     Groups,
@@ -69,7 +70,7 @@ class Layout:
         self._tasks = _new_tasks(1024, 4096)
         self._buckets = new_buckets(64, 256, 0)
         self.gathers = new_gathers(self, 64)
-        self.scratch = _new_scratch(self, 1024, 1024, 256)
+        self._reserve(4096)
         self._timeline = Timeline(*(np.zeros(0, np.int64) for _ in range(3)))
         self._priority_T, self._bucket_T = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._positions: Positions | None = None
@@ -77,17 +78,17 @@ class Layout:
     @property
     def task_count(self) -> int:
         """Number of tasks that `assemble` found."""
-        return int(self.scratch.counts[0])
+        return int(self._scratch.counts[0])
 
     @property
     def peak_memory_D(self) -> Array:  # noqa: N802 - the shape suffix
         """Peak bytes of each device that `assemble` found."""
-        return self.scratch.memory_D
+        return self._derivation.peak_D
 
     @property
     def excess_bytes(self) -> int:
         """Bytes beyond the memories of all devices together; 0 where the strategy fits."""
-        over = self.scratch.memory_D - self.builder.capacity_bytes_D
+        over = self.peak_memory_D - self.builder.capacity_bytes_D
         return int(np.maximum(over, 0).sum())
 
     def change(self, changed: Mapping[int, Configuration]) -> Undo:
@@ -161,7 +162,7 @@ class Layout:
         self._recomputation = recomputation
         self._lasting = self.builder.store.lasting(recomputation)
         self.groups = _new_groups(self.builder, recomputation)
-        self.scratch = self.scratch._replace(again_2GD=_new_again(self))
+        self._reserve(len(self._derivation.pool))
         self._generation = -1
 
     def _static_unit(self, place: int) -> int:
@@ -193,39 +194,55 @@ class Layout:
         self.refresh()
         store = self.builder.store
         holds = store.holds.arrays()
-        self._count()
         arena, units, wiring = store.arena, self.units, store.wiring
-        find_activity(wiring, units, arena, self.scratch)
-        weigh(wiring, units, arena, self.scratch, self.groups, self.builder.state_tensors)
+        words = self._derive()
+        if words > len(self._derivation.pool):
+            self._reserve(2 * words)
+            self._derive()
+        derivation = self._derivation
         self._buckets = buckets_for(holds, self._buckets)
         while not fill_buckets(
-            wiring, units, arena, self.scratch.operator_active, self._buckets, self.builder.bucket_bytes
+            wiring, units, arena, derivation.operator_active, self._buckets, self.builder.bucket_bytes
         ):
             self._buckets = more_buckets(self._buckets)
-        active, least_bytes = self.scratch.operator_active, self.builder.bucket_bytes
+        active, least_bytes = derivation.operator_active, self.builder.bucket_bytes
         while not find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
         emission = Emission(
-            wiring, units, arena, self.groups, self.scratch, holds, self._buckets, self.gathers, self._tasks
+            wiring,
+            units,
+            arena,
+            self.groups,
+            derivation,
+            self._scratch,
+            holds,
+            self._buckets,
+            self.gathers,
+            self._tasks,
         )
         tasks, dependencies = most_tasks(emission)
         if tasks > len(self._tasks.kind) or dependencies > len(self._tasks.pred):
             self._tasks = _new_tasks(2 * tasks, 2 * dependencies)
             emission = emission._replace(tasks=self._tasks)
-        emit_task_graph(emission, *self.builder.updates(self.scratch.elements_D))
+        emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
         return self._tasks, holds
 
-    def _count(self) -> None:
+    def _reserve(self, words: int) -> None:
+        """Make room for a strategy whose derivation takes that many words."""
+        self._derivation = new_derivation(self, np.zeros(words, np.int64))
+        self._scratch = _new_scratch(self, words)
+
+    def _derive(self) -> int:
+        """Derive the strategy, if the pool is long enough; return the words that this takes."""
         store = self.builder.store
-        scratch = self.scratch
-        tasks, assemblies, collectives = count_tasks(store.wiring, self.units, store.arena, scratch)
-        if (
-            tasks > len(scratch.active)
-            or assemblies > len(scratch.last_reader)
-            or collectives > len(scratch.collective_after)
-        ):
-            self.scratch = _new_scratch(self, 2 * tasks, 2 * assemblies, 2 * collectives)
-            count_tasks(store.wiring, self.units, store.arena, self.scratch)
+        return derive(
+            store.wiring,
+            self.units,
+            store.arena,
+            self.groups,
+            self.builder.state_tensors,
+            self._derivation,
+        )
 
     def run(self, order: str, bound_ns: int = NEVER_NS) -> tuple[int, Timeline]:
         """Assemble and simulate; return the makespan in nanoseconds and the timeline (valid until the next run).
@@ -275,11 +292,6 @@ def _new_groups(builder: TaskGraphBuilder, recomputation: Recomputation) -> Grou
         last[group.first : group.last + 1] = group.last
         ended[group.last + 1 :] += 1
     return Groups(np.array(group_numbers(builder.graph, recomputation), np.int64), first, last, ended)
-
-
-def _new_again(layout: Layout) -> Array:
-    groups = int(layout.groups.of_O.max(initial=-1)) + 1
-    return np.zeros((2, groups, len(layout.builder.topology.devices)), np.int64)
 
 
 def _new_tasks(tasks: int, dependencies: int) -> Tasks:
@@ -345,26 +357,34 @@ def new_gathers(layout: Layout, gathers: int) -> Gathers:
     )
 
 
-def _new_scratch(layout: Layout, tasks: int, assemblies: int, collectives: int) -> Scratch:
-    operators = len(layout.configurations)
-    values = len(layout.builder.store.value_classes)
+def new_derivation(layout: Layout, pool: Array) -> Derivation:
+    """Return room for the derivation of a strategy; it is that of nothing."""
+    operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
     devices = len(layout.builder.topology.devices)
-    return Scratch(
-        task_base=np.zeros(operators + 1, np.int64),
-        assembly_base=np.zeros(values + 1, np.int64),
-        active=np.zeros(tasks, np.int64),
-        last_reader=np.zeros(assemblies, np.int64),
+    groups = int(layout.groups.of_O.max(initial=-1)) + 1
+    return Derivation(
+        pool=pool,
+        active_at=np.zeros(operators, np.int64),
+        last_at=np.full(values, -1, np.int64),
+        collective_at=np.full(values, -1, np.int64),
         operator_active=np.zeros(operators, np.int64),
-        forward_base=np.zeros(operators, np.int64),
-        backward_task=np.zeros(tasks, np.int64),
-        transfer_base=np.zeros(values, np.int64),
-        gradient_base=np.zeros(assemblies, np.int64),
-        collective_base=np.zeros(values + 1, np.int64),
-        collective_after=np.zeros(collectives, np.int64),
-        collective_task=np.zeros(collectives, np.int64),
-        gradient_collective=np.zeros(collectives, np.int64),
         elements_D=np.zeros(devices, np.int64),
         memory_D=np.zeros(devices, np.int64),
-        again_2GD=_new_again(layout),
+        again_2GD=np.zeros((2, groups, devices), np.int64),
+        peak_D=np.zeros(devices, np.int64),
+        counts=np.zeros(2, np.int64),
+    )
+
+
+def _new_scratch(layout: Layout, words: int) -> Scratch:
+    """Return room for tasks of a strategy whose derivation takes that many words."""
+    operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
+    return Scratch(
+        forward_base=np.zeros(operators, np.int64),
+        transfer_base=np.zeros(values, np.int64),
+        collective_base=np.zeros(values, np.int64),
+        backward_task=np.zeros(words, np.int64),
+        gradient_base=np.zeros(words, np.int64),
+        gradient_collective=np.zeros(words, np.int64),
         counts=np.zeros(2, np.int64),
     )
