@@ -1,26 +1,28 @@
-"""The Parquet files of a trace: their names, how they are written, merged, and put right after a kill.
+"""The Parquet files of a trace: their names, how they are merged, and how a killed search's are repaired.
 
 A chunk is written under a temporary name, renamed, and then registered: whoever finds it in `traces` finds it
 whole. Its name says which flushes it holds: `chunk-000007` the seventh, `chunk-000001-000016` the first sixteen,
-merged. A merged chunk is registered, and its parts are forgotten, in one transaction; only then they are deleted,
-once nobody reads them (`app.db.readers`). So a file that is not registered explains itself: see `recover`.
+merged. Chunks are merged only while nobody reads (`app.db.reading`): the merged one is registered, and its parts are
+forgotten, in one transaction; then they are deleted. So a file that is not registered explains itself: see `recover`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.db import owners, readers
+from app.db import owners
 from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text, row_count, write_file
 from app.db.columns import view
-from app.db.engine import Database, begins_as_sqlite, with_logs
+from app.db.engine import Database, begins_as_sqlite, sqlite_files
 from app.db.failures import damaged_chunk, unwritable
+from app.db.reading import alone, shared
 from app.db.records import TraceKind, TraceRecord
 from graph.errors import DatabaseError
 
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
 STEMS: dict[TraceKind, str] = {"starts": "starts", "configurations": "configurations", "proposals": "chunk"}
 """How the files of a kind are called, in the order in which one search writes them."""
-
-FAN_IN = 16
-"""So many chunks of one size become one of the next size."""
 
 LARGEST_ROWS = 2_000_000
 """Chunks are not merged beyond this: about 20 MB on disk, some 100 MB in memory while they are."""
@@ -49,12 +48,9 @@ class Chunk:
     rows: int = 0
 
     @property
-    def level(self) -> int:
-        """How often its rows were merged, at least: 16 flushes once, 256 twice."""
-        level, size = 0, self.last - self.first + 1
-        while size >= FAN_IN:
-            level, size = level + 1, size // FAN_IN
-        return level
+    def is_merged(self) -> bool:
+        """Whether it holds several flushes."""
+        return self.first != self.last
 
     def covers(self, other: Chunk) -> bool:
         """Return whether it holds all that the other does."""
@@ -114,8 +110,8 @@ def _check_empty(folder: Path) -> None:
         )
 
 
-def may_delete(database: Database) -> bool:
-    """Return whether what is not registered may be deleted from traces: no other database has them, too.
+def owns_traces(database: Database) -> bool:
+    """Return whether no other database has the same trace folder, so that unregistered files may be deleted from it.
 
     Databases that differ in their suffix alone, such as one and its copy, have one folder, and so have those of which a
     link leads to the other's.
@@ -127,7 +123,7 @@ def may_delete(database: Database) -> bool:
     own = Path(str(database.url.database))
     try:
         return not any(
-            other.stem == own.stem and other not in with_logs(own) and begins_as_sqlite(other)
+            other.stem == own.stem and other not in sqlite_files(own) and begins_as_sqlite(other)
             for other in own.parent.iterdir()
         )
     except OSError:
@@ -195,31 +191,82 @@ def relative(store: RunStore, path: Path) -> str:
     return path.relative_to(store.database.trace_root).as_posix()
 
 
-def merge(
-    store: RunStore, search_id: int, kind: TraceKind, parts: Sequence[Chunk]
-) -> tuple[Chunk, list[Path]]:
-    """Make one chunk of several neighbours; return it, and the files of those, which may be read still.
+def merge(store: RunStore, search_id: int, kind: TraceKind, chunks: Sequence[Chunk]) -> None:
+    """Merge what `mergeable` finds among the chunks of one kind, unless somebody reads.
 
-    Proposals are sorted by chain and step: so they are small, and a chain is read without the others.
+    Nobody else may write to the trace meanwhile, see `recover`.
+
+    Raises:
+        DatabaseError: a chunk cannot be read, or a file cannot be written or deleted.
     """
+    runs = mergeable(chunks)
+    if runs:
+        with alone(store.database.trace_folder) as unread:
+            for run in runs if unread else ():
+                _merge_run(store, search_id, kind, run)
+
+
+def merge_ended(store: RunStore) -> None:
+    """Merge the chunks of searches that were killed, or that ended while somebody read.
+
+    What cannot be read or written stays as it is: whoever reads it is told.
+
+    Raises:
+        DatabaseError: the database cannot be read.
+    """
+    unmerged = store.unmerged_searches()
+    if not unmerged or not owns_traces(store.database):
+        return
+    with alone(store.database.trace_folder) as unread:
+        for search_id in unmerged if unread else ():
+            folder = trace_folder(store, search_id)
+            # Asked once more: whoever resumes a search shares the lock before it looks at the trace.
+            if folder.is_symlink() or not folder.is_dir() or store.search(search_id).status == "running":
+                continue
+            with suppress(DatabaseError):
+                for kind in STEMS:
+                    for run in mergeable(registered(store, search_id, kind)):
+                        _merge_run(store, search_id, kind, run)
+
+
+def mergeable(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the neighbours that are to become one chunk each: as few and as large as `LARGEST_ROWS` allows."""
+    runs: list[list[Chunk]] = []
+    rows = 0
+    for chunk in chunks:
+        rows += chunk.rows
+        if runs and chunk.first == runs[-1][-1].last + 1 and rows <= LARGEST_ROWS:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+            rows = chunk.rows
+    return [run for run in runs if len(run) > 1]
+
+
+def _merge_run(store: RunStore, search_id: int, kind: TraceKind, run: Sequence[Chunk]) -> None:
+    """Make one chunk of several neighbours. Proposals are sorted by chain and step: so they are small."""
     import pyarrow as pa
 
     folder = trace_folder(store, search_id)
-    paths = [folder / part.name for part in parts]
+    paths = [folder / chunk.name for chunk in run]
     texts = {
         key: text.encode() for key in (CHECKPOINT, GROUPS) if (text := read_text(paths[-1], key)) is not None
     }
     tables = [read_table(path, kind) for path in paths]
     # A search that an older Soapstone began has chunks without the columns that came later: NULL.
-    parts_in_order = _by_chain(tables) if kind == "proposals" else tables
-    table = pa.concat_tables(parts_in_order, promote_options="default")
+    ordered = _by_chain(tables) if kind == "proposals" else tables
+    table = pa.concat_tables(ordered, promote_options="default")
     if texts:
         table = table.replace_schema_metadata(texts)
-    path = folder / chunk_name(STEMS[kind], parts[0].first, parts[-1].last)
+    path = folder / chunk_name(STEMS[kind], run[0].first, run[-1].last)
     write_file(path, kind, table)
-    old = [relative(store, part) for part in paths]
-    store.replace_traces(search_id, kind, old, relative(store, path), table.num_rows)
-    return Chunk(parts[0].first, parts[-1].last, path.name, table.num_rows), paths
+    parts = [relative(store, part) for part in paths]
+    store.replace_traces(search_id, kind, parts, relative(store, path), table.num_rows)
+    try:
+        for part in paths:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from None
 
 
 def _by_chain(tables: Sequence[pa.Table]) -> list[pa.Table]:
@@ -233,81 +280,50 @@ def _by_chain(tables: Sequence[pa.Table]) -> list[pa.Table]:
     return found
 
 
-def due(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the newest neighbours that are to become one, while a search runs; none if there are too few.
-
-    A row is so written once for each power of FAN_IN in the number of flushes, and there are never more than some
-    FAN_IN chunks of each size.
-    """
-    if not chunks:
-        return []
-    newest = list(chunks[-FAN_IN:])
-    # Others of this size before a larger one (left by a kill, or too large together) are no neighbours of these.
-    alike = all(chunk.level == chunks[-1].level and chunk.rows < LARGEST_ROWS for chunk in newest)
-    together = sum(chunk.rows for chunk in newest) <= LARGEST_ROWS
-    return newest if len(newest) == FAN_IN and alike and together else []
-
-
-def leftovers(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return the neighbours that are to become one each when a search has ended: as few and as large as allowed."""
-    runs: list[list[Chunk]] = []
-    rows = 0
-    for chunk in chunks:
-        if runs and rows + chunk.rows <= LARGEST_ROWS:
-            runs[-1].append(chunk)
-            rows += chunk.rows
-        else:
-            runs.append([chunk])
-            rows = chunk.rows
-    return [run for run in runs if len(run) > 1]
-
-
 def recover(store: RunStore, search_id: int) -> None:
-    """Put the trace of a search in order that was killed.
+    """Repair the trace of a search that was killed.
 
-    What was written but not registered is registered; what is registered in another chunk, and what was not
-    written to its end, is deleted (the former stays while somebody reads: a later reader deletes it). Nobody may
-    write to the trace meanwhile: the search must be this process's (`RunStore.end_orphans`, `resume_search`).
+    A chunk that was written but not registered is registered. Deleted are files that were not written to their end, and
+    parts of a chunk that is registered. Nobody else may write to the trace meanwhile: the search must be this
+    process's (`RunStore.end_orphans`, `resume_search`).
 
     Raises:
         DatabaseError: a file cannot be deleted.
     """
     folder = trace_folder(store, search_id)
-    if not folder.is_dir() or folder.is_symlink() or not may_delete(store.database):
+    if not folder.is_dir() or folder.is_symlink() or not owns_traces(store.database):
         return
-    try:
-        for path in folder.glob("*.tmp"):
-            number = path.stem.rpartition(".")[2]
-            # Who goes on with this search at the same moment may be writing already.
-            if re.fullmatch("[0-9]{1,9}", number) and path.is_file() and not owners.is_alive(int(number)):
-                path.unlink(missing_ok=True)
-        for kind in STEMS:
-            _recover_kind(store, search_id, kind, folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None
+    # Waits for a process that began to merge it before the search became this one's.
+    with shared(folder.parent):
+        try:
+            for path in folder.glob("*.tmp"):
+                number = path.stem.rpartition(".")[2]
+                # Who goes on with this search at the same moment may be writing already.
+                if re.fullmatch("[0-9]{1,9}", number) and path.is_file() and not owners.is_alive(int(number)):
+                    path.unlink(missing_ok=True)
+            for kind in STEMS:
+                _recover_kind(store, search_id, kind, folder)
+        except OSError as error:
+            raise unwritable(folder, error) from None
 
 
 def _recover_kind(store: RunStore, search_id: int, kind: TraceKind, folder: Path) -> None:
-    known = registered(store, search_id, kind)
-    names = {chunk.name for chunk in known}
+    chunks = registered(store, search_id, kind)
+    names = {chunk.name for chunk in chunks}
     files = [chunk_of(STEMS[kind], path.name) for path in folder.iterdir() if path.is_file()]
-    replaced: list[Path] = []
     for chunk in sorted(chunk for chunk in files if chunk is not None and chunk.name not in names):
         path = folder / chunk.name
-        parts = [other for other in known if chunk.covers(other)]
+        parts = [other for other in chunks if chunk.covers(other)]
         rows = row_count(path, kind)
-        # A machine that lost its power may have lost the registration, too, but not the file.
+        # A machine that lost its power may have lost the registration of a merged chunk, but not the deletion of parts.
         lost = any(not (folder / part.name).is_file() for part in parts)
-        last = max((other.last for other in known), default=0)
-        if rows is not None and chunk.first == chunk.last == last + 1:
+        last = max((other.last for other in chunks), default=0)
+        if rows is not None and not chunk.is_merged and chunk.first == last + 1:
             store.record_trace(search_id, kind, relative(store, path), rows)
-            known.append(chunk)
+            chunks.append(chunk)
         elif rows is not None and lost:
             old = [relative(store, folder / part.name) for part in parts]
             store.replace_traces(search_id, kind, old, relative(store, path), rows)
-            known = [other for other in known if other not in parts] + [chunk]
-        elif any(other.covers(chunk) for other in known):
-            replaced.append(path)
-        else:
+            chunks = [other for other in chunks if other not in parts] + [chunk]
+        elif all((folder / other.name).is_file() for other in chunks if other.covers(chunk)):
             path.unlink(missing_ok=True)
-    readers.delete_unread(store.database.trace_folder, replaced)

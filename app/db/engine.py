@@ -174,8 +174,8 @@ def connect_engines(url: sa.URL) -> Database:
     )
 
 
-def with_logs(path: Path) -> list[Path]:
-    """Return a SQLite file, and what SQLite may keep beside it."""
+def sqlite_files(path: Path) -> list[Path]:
+    """Return the paths of a SQLite database and of the logs that SQLite may keep beside it."""
     return [path, *(path.with_name(path.name + suffix) for suffix in LOG_SUFFIXES)]
 
 

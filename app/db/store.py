@@ -10,18 +10,19 @@ family: `app.db.store_costs`, `app.db.store_nouns`, `app.db.store_runs`.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 import sqlalchemy as sa
 
 from app.db import models
-from app.db.chunks import recover
+from app.db.chunks import merge_ended, recover
 from app.db.schema import open_database
 from app.db.store_costs import CostStore
 from app.db.store_nouns import NounStore
 from app.db.store_runs import RunStore
-from graph.errors import DamagedDataError
+from graph.errors import DamagedDataError, DatabaseError
 
 
 class Store(CostStore, NounStore, RunStore):
@@ -31,8 +32,8 @@ class Store(CostStore, NounStore, RunStore):
     def open(cls, database: str | os.PathLike[str] | None = None) -> Self:
         """Open by path or URL; None means SOAPSTONE_DATABASE_URL, else the file in the user's data folder.
 
-        Searches and executions that are running in no process any more become interrupted, and the traces of
-        such searches whole.
+        Searches and executions that are running in no process any more become interrupted, and their traces are
+        repaired. Chunks of searches that have ended are merged.
 
         Raises:
             DatabaseError: it cannot be opened, or its schema is older or newer than this code.
@@ -40,6 +41,9 @@ class Store(CostStore, NounStore, RunStore):
         store = cls(open_database(database))
         try:
             store.end_orphans(lambda search_id: recover(store, search_id))
+            # A damaged table ends the commands that need it.
+            with suppress(DatabaseError):
+                merge_ended(store)
         except BaseException:
             store.close()
             raise

@@ -201,6 +201,21 @@ class RunStore(StorePart):
         with self.read() as connection:
             return read_all(connection, TraceRecord, query)
 
+    def unmerged_searches(self) -> list[int]:
+        """Return the ids of the searches that are not running and have several chunks of one kind."""
+        searches, traces = models.searches, models.traces
+        query = (
+            sa.select(searches.c.id)
+            .distinct()
+            .join(traces, traces.c.search_id == searches.c.id)
+            .where(searches.c.status != "running")
+            .group_by(searches.c.id, traces.c.kind)
+            .having(sa.func.count() > 1)
+            .order_by(searches.c.id)
+        )
+        with self.read() as connection:
+            return list(connection.execute(query).scalars())
+
     def put_simulation(self, simulation: SimulationRecord) -> int:
         """Store a prediction, once a strategy, topology, training, order and costs; return its id.
 

@@ -1,8 +1,8 @@
 """The proposals of a search, as Parquet chunks beside the database and registered in it.
 
 A search makes millions of proposals; a table row each would make the database slow for everything else. What was
-added is on disk within a second, whether or not more is added: a killed search loses no more than that. Small
-chunks become larger ones while the search goes on and when it ends (`app.db.chunks`).
+added is on disk within a second, whether or not more is added: a killed search loses no more than that. Chunks are
+merged when the search ends, and every `MOST_SMALL` flushes before (`app.db.chunks`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from app.db import chunk_files, chunks, readers
-from app.db.failures import unwritable
+from app.db import chunk_files, chunks
 from app.db.records import SearchOutcome, TraceKind, TraceRecord
 from app.db.rows import (
     EntryRow,
@@ -35,6 +33,8 @@ FLUSH_INTERVAL_S = 0.7
 FLUSH_ROWS = 1_000_000
 # Smaller chunks are compressed when they are merged.
 COMPRESSED_ROWS = 4096
+# While a search runs, so many small chunks of a kind become one: an hour's would be 10,000 files.
+MOST_SMALL = 256
 
 
 class ProposalTrace:
@@ -54,8 +54,6 @@ class ProposalTrace:
         self._folder = chunks.begin_folder(store, search_id)
         chunks.recover(store, search_id)
         self._chunks = {kind: chunks.registered(store, search_id, kind) for kind in chunks.STEMS}
-        # Parts of merged chunks that are still there, because somebody reads.
-        self._replaced: list[Path] = []
         self._lock = threading.Lock()
         # One thread writes at a time, while others go on adding.
         self._writing = threading.Lock()
@@ -111,7 +109,7 @@ class ProposalTrace:
             self._starts += starts
 
     def close(self) -> None:
-        """Write what is left, and make as few files of all as allowed. A second call does nothing.
+        """Write the rest, and merge all chunks unless somebody reads. A second call does nothing.
 
         Raises:
             DatabaseError: writing failed, now or since the last call.
@@ -125,8 +123,7 @@ class ProposalTrace:
         self._flush()
         with self._writing:
             for kind in chunks.STEMS:
-                for run in chunks.leftovers(self._chunks[kind]):
-                    self._merge(kind, run)
+                self._merge(kind, self._chunks[kind])
 
     def __enter__(self) -> Self:
         return self
@@ -198,25 +195,17 @@ class ProposalTrace:
         return TraceRecord(self._search_id, kind, chunks.relative(self._store, path), table.num_rows)
 
     def _register(self, new: Sequence[TraceRecord], outcome: SearchOutcome | None) -> None:
-        """Register what was written, and make larger chunks of it where it is time to."""
         self._store.record_traces(self._search_id, new, outcome)
-        for one in new:
-            known = self._chunks[one.kind]
-            known += chunks.chunks_of([one], one.kind)
-            while newest := chunks.due(known):
-                self._merge(one.kind, newest)
+        for trace in new:
+            chunk_list = self._chunks[trace.kind]
+            chunk_list += chunks.chunks_of([trace], trace.kind)
+            small = [chunk for chunk in chunk_list if not chunk.is_merged]
+            if len(small) >= MOST_SMALL:
+                self._merge(trace.kind, small)
 
-    def _merge(self, kind: TraceKind, parts: list[chunks.Chunk]) -> None:
-        known = self._chunks[kind]
-        merged, files = chunks.merge(self._store, self._search_id, kind, parts)
-        place = known.index(parts[0])
-        known[place : place + len(parts)] = [merged]
-        self._replaced += files
-        try:
-            if readers.delete_unread(self._store.database.trace_folder, self._replaced):
-                self._replaced = []
-        except OSError as error:
-            raise unwritable(self._folder, error) from None
+    def _merge(self, kind: TraceKind, neighbours: Sequence[chunks.Chunk]) -> None:
+        chunks.merge(self._store, self._search_id, kind, neighbours)
+        self._chunks[kind] = chunks.registered(self._store, self._search_id, kind)
 
     def _proposal_table(self, search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
         text = None if self._checkpoint is None else self._checkpoint()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from app.db.engine import LOG_SUFFIXES, Database, begins_as_sqlite, with_logs
+from app.db.engine import LOG_SUFFIXES, Database, begins_as_sqlite, sqlite_files
 from app.db.failures import full, is_full
 from graph.errors import UsageError
 
@@ -77,7 +77,7 @@ def _is_of_a_database(target: Path, database: Database) -> bool:
     traces = database.trace_folder.resolve()
     own: list[Path] = []
     if database.url.get_backend_name() == "sqlite":
-        own = with_logs(Path(str(database.url.database)).resolve())
+        own = sqlite_files(Path(str(database.url.database)).resolve())
     # As a file system that does not tell cases apart sees them.
     if str(target).casefold() in {str(path).casefold() for path in own} or target.is_relative_to(traces):
         return True

@@ -51,7 +51,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints and chunks every few proposals, merged at once."""
     monkeypatch.setattr(proposal_log, "BATCH", 7)
     monkeypatch.setattr(trace, "FLUSH_ROWS", 10)
-    monkeypatch.setattr(chunks, "FAN_IN", 3)
+    monkeypatch.setattr(trace, "MOST_SMALL", 3)
 
 
 def interrupt_at(number: int) -> Callable[[int], None]:

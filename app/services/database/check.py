@@ -20,7 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from app.db import chunks, models, readers, schema
+from app.db import chunks, models, reading, schema
 from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text
 from app.db.engine import Database, connect_engines, resolve_url
 from app.db.failures import as_written
@@ -128,8 +128,8 @@ def check(database: str | None, sink: Sink = _nowhere) -> Findings:
             )
         with ExitStack() as stack:
             folder = opened.trace_folder
-            if (folder / readers.LOCK).exists():
-                stack.enter_context(readers.shared(folder))
+            if (folder / reading.LOCK).exists():
+                stack.enter_context(reading.shared(folder))
             source = stack.enter_context(reading_only(url))
             return _Check(opened, source, sink).findings()
     except exc.DBAPIError as error:
@@ -371,7 +371,7 @@ class _Check:
             place, _, name = path.rpartition("/")
             registered[place.rpartition("/")[2]].add(name)
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
-            if entry.name in (readers.LOCK, FOLDER):
+            if entry.name in (reading.LOCK, FOLDER):
                 continue
             number = entry.name.removeprefix("search-")
             if not entry.is_dir() or not number.isdecimal():

@@ -45,14 +45,14 @@ def add(trace_: ProposalTrace, first: int) -> None:
 def write_and_merge(url: str, search_id: int, seed: int, count: Any, stop: Any) -> None:
     """Write until told to stop, or killed; `count` is how many proposals are surely registered.
 
-    Chunks are merged by twos; the trace is closed, which merges all that is left, and gone on with now and then. A
-    search that was killed is gone on with after what was registered last.
+    Chunks are merged by threes; the trace is closed, which merges all, and gone on with now and then. A search that was
+    killed is gone on with after what was registered last.
     """
     rng = random.Random(seed)
     with Store.open(url) as store, pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "FLUSH_ROWS", 1)
         patch.setattr(trace, "FLUSH_INTERVAL_S", 3600.0)
-        patch.setattr(chunks, "FAN_IN", 2)
+        patch.setattr(trace, "MOST_SMALL", 3)
         if store.search(search_id).status == "interrupted":
             store.resume_search(search_id)
         while not stop.value:

@@ -18,15 +18,17 @@ from pyarrow import parquet
 
 from app import open_database
 from app.analytics.duck import connect
-from app.db import models, owners, readers
-from app.db.reading import reading
+from app.db import chunks, models, owners
+from app.db import trace as trace_module
+from app.db.reading import LOCK, alone, reading, shared
 from app.db.schema import open_database as open_plain
 from app.db.store import Store
+from app.db.trace import ProposalTrace
 from app.services.database import query as querying
 from app.services.report.data import Filter, read_report_data
 from app.services.trace.replay import TraceReader
 from graph.errors import UsageError
-from tests.app.db.merging import ROWS, write_and_merge, write_then_merge
+from tests.app.db.merging import ROWS, add, write_and_merge, write_then_merge
 from tests.app.db.samples import Scene
 
 WAIT_S = 240.0
@@ -90,14 +92,13 @@ def test_what_a_reader_was_told_of_stays_until_it_ends(database_url: str, tmp_pa
         database = open_plain(database_url)
         with connect(database) as connection:
             merge()
-            assert parts < files(tmp_path)
+            assert files(tmp_path) == parts
             assert connection.execute(STEPS).fetchall() == everything
         database.dispose()
-        # This reader began before there were parts to delete; the next finds them.
-        assert parts < files(tmp_path)
-        assert queried(database_url, tmp_path) == {search_id: [step for _, step in everything]}
-        assert len(files(tmp_path)) == 3
+    # The next command merges what its search could not.
     assert unregistered(database_url) == set()
+    assert len(files(tmp_path)) == 3
+    assert queried(database_url, tmp_path) == {search_id: [step for _, step in everything]}
 
 
 def queried(url: str, _folder: Path) -> Steps:
@@ -241,19 +242,22 @@ def test_killed_writers_leave_nothing_for_ever(database_url: str, seed: int, tmp
     assert len(files(tmp_path)) < kept
 
 
-def test_parts_stay_where_the_chunk_that_holds_them_is_gone(database_url: str, tmp_path: Path) -> None:
+def test_parts_stay_where_the_chunk_that_holds_them_is_gone(store: Store) -> None:
     """As from a copy that was made at another moment: they may be all that there is."""
-    search_id = started(database_url)
-    with written(database_url, search_id, 3) as merge, Store.open(database_url) as store:
-        with reading(store):
-            merge()
-        merged = [trace for trace in store.traces() if trace.kind != "starts"]
-        for trace in merged:
-            (store.database.trace_root / trace.path).unlink()
-    left = files(tmp_path)
-    assert len(left) == 7, "six parts and the starts"
-    assert queried(database_url, tmp_path) == {}
-    assert files(tmp_path) == left
+    search_id = store.start_search(Scene.stored(store).search())
+    with pytest.MonkeyPatch.context() as patch, ProposalTrace(store, search_id) as trace:
+        patch.setattr(trace_module, "FLUSH_ROWS", 1)
+        add(trace, 0)
+        add(trace, ROWS)
+        folder = chunks.trace_folder(store, search_id)
+        left = {path: path.read_bytes() for path in folder.iterdir()}
+    assert len(left) == 4, "two of proposals, two of configurations"
+    for path in folder.iterdir():
+        path.unlink()
+    for path, content in left.items():
+        path.write_bytes(content)
+    chunks.recover(store, search_id)
+    assert set(folder.iterdir()) == set(left)
 
 
 def test_nobody_goes_on_with_a_search_while_it_is_put_in_order(store: Store) -> None:
@@ -277,25 +281,21 @@ def test_nobody_goes_on_with_a_search_while_it_is_put_in_order(store: Store) -> 
 
 def test_a_folder_that_cannot_be_locked_is_read_and_keeps_all(tmp_path: Path) -> None:
     folder = tmp_path / "x.traces"
-    (folder / readers.LOCK).mkdir(parents=True)
-    part = folder / "part"
-    part.touch()
-    with readers.shared(folder):
-        assert not readers.delete_unread(folder, [part])
-    assert not readers.delete_unread(folder, [part])
-    assert part.exists()
+    (folder / LOCK).mkdir(parents=True)
+    with shared(folder), alone(folder) as unread:
+        assert not unread
+    with alone(folder) as unread:
+        assert not unread
 
 
 def test_readers_share_the_lock_and_the_last_gives_it_up(tmp_path: Path) -> None:
-    part = tmp_path / "part"
-    part.touch()
-    with readers.shared(tmp_path):
-        with readers.shared(tmp_path):
-            assert not readers.delete_unread(tmp_path, [part])
-        assert not readers.delete_unread(tmp_path, [part])
-    assert readers.delete_unread(tmp_path, [part])
-    assert not part.exists()
-    assert readers.delete_unread(tmp_path, [part]), "somebody else may have deleted it"
+    with shared(tmp_path):
+        with shared(tmp_path), alone(tmp_path) as unread:
+            assert not unread
+        with alone(tmp_path) as unread:
+            assert not unread
+    with alone(tmp_path) as unread:
+        assert unread
 
 
 def test_chunks_of_the_original_stay_while_a_copy_is_read(tmp_path: Path) -> None:
@@ -313,7 +313,8 @@ def test_chunks_of_the_original_stay_while_a_copy_is_read(tmp_path: Path) -> Non
             merge()
             assert connection.execute("SELECT count(*) FROM proposals").fetchall() == [(3 * ROWS,)]
         database.dispose()
-    queried(copy, tmp_path)
-    assert len(unregistered(url)) == 6, "not a copy's to delete"
-    queried(url, tmp_path)
+        queried(copy, tmp_path)
+    with Store.open(copy):
+        assert len(files(tmp_path)) == 7, "not a copy's to merge"
     assert unregistered(url) == set()
+    assert len(files(tmp_path)) == 3

@@ -211,17 +211,17 @@ def test_failure_to_write_reaches_the_caller(tmp_path: Path) -> None:
 
 
 def test_chunks_become_larger_while_a_search_runs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are never more than a few of each size, and two chains are in order within each."""
+    """There are never more than a few small ones, and two chains are in order within each."""
     monkeypatch.setattr(trace_module, "FLUSH_INTERVAL_S", 3600.0)
     monkeypatch.setattr(trace_module, "FLUSH_ROWS", 1)
-    monkeypatch.setattr(chunks, "FAN_IN", 3)
+    monkeypatch.setattr(trace_module, "MOST_SMALL", 6)
     search = store.start_search(Scene.stored(store).search())
     with ProposalTrace(store, search) as trace:
         for number in range(14):
             trace.add(batch(10 * (number // 2), 10, chain=number % 2))
         assert names(store, search) == [
-            "chunk-000001-000009.parquet",
-            "chunk-000010-000012.parquet",
+            "chunk-000001-000006.parquet",
+            "chunk-000007-000012.parquet",
             "chunk-000013.parquet",
             "chunk-000014.parquet",
         ]
@@ -236,7 +236,7 @@ def test_chunks_become_larger_while_a_search_runs(store: Store, monkeypatch: pyt
 def test_large_chunks_are_left_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "FLUSH_ROWS", 1)
     monkeypatch.setattr(chunks, "LARGEST_ROWS", 25)
-    monkeypatch.setattr(chunks, "FAN_IN", 3)
+    monkeypatch.setattr(trace_module, "MOST_SMALL", 3)
     search = store.start_search(Scene.stored(store).search())
     with ProposalTrace(store, search) as trace:
         for number in range(5):
@@ -246,27 +246,34 @@ def test_large_chunks_are_left_alone(store: Store, monkeypatch: pytest.MonkeyPat
 
 
 @given(
-    flushes=st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=80),
-    fan_in=st.integers(2, 4),
+    flushes=st.lists(st.tuples(st.integers(1, 45), st.booleans()), min_size=1, max_size=80),
+    most_small=st.integers(2, 4),
 )
-def test_only_neighbours_become_one(flushes: list[tuple[int, bool]], fan_in: int) -> None:
-    """Also where a kill came between the last chunk and the merge that was due, or chunks are too large together."""
+def test_only_neighbours_become_one(flushes: list[tuple[int, bool]], most_small: int) -> None:
+    """Also where somebody read when a merge was due, or chunks are too large together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "FAN_IN", fan_in)
         patch.setattr(chunks, "LARGEST_ROWS", 40)
-        known: list[chunks.Chunk] = []
-        for number, (count, killed) in enumerate(flushes, 1):
-            known.append(chunks.Chunk(number, number, chunks.chunk_name("chunk", number, number), count))
-            while not killed and (newest := chunks.due(known)):
-                assert newest == known[-fan_in:]
-                first, last = newest[0].first, newest[-1].last
-                name = chunks.chunk_name("chunk", first, last)
-                known[-fan_in:] = [chunks.Chunk(first, last, name, sum(one.rows for one in newest))]
-        for run in chunks.leftovers(known):
-            place = known.index(run[0])
-            assert known[place : place + len(run)] == run
-        assert [one.first for one in known] == [1, *(one.last + 1 for one in known[:-1])]
-        assert sum(one.rows for one in known) == sum(count for count, _ in flushes)
+        written: list[chunks.Chunk] = []
+        for number, (count, is_read) in enumerate(flushes, 1):
+            written.append(chunks.Chunk(number, number, chunks.chunk_name("chunk", number, number), count))
+            small = [chunk for chunk in written if not chunk.is_merged]
+            if len(small) >= most_small and not is_read:
+                merge(written, small)
+        merge(written, written)
+        assert [chunk.first for chunk in written] == [1, *(chunk.last + 1 for chunk in written[:-1])]
+        assert written[-1].last == len(flushes)
+        assert sum(chunk.rows for chunk in written) == sum(count for count, _ in flushes)
+        assert all(chunk.rows <= 40 or not chunk.is_merged for chunk in written)
+
+
+def merge(written: list[chunks.Chunk], some: list[chunks.Chunk]) -> None:
+    """Replace the neighbours among some of the chunks by merged ones."""
+    for run in chunks.mergeable(some):
+        place = written.index(run[0])
+        assert written[place : place + len(run)] == run
+        first, last = run[0].first, run[-1].last
+        name = chunks.chunk_name("chunk", first, last)
+        written[place : place + len(run)] = [chunks.Chunk(first, last, name, sum(one.rows for one in run))]
 
 
 def test_the_newest_checkpoint_and_outcome_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +296,7 @@ def killed(store: Store, monkeypatch: pytest.MonkeyPatch, *, chunk_count: int) -
     search = store.start_search(Scene.stored(store).search())
     with monkeypatch.context() as patch:
         patch.setattr(trace_module, "FLUSH_ROWS", 1)
-        patch.setattr(chunks, "leftovers", lambda _chunks: [])
+        patch.setattr(chunks, "mergeable", lambda _chunks: [])
         with ProposalTrace(store, search) as trace:
             for number in range(chunk_count):
                 trace.add(batch(10 * number, 10))
@@ -333,16 +340,17 @@ def test_a_kill_while_chunks_are_merged_loses_and_doubles_nothing(
     """Between file and registration; between registration and deletion; and after a loss of power in both."""
     search = killed(store, monkeypatch, chunk_count=3)
     parts = chunks.registered(store, search, "proposals")
+    folder = chunks.trace_folder(store, search)
+    contents = {part.name: (folder / part.name).read_bytes() for part in parts}
     with monkeypatch.context() as patch:
         if moment != "registered":
             patch.setattr(store, "replace_traces", lambda *_arguments: None)
-        merged, paths = chunks.merge(store, search, "proposals", parts)
-    if moment == "lost":
-        for path in paths:
-            path.unlink()
+        chunks.merge(store, search, "proposals", parts)
+    for name, content in contents.items() if moment != "lost" else ():
+        (folder / name).write_bytes(content)
     chunks.recover(store, search)
     assert read(store, search)["step"].to_pylist() == list(range(30))
-    expected = [part.name for part in parts] if moment == "written" else [merged.name]
+    expected = list(contents) if moment == "written" else ["chunk-000001-000003.parquet"]
     assert files(store, search) == names(store, search) == expected
 
 
@@ -361,7 +369,21 @@ def test_a_search_whose_process_is_gone_is_put_in_order_at_the_next_open(
     with Store.open(database_url) as store:
         found = store.search(search)
         assert (found.status, found.finished_at) == ("interrupted", found.alive_at)
-        assert names(store, search) == ["chunk-000001.parquet", "chunk-000002.parquet"]
+        assert files(store, search) == names(store, search) == ["chunk-000001-000002.parquet"]
+        assert read(store, search)["step"].to_pylist() == list(range(20))
+
+
+def test_a_damaged_trace_of_a_killed_search_ends_no_command_that_does_not_read_it(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(database_url) as store:
+        damaged, whole = (killed(store, monkeypatch, chunk_count=2) for _ in range(2))
+        for search in (damaged, whole):
+            store.halt_search(search, "interrupted")
+        (chunks.trace_folder(store, damaged) / "chunk-000002.parquet").write_bytes(b"")
+    with Store.open(database_url) as store:
+        assert names(store, damaged) == ["chunk-000001.parquet", "chunk-000002.parquet"]
+        assert names(store, whole) == ["chunk-000001-000002.parquet"]
 
 
 def gone() -> str:
