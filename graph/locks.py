@@ -16,16 +16,14 @@ POLL_S = 0.01
 
 
 @contextmanager
-def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock alone.
-
-    wait: until nobody else has it; else somebody who does is an error.
+def exclusive(path: Path, timeout_s: float = -1) -> Iterator[None]:
+    """Hold a lock alone; wait for it so long, below 0 without an end.
 
     Raises:
         OSError: the file cannot be opened or locked, or (`TimeoutError`) somebody else has it.
     """
     # A file system without locks must not pretend to have them by a file that a killed process leaves behind.
-    with FileLock(path, timeout=-1 if wait else 0, poll_interval=POLL_S, fallback_to_soft=False):
+    with FileLock(path, timeout=timeout_s, poll_interval=POLL_S, fallback_to_soft=False):
         yield
 
 

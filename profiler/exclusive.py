@@ -1,7 +1,6 @@
 """Devices that one measurement at a time uses, whichever processes measure: two at once would both be wrong.
 
-A lock is a file of the user's that the operating system frees when its holder dies (flock); elsewhere than on Unix
-there is none, and nothing is held.
+A lock is a file of the user's (`graph.locks`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from graph import locks
 from graph.errors import UsageError
 from profiler.devices import PhysicalDevice
 
@@ -44,30 +44,14 @@ def _folder() -> Path:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    # Neither through a link nor emptied: only its lock is used.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def held(devices: Sequence[PhysicalDevice]) -> Iterator[None]:
     """Wait until no other process measures on `devices`, and keep others from it meanwhile.
 
     Raises:
         UsageError: the locks' folder is not this user's.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
     with ExitStack() as stack:
         # In one order for all, so that two that want several never wait for each other.
         for name in sorted({_name(device) for device in devices}):
-            # Waiting costs no time on the device, and who waits comes before who asks again.
-            fcntl.flock(stack.enter_context(_opened(_folder() / name)), fcntl.LOCK_EX)
+            stack.enter_context(locks.exclusive(_folder() / name))
         yield

@@ -64,7 +64,7 @@ def alone(folder: Path) -> Iterator[bool]:
     """Give whether nobody reads chunks in a trace folder; who begins to waits until the end."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locks.exclusive(folder / LOCK, wait=False))
+            stack.enter_context(locks.exclusive(folder / LOCK, timeout_s=0))
         except OSError:
             yield False
             return

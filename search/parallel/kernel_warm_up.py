@@ -11,17 +11,17 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast, get_type_hints
 
-from filelock import FileLock
 from numba import boolean, float64, int64
 from numba.core import types
 from numba.core.event import Event, Listener, install_listener
 
+from graph import locks
 from graph.errors import UsageError
 from search.kernels.collective_cost import price_collectives
 from search.kernels.derivation import derive
@@ -38,7 +38,6 @@ from search.parallel.gc_pause import looking_seldom
 
 # Whoever holds a kernel's lock that long may have been stopped: the kernel is compiled here too.
 PATIENCE_S = 200.0
-LOOK_S = 0.02
 
 # numba annotates few of its functions.
 _NAMED, _NAMED_ALIKE = cast(Any, types.NamedTuple), cast(Any, types.NamedUniTuple)
@@ -154,13 +153,12 @@ def kernel_lock(kernel: Any, patience_s: float) -> Iterator[bool]:
         yield False
         return
     path = Path(folder) / f"{kernel.py_func.__module__}.{kernel.py_func.__name__}.lock"
-    lock = FileLock(path, mode=0o666, timeout=patience_s, poll_interval=LOOK_S, fallback_to_soft=False)
-    with suppress(OSError):  # a timeout is one
-        lock.acquire()
-    try:
-        yield lock.is_locked
-    finally:
-        lock.release()
+    with ExitStack() as stack:
+        is_held = False
+        with suppress(OSError):  # a timeout is one
+            stack.enter_context(locks.exclusive(path, patience_s))
+            is_held = True
+        yield is_held
 
 
 def argument_types(kernel: Any) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def held(
 
 def is_free(path: Path) -> bool:
     try:
-        with locks.exclusive(path, wait=False):
+        with locks.exclusive(path, timeout_s=0):
             return True
     except TimeoutError:
         return False
