@@ -23,10 +23,10 @@ import numpy as np
 import psutil
 
 from graph.calls import LocalCall
+from profiler.call_inputs import CallInputs, ForwardPass, storage_sizes
 from profiler.clocks import ClockWatch
 from profiler.devices import PhysicalDevice
 from profiler.pinning import return_freed_memory
-from profiler.subjects import Pass, Subject, storage_sizes
 from profiler.timers import Timer, synchronize, timer_for
 from profiler.updates import is_update
 
@@ -217,7 +217,7 @@ class _Session:
     def __init__(self, call: LocalCall, device: PhysicalDevice, options: MeasureOptions) -> None:
         self.call, self.device, self.options = call, device, options
         self.timer: Timer[object] = timer_for(device.torch_name)
-        self.subject = Subject(call, device, options.seed)
+        self.subject = CallInputs(call, device, options.seed)
         self.backward_failure: str | None = None
 
     def run(self) -> tuple[Outcome, ...]:
@@ -286,7 +286,7 @@ class _Session:
 
     def _timed_batch(self, batch: int) -> list[_Timed]:
         """Return the seconds of one execution, for forward and (where there is one) backward."""
-        passes: list[Pass] = []
+        passes: list[ForwardPass] = []
         made: list[list[torch.Tensor | None]] = []
         taken = [self._timed(batch, lambda: passes.extend(self.subject.forward() for _ in range(batch)))]
         if self._differentiates:
@@ -348,7 +348,7 @@ class _CpuAccount:
     def start(self) -> None:
         """Nothing: blocks are counted afterwards."""
 
-    def peak_bytes(self, done: Pass, gradients: Sequence[torch.Tensor | None]) -> int:
+    def peak_bytes(self, done: ForwardPass, gradients: Sequence[torch.Tensor | None]) -> int:
         """Return the bytes of inputs, outputs, saved tensors and gradients."""
         made = [value for value in gradients if value is not None]
         blocks = storage_sizes([*done.inputs, *done.outputs, *done.gradients, *made])
@@ -374,7 +374,7 @@ class _CudaAccount:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def peak_bytes(self, done: Pass, gradients: Sequence[torch.Tensor | None]) -> int:  # noqa: ARG002
+    def peak_bytes(self, done: ForwardPass, gradients: Sequence[torch.Tensor | None]) -> int:  # noqa: ARG002
         """Return the peak since `start`."""
         import torch
 

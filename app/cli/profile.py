@@ -131,7 +131,7 @@ def _print_counts(report: KindReport) -> None:
 
 def _print_agreement(report: KindReport) -> None:
     from app.cli.output import percent, print_lines
-    from profiler.agreement import SLOW_SHARE
+    from profiler.device_consistency import SLOW_SHARE
 
     for one in report.agreement:
         if not one.is_sound:

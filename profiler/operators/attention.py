@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from graph.intervals import Region
-from profiler.operators.draws import dropout, keep_mask, whole_region
+from profiler.operators.counter_rng import dropout, keep_mask, whole_region
 
 if TYPE_CHECKING:
     from profiler.operators.compiling import ExecutionContext

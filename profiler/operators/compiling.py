@@ -11,7 +11,7 @@ import torch
 from graph.calls import LocalCall
 from graph.errors import CostError
 from graph.operators import Argument, Slot
-from profiler.operators import ours
+from profiler.operators import custom_operators
 from profiler.operators.dtypes import torch_dtype
 
 Tensors = tuple[torch.Tensor, ...]
@@ -63,7 +63,7 @@ def compile_call(call: LocalCall) -> Compiled:
         CostError: the installed torch has no such operator.
     """
     if call.target.startswith("soapstone."):
-        return _with_context(ours.resolve(call), call)
+        return _with_context(custom_operators.resolve(call), call)
     function, positional, keyword = _aten(call)
     if not call.inputs:
         return _factory(function, positional, keyword)
@@ -74,7 +74,7 @@ def _with_context(function: Callable[..., Any], call: LocalCall) -> Compiled:
     slots = [(name, _template(value)) for name, value in call.arguments]
     constants = {name: value for name, value in slots if not _has_slot(value)}
     tensors = [(name, value) for name, value in slots if _has_slot(value)]
-    if call.target in ours.NEED_CONTEXT:
+    if call.target in custom_operators.NEED_CONTEXT:
 
         def run_bound(inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
             given = {name: _fill(value, inputs) for name, value in tensors}

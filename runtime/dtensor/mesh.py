@@ -66,7 +66,7 @@ class Inexpressible(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """A strategy on a mesh.
 
     sizes: of the mesh, outermost first; device order is row-major.
@@ -100,7 +100,7 @@ def meshes(devices: int) -> Iterator[tuple[int, ...]]:
             yield rows, devices // rows
 
 
-def layouts(graph: OperatorGraph, strategy: Strategy) -> Iterator[Layout | Inexpressible]:
+def mesh_layouts(graph: OperatorGraph, strategy: Strategy) -> Iterator[MeshLayout | Inexpressible]:
     """Yield, for each mesh of the strategy's devices, its layout or why there is none."""
     for sizes in meshes(strategy.device_count):
         try:
@@ -109,7 +109,7 @@ def layouts(graph: OperatorGraph, strategy: Strategy) -> Iterator[Layout | Inexp
             yield reason
 
 
-def layout_on(graph: OperatorGraph, strategy: Strategy, sizes: tuple[int, ...]) -> Layout:
+def layout_on(graph: OperatorGraph, strategy: Strategy, sizes: tuple[int, ...]) -> MeshLayout:
     """Return the layout of a validated strategy on a mesh of `sizes`.
 
     Raises:
@@ -141,7 +141,7 @@ def layout_on(graph: OperatorGraph, strategy: Strategy, sizes: tuple[int, ...]) 
             raise
         inputs.append(read)
         outputs.append(made)
-    return Layout(sizes, tuple(inputs), tuple(outputs), everywhere, held)
+    return MeshLayout(sizes, tuple(inputs), tuple(outputs), everywhere, held)
 
 
 def _text(placements: Placements) -> str:

@@ -10,9 +10,9 @@ from graph.operators import Operator, OperatorGraph, Slot
 from graph.rules import DRAWING
 from graph.strategy import Strategy
 from runtime.dtensor.constants import check_part
-from runtime.dtensor.mesh import PARTIAL, Inexpressible, Layout, inexpressible, layouts
+from runtime.dtensor.mesh import PARTIAL, Inexpressible, MeshLayout, inexpressible, mesh_layouts
 from runtime.dtensor.modules import Modules
-from runtime.dtensor.samples import MEANS_OVER_TARGETS, DataDim, Share, data_dim
+from runtime.dtensor.samples import MEANS_OVER_TARGETS, DataDim, LossShare, data_dim
 from runtime.dtensor.styles import Style, TensorDim
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def make_plan(
         StrategyError: no mesh expresses it; one line with the reason.
     """
     refusals = []
-    for found in layouts(graph, strategy):
+    for found in mesh_layouts(graph, strategy):
         if isinstance(found, Inexpressible):
             refusals.append(found)
             continue
@@ -80,7 +80,7 @@ def make_plan(
 
 
 def _plan_on(
-    graph: OperatorGraph, layout: Layout, modules: Modules, args: Sequence[Any], kwargs: Mapping[str, Any]
+    graph: OperatorGraph, layout: MeshLayout, modules: Modules, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> ParallelPlan:
     names: list[str] = []
     data: DataDim | None = None
@@ -127,7 +127,7 @@ def _draws(operator: Operator) -> bool:
     return operator.target in DRAWING
 
 
-def _share_notes(share: Share) -> list[str]:
+def _share_notes(share: LossShare) -> list[str]:
     if share.exact:
         return []
     return [
@@ -136,7 +136,7 @@ def _share_notes(share: Share) -> list[str]:
     ]
 
 
-def _loss_notes(graph: OperatorGraph, layout: Layout, dim: int) -> list[str]:
+def _loss_notes(graph: OperatorGraph, layout: MeshLayout, dim: int) -> list[str]:
     """Return what must be known of a cross entropy that is split along a tensor dim.
 
     Raises:

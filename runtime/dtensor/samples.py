@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from graph.operators import FLOATING, Operator, OperatorGraph, Slot, ValueKind
 from graph.rules.reductions import MEAN, SUM
 from runtime.dtensor.constants import constant_values
-from runtime.dtensor.mesh import PARTIAL, REPLICATE, Inexpressible, Layout, PlacementKind
+from runtime.dtensor.mesh import PARTIAL, REPLICATE, Inexpressible, MeshLayout, PlacementKind
 
 # Of what the parts make, the sum is what the whole makes.
 LINEAR = frozenset(
@@ -34,7 +34,7 @@ MEANS_OVER_TARGETS = frozenset({"soapstone.cross_entropy_sums", "soapstone.nll_s
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LossShare:
     """How a rank's loss enters the loss of the whole batch.
 
     mean: the module's loss is a mean, so that a rank's share is that of its samples; else a sum, whose share is one.
@@ -53,10 +53,10 @@ class DataDim:
     """A dim of a mesh that is data parallel: the inputs that are split, by position, with their dim; and the share."""
 
     batch_dims: tuple[tuple[int, int], ...]
-    share: Share
+    share: LossShare
 
 
-def data_dim(graph: OperatorGraph, layout: Layout, dim: int) -> DataDim:
+def data_dim(graph: OperatorGraph, layout: MeshLayout, dim: int) -> DataDim:
     """Return what data parallelism along a dim of the mesh needs to know.
 
     Raises:
@@ -111,14 +111,14 @@ def _check_linear(operator: Operator) -> None:
         raise Inexpressible(f"operator {operator.name} needs a sum over all samples")
 
 
-def _share(graph: OperatorGraph, sums: Sequence[int], summed: set[str]) -> Share:
+def _share(graph: OperatorGraph, sums: Sequence[int], summed: set[str]) -> LossShare:
     means = {_is_mean(graph.operators[index]) for index in sums}
     if len(means) != 1:
         raise Inexpressible("the loss joins sums and means over the samples")
     (mean,) = means
     if not mean:
         _check_plain_sum(graph, summed)
-        return Share(mean=False)
+        return LossShare(mean=False)
     counted = [
         graph.operators[index]
         for index in sums
@@ -128,11 +128,11 @@ def _share(graph: OperatorGraph, sums: Sequence[int], summed: set[str]) -> Share
         if isinstance(operator.argument("weight"), Slot):
             raise Inexpressible(f"operator {operator.name} is a mean that weighs samples by their class")
     if not counted:
-        return Share(mean=True)
+        return LossShare(mean=True)
     position = _input_of_targets(graph, counted[0]) if len(sums) == 1 else None
     if position is None:
-        return Share(mean=True, exact=False)
-    return Share(mean=True, targets=(position, int(counted[0].argument("ignore_index"))))
+        return LossShare(mean=True, exact=False)
+    return LossShare(mean=True, targets=(position, int(counted[0].argument("ignore_index"))))
 
 
 def _is_mean(operator: Operator) -> bool:

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from graph.operators import FLOATING, Operator, OperatorGraph, ValueKind
-from runtime.dtensor.mesh import PARTIAL, REPLICATE, Inexpressible, Layout, Placement, PlacementKind, shard
+from runtime.dtensor.mesh import (
+    PARTIAL,
+    REPLICATE,
+    Inexpressible,
+    MeshLayout,
+    Placement,
+    PlacementKind,
+    shard,
+)
 from runtime.dtensor.modules import MODULES, Modules
 
 # What SequenceParallel is meant for.
@@ -47,7 +55,7 @@ class _Call:
 class TensorDim:
     """The styles of all modules along one dim of the mesh."""
 
-    def __init__(self, graph: OperatorGraph, layout: Layout, dim: int, modules: Modules) -> None:
+    def __init__(self, graph: OperatorGraph, layout: MeshLayout, dim: int, modules: Modules) -> None:
         self._graph = graph
         self._layout = layout
         self._dim = dim

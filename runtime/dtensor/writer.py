@@ -14,7 +14,7 @@ from typing import Any
 from runtime.dtensor import template
 from runtime.dtensor.mesh import Placement, PlacementKind
 from runtime.dtensor.plan import ParallelPlan
-from runtime.dtensor.samples import Share
+from runtime.dtensor.samples import LossShare
 from runtime.dtensor.styles import Layouts, Style
 
 FORMAT = "soapstone dtensor plan 1"
@@ -22,7 +22,7 @@ WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PlanOrigin:
     """What a generated file says about itself.
 
     model: its name. factory: "package.module:function" that returns (module, args, kwargs); keywords: its keywords,
@@ -36,7 +36,7 @@ class Origin:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
-def source_text(plan: ParallelPlan, origin: Origin) -> str:
+def source_text(plan: ParallelPlan, origin: PlanOrigin) -> str:
     """Return the Python source of a plan."""
     tensor = any(name == "tensor" for name, _ in plan.mesh)
     data = plan.data is not None
@@ -77,7 +77,7 @@ def _comment(text: str) -> str:
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2))
 
 
-def _header(plan: ParallelPlan, origin: Origin) -> str:
+def _header(plan: ParallelPlan, origin: PlanOrigin) -> str:
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh)
     devices = 1
     for _, size in plan.mesh:
@@ -141,7 +141,7 @@ def _placements(plan: ParallelPlan) -> Iterator[Placement]:
                 yield from value.values()
 
 
-def _constants(plan: ParallelPlan, origin: Origin, *, tensor: bool, data: bool) -> str:
+def _constants(plan: ParallelPlan, origin: PlanOrigin, *, tensor: bool, data: bool) -> str:
     lines = [
         "",
         "# Outermost first; ranks are in row-major order.",
@@ -213,7 +213,7 @@ def _layouts(value: Layouts) -> str:
     return _literal(value)
 
 
-def _share(share: Share) -> str:
+def _share(share: LossShare) -> str:
     if not share.mean:
         return "    return 1.0  # the loss is a sum over samples\n"
     if share.targets is None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from graph.importing.exporting import loss_of
 from graph.operators import OperatorGraph
 from profiler.operators import ExecutionContext
-from runtime.jobs.eager_draws import Draws
+from runtime.jobs.eager_random import GraphRandomNumbers
 from runtime.jobs.models import Built
 from runtime.jobs.verify import EAGER, EAGER_AGAIN, Deviation, Reference, deviations, loss_deviation
 
@@ -58,7 +58,7 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
     args, kwargs = tree_map(lambda item: _moved(item, context.device), (args, kwargs))
     initial = _buffers(module)
     with _plain_kernels(context.device):
-        with _Double(Draws(graph, context)):
+        with _Double(GraphRandomNumbers(graph, context)):
             # A forward may write into its inputs.
             loss = loss_of(module(*tree_map(_copied, args), **tree_map(_copied, kwargs)))
             if loss.requires_grad:
@@ -75,7 +75,7 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
         del loss
         for name, buffer in module.named_buffers():
             buffer.copy_(initial[name])
-        with _Double(Draws(graph, context)):
+        with _Double(GraphRandomNumbers(graph, context)):
             again = float(loss_of(module(*args, **kwargs)).detach())
     return EagerStep(result, again, initial)
 
@@ -131,7 +131,7 @@ def _plain_kernels(device: torch.device) -> Iterator[None]:
 class _Double(TorchDispatchMode):
     """Computes in float64 whatever is asked for, and draws the graph's random numbers."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: GraphRandomNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 

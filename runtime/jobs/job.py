@@ -17,7 +17,7 @@ from runtime.observe.spans import Recorded
 if TYPE_CHECKING:
     import numpy as np
 
-    from runtime.observe.peak_memory import Peak
+    from runtime.observe.peak_memory import MeasuredPeak
 
     Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
 
@@ -81,7 +81,7 @@ class JobResult:
     rank_times_s: tuple[tuple[float, ...], ...]
     losses: tuple[float, ...]
     verification: Verification | None
-    peaks: tuple[Peak, ...] = ()
+    peaks: tuple[MeasuredPeak, ...] = ()
     gradients: Arrays | None = None
     weights: Arrays | None = None
     buffers: Arrays | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graph.plan import Plan
-from profiler.operators.draws import forget_positions
+from profiler.operators.counter_rng import forget_positions
 from profiler.timers import synchronize, timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor, InitialTensors
@@ -17,11 +17,11 @@ from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import tensors_of
 from runtime.jobs.verified_program import collect_gradients, verify_strategy
 from runtime.jobs.verify import Verification
-from runtime.ranks.watchdog import beat
+from runtime.ranks.watchdog import heartbeat
 
 if TYPE_CHECKING:
     from runtime.jobs.job import Arrays
-    from runtime.observe.peak_memory import Peak
+    from runtime.observe.peak_memory import MeasuredPeak
     from runtime.observe.spans import Span
 
 
@@ -34,13 +34,13 @@ class JobRun:
         self._device = torch.device(device)
         self._world = World(job.strategy.device_count)
         self._plan = plan
-        beat("building the module")
+        heartbeat("building the module")
         self._tensors = tensors_of(job.graph, job.model.build(job.seed))
         # Before the run's own tensors are made, so that the two are not in memory at once.
         self._verified = self._verify() if job.verify else None
         # The positions of an earlier job or of the verification's whole network would take memory beside the run's.
         forget_positions()
-        beat("compiling its program")
+        heartbeat("compiling its program")
         self._executor = Executor(
             self._plan,
             self._world,
@@ -93,7 +93,7 @@ class JobRun:
 
     def _timed_step(self, number: int) -> float:
         timer = timer_for(self._device)
-        beat(f"in step {number}")
+        heartbeat(f"in step {number}")
         if number == self._job.warmup:
             # Nothing that building or verifying left behind may be collected inside a measured step.
             gc.collect()
@@ -106,12 +106,12 @@ class JobRun:
     def _recorded_step(self, number: int) -> tuple[Span, ...]:
         from runtime.observe.recorder import record_step
 
-        beat(f"in recorded step {number}")
+        heartbeat(f"in recorded step {number}")
         gc.collect()
         return tuple(record_step(self._executor, self._plan, self._world, self._device, number))
 
     def _verify(self) -> Verification | None:
-        beat("verifying")
+        heartbeat("verifying")
         verified = verify_strategy(self._job, self._world, self._tensors, self._device)
         gc.collect()
         if self._device.type == "cuda":
@@ -130,10 +130,10 @@ class JobRun:
         buffers = collect_buffers(self._world, self._executor.buffers(), self._tensors.buffers)
         return _arrays(weights), _arrays(buffers)
 
-    def _peak_of_step(self, number: int) -> Peak:
+    def _peak_of_step(self, number: int) -> MeasuredPeak:
         from runtime.observe.peak_memory import measure_peak
 
-        beat(f"in step {number}, whose memory is measured")
+        heartbeat(f"in step {number}, whose memory is measured")
         self._executor.forget_step()
         with self._world.settling():
             return measure_peak(lambda: self._executor.step(number), self._device)

@@ -39,7 +39,7 @@ from runtime.jobs.verify import (
     interpret,
     loss_deviation,
 )
-from runtime.ranks.watchdog import beat
+from runtime.ranks.watchdog import heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -162,7 +162,7 @@ def _from_module(
     job: Job, graph: OperatorGraph, whole: InitialTensors, context: ExecutionContext, reference: Reference
 ) -> tuple[tuple[Deviation, ...], str]:
     """Return how far the graph on one device is from the module itself, or why that is not known."""
-    beat("verifying the module itself")
+    heartbeat("verifying the module itself")
     # Built anew: what Python counts, it counts from the start, and the run's tensors stay as they are.
     built = job.model.build(job.seed)
     again = tensors_in_double(tensors_of(job.graph, built), context.device)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from graph.errors import RuntimeFailure, TeamFailure
+from graph.errors import RankFailure, RuntimeFailure
 from runtime.communication import PeerFailure
 from runtime.launch.processes import PEER_GRACE_S, join_group, leave_group, own_words
 from runtime.ranks.ranks import from_rank_0, rank_variable
-from runtime.ranks.watchdog import watched
+from runtime.ranks.watchdog import under_watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -47,11 +47,11 @@ class Report:
     code: int
 
 
-class Team:
+class LaunchedRanks:
     """All ranks of this run, as one of them sees them."""
 
     def __init__(self, store: Store, rank: int, size: int, processor: str, timeout_s: float) -> None:
-        """Use `Team.join`."""
+        """Use `LaunchedRanks.join`."""
         from torch.distributed.distributed_c10d import PrefixStore
 
         self.rank = rank
@@ -69,7 +69,7 @@ class Team:
         join_group(processor, timeout_s, store=PrefixStore(f"{prefix}/group", store), rank=rank, size=size)
 
     @classmethod
-    def join(cls, processor: str, timeout_s: float) -> Team:
+    def join(cls, processor: str, timeout_s: float) -> LaunchedRanks:
         """Meet the others where torchrun's environment variables say.
 
         Raises:
@@ -122,14 +122,14 @@ class Team:
         """Return what `work` returns; it runs in another thread, while this one watches over it and the others.
 
         Raises:
-            TeamFailure: this rank or another one failed; the message names the rank and the reason.
+            RankFailure: this rank or another one failed; the message names the rank and the reason.
             KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` knows whether a rank's failure is why.
         """
         outcome: dict[str, Any] = {}
 
         def run() -> None:
             try:
-                with watched(self._timeout_s, self._note_silence):
+                with under_watchdog(self._timeout_s, self._note_silence):
                     outcome["result"] = work()
             except BaseException as error:  # whatever it is, the main thread must hear of it
                 outcome["error"] = error
@@ -148,7 +148,7 @@ class Team:
         result: Result = outcome["result"]
         return result
 
-    def cause_of_signal(self) -> TeamFailure | None:
+    def cause_of_signal(self) -> RankFailure | None:
         """Return the failure of a rank for which torchrun ends this one, if that is why a signal came.
 
         Wherever the signal interrupted this rank, `execute` included, its caller asks here before it says or stores
@@ -182,7 +182,7 @@ class Team:
         found = self._cause(PEER_GRACE_S)
         if found is not None:
             raise _failure(found) from error
-        raise _ending(TeamFailure(str(error))) from error
+        raise _ending(RankFailure(str(error))) from error
 
     # ---- the board
 
@@ -256,13 +256,13 @@ def _report(rank: int, message: str) -> Report:
     return Report(rank, fields["kind"], fields["text"], fields["code"])
 
 
-def _failure(report: Report) -> TeamFailure:
+def _failure(report: Report) -> RankFailure:
     # What rank 0 refuses is about the command, not about a rank.
     text = report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
-    return _ending(TeamFailure(text, report.code))
+    return _ending(RankFailure(text, report.code))
 
 
-def _ending(failure: TeamFailure) -> TeamFailure:
+def _ending(failure: RankFailure) -> RankFailure:
     # The rank ends by itself now: torchrun's signals, which follow, must not cut short that it says and stores why.
     _ignore_signals()
     return failure

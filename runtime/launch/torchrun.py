@@ -28,7 +28,7 @@ from runtime.launch.processes import (
     own_words,
     run_patiently,
 )
-from runtime.ranks.watchdog import watched
+from runtime.ranks.watchdog import under_watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -90,7 +90,7 @@ def _work(job: Path, devices: tuple[int | None, ...], device_type: str, timeout_
     end_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
-    with watched(timeout_s, _end_with):
+    with under_watchdog(timeout_s, _end_with):
         join_group(device_type, timeout_s, store=None, rank=rank, size=size)
         result = run_patiently(_read(job), device, timeout_s)
         leave_group()

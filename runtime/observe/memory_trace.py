@@ -29,7 +29,7 @@ from graph.errors import RuntimeFailure
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan
 from graph.training import Training
-from profiler.operators.draws import forget_positions
+from profiler.operators.counter_rng import forget_positions
 from profiler.operators.dtypes import HALVES
 from runtime.communication import Message, World
 from runtime.execution.executor import Executor, InitialTensors
@@ -61,18 +61,18 @@ _DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class PredictedPeak:
     """The memory of one device at the moment of a step at which most is taken; `parts` are bytes by `PARTS`."""
 
     peak_bytes: int
     parts: tuple[tuple[str, int], ...]
 
 
-UNUSED = Footprint(0, tuple((part, 0) for part in PARTS))
+UNUSED = PredictedPeak(0, tuple((part, 0) for part in PARTS))
 """That of a device which has nothing to do."""
 
 
-def footprint(plan: Plan, training: Training, rank: int, processor: str = "cpu") -> Footprint:
+def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cpu") -> PredictedPeak:
     """Return the memory that a step takes on the device `rank` of a plan.
 
     Args:
@@ -131,7 +131,7 @@ def _name_parts(executor: Executor, ledger: _Ledger) -> None:
     ledger.rename("communication", flats)
 
 
-def _walk(executor: Executor, world: World, ledger: _Ledger) -> Footprint:
+def _walk(executor: Executor, world: World, ledger: _Ledger) -> PredictedPeak:
     labelled = tuple(_Labelled(one, _part_of(one), ledger) for one in executor.program.instructions)
     ledger.begin()
     # First of all, copies of parts of weights are made.
@@ -306,7 +306,7 @@ class _Ledger(TorchDispatchMode):
         self._changes = [(part, size) for _, size, part in self._alive.values()]
         self._first = len(self._changes)
 
-    def at_peak(self) -> Footprint:
+    def at_peak(self) -> PredictedPeak:
         """Return what was there when most was there, since `begin`."""
         totals = list(accumulate(size for _, size in self._changes))
         first = max(self._first - 1, 0)
@@ -314,7 +314,7 @@ class _Ledger(TorchDispatchMode):
         parts = dict.fromkeys(PARTS, 0)
         for part, size in self._changes[: place + 1]:
             parts[part] += size
-        return Footprint(totals[place] if totals else 0, tuple(parts.items()))
+        return PredictedPeak(totals[place] if totals else 0, tuple(parts.items()))
 
 
 class _Done:

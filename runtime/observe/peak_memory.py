@@ -28,7 +28,7 @@ _SILENT = "99"
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class MeasuredPeak:
     """What a rank's step takes, in bytes.
 
     tensor_bytes: the tensors alive at most. On CUDA, `torch.cuda.max_memory_allocated`.
@@ -39,7 +39,7 @@ class Peak:
     process_bytes: int
 
 
-def measure_peak(step: Callable[[], None], device: torch.device) -> Peak:
+def measure_peak(step: Callable[[], None], device: torch.device) -> MeasuredPeak:
     """Do a step and return what it takes.
 
     What is alive before must be what a step finds: drop what the step before has left and the next one replaces, since
@@ -51,8 +51,8 @@ def measure_peak(step: Callable[[], None], device: torch.device) -> Peak:
         torch.cuda.reset_peak_memory_stats(device)
         step()
         synchronize(device)
-        return Peak(torch.cuda.max_memory_allocated(device), process_peak_bytes())
-    return Peak(_cpu_peak_bytes(step), process_peak_bytes())
+        return MeasuredPeak(torch.cuda.max_memory_allocated(device), process_peak_bytes())
+    return MeasuredPeak(_cpu_peak_bytes(step), process_peak_bytes())
 
 
 def _cpu_peak_bytes(step: Callable[[], None]) -> int:

@@ -1,7 +1,7 @@
 """Notices that a rank makes no progress in its own code, which its peers can only see as silence.
 
 A rank that waits for a peer is not to blame: time inside the modules that communicate does not count. What counts is
-the time since the rank's last sign of life (`beat`) or its last wait for a peer.
+the time since the rank's last sign of life (`heartbeat`) or its last wait for a peer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAITING_MODULES = frozenset(
 LONGEST_TICK_S = 0.5
 
 
-class Watch:
+class Watchdog:
     """Watches one thread; where it is silent for longer than `patience_s`, `report` gets the reason, once."""
 
     def __init__(self, patience_s: float, report: Callable[[str], None]) -> None:
@@ -42,13 +42,13 @@ class Watch:
         self._since = time.monotonic()
         self._over = threading.Event()
 
-    def beat(self, stage: str) -> None:
+    def heartbeat(self, stage: str) -> None:
         """Note that the watched thread begins something new."""
         self._stage = stage
         self._since = time.monotonic()
 
     def run(self) -> None:
-        """Watch until `stop`."""
+        """Watchdog until `stop`."""
         while not self._over.wait(min(LONGEST_TICK_S, self._patience_s / 10)):
             reason = self._silence()
             if reason is not None:
@@ -89,25 +89,25 @@ def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-_current: Watch | None = None
+_current: Watchdog | None = None
 
 
-def beat(stage: str) -> None:
+def heartbeat(stage: str) -> None:
     """Note that this process begins something new, where it is watched."""
     if _current is not None:
-        _current.beat(stage)
+        _current.heartbeat(stage)
 
 
 @contextmanager
-def watched(patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
-    """Watch the calling thread while the context lasts.
+def under_watchdog(patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
+    """Watchdog the calling thread while the context lasts.
 
     Args:
         patience_s: how long it may be silent.
         report: gets one line, from another thread, where it is silent for longer.
     """
     global _current
-    watch = Watch(patience_s, report)
+    watch = Watchdog(patience_s, report)
     thread = threading.Thread(target=watch.run, name="watch", daemon=True)
     before, _current = _current, watch
     thread.start()

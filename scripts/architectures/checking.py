@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from app.services.models.models import ImportedModel
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
-    from runtime.launch.pool import LocalPool
+    from tests.runtime.pool import LocalPool
 
 PROCESSES = 2
 RANDOM_STRATEGIES = 5
@@ -107,7 +107,7 @@ class Checking:
         from graph.training import Training
         from runtime.jobs.job import Job
         from runtime.jobs.models import ModelReference
-        from runtime.launch.pool import LocalPool
+        from tests.runtime.pool import LocalPool
 
         job = Job(
             graph=model.graph,

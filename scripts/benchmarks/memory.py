@@ -140,14 +140,14 @@ def _row(
     from runtime.jobs.job import Job
     from runtime.jobs.models import ModelReference
     from runtime.launch.torchrun import launch
-    from runtime.observe.memory_trace import footprint
+    from runtime.observe.memory_trace import trace_memory
     from scripts.benchmarks.simulator import Datasheet
     from search.cost.cost_table import CostTable
     from search.simulate.simulator import simulate
 
     nodes = tuple(device.node for device in topology.devices)
     plan = build_plan(graph, strategy, nodes)
-    walked = [footprint(plan, training, device).peak_bytes for device in range(strategy.device_count)]
+    walked = [trace_memory(plan, training, device).peak_bytes for device in range(strategy.device_count)]
     summed = simulate(
         graph, strategy, topology, CostTable(Datasheet(topology.kinds)), training
     ).peak_memory_bytes

@@ -93,7 +93,7 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
     from app.services.costs.operator_costs import cost_records, model_time_s
     from profiler.devices import cpu_devices
     from profiler.measure import Measurement as Measured
-    from profiler.visits import measure_in_visits
+    from profiler.repeated_sampling import measure_repeatedly
     from profiler.workers import WorkerPool
 
     order = list(calls)
@@ -108,7 +108,7 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
         environment = store.put_environment(EnvironmentRecord({}))
         with WorkerPool(cpu_devices(DEVICES)) as pool:
             began = time.perf_counter()
-            for visit in measure_in_visits(pool, order):
+            for visit in measure_repeatedly(pool, order):
                 result = visit.result
                 records = cost_records(result)
                 store.put_op_costs(kind, environment, records)

@@ -11,7 +11,7 @@ from app.services.predict.peak_memory import footprints, shares
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.training import Training
-from runtime.observe.memory_trace import footprint
+from runtime.observe.memory_trace import trace_memory
 from tests.app.conftest import Command
 from tests.runtime.oracle import graph_of
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
@@ -55,7 +55,7 @@ def test_devices_that_share_a_walk_take_the_same(seed: int) -> None:
     strategy = random_strategy(graph, 4, seed)
     plan, training = build_plan(graph, strategy, (0,) * 4), Training(1)
     found = shares(plan, 4)
-    walked = [footprint(plan, training, device).peak_bytes for device in range(4)]
+    walked = [trace_memory(plan, training, device).peak_bytes for device in range(4)]
     for one, other in itertools.combinations(range(4), 2):
         if found[one] == found[other]:
             assert walked[one] == pytest.approx(walked[other], rel=0.01)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from graph.errors import ImportFailure
 from graph.importer import import_module
 from profiler.operators import ExecutionContext
-from profiler.operators.draws import random_numbers
+from profiler.operators.counter_rng import random_numbers
 from tests.reference.interpreter import interpret
 from tests.reference.rules import Case, check_case, random_degrees
 

@@ -24,7 +24,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.zoo import build, zoo_names
 from profiler.operators import ExecutionContext, execute, random_inputs
-from profiler.operators.draws import random_numbers
+from profiler.operators.counter_rng import random_numbers
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
 

@@ -10,7 +10,7 @@ import torch
 from graph.intervals import full_region
 from graph.rules import local_calls
 from profiler.operators import ExecutionContext, execute, random_inputs
-from profiler.operators.draws import keep_mask
+from profiler.operators.counter_rng import keep_mask
 from tests.reference.cells import recurrent_cell
 from tests.reference.randoms import floats
 from tests.reference.rules import Case, one_operator, random_degrees

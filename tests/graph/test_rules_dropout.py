@@ -10,7 +10,7 @@ import torch
 
 from graph.intervals import full_region
 from profiler.operators import ExecutionContext
-from profiler.operators.draws import keep_mask
+from profiler.operators.counter_rng import keep_mask
 from tests.reference.randoms import floats
 from tests.reference.rules import Case, check_case
 

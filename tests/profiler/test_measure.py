@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profiler.call_inputs import MOST_SETS, CallInputs, cache_bytes, random_tensor, storage_sizes
 from profiler.devices import PhysicalDevice, available_devices
 from profiler.measure import (
     FailedMeasurement,
@@ -19,7 +20,6 @@ from profiler.measure import (
     phases,
     summarize,
 )
-from profiler.subjects import MOST_SETS, Subject, cache_bytes, random_tensor, storage_sizes
 from profiler.timers import CpuTimer, synchronize, timer_for
 from profiler.updates import update_call
 from tests.profiler.examples import impossible_matrix_product, incomplete_gamma, matrix_product
@@ -137,7 +137,7 @@ def test_long_reasons_are_cut() -> None:
 
 
 def test_inputs_rotate_beyond_the_cache(device: PhysicalDevice) -> None:
-    subject = Subject(matrix_product(256, 256, 256), device, seed=0)
+    subject = CallInputs(matrix_product(256, 256, 256), device, seed=0)
     first = subject.forward()
     subject.draw_gradients(first)
     subject.rotate()
@@ -154,7 +154,7 @@ def test_inputs_rotate_beyond_the_cache(device: PhysicalDevice) -> None:
 
 def test_inputs_larger_than_the_cache_are_few(device: PhysicalDevice) -> None:
     elements = 2 * cache_bytes(device) // 4
-    subject = Subject(update_call("sgd", elements), device, seed=0)
+    subject = CallInputs(update_call("sgd", elements), device, seed=0)
     subject.rotate()
     places = {subject.forward().inputs[0].data_ptr() for _ in range(6)}
     assert len(places) == 2

@@ -15,7 +15,7 @@ from profiler.environment import environment
 from profiler.estimate import work_of
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions, measure_call
 from profiler.operators.batch_norm import batch_norm, batch_norm_apply, moments
-from profiler.operators.ours import _cross_entropy_sums, _mean, _mean_loss
+from profiler.operators.custom_operators import _cross_entropy_sums, _mean, _mean_loss
 from profiler.updates import apply_update, initial_state, update_call
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -9,9 +9,9 @@ import pytest
 from graph.calls import LocalCall
 from graph.operators import Slot, TensorSpec
 from graph.rules import bytes_moved, flops
+from profiler.call_inputs import CallInputs
 from profiler.devices import cpu_devices
 from profiler.products import products_between, resized, sizes
-from profiler.subjects import Subject
 from tests.profiler.examples import matrix_product, rectifier
 
 
@@ -65,7 +65,7 @@ def test_products_lie_between_those_of_the_networks(seed: int) -> None:
 def test_drawn_products_can_be_executed_and_give_what_they_declare() -> None:
     device = cpu_devices(1)[0]
     for call in products_between(NETWORK, 12, 0):
-        made = Subject(call, device, 0).forward().outputs
+        made = CallInputs(call, device, 0).forward().outputs
         assert [tuple(one.shape) for one in made] == [spec.shape for spec in call.outputs]
 
 

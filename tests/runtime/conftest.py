@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.launch.pool import LocalPool
+from tests.runtime.pool import LocalPool
 
 PROCESSES = 4
 

@@ -18,7 +18,7 @@ from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.zoo import Built
 from runtime.dtensor.plan import ParallelPlan, make_plan
-from runtime.dtensor.writer import Origin, source_text
+from runtime.dtensor.writer import PlanOrigin, source_text
 from runtime.jobs.models import ModelReference
 from search.space.groups import find_groups, follow
 
@@ -285,7 +285,7 @@ def write_plan(network: Network, strategy: Callable[[OperatorGraph], Strategy], 
     """Write the generated file of a strategy; return its path."""
     graph = graph_of(network)
     chosen = strategy(graph)
-    origin = Origin("test", chosen.digest, graph.digest, network.factory, network.keywords)
+    origin = PlanOrigin("test", chosen.digest, graph.digest, network.factory, network.keywords)
     file.write_text(source_text(plan_of(network, graph, chosen), origin))
     return file
 

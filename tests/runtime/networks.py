@@ -26,8 +26,8 @@ from graph.operators import FLOATING, OperatorGraph
 from graph.zoo import Built, build, zoo_entry
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import EAGER, EAGER_AGAIN, RUN_LOSS
-from runtime.launch.pool import LocalPool
 from tests.runtime.oracle import compare, make_job, train_plain
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, random_groups, random_strategy, seeds
 
 SEED = 5

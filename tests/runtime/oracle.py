@@ -17,7 +17,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
-from runtime.launch.pool import LocalPool
+from tests.runtime.pool import LocalPool
 
 SEED = 11
 LEARNING_RATE = 0.05

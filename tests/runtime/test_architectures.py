@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-from runtime.launch.pool import LocalPool
 from scripts.architectures import table
 from scripts.architectures.catalog import names
 from scripts.architectures.checking import Checking
+from tests.runtime.pool import LocalPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 # Dropout, batch norm, and attention with both.

@@ -16,10 +16,10 @@ from graph.strategy import Configuration, Strategy
 from runtime.communication import _plain
 from runtime.instructions.base import Exchange, SendGradients
 from runtime.instructions.collectives import StartCollective, StartGradientCollective, _packed
-from runtime.launch.pool import LocalPool
 from runtime.lowering.program import compile_program
 from runtime.lowering.transfers import _stacked
 from tests.runtime.oracle import check, graph_of, reference
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from runtime.dtensor.mesh import (
     PARTIAL,
     REPLICATE,
     Inexpressible,
-    Layout,
+    MeshLayout,
     layout_on,
-    layouts,
+    mesh_layouts,
     shard,
     shard_region,
 )
@@ -83,11 +83,11 @@ def test_the_order_of_replicas_makes_no_difference() -> None:
 
 def test_every_mesh_of_a_number_of_devices_is_tried() -> None:
     graph = graph_of(MLP)
-    found = list(layouts(graph, baselines.megatron(graph, 2, 2)))
-    assert [type(one) for one in found] == [Inexpressible, Layout]
-    assert isinstance(found[1], Layout)
+    found = list(mesh_layouts(graph, baselines.megatron(graph, 2, 2)))
+    assert [type(one) for one in found] == [Inexpressible, MeshLayout]
+    assert isinstance(found[1], MeshLayout)
     assert found[1].sizes == (2, 2)
-    assert list(layouts(graph, baselines.single_device(graph))) == []
+    assert list(mesh_layouts(graph, baselines.single_device(graph))) == []
 
 
 def subset(graph: OperatorGraph) -> Strategy:

@@ -19,9 +19,9 @@ from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 from runtime.dtensor.mesh import REPLICATE, layout_on, shard
 from runtime.dtensor.plan import ParallelPlan
-from runtime.dtensor.samples import DataDim, Share
+from runtime.dtensor.samples import DataDim, LossShare
 from runtime.dtensor.styles import Style
-from runtime.dtensor.writer import Origin, source_text
+from runtime.dtensor.writer import PlanOrigin, source_text
 from search.space import baselines
 from tests.runtime.dtensor_cases import (
     Network,
@@ -56,7 +56,7 @@ def hostile_plan(name: str) -> ParallelPlan:
         styles=(("", root), (name, style)),
         tied=((f"{name}.weight", f"{name}.other"),),
         blocks=(name,),
-        data=DataDim(((0, 0),), Share(mean=True)),
+        data=DataDim(((0, 0),), LossShare(mean=True)),
     )
 
 
@@ -65,7 +65,7 @@ def test_no_name_becomes_code(name: str) -> None:
     """The tree of the file is that of a harmless name, but for the texts in it."""
 
     def tree(used: str) -> tuple[str, list[str]]:
-        origin = Origin(used, used, used, f"{used}:{used}", {used: used, "number": 3})
+        origin = PlanOrigin(used, used, used, f"{used}:{used}", {used: used, "number": 3})
         text = source_text(hostile_plan(used), origin)
         assert text.isascii()
         parsed = ast.parse(text)
@@ -80,13 +80,13 @@ def test_no_name_becomes_code(name: str) -> None:
     found, texts = tree(name)
     assert found == harmless
     assert {f"{name}:{name}", f"{name}.weight", f"{name}.other", name} <= set(texts)
-    comments = source_text(hostile_plan(name), Origin(name, name, name, "a:b")).splitlines()[:11]
+    comments = source_text(hostile_plan(name), PlanOrigin(name, name, name, "a:b")).splitlines()[:11]
     assert all(line.startswith("#") for line in comments)
 
 
 def test_the_keywords_of_a_factory_must_be_scalars() -> None:
     with pytest.raises(TypeError, match="list is no scalar"):
-        source_text(hostile_plan("a"), Origin("a", "b", "c", "d:e", {"widths": [1, 2]}))
+        source_text(hostile_plan("a"), PlanOrigin("a", "b", "c", "d:e", {"widths": [1, 2]}))
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from graph.axes import AxisKind
 from graph.errors import RuntimeFailure, UsageError
 from runtime.jobs.job import Job, run_job
 from runtime.jobs.models import ModelReference
-from runtime.launch.pool import LocalPool
 from runtime.launch.torchrun import launch
 from tests.runtime.oracle import graph_of, make_job, reference
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_turn
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graph.zoo import hugging_face_names
-from runtime.launch.pool import LocalPool
 from tests.runtime.networks import cases, check_network
+from tests.runtime.pool import LocalPool
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 

@@ -6,9 +6,9 @@ import pytest
 
 from graph.importer import import_module
 from runtime.jobs.models import ModelReference
-from runtime.launch.pool import LocalPool
 from search.space.baselines import megatron
 from tests.runtime.oracle import SEED, check
+from tests.runtime.pool import LocalPool
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(2, 1), (2, 2)])

@@ -10,7 +10,6 @@ from graph.importer import import_module
 from graph.strategy import Configuration, Strategy
 from profiler.operators import ExecutionContext
 from runtime.jobs.job import run_job
-from runtime.launch.pool import LocalPool
 from tests.reference.interpreter import interpret
 from tests.runtime.oracle import (
     SEED,
@@ -23,6 +22,7 @@ from tests.runtime.oracle import (
     reference,
     train_plain,
 )
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
 
 PLAIN = ("perceptron", "convolutions", "recurrent", "branches")

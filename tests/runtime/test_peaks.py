@@ -18,14 +18,14 @@ from graph.operators import OperatorGraph
 from graph.plan import Plan, build_plan
 from graph.strategy import Strategy
 from graph.training import Training
-from profiler.operators.draws import keep_mask
+from profiler.operators.counter_rng import keep_mask
 from runtime.jobs.job import Job
 from runtime.jobs.models import ModelReference
-from runtime.launch.pool import LocalPool
-from runtime.observe.memory_trace import PARTS, footprint
+from runtime.observe.memory_trace import PARTS, trace_memory
 from runtime.observe.peak_memory import bytes_alive, measure_peak
-from runtime.ranks import watchdog as watch
+from runtime.ranks import watchdog
 from tests.runtime.oracle import SEED, graph_of, reference
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, groups_of, in_turn, random_groups, random_strategy, seeds
 
 MEGABYTE = 1 << 20
@@ -69,7 +69,7 @@ def check_against_a_run(pool: LocalPool, name: str, strategy: Strategy, optimize
     )
     assert len(result.peaks) == strategy.device_count
     for rank, peak in enumerate(result.peaks):
-        predicted = footprint(plan, training, rank).peak_bytes
+        predicted = trace_memory(plan, training, rank).peak_bytes
         assert predicted <= peak.tensor_bytes * (1 + RELATIVE), f"rank {rank}"
         least = peak.tensor_bytes * (1 - TEMPORARIES.get(name, RELATIVE)) - KEPT_BYTES
         assert predicted >= least, f"rank {rank}"
@@ -158,7 +158,7 @@ def test_a_wide_layer_takes_so_many_tensors_of_its_weight(optimizer: str, count:
     """
     graph = import_module(Wide(), (torch.zeros(2, 1024),), {}, name="wide")
     strategy = by_kind(graph, [AxisKind.SAMPLE], range(count))
-    found = footprint(plan_of(graph, strategy), Training(2, optimizer=optimizer), 0)
+    found = trace_memory(plan_of(graph, strategy), Training(2, optimizer=optimizer), 0)
     assert found.peak_bytes == pytest.approx(tensors * 4 * MEGABYTE, abs=64 * 1024)
     parts = dict(found.parts)
     assert sum(parts.values()) == found.peak_bytes
@@ -170,7 +170,7 @@ def test_a_wide_layer_takes_so_many_tensors_of_its_weight(optimizer: str, count:
 def test_blocks_of_a_gpu_are_rounded_up() -> None:
     graph = graph_of("perceptron")
     plan = plan_of(graph, in_turn(graph, [0]))
-    on_cpu, on_cuda = (footprint(plan, Training(1), 0, processor) for processor in ("cpu", "cuda"))
+    on_cpu, on_cuda = (trace_memory(plan, Training(1), 0, processor) for processor in ("cpu", "cuda"))
     assert on_cuda.peak_bytes % 512 == 0
     assert on_cuda.peak_bytes > on_cpu.peak_bytes
 
@@ -178,7 +178,7 @@ def test_blocks_of_a_gpu_are_rounded_up() -> None:
 def test_a_walk_leaves_no_tensor_without_data_behind() -> None:
     """Positions that dropout draws from are kept from call to call."""
     graph = graph_of("dropped")
-    footprint(plan_of(graph, in_turn(graph, [0])), Training(1), 0)
+    trace_memory(plan_of(graph, in_turn(graph, [0])), Training(1), 0)
     size = graph.value_by_name[graph.inputs[0]].spec.shape
     region = tuple(((0, length),) for length in size)
     mask = keep_mask(region, size, 0.5, (0, 0, 0), torch.device("cpu"))
@@ -201,7 +201,7 @@ def test_what_depends_on_data_is_refused_in_one_line() -> None:
     graph = import_module(Chosen(), inputs, {}, name="chosen")
     expert = by_kind(graph, [AxisKind.PARAMETER], [0, 1])
     with pytest.raises(RuntimeFailure, match="cannot be found without data"):
-        footprint(plan_of(graph, expert), Training(8, precision="bfloat16"), 0)
+        trace_memory(plan_of(graph, expert), Training(8, precision="bfloat16"), 0)
 
 
 def peak_of(step: Callable[[], None]) -> int:
@@ -243,7 +243,7 @@ def test_a_watched_thread_keeps_nothing_that_its_functions_have_left() -> None:
         time.sleep(0.3)
 
     def run() -> None:
-        with watch.watched(1.0, lambda _reason: None):
+        with watchdog.under_watchdog(1.0, lambda _reason: None):
             work()
             gone.append(references[0]() is None)
 
@@ -272,5 +272,5 @@ def test_a_gpu_takes_what_the_walk_says() -> None:
     )
     result = launch(replace(job, warmup=1), [0], "cuda", timeout_s=120)
     assert result is not None
-    predicted = footprint(plan_of(graph, strategy), training, 0, "cuda").peak_bytes
+    predicted = trace_memory(plan_of(graph, strategy), training, 0, "cuda").peak_bytes
     assert predicted == pytest.approx(result.peaks[0].tensor_bytes, rel=0.1)

@@ -18,9 +18,9 @@ from graph.zoo import Built
 from runtime.jobs.job import JobResult, run_job
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import RUN_LOSS, deviations_in
-from runtime.launch.pool import LocalPool
 from tests.runtime import models
 from tests.runtime.oracle import SEED, loss_of, make_job
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_turn, random_strategy
 
 FORMATS = ("bfloat16", "float16")

@@ -21,10 +21,10 @@ from profiler.operators import ExecutionContext, execute, random_inputs
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import RUN_LOSS
-from runtime.launch.pool import LocalPool
 from tests.reference.interpreter import interpret
 from tests.runtime import oracle
 from tests.runtime.oracle import SEED, Expected, compare, train_plain
+from tests.runtime.pool import LocalPool
 from tests.runtime.random_graphs import RandomNetwork
 from tests.runtime.strategies import random_strategy, randomly_shared, seeds
 

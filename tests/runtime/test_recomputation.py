@@ -9,9 +9,9 @@ import pytest
 
 from graph.axes import AxisKind
 from graph.zoo import zoo_names
-from runtime.launch.pool import LocalPool
 from tests.runtime.networks import DATA_PARALLEL, check_network
 from tests.runtime.oracle import graph_of, make_job, reference
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import (
     by_kind,
     groups_of,

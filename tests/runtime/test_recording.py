@@ -13,11 +13,11 @@ from graph.strategy import Configuration, Strategy
 from runtime.communication import World
 from runtime.execution.executor import Executor
 from runtime.jobs.models import tensors_of
-from runtime.launch.pool import LocalPool
 from runtime.lowering.program import compile_program
 from runtime.observe.recorder import _Names, record_step
 from runtime.observe.spans import KINDS, WEIGHT_GRADIENTS, Span
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import in_turn, random_strategy, seeds
 
 CPU = torch.device("cpu")

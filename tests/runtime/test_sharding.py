@@ -8,9 +8,9 @@ import pytest
 
 from graph.axes import AxisKind
 from graph.strategy import Sharding, Strategy
-from runtime.launch.pool import LocalPool
 from search.space.baselines import fsdp, shared
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, random_groups, random_strategy, randomly_shared, seeds
 from tests.runtime.test_peaks import BATCHES, SIZES, check_against_a_run
 from tests.runtime.viewed import KINDS

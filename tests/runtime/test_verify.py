@@ -12,9 +12,9 @@ from graph.axes import AxisKind
 from runtime.jobs.job import run_job
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import RUN_LOSS, Deviation, Verification, by_severity, deviations, loss_deviation
-from runtime.launch.pool import LocalPool
 from search.space.baselines import fsdp
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
+from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_turn, random_strategy, randomly_shared
 
 

@@ -31,7 +31,7 @@ from profiler.devices import PhysicalDevice, device_warnings, parse_device_list,
 from profiler.products import products_between
 
 if TYPE_CHECKING:
-    from profiler.agreement import Agreement
+    from profiler.device_consistency import DeviceConsistency
     from profiler.workers import WorkerPool
 
 
@@ -50,7 +50,7 @@ class Measured:
 
     succeeded: int = 0
     failures: tuple[tuple[str, str], ...] = ()
-    agreement: tuple[Agreement, ...] = ()
+    agreement: tuple[DeviceConsistency, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class KindReport:
     measured: int
     known: int
     failures: tuple[tuple[str, str], ...]
-    agreement: tuple[Agreement, ...]
+    agreement: tuple[DeviceConsistency, ...]
 
     def to_json(self) -> dict[str, object]:
         """Return the report as a JSON document."""
@@ -124,7 +124,7 @@ class ProfileReport:
         }
 
 
-def agreement_json(one: Agreement) -> dict[str, object]:
+def agreement_json(one: DeviceConsistency) -> dict[str, object]:
     """Return how a device compares with its kind as a JSON document."""
     return {
         "device": one.device.label,
@@ -217,7 +217,7 @@ def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
         )
     reports = []
     for name, alike in kinds.items():
-        agreement: tuple[Agreement, ...] = ()
+        agreement: tuple[DeviceConsistency, ...] = ()
         if len(alike) > 1:
             with WorkerPool(alike) as pool:
                 agreement = _compare(pool, alike, progress)
@@ -227,9 +227,9 @@ def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
 
 def _compare(
     pool: WorkerPool, devices: Sequence[PhysicalDevice], progress: Progress
-) -> tuple[Agreement, ...]:
+) -> tuple[DeviceConsistency, ...]:
     """Compare devices of one kind, and warn of those that are not as the others."""
-    from profiler.agreement import compare
+    from profiler.device_consistency import compare
 
     progress.begin(f"comparing {len(devices)} x {devices[0].kind.name}", None)
     try:
@@ -389,7 +389,7 @@ class Measurer:
         self._retry_failed = retry_failed
         self._call_limit_s = call_limit_s
         self._pool: WorkerPool | None = None
-        self._agreement: tuple[Agreement, ...] = ()
+        self._agreement: tuple[DeviceConsistency, ...] = ()
         self._met_another = False
 
     def __enter__(self) -> Self:
@@ -409,7 +409,7 @@ class Measurer:
             DatabaseError: a result cannot be stored.
         """
         from profiler.measure import FailedMeasurement
-        from profiler.visits import VISITS, measure_in_visits
+        from profiler.repeated_sampling import ROUNDS, measure_repeatedly
 
         if not calls:
             return Measured()
@@ -423,11 +423,11 @@ class Measurer:
         def begin(visit: int, count: int) -> None:
             if visit > 1:
                 self._progress.end()
-            again = "" if visit == 1 else f", short calls again ({visit} of {VISITS})"
+            again = "" if visit == 1 else f", short calls again ({visit} of {ROUNDS})"
             self._progress.begin(f"measuring on {where}{again}", count)
 
         try:
-            for visit in measure_in_visits(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin):
+            for visit in measure_repeatedly(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin):
                 self._store.put_op_costs(group.kind_id, group.environment_id, cost_records(visit.result))
                 self._progress.advance()
                 if visit.number > 1:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from graph.strategy import Strategy
     from graph.topology import Topology
     from graph.training import Training
-    from runtime.observe.memory_trace import Footprint
+    from runtime.observe.memory_trace import PredictedPeak
 
 MOST_OPERATORS = 3000
 """Operators to walk for one strategy, over all devices that differ; one takes 2 to 10 milliseconds."""
@@ -40,10 +40,10 @@ def footprints(
     training: Training,
     *,
     most_operators: int = MOST_OPERATORS,
-) -> tuple[Footprint, ...] | None:
+) -> tuple[PredictedPeak, ...] | None:
     """Return what a step takes on each device; None where that is not found."""
     from graph.plan import build_plan
-    from runtime.observe.memory_trace import UNUSED, footprint
+    from runtime.observe.memory_trace import UNUSED, trace_memory
 
     placed = len(graph.operators) * len(topology.devices)
     if len(graph.operators) > most_operators or placed > MOST_PLACED:
@@ -58,7 +58,7 @@ def footprints(
         return None
     try:
         walked = {
-            key: footprint(plan, training, device, key[0]) if key[1] else UNUSED
+            key: trace_memory(plan, training, device, key[0]) if key[1] else UNUSED
             for key, device in first.items()
         }
     except RuntimeFailure:

@@ -20,7 +20,7 @@ from app.services.predict.predict import LOCAL, Target, find_target
 from app.services.progress import Progress
 from graph.errors import UsageError
 from graph.topology import Device, DeviceKind, Link, Topology, load_topology
-from runtime.launch.rank_leader import Team
+from runtime.launch.rank_leader import LaunchedRanks
 from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def members(device: PhysicalDevice) -> list[Member]:
 
 def cluster_target(
     store: Store,
-    team: Team,
+    launched: LaunchedRanks,
     ranks: Sequence[Member],
     devices: tuple[PhysicalDevice, ...],
     topology: str,
@@ -95,9 +95,9 @@ def cluster_target(
         UsageError: the topology, or the number of devices asked for, is not that of the processes.
         TopologyError: there is no such topology.
     """
-    if wanted is not None and wanted != team.size:
+    if wanted is not None and wanted != launched.size:
         raise UsageError(
-            f"--devices: is {wanted}, must be {team.size}, the number of processes that torchrun started; leave it out"
+            f"--devices: is {wanted}, must be {launched.size}, as many as torchrun started processes; leave it out"
         )
     nodes = nodes_of([member.host for member in ranks])
     if topology == LOCAL and len(set(nodes)) == 1:
@@ -105,17 +105,17 @@ def cluster_target(
             store,
             LOCAL,
             progress,
-            devices=team.size,
+            devices=launched.size,
             processor=devices[0].processor,
             precision="tf32" if devices[0].tf32 else "float32",
         )
     machine = describe(store, devices)
     if topology != LOCAL:
         named = load_topology(topology)
-        if len(named.devices) != team.size:
+        if len(named.devices) != launched.size:
             raise UsageError(
-                f"topology {named.name}: has {len(named.devices)} devices, must have {team.size}, one for each process "
-                "that torchrun started; start as many, or pass another topology"
+                f"topology {named.name}: has {len(named.devices)} devices, must have {launched.size}, one for each "
+                "process that torchrun started; start as many, or pass another topology"
             )
         return Target(named, machine, None)
     progress.begin(f"measuring links between {len(set(nodes))} hosts (--topology FILE saves that)", None)
@@ -123,10 +123,10 @@ def cluster_target(
         order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(_options().limit_s))
 
         def ordered() -> LinkProbe:
-            team.give(order)
+            launched.give(order)
             return probe_ranks(own_device(devices), order)
 
-        probe = team.execute(ordered)
+        probe = launched.execute(ordered)
     finally:
         progress.end()
     return Target(measured_topology(ranks, nodes, probe), machine, measured_links(ranks, probe))
@@ -237,32 +237,32 @@ def _contention(ranks: Sequence[Member], probe: LinkProbe) -> list[tuple[str, fl
     return [(name, statistics.median(factors)) for name, factors in by_kind.items()]
 
 
-def follow(team: Team, processor: Processor | None) -> None:
+def follow(launched: LaunchedRanks, processor: Processor | None) -> None:
     """Do what rank 0 orders, until it has no more; for all ranks but it."""
     devices = own_devices(processor)
     device = own_device(devices)
     members(device)
-    while not isinstance(order := team.take(), Leaving):
+    while not isinstance(order := launched.take(), Leaving):
         if isinstance(order, ProbeOrder):
             probe_ranks(device, order)
         elif isinstance(order, JobOrder):
             _execute(_of_this_host(order.job), device, order.timeout_s)
 
 
-def lead(team: Team, job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | None:
+def lead(launched: LaunchedRanks, job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | None:
     """Execute a job on all ranks and let the others go; return rank 0's result.
 
     Raises:
-        TeamFailure: a rank failed; one line with the rank and the reason.
+        RankFailure: a rank failed; one line with the rank and the reason.
     """
 
     def ordered() -> JobResult | None:
-        team.give(JobOrder(job.without_caches(), timeout_s))
+        launched.give(JobOrder(job.without_caches(), timeout_s))
         result = _execute(job, device, timeout_s)
-        team.give(Leaving())
+        launched.give(Leaving())
         return result
 
-    return team.execute(ordered)
+    return launched.execute(ordered)
 
 
 def _execute(job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | None:

@@ -20,14 +20,14 @@ from app.services.predict.predict import LOCAL, Setting, Target, find_target, na
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
 from app.services.timeline.store import write_recording
-from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
+from graph.errors import RankFailure, RuntimeFailure, SoapstoneError, UsageError
 from graph.strategy import Strategy
 from graph.training import Training
 from runtime.ranks.ranks import is_rank
 
 if TYPE_CHECKING:
     from runtime.jobs.job import Job, JobResult
-    from runtime.launch.rank_leader import Team
+    from runtime.launch.rank_leader import LaunchedRanks
     from search.simulate.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
@@ -270,55 +270,57 @@ def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Tra
 
 def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
     """Run as one of the processes that torchrun started."""
-    from runtime.launch.rank_leader import Team
+    from runtime.launch.rank_leader import LaunchedRanks
 
-    team = Team.join(request.processor or default_processor(), request.timeout_s)
+    launched = LaunchedRanks.join(request.processor or default_processor(), request.timeout_s)
     try:
         report = None
-        if team.leads:
-            report = _lead(team, request, database, progress)
+        if launched.leads:
+            report = _lead(launched, request, database, progress)
         else:
-            _follow(team, request)
-    except TeamFailure:
+            _follow(launched, request)
+    except RankFailure:
         raise
     except SoapstoneError as error:
-        team.refuse(error, error.exit_code)
+        launched.refuse(error, error.exit_code)
         raise
     except _OverLimit as error:
-        team.refuse(error, 1)
+        launched.refuse(error, 1)
         raise
     except (KeyboardInterrupt, SystemExit):
-        failure = team.cause_of_signal()
+        failure = launched.cause_of_signal()
         if failure is not None:
             raise failure from None
         raise
-    team.leave()
+    launched.leave()
     return report
 
 
-def _follow(team: Team, request: RunRequest) -> None:
+def _follow(launched: LaunchedRanks, request: RunRequest) -> None:
     from app.services.run.cluster import follow
 
-    team.execute(lambda: follow(team, request.processor))
+    launched.execute(lambda: follow(launched, request.processor))
 
 
-def _lead(team: Team, request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
+def _lead(
+    launched: LaunchedRanks, request: RunRequest, database: str | None, progress: Progress
+) -> RunReport | None:
     from app.services.run import cluster
 
     devices = in_precision(cluster.own_devices(request.processor), request.model.precision)
     device = cluster.own_device(devices)
-    ranks = team.execute(lambda: cluster.members(device))
+    ranks = launched.execute(lambda: cluster.members(device))
     model, training = _import(request, progress)
 
     def start(job: Job, _machine: Machine, timeout_s: float) -> JobResult | None:
-        return cluster.lead(team, job, device, timeout_s)
+        return cluster.lead(launched, job, device, timeout_s)
 
     with Store.open(database) as store:
         target = cluster.cluster_target(
-            store, team, ranks, devices, request.topology, request.devices, progress
+            store, launched, ranks, devices, request.topology, request.devices, progress
         )
         return run_on(
-            store, request, model, training, target, progress, start=start, cause=team.cause_of_signal
+            store, request, model, training, target, progress, start=start, cause=launched.cause_of_signal
         )
 
 

@@ -110,7 +110,7 @@ def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
 def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
     """Return the Python source of a strategy's DTensor plan."""
     from runtime.dtensor.plan import make_plan
-    from runtime.dtensor.writer import Origin, source_text
+    from runtime.dtensor.writer import PlanOrigin, source_text
 
     with as_written(f"table graphs, row {graph_record.id}, column model"):
         request = stored_request(graph_record.model, f"graph {graph_record.name}")
@@ -136,5 +136,5 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
             f"strategy {record.digest[:12]}: makes activations again, must keep all to be a DTensor plan; export it as "
             "a file of Soapstone, or export another one"
         )
-    origin = Origin(graph.name, strategy.digest, graph.digest, factory, keywords)
+    origin = PlanOrigin(graph.name, strategy.digest, graph.digest, factory, keywords)
     return source_text(make_plan(graph, strategy, module, args, kwargs), origin)

@@ -14,14 +14,14 @@ import torch
 from graph.operators import Operator, OperatorGraph
 from graph.rules import DRAWING, whole_call
 from profiler.operators import ExecutionContext, compile_call
-from profiler.operators.draws import keep_mask, whole_region
+from profiler.operators.counter_rng import keep_mask, whole_region
 
 # Of aten.bernoulli_.
 _DEFAULT_PROBABILITY = 0.5
 _ROUNDING = 1e-9
 
 
-class Draws:
+class GraphRandomNumbers:
     """Gives the random operators of one forward, in the order in which they come, the graph's numbers.
 
     An operator that draws what no random operator of the graph does is one whose result the loss does not depend on,

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.agreement import BOUNDS, ROUNDS, SLOW_SHARE, Agreement, Bound, compare, judged
+from profiler.device_consistency import (
+    BOUNDS,
+    ROUNDS,
+    SLOW_SHARE,
+    Bound,
+    DeviceConsistency,
+    compare,
+    consistency_of,
+)
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.pinning import usable_cores
 from profiler.workers import WorkerPool
@@ -24,12 +32,12 @@ def _round(*times: float, memory: tuple[float, ...] | None = None) -> Times:
     }
 
 
-def _slow(agreements: tuple[Agreement, ...]) -> dict[str, tuple[Bound, ...]]:
+def _slow(agreements: tuple[DeviceConsistency, ...]) -> dict[str, tuple[Bound, ...]]:
     return {one.device.label: one.slow_in for one in agreements if one.slow_in}
 
 
 def test_of_two_devices_the_slower_is_named_with_its_share() -> None:
-    found = judged(DEVICES[:2], [_round(1.0, 1.2), _round(1.1, 1.32), _round(1.0, 1.5)], {})
+    found = consistency_of(DEVICES[:2], [_round(1.0, 1.2), _round(1.1, 1.32), _round(1.0, 1.5)], {})
     assert _slow(found) == {"cpu:1": BOUNDS}
     assert found[1].excess("memory") == pytest.approx(0.2)
     assert found[1].describe() == (
@@ -39,28 +47,33 @@ def test_of_two_devices_the_slower_is_named_with_its_share() -> None:
 
 
 def test_half_of_the_devices_may_be_slow() -> None:
-    assert list(_slow(judged(DEVICES, [_round(1.3, 1.0, 1.01, 1.4)] * ROUNDS, {}))) == ["cpu:0", "cpu:3"]
+    assert list(_slow(consistency_of(DEVICES, [_round(1.3, 1.0, 1.01, 1.4)] * ROUNDS, {}))) == [
+        "cpu:0",
+        "cpu:3",
+    ]
 
 
 def test_a_fast_device_accuses_nobody() -> None:
-    assert _slow(judged(DEVICES[:3], [_round(1.0, 0.5, 1.02)] * ROUNDS, {})) == {}
+    assert _slow(consistency_of(DEVICES[:3], [_round(1.0, 0.5, 1.02)] * ROUNDS, {})) == {}
 
 
 def test_a_disturbance_in_one_round_accuses_nobody() -> None:
-    assert _slow(judged(DEVICES[:2], [_round(1.0, 2.0), _round(1.0, 1.05), _round(1.0, 2.0)], {})) == {}
+    assert (
+        _slow(consistency_of(DEVICES[:2], [_round(1.0, 2.0), _round(1.0, 1.05), _round(1.0, 2.0)], {})) == {}
+    )
 
 
 def test_slow_memory_is_told_from_slow_arithmetic() -> None:
-    found = judged(DEVICES[:3], [_round(1.0, 1.0, 1.0, memory=(2.0, 2.0, 3.0))] * ROUNDS, {})
+    found = consistency_of(DEVICES[:3], [_round(1.0, 1.0, 1.0, memory=(2.0, 2.0, 3.0))] * ROUNDS, {})
     assert _slow(found) == {"cpu:2": ("memory",)}
     assert "takes 50 % longer for calls bound by memory than" in found[2].describe()
 
 
 def test_a_device_that_fails_is_named_and_the_others_are_compared() -> None:
-    found = judged(DEVICES[:3], [_round(1.0, 1.0, 1.0)], {DEVICES[0]: "broken"})
+    found = consistency_of(DEVICES[:3], [_round(1.0, 1.0, 1.0)], {DEVICES[0]: "broken"})
     assert [one.is_sound for one in found] == [False, True, True]
     assert found[0].describe().endswith("by (broken)")
-    assert judged(DEVICES[:1], [_round()], {DEVICES[0]: "broken"})[0].excesses == {}
+    assert consistency_of(DEVICES[:1], [_round()], {DEVICES[0]: "broken"})[0].excesses == {}
 
 
 @given(
@@ -73,7 +86,7 @@ def test_noise_below_the_threshold_accuses_nobody_at_any_speed(
     noise: list[list[float]], seconds: float
 ) -> None:
     rounds = [_round(*(seconds * share for share in shares)) for shares in noise]
-    assert _slow(judged(DEVICES, rounds, {})) == {}
+    assert _slow(consistency_of(DEVICES, rounds, {})) == {}
 
 
 def test_real_devices_are_compared_and_one_that_fails_is_named() -> None:

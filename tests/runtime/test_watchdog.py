@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-from runtime.ranks import watchdog as watch
+from runtime.ranks import watchdog
 
 PATIENCE_S = 0.5
 
@@ -15,7 +15,7 @@ PATIENCE_S = 0.5
 def reports_of(work: Callable[[], object]) -> list[str]:
     """Return what was reported while `work` ran."""
     found: list[str] = []
-    with watch.watched(PATIENCE_S, found.append):
+    with watchdog.under_watchdog(PATIENCE_S, found.append):
         work()
     return found
 
@@ -28,8 +28,8 @@ def test_a_silent_thread_is_reported_once_with_stage_and_place() -> None:
         found.append(reason)
         reported.set()
 
-    with watch.watched(PATIENCE_S, report):
-        watch.beat("building the module")
+    with watchdog.under_watchdog(PATIENCE_S, report):
+        watchdog.heartbeat("building the module")
         assert reported.wait(60)
     (reason,) = found
     assert reason.startswith("has been building the module for more than 0.5 s (")
@@ -40,7 +40,7 @@ def test_signs_of_life_keep_a_thread_from_being_reported() -> None:
     def work() -> None:
         end = time.monotonic() + 4 * PATIENCE_S
         while time.monotonic() < end:
-            watch.beat("in a step")
+            watchdog.heartbeat("in a step")
 
     assert reports_of(work) == []
 
@@ -53,5 +53,5 @@ def test_waiting_for_peers_does_not_count() -> None:
 
 
 def test_beats_outside_of_a_watch_are_ignored() -> None:
-    watch.beat("nobody looks")
+    watchdog.heartbeat("nobody looks")
     assert reports_of(lambda: None) == []

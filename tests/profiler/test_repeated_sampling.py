@@ -1,4 +1,4 @@
-"""Visits of short calls: who is visited how often, and what visits add up to."""
+"""Repeated sampling of short calls: how many rounds each call has, and how the rounds are pooled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from graph.calls import LocalCall
 from profiler.devices import cpu_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions, summarize
+from profiler.repeated_sampling import LATER_ROUND, ROUNDS, SHORT_S, measure_repeatedly, pooled
 from profiler.updates import update_call
-from profiler.visits import LATER, SHORT_S, VISITS, measure_in_visits, pooled
 from profiler.workers import CallResult, WorkerPool
 from tests.profiler.examples import impossible_matrix_product, matrix_product
 
@@ -38,16 +38,16 @@ def test_short_calls_are_visited_again_long_and_failed_ones_are_not() -> None:
     rounds: list[tuple[int, int]] = []
     with WorkerPool(cpu_devices(2), ONCE) as pool:
         visits = list(
-            measure_in_visits(pool, calls, begin=lambda number, count: rounds.append((number, count)))
+            measure_repeatedly(pool, calls, begin=lambda number, count: rounds.append((number, count)))
         )
     first = {visit.result.call.digest: _measurements(visit.result) for visit in visits if visit.number == 1}
     short = {name for name, phases in first.items() if any(one.median_s < SHORT_S for one in phases)}
     assert len(first) == len(calls)
     assert short  # the updates of a hundred elements, or some of them on a machine that is busy
     assert long.digest not in short
-    assert rounds == [(1, 5), *((number, len(short)) for number in range(2, VISITS + 1))]
+    assert rounds == [(1, 5), *((number, len(short)) for number in range(2, ROUNDS + 1))]
     times = Counter(visit.result.call.digest for visit in visits)
-    assert times == {call.digest: VISITS if call.digest in short else 1 for call in calls}
+    assert times == {call.digest: ROUNDS if call.digest in short else 1 for call in calls}
     for visit in visits:
         for one in _measurements(visit.result):
             assert len(one.samples_s) >= 3 * visit.number
@@ -71,7 +71,7 @@ def test_worker_killed_in_a_later_visit_takes_nothing_from_the_first() -> None:
         killer = threading.Thread(target=kill_the_first_busy_worker)
         killer.start()
         known = {}
-        for visit in measure_in_visits(
+        for visit in measure_repeatedly(
             pool, calls, begin=lambda number, _: again.set() if number == 2 else None
         ):
             known[visit.result.call.digest] = visit.result
@@ -83,7 +83,7 @@ def test_worker_killed_in_a_later_visit_takes_nothing_from_the_first() -> None:
 def test_unwanted_calls_are_not_visited_at_all() -> None:
     first, second = _short_calls(2)
     with WorkerPool(cpu_devices(1), ONCE) as pool:
-        visits = list(measure_in_visits(pool, [first, second], is_wanted=lambda call: call != first))
+        visits = list(measure_repeatedly(pool, [first, second], is_wanted=lambda call: call != first))
     assert {visit.result.call for visit in visits} == {second}
 
 
@@ -129,4 +129,4 @@ def test_clock_launch_and_throttling_of_visits_are_joined() -> None:
 
 
 def test_later_visits_add_no_more_samples_than_a_first_one() -> None:
-    assert LATER.maximum_repetitions * (VISITS - 1) <= MeasureOptions().maximum_repetitions
+    assert LATER_ROUND.maximum_repetitions * (ROUNDS - 1) <= MeasureOptions().maximum_repetitions

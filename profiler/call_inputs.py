@@ -31,7 +31,7 @@ LEARNING_RATE = 1e-3
 
 
 @dataclass(slots=True)
-class Pass:
+class ForwardPass:
     """One forward execution: what went in and what came out, for the backward to start from."""
 
     inputs: list[torch.Tensor]
@@ -59,7 +59,7 @@ class InputSet:
         return sum(storage_sizes([*self.inputs, *self.gradients]).values())
 
 
-class Subject:
+class CallInputs:
     """A local call on one device, ready to be executed again and again."""
 
     def __init__(self, call: LocalCall, device: PhysicalDevice, seed: int) -> None:
@@ -70,13 +70,13 @@ class Subject:
         self._seed = seed
         self._held: deque[list[torch.Tensor]] = deque(maxlen=0)
 
-    def forward(self) -> Pass:
+    def forward(self) -> ForwardPass:
         """Execute the call on the next input set, recording what a backward needs."""
         chosen = self._sets[self._next]
         self._next = (self._next + 1) % len(self._sets)
-        return Pass(chosen.inputs, self._execute(chosen.inputs), chosen.gradients)
+        return ForwardPass(chosen.inputs, self._execute(chosen.inputs), chosen.gradients)
 
-    def backward(self, done: Pass) -> list[torch.Tensor | None]:
+    def backward(self, done: ForwardPass) -> list[torch.Tensor | None]:
         """Return the gradients of those inputs that need one; a pass can be differentiated once."""
         import torch
 
@@ -89,7 +89,7 @@ class Subject:
             )
         )
 
-    def draw_gradients(self, done: Pass) -> None:
+    def draw_gradients(self, done: ForwardPass) -> None:
         """Give the pass, and the sets from now on, random gradients of its outputs."""
         drawn = [
             random_tensor(_spec(value), self.device, self._seed) for value in differentiated(done.outputs)

@@ -25,10 +25,10 @@ from profiler.operators.batch_norm import (
     moments,
     running_statistics,
 )
-from profiler.operators.draws import dropout, keep_mask, random_numbers, whole_region
+from profiler.operators.counter_rng import dropout, keep_mask, random_numbers, whole_region
 from profiler.operators.dtypes import HALVES, sum_dtype, torch_dtype
+from profiler.operators.gather_scatter import embedding_bag, gather, ragged_embedding_bag, scatter
 from profiler.operators.likelihoods import nll_loss, nll_sums
-from profiler.operators.places import embedding_bag, gather, ragged_embedding_bag, scatter
 from profiler.operators.transposed import conv_transpose
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
-"""Do devices of one kind agree? The same few calls, measured on each of them in turn.
+"""Device consistency: whether devices of one kind take the same time for the same few calls.
 
 Costs belong to a kind of device, so one card that throttles, or a core that something else occupies, would give the
 kind its own times. Devices are measured one after another, never at once: cores share memory bandwidth, GPUs a power
-supply, and a device must not seem slow because its neighbours work. Calls bound by arithmetic are judged apart from
-calls bound by memory, since either may be what a device lacks. A device is compared with the median of its kind; of an
-even number, with the lower of the two in the middle, so that of two devices the slower one can be told.
+supply, and a device must not seem slow because its neighbours work. Calls bound by arithmetic are compared apart
+from calls bound by memory, since a device may be slow in either. A device is compared with the median of its
+kind; of an even number, with the lower of the two in the middle, so that of two devices the slower one can be told.
 
 One round is enough where all agree. Where one does not, `ROUNDS` rounds in alternating order decide: a device is slow
-that is more than `SLOW_SHARE` above the median in each of them, so that a disturbance that passes accuses nobody.
+that is more than `SLOW_SHARE` above the median in each of them, so that a passing disturbance does not count.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ ELEMENTS: dict[Processor, int] = {"cpu": 2**21, "cuda": 2**26}
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """How a device compares with the median of its kind.
+class DeviceConsistency:
+    """The deviation of a device from the median of its kind.
 
-    `excesses`: for each bound, a number a round: by what share the device takes longer (negative: less long) than the
-    median. Empty where a call failed on it, with the reason in `failure`.
+    `excesses`: for each bound, a number a round: the share by which the device takes longer than the median (negative:
+    less long). Empty where a call failed on it, with the reason in `failure`.
     """
 
     device: PhysicalDevice
@@ -56,13 +56,13 @@ class Agreement:
     failure: str | None = None
 
     def excess(self, bound: Bound) -> float:
-        """By what share the device takes longer than the median of its kind: the median over the rounds."""
+        """Return the share by which the device takes longer than the median of its kind: the median over the rounds."""
         return statistics.median(self.excesses[bound])
 
     @property
     def slow_in(self) -> tuple[Bound, ...]:
         """The bounds by which the device is slow."""
-        return tuple(bound for bound, found in self.excesses.items() if min(found) > SLOW_SHARE)
+        return tuple(bound for bound, excesses in self.excesses.items() if min(excesses) > SLOW_SHARE)
 
     @property
     def is_sound(self) -> bool:
@@ -70,7 +70,7 @@ class Agreement:
         return self.failure is None and not self.slow_in
 
     def describe(self) -> str:
-        """Return in one line what is wrong with the device."""
+        """Return the device's defect in one line."""
         label = self.device.label
         if self.failure is not None:
             return f"{label}: failed a call that devices of its kind are compared by ({self.failure})"
@@ -80,8 +80,8 @@ class Agreement:
         return f"{label}: takes {shares} than the median of its kind ({self.device.kind.name})"
 
 
-def compared_calls(processor: Processor) -> dict[Bound, tuple[LocalCall, ...]]:
-    """Return the calls that devices are compared by: products of matrices, and the rectifier of a long vector."""
+def calls_to_compare(processor: Processor) -> dict[Bound, tuple[LocalCall, ...]]:
+    """Return the calls to compare devices by: matrix products, and the ReLU of a long vector."""
     products = [
         LocalCall(
             target="aten.mm.default",
@@ -93,12 +93,12 @@ def compared_calls(processor: Processor) -> dict[Bound, tuple[LocalCall, ...]]:
         for dtype, size in SQUARES[processor]
     ]
     vector = TensorSpec((ELEMENTS[processor],), "float32")
-    rectifier = LocalCall("aten.relu.default", (("self", Slot(0)),), (vector,), (vector,), (True,))
-    return {"arithmetic": tuple(products), "memory": (rectifier,)}
+    relu = LocalCall("aten.relu.default", (("self", Slot(0)),), (vector,), (vector,), (True,))
+    return {"arithmetic": tuple(products), "memory": (relu,)}
 
 
-def compare(pool: WorkerPool, devices: Sequence[PhysicalDevice]) -> tuple[Agreement, ...]:
-    """Measure the same calls on each of some devices of one kind, all of them in the pool; return how they compare."""
+def compare(pool: WorkerPool, devices: Sequence[PhysicalDevice]) -> tuple[DeviceConsistency, ...]:
+    """Return the consistency of devices of one kind, all in the pool, measured by the same calls on each of them."""
     pool.wait_until_ready()
     rounds: list[dict[PhysicalDevice, dict[Bound, float]]] = []
     failures: dict[PhysicalDevice, str] = {}
@@ -113,17 +113,17 @@ def compare(pool: WorkerPool, devices: Sequence[PhysicalDevice]) -> tuple[Agreem
                 else:
                     times[device] = measured
         rounds.append(times)
-        if not any(one.slow_in for one in judged(devices, rounds, failures)):
+        if not any(device.slow_in for device in consistency_of(devices, rounds, failures)):
             break
-    return judged(devices, rounds, failures)
+    return consistency_of(devices, rounds, failures)
 
 
-def judged(
+def consistency_of(
     devices: Sequence[PhysicalDevice],
     rounds: Sequence[Mapping[PhysicalDevice, Mapping[Bound, float]]],
     failures: Mapping[PhysicalDevice, str],
-) -> tuple[Agreement, ...]:
-    """Return how devices compare, from the seconds that each took in each round; `failures`: the reasons by device."""
+) -> tuple[DeviceConsistency, ...]:
+    """Return the consistency of devices from the seconds of each in each round; `failures`: the reasons by device."""
     sound = [device for device in devices if device not in failures]
     medians = [
         {bound: statistics.median_low(taken[device][bound] for device in sound) for bound in BOUNDS}
@@ -131,9 +131,9 @@ def judged(
         if sound
     ]
     return tuple(
-        Agreement(device, {}, failures[device])
+        DeviceConsistency(device, {}, failures[device])
         if device in failures
-        else Agreement(
+        else DeviceConsistency(
             device,
             {
                 bound: tuple(
@@ -149,9 +149,9 @@ def judged(
 
 def _measure(pool: WorkerPool, device: PhysicalDevice) -> dict[Bound, float] | str:
     """Return the seconds (geometric mean over calls and phases) of each bound on a device, or why one failed."""
-    found: dict[Bound, float] = {}
+    seconds: dict[Bound, float] = {}
     try:
-        for bound, calls in compared_calls(device.processor).items():
+        for bound, calls in calls_to_compare(device.processor).items():
             outcomes = [
                 outcome
                 for result in pool.measure(calls, on=[device], options=OPTIONS)
@@ -161,7 +161,7 @@ def _measure(pool: WorkerPool, device: PhysicalDevice) -> dict[Bound, float] | s
                 if isinstance(outcome, FailedMeasurement):
                     return outcome.reason
             times = [outcome.median_s for outcome in outcomes if not isinstance(outcome, FailedMeasurement)]
-            found[bound] = exp(statistics.mean(log(time_s) for time_s in times))
+            seconds[bound] = exp(statistics.mean(log(time_s) for time_s in times))
     except RuntimeFailure as error:  # its worker does not start
         return str(error)
-    return found
+    return seconds
