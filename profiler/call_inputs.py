@@ -184,7 +184,7 @@ def _update_executor(optimizer: str) -> Callable[[Sequence[torch.Tensor]], list[
 
 def _inputs(call: LocalCall, device: PhysicalDevice, seed: int) -> list[torch.Tensor]:
     if is_update(call):
-        return [random_tensor(spec, device, seed + place) for place, spec in enumerate(call.inputs)]
+        return [random_tensor(spec, device, seed + index) for index, spec in enumerate(call.inputs)]
     from profiler.operators import random_inputs
 
     return list(random_inputs(call, device.torch_name, seed))

@@ -126,10 +126,10 @@ class _GpuReader:
         if self._library is None or self._handle is None:
             return None
         try:
-            told = int(self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+            active = int(self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
         except self._library.NVMLError:
             return None
-        return {name for bit, name in REASONS.items() if told & bit}
+        return {name for bit, name in REASONS.items() if active & bit}
 
 
 def _reader(device: PhysicalDevice) -> _CoreReader | _GpuReader:

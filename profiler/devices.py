@@ -105,10 +105,10 @@ def available_devices(processor: Processor) -> tuple[PhysicalDevice, ...]:
         cores = usable_cores()
         # The first core of a name stands for all: some processors let single cores run a little faster.
         kinds: dict[str, DeviceKind] = {}
-        of_cores = [cpu_kind(processor_facts(core)) for core in cores]
+        core_kinds = [cpu_kind(processor_facts(core)) for core in cores]
         return tuple(
             PhysicalDevice("cpu", index, kinds.setdefault(kind.name, kind), core)
-            for index, (kind, core) in enumerate(zip(of_cores, cores, strict=True))
+            for index, (kind, core) in enumerate(zip(core_kinds, cores, strict=True))
         )
     import torch
 
@@ -168,15 +168,15 @@ def cpu_devices(count: int) -> tuple[PhysicalDevice, ...]:
 def device_warnings(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
     """Return what makes measurements on `devices` less than exact, one line each; empty where nothing does."""
     cores = [device.core for device in devices if device.processor == "cpu"]
-    found = []
+    warnings = []
     if cores and not can_pin():
-        found.append(
+        warnings.append(
             "CPU devices: this operating system cannot pin a process to a core, so times vary more; "
             "use Linux for exact ones"
         )
     if len(set(cores)) < len(cores):
-        found.append(
+        warnings.append(
             f"CPU devices: {len(cores)} share {len(set(cores))} core(s), so they take turns and times vary more; "
             "use at most one device a core"
         )
-    return tuple(found)
+    return tuple(warnings)

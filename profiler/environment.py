@@ -79,7 +79,7 @@ def _driver_facts() -> list[dict[str, str]]:
         return []
     names = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             [command, f"--query-gpu={','.join(names)}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -89,6 +89,6 @@ def _driver_facts() -> list[dict[str, str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = sorted(
-        {tuple(part.strip() for part in line.split(",")) for line in told.splitlines() if line.strip()}
+        {tuple(part.strip() for part in line.split(",")) for line in output.splitlines() if line.strip()}
     )
     return [dict(zip(names, row, strict=False)) for row in rows]

@@ -33,7 +33,7 @@ from profiler.updates import is_update, update_bytes, update_flops
 if TYPE_CHECKING:
     from graph.rules.least import LeastWork, WorkPhase
 
-Origin = Literal["estimated", "datasheet"]
+EstimateOrigin = Literal["estimated", "datasheet"]
 
 # Shares of the data-sheet peaks that well-tuned libraries commonly reach. Assumptions: measuring replaces them.
 ARITHMETIC_EFFICIENCY = 0.6
@@ -45,7 +45,7 @@ Point = tuple[tuple[float, ...], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PhaseWork:
     """What one phase of a call has to do: floating-point operations, bytes to move, and in which precision."""
 
     flops: float
@@ -71,13 +71,13 @@ class Estimate:
     """
 
     time_s: float
-    origin: Origin
+    origin: EstimateOrigin
     observations: int
     error: float | None = None
 
 
 def roofline_s(
-    work: Work,
+    work: PhaseWork,
     kind: DeviceKind,
     *,
     arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY,
@@ -95,7 +95,7 @@ def roofline_s(
 
 
 @lru_cache(maxsize=65536)
-def work_of(call: LocalCall, phase: Phase) -> Work:
+def work_of(call: LocalCall, phase: Phase) -> PhaseWork:
     """Return the work of one phase of `call`.
 
     A backward reads what the forward reads and the gradients of its outputs, and writes the gradients of its inputs.
@@ -109,13 +109,13 @@ def work_of(call: LocalCall, phase: Phase) -> Work:
         (spec.dtype for spec in (*call.outputs, *call.inputs) if spec.dtype in FLOATING), "float32"
     )
     if is_update(call):
-        return Work(update_flops(call), update_bytes(call), precision)
+        return PhaseWork(update_flops(call), update_bytes(call), precision)
     from graph import rules
 
     if phase == "forward":
-        return Work(rules.flops(call), rules.bytes_moved(call), precision)
+        return PhaseWork(rules.flops(call), rules.bytes_moved(call), precision)
     written = sum(spec.size_bytes for spec, wanted in zip(call.inputs, call.gradients, strict=True) if wanted)
-    return Work(rules.backward_flops(call), rules.bytes_moved(call) + written, precision)
+    return PhaseWork(rules.backward_flops(call), rules.bytes_moved(call) + written, precision)
 
 
 def estimate(call: LocalCall, kind: DeviceKind) -> tuple[float, float]:
@@ -181,7 +181,11 @@ class Estimator:
         if of_type is None:
             return Estimate(bound, "datasheet", 0)
         middle = median(of_type)
-        error = median(abs(exp(middle - one) - 1) for one in of_type) if len(of_type) > 1 else None
+        error = (
+            median(abs(exp(middle - ratio_of_type) - 1) for ratio_of_type in of_type)
+            if len(of_type) > 1
+            else None
+        )
         return Estimate(bound * exp(middle), "estimated", len(of_type), error)
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork) -> float:
@@ -205,7 +209,7 @@ class Estimator:
         medians = [median(of_all)] if (of_all := self.ratios.get(("", phase))) else [0.0]
         ratio = min([*(ratios[0] for ratios in of_types), *medians])
         precision = work_of(call, phase).precision
-        return roofline_s(Work(work.flops, work.size_bytes, precision), self.kind) * exp(ratio)
+        return roofline_s(PhaseWork(work.flops, work.size_bytes, precision), self.kind) * exp(ratio)
 
     def error_of(self, family: Family) -> float | None:
         """Return the median relative error of a family's estimates, each measurement left out; None of a single one."""
@@ -216,12 +220,12 @@ class Estimator:
         return self._errors[family]
 
     def _between(self, family: Family) -> Interpolation:
-        known = self._interpolations.get(family)
-        if known is None:
+        interpolation = self._interpolations.get(family)
+        if interpolation is None:
             points = self.families[family]
-            known = Interpolation.fit([sizes for sizes, _ in points], [ratio for _, ratio in points])
-            self._interpolations[family] = known
-        return known
+            interpolation = Interpolation.fit([sizes for sizes, _ in points], [ratio for _, ratio in points])
+            self._interpolations[family] = interpolation
+        return interpolation
 
 
 # One part of a split product adds the summand, the others are plain products.
@@ -232,7 +236,7 @@ def may_become(target: str, other: str) -> bool:
     """Return whether a part of an operator of one type may be a call of another."""
     if other.startswith("soapstone."):
         return True
-    own_type, other_type = (".".join(one.split(".")[:2]) for one in (target, other))
+    own_type, other_type = (".".join(name.split(".")[:2]) for name in (target, other))
     return other_type in (own_type, _WITHOUT_SUMMAND.get(own_type))
 
 

@@ -119,7 +119,7 @@ def _likeliest(points_NF: Array, residuals_N: Array, distinct_F: Array) -> tuple
                     best, best_here = likelihood, tried
             per_length_F[feature] = best_here
             total_NN = others_NN + squares_FNN[feature] * best_here**2
-        tried_noises = [(_likelihood(total_NN, residuals_N, one), one) for one in NOISES]
+        tried_noises = [(_likelihood(total_NN, residuals_N, share), share) for share in NOISES]
         best, noise = max((best, noise), *tried_noises)
         if best <= before + GAIN:
             break
@@ -139,8 +139,8 @@ def _distinct(points_NF: Array) -> Array:
 
 
 def _evenly(points_NF: Array, values_N: Array, most: int) -> tuple[Array, Array]:
-    places = np.unique(np.linspace(0, len(values_N) - 1, min(most, len(values_N))).round().astype(np.int64))
-    return points_NF[places], values_N[places]
+    indexes = np.unique(np.linspace(0, len(values_N) - 1, min(most, len(values_N))).round().astype(np.int64))
+    return points_NF[indexes], values_N[indexes]
 
 
 def _distances(left_MF: Array, right_NF: Array) -> Array:

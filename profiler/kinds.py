@@ -55,9 +55,9 @@ def datasheet_kind(name: str) -> DeviceKind:
     for kind in datasheet_kinds():
         if kind.name == name:
             return kind
-    known = ", ".join(kind.name for kind in datasheet_kinds())
+    names = ", ".join(kind.name for kind in datasheet_kinds())
     raise CostError(
-        f"device kind {name}: no data sheet, known are {known}; give its values in a topology file"
+        f"device kind {name}: no data sheet, known are {names}; give its values in a topology file"
     )
 
 
@@ -67,18 +67,18 @@ def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:
     Peak float32: lanes x multiply-add units x 2 x frequency. Memory is rounded down to MiB. Cores of a processor that
     has several sorts of them are of different kinds.
     """
-    known = processor_facts() if facts is None else facts
+    processor = processor_facts() if facts is None else facts
     sheet = _datasheets()["cpu"]
     vector = next(
-        (entry for entry in sheet["instruction_sets"] if entry["flag"] in known.flags), sheet["otherwise"]
+        (entry for entry in sheet["instruction_sets"] if entry["flag"] in processor.flags), sheet["otherwise"]
     )
-    frequency = known.frequency_hz or float(sheet["frequency_hz"])
-    share = float(sheet["efficiency_core_share"]) if known.sort == "E-core" else 1.0
+    frequency = processor.frequency_hz or float(sheet["frequency_hz"])
+    share = float(sheet["efficiency_core_share"]) if processor.sort == "E-core" else 1.0
     return DeviceKind(
-        name=f"{known.name} (1 {known.sort})",
+        name=f"{processor.name} (1 {processor.sort})",
         processor="cpu",
         peak_flops=(("float32", share * vector["lanes"] * vector["units"] * 2 * frequency),),
-        memory_bytes=known.memory_bytes // known.cores // MIB * MIB,
+        memory_bytes=processor.memory_bytes // processor.cores // MIB * MIB,
         memory_bandwidth_bytes_per_s=float(sheet["memory_bandwidth_bytes_per_s"]),
         launch_latency_s=float(sheet["launch_latency_s"]),
     )

@@ -26,11 +26,11 @@ SOURCES = 3
 ITEM_BYTES = 4
 
 # The n-th repetition.
-Work = Callable[[int], object]
+Repetition = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Participant:
     """Where a rank does its work: among the ranks `members`, in their process group (None: that of all ranks)."""
 
     rank: int
@@ -51,19 +51,19 @@ class Place:
         return torch.empty(elements, device=self.device_name)
 
 
-def prepare(pattern: Pattern, place: Place, size_bytes: int) -> Work:
+def prepare(pattern: Pattern, participant: Participant, size_bytes: int) -> Repetition:
     """Return what one rank does in one repetition of a pattern over N = `size_bytes`, with its tensors made."""
-    return _PREPARE[pattern](place, size_bytes)
+    return _PREPARE[pattern](participant, size_bytes)
 
 
-def _messages(place: Place, size_bytes: int) -> Work:
+def _messages(participant: Participant, size_bytes: int) -> Repetition:
     """Both ways at once, cut out of a larger tensor and put in place beside the rank's own part."""
     import torch
     import torch.distributed as dist
 
-    first, second = place.members
-    other = second if place.rank == first else first
-    sources, columns = _halves(place, size_bytes // ITEM_BYTES)
+    first, second = participant.members
+    other = second if participant.rank == first else first
+    sources, columns = _halves(participant, size_bytes // ITEM_BYTES)
 
     def work(repetition: int) -> torch.Tensor:
         source = sources[repetition % SOURCES]
@@ -77,113 +77,113 @@ def _messages(place: Place, size_bytes: int) -> Work:
     return work
 
 
-def _all_reduce(place: Place, size_bytes: int) -> Work:
+def _all_reduce(participant: Participant, size_bytes: int) -> Repetition:
     """As gradients of weights: what backward made is copied into the bucket first."""
     import torch.distributed as dist
 
-    bucket = place.zeros(max(1, size_bytes // ITEM_BYTES))
-    sources = [place.zeros(len(bucket)) for _ in range(SOURCES)]
+    bucket = participant.zeros(max(1, size_bytes // ITEM_BYTES))
+    sources = [participant.zeros(len(bucket)) for _ in range(SOURCES)]
 
     def work(repetition: int) -> torch.Tensor:
         bucket.copy_(sources[repetition % SOURCES])
-        dist.all_reduce(bucket, group=place.group)
+        dist.all_reduce(bucket, group=participant.group)
         return bucket
 
     return work
 
 
-def _all_gather(place: Place, size_bytes: int) -> Work:
+def _all_gather(participant: Participant, size_bytes: int) -> Repetition:
     import torch
     import torch.distributed as dist
 
     # torch 2.13 renamed it.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    count = len(place.members)
-    sources, columns = _halves(place, size_bytes // ITEM_BYTES // count)
+    count = len(participant.members)
+    sources, columns = _halves(participant, size_bytes // ITEM_BYTES // count)
 
     def work(repetition: int) -> torch.Tensor:
         part = sources[repetition % SOURCES][:, columns:].contiguous()
-        result = place.empty(count * part.numel())
-        gather(result, part.view(-1), group=place.group)
+        result = participant.empty(count * part.numel())
+        gather(result, part.view(-1), group=participant.group)
         return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
 
     return work
 
 
-def _reduce_scatter(place: Place, size_bytes: int) -> Work:
+def _reduce_scatter(participant: Participant, size_bytes: int) -> Repetition:
     import torch.distributed as dist
 
     # torch 2.13 renamed it.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    sources, columns = _wholes(place, size_bytes)
+    sources, columns = _wholes(participant, size_bytes)
 
     def work(repetition: int) -> torch.Tensor:
         packed = _packed(sources[repetition % SOURCES], columns)
-        result = place.empty(ROWS * columns)
-        scatter(result, packed, group=place.group)
+        result = participant.empty(ROWS * columns)
+        scatter(result, packed, group=participant.group)
         return result
 
     return work
 
 
-def _all_to_all(place: Place, size_bytes: int) -> Work:
+def _all_to_all(participant: Participant, size_bytes: int) -> Repetition:
     import torch
     import torch.distributed as dist
 
-    count = len(place.members)
-    sources, columns = _wholes(place, size_bytes)
+    count = len(participant.members)
+    sources, columns = _wholes(participant, size_bytes)
     sizes = [ROWS * columns] * count
 
     def work(repetition: int) -> torch.Tensor:
         packed = _packed(sources[repetition % SOURCES], columns)
-        result = place.empty(len(packed))
-        dist.all_to_all_single(result, packed, sizes, sizes, group=place.group)
+        result = participant.empty(len(packed))
+        dist.all_to_all_single(result, packed, sizes, sizes, group=participant.group)
         return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
 
     return work
 
 
-def _broadcast(place: Place, size_bytes: int) -> Work:
+def _broadcast(participant: Participant, size_bytes: int) -> Repetition:
     import torch.distributed as dist
 
-    root = place.members[0]
-    sources, columns = _halves(place, size_bytes // ITEM_BYTES)
+    root = participant.members[0]
+    sources, columns = _halves(participant, size_bytes // ITEM_BYTES)
 
     def work(repetition: int) -> torch.Tensor:
-        if place.rank == root:
+        if participant.rank == root:
             value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
         else:
-            value = place.empty(ROWS * columns)
-        dist.broadcast(value, root, group=place.group)
+            value = participant.empty(ROWS * columns)
+        dist.broadcast(value, root, group=participant.group)
         return value
 
     return work
 
 
-def _reduce(place: Place, size_bytes: int) -> Work:
+def _reduce(participant: Participant, size_bytes: int) -> Repetition:
     import torch.distributed as dist
 
-    sources, columns = _halves(place, size_bytes // ITEM_BYTES)
+    sources, columns = _halves(participant, size_bytes // ITEM_BYTES)
 
     def work(repetition: int) -> torch.Tensor:
         # The root's result is a new tensor, the others' share is one too: it is spoilt.
         value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
-        dist.reduce(value, place.members[0], group=place.group)
+        dist.reduce(value, participant.members[0], group=participant.group)
         return value
 
     return work
 
 
-def _halves(place: Place, elements: int) -> tuple[list[torch.Tensor], int]:
+def _halves(participant: Participant, elements: int) -> tuple[list[torch.Tensor], int]:
     """Return tensors whose right halves have so many elements, and the columns of a half."""
     columns = max(1, elements // ROWS)
-    return [place.zeros(ROWS, 2 * columns) for _ in range(SOURCES)], columns
+    return [participant.zeros(ROWS, 2 * columns) for _ in range(SOURCES)], columns
 
 
-def _wholes(place: Place, size_bytes: int) -> tuple[list[torch.Tensor], int]:
+def _wholes(participant: Participant, size_bytes: int) -> tuple[list[torch.Tensor], int]:
     """Return tensors with a slice of columns for each rank, and the columns of a slice."""
-    columns = max(1, size_bytes // ITEM_BYTES // ROWS // len(place.members))
-    return [place.zeros(ROWS, columns * len(place.members)) for _ in range(SOURCES)], columns
+    columns = max(1, size_bytes // ITEM_BYTES // ROWS // len(participant.members))
+    return [participant.zeros(ROWS, columns * len(participant.members)) for _ in range(SOURCES)], columns
 
 
 def _packed(source: torch.Tensor, columns: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _packed(source: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in source.split(columns, 1)])
 
 
-_PREPARE: dict[Pattern, Callable[[Place, int], Work]] = {
+_PREPARE: dict[Pattern, Callable[[Participant, int], Repetition]] = {
     "p2p": _messages,
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from profiler.devices import PhysicalDevice
-from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern, Place, prepare
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
 from profiler.measure import describe_error
 from profiler.pinning import threads_that_yield
 from profiler.timers import synchronize, timer_for
@@ -100,7 +100,7 @@ def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> No
     """Do this rank's part and send a `ProbeReport` or a `ProbeFailure`."""
     try:
         with process_group(device, plan):
-            report = Rank(device, plan).run()
+            report = ProbeRank(device, plan).run()
         connection.send(report)
     except Exception as error:  # sent to the parent, which raises it with the rank's name
         connection.send(ProbeFailure(describe_error(error)))
@@ -108,7 +108,7 @@ def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> No
 
 def probe_joined(device: PhysicalDevice, plan: ProbePlan) -> ProbeReport:
     """Do this rank's part in the process group that this process has joined; all of its ranks must."""
-    return Rank(device, plan).run()
+    return ProbeRank(device, plan).run()
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def process_group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Rank:
+class ProbeRank:
     """One rank of the probe, inside its process group."""
 
     def __init__(self, device: PhysicalDevice, plan: ProbePlan) -> None:
@@ -206,41 +206,41 @@ class Rank:
         synchronize(self.device.torch_name)
 
     def _measure_pair(self, pair: Members) -> None:
-        place = Place(self.plan.rank, pair, None, self.device.torch_name)
+        participant = Participant(self.plan.rank, pair, None, self.device.torch_name)
         for size in self.plan.sizes["p2p"]:
-            self._measure("p2p", place, size, repetitions("p2p", size))
+            self._measure("p2p", participant, size, repetitions("p2p", size))
 
     def _measure_group(self, members: Members, group: Any) -> None:
-        place = Place(self.plan.rank, members, group, self.device.torch_name)
+        participant = Participant(self.plan.rank, members, group, self.device.torch_name)
         for pattern in COLLECTIVE_PATTERNS:
             for size in self.plan.sizes[pattern]:
-                self._measure(pattern, place, size, repetitions(pattern, size))
+                self._measure(pattern, participant, size, repetitions(pattern, size))
 
-    def _measure(self, pattern: Pattern, place: Place, size: int, most: int) -> None:
+    def _measure(self, pattern: Pattern, participant: Participant, size: int, most: int) -> None:
         """Time a pattern between the ranks of `place`, with data and code out of the caches."""
-        work, disturb = prepare(pattern, place, size), self._disturbance(pattern)
+        work, disturb = prepare(pattern, participant, size), self._disturbance(pattern)
         times: list[float] = []
 
         def repeat() -> float:
             start = time.perf_counter()
-            self._meet(pattern, place)
+            self._meet(pattern, participant)
             disturb()
             times.append(self._timed(lambda: work(len(times))))
             return time.perf_counter() - start
 
         least_s = min(repeat() for _ in range(WARM_UPS))
         if pattern != "p2p":
-            most = max(FEWEST, self._agree(self.plan.measurement_s / least_s, most, place.group))
+            most = max(FEWEST, self._agree(self.plan.measurement_s / least_s, most, participant.group))
         for _ in range(most):
             repeat()
-        self.report.times_s[pattern, place.members, size] = times[WARM_UPS:]
+        self.report.times_s[pattern, participant.members, size] = times[WARM_UPS:]
 
-    def _meet(self, pattern: Pattern, place: Place) -> None:
+    def _meet(self, pattern: Pattern, participant: Participant) -> None:
         """Wait for the other ranks of `place`; a pair has no process group, so that its two exchange messages."""
         if pattern != "p2p":
-            self._barrier(place.group)
+            self._barrier(participant.group)
             return
-        prepare(pattern, place, 1)(0)
+        prepare(pattern, participant, 1)(0)
         synchronize(self.device.torch_name)
 
     def _disturbance(self, pattern: Pattern) -> Callable[[], object]:
@@ -293,8 +293,8 @@ class Rank:
 
         self._timed(lambda: wait_for(2))
         self._barrier()
-        one = self._timed(lambda: wait_for(4)) / 4
-        count = self._agree(OVERLAP_SHARE * COMPUTE_S / one, MOST_OVERLAPPED)
+        message_s = self._timed(lambda: wait_for(4)) / 4
+        count = self._agree(OVERLAP_SHARE * COMPUTE_S / message_s, MOST_OVERLAPPED)
         for _ in range(OVERLAP_ROUNDS):
             self._barrier()
             alone = self._occupied(lambda: compute(rounds))

@@ -136,13 +136,13 @@ class LinkProbe:
     @property
     def pairs(self) -> dict[tuple[int, int], tuple[float, float]]:
         """(bandwidth in bytes per second, latency in seconds) of each pair measured, in both directions."""
-        found = {}
+        pairs = {}
         for link in self.links:
             if link.pattern == "p2p":
                 first, second = link.members
                 for pair in ((first, second), (second, first)):
-                    found[pair] = (link.bandwidth_bytes_per_s, link.latency_s)
-        return found
+                    pairs[pair] = (link.bandwidth_bytes_per_s, link.latency_s)
+        return pairs
 
     @property
     def overhead_s(self) -> float:

@@ -108,7 +108,7 @@ class FailedMeasurement:
     reason: str
 
 
-Outcome = Measurement | FailedMeasurement
+PhaseOutcome = Measurement | FailedMeasurement
 
 
 def phases(call: LocalCall) -> tuple[Phase, ...]:
@@ -150,7 +150,7 @@ def summarize(digest: str, phase: Phase, samples_s: Sequence[float], peak_bytes:
 
 def measure_call(
     call: LocalCall, device: PhysicalDevice, options: MeasureOptions | None = None
-) -> tuple[Outcome, ...]:
+) -> tuple[PhaseOutcome, ...]:
     """Measure every phase of `call` on `device`, which this process must occupy (`PhysicalDevice.occupy`).
 
     Returns one outcome a phase, in the order of `phases`. Whatever the operator raises becomes the reason of a
@@ -220,24 +220,24 @@ class _Session:
         self.subject = CallInputs(call, device, options.seed)
         self.backward_failure: str | None = None
 
-    def run(self) -> tuple[Outcome, ...]:
+    def run(self) -> tuple[PhaseOutcome, ...]:
         peaks = self._first_pass()
         with _collector_paused():
             batch = self._warm_up()
             with ClockWatch(self.device) as clock:
                 samples = self._sample(batch)
         launches = self.device.processor != "cpu"
-        outcomes: list[Outcome] = []
+        outcomes: list[PhaseOutcome] = []
         for phase, taken, peak in zip(phases(self.call), samples, peaks, strict=True):
             if phase == "backward" and self.backward_failure is not None:
                 outcomes.append(FailedMeasurement(self.call.digest, phase, self.backward_failure))
                 continue
-            measured = summarize(self.call.digest, phase, [one.device_s for one in taken], peak)
+            measured = summarize(self.call.digest, phase, [timed.device_s for timed in taken], peak)
             outcomes.append(
                 replace(
                     measured,
                     executions=batch * len(taken),
-                    launch_s=median(one.host_s for one in taken) if launches else None,
+                    launch_s=median(timed.host_s for timed in taken) if launches else None,
                     clock_hz=clock.clock_hz,
                     throttle=clock.throttle,
                 )
@@ -262,14 +262,14 @@ class _Session:
             try:
                 self.subject.draw_gradients(done)
                 account.start()
-                gradients = [one for one in self.subject.backward(done) if one is not None]
+                gradients = [gradient for gradient in self.subject.backward(done) if gradient is not None]
                 peaks.append(account.peak_bytes(done, gradients))
             except Exception as error:  # as in measure_call; the forward can still be measured
                 self.backward_failure = describe_error(error)
                 peaks.append(0)
-        known = storage_sizes([*done.inputs, *done.gradients])
-        made = storage_sizes([*done.outputs, *gradients])
-        self.subject.rotate([size for block, size in made.items() if block not in known])
+        input_blocks = storage_sizes([*done.inputs, *done.gradients])
+        result_blocks = storage_sizes([*done.outputs, *gradients])
+        self.subject.rotate([size for block, size in result_blocks.items() if block not in input_blocks])
         return peaks
 
     def _warm_up(self) -> int:
@@ -277,7 +277,7 @@ class _Session:
         fewest, most = max(1, self.options.warm_ups - 1), self.options.maximum_warm_ups - 1
         taken: list[float] = []
         while len(taken) < fewest or (taken[-1] < WARM_SHARE * taken[-2] and len(taken) < most):
-            taken.append(sum(one.device_s for one in self._timed_batch(1)))
+            taken.append(sum(timed.device_s for timed in self._timed_batch(1)))
             fewest = max(fewest, 2)
         shortest = min(taken) / (2 if self._differentiates else 1)
         if shortest >= self.options.batch_below_s:
@@ -312,8 +312,8 @@ class _Session:
         samples: list[list[_Timed]] = [[] for _ in names]
         began, look_at = time.perf_counter(), options.repetitions
         while True:
-            for kept, taken in zip(samples, self._timed_batch(batch), strict=False):
-                kept.append(taken)
+            for of_phase, taken in zip(samples, self._timed_batch(batch), strict=False):
+                of_phase.append(taken)
             count, spent = len(samples[0]), time.perf_counter() - began
             if count >= options.maximum_repetitions:
                 return samples
@@ -321,7 +321,9 @@ class _Session:
                 return samples
             if count >= look_at and spent >= options.budget_s * len(names):
                 if all(
-                    interval([one.device_s for one in kept]) <= options.interval for kept in samples if kept
+                    interval([timed.device_s for timed in of_phase]) <= options.interval
+                    for of_phase in samples
+                    if of_phase
                 ):
                     return samples
                 look_at = count + max(2, count // 4)  # looking is not free

@@ -1,7 +1,7 @@
-"""What makes a process a device of its own: one core, one thread, the loopback interface.
+"""The conditions of a device's process: one core, one thread, the loopback interface, an end with its parent.
 
-The workers of the profiler and the processes of the runtime use the same functions, so that an operator is measured
-under the conditions in which it later runs. Nothing here imports torch before it must: threads that torch starts
+The workers of the profiler and the processes of the runtime share these functions, so that an operator is measured
+under the conditions in which it runs. Nothing here imports torch before it must: threads that torch starts
 inherit the core of the thread that imports it.
 """
 
@@ -14,7 +14,8 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
+from multiprocessing.connection import wait
 
 # Parameters of mallopt (malloc.h): no block is a mapping of its own, the heap grows by so much and is never cut.
 # Only -1 means never: the largest number is a limit of 2 GiB, which gradients pass.
@@ -135,6 +136,31 @@ def child_variables() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
+
+
+def end_with_parent() -> None:
+    """End this spawned process as soon as its parent is gone: a killed parent can end nobody."""
+    parent = parent_process()
+    if parent is None:
+        return
+
+    def exit_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code, negative for a signal, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    advice = " (perhaps out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by signal {name}{advice}"
 
 
 # Variables that are set for children now: how many contexts set each, and what was there before the first.

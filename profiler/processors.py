@@ -67,12 +67,12 @@ def core_sort(core: int | None, listed: Mapping[str, Path] = HYBRID_CORES) -> st
 
 def _cores(text: str) -> set[int]:
     """Return the cores that a list of the kernel's names, such as "0-7,16"."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and (not last or last.isdigit()):
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def processor_name(fields: dict[str, str]) -> str:
@@ -93,14 +93,14 @@ def processor_name(fields: dict[str, str]) -> str:
 
 def _name_without_cpuinfo() -> str:
     if platform.system() == "Darwin":
-        told = subprocess.run(
+        output = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
             capture_output=True,
             text=True,
             check=False,
         ).stdout.strip()
-        if told:
-            return told
+        if output:
+            return output
     return platform.processor() or platform.machine() or "processor"
 
 

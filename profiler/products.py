@@ -33,31 +33,31 @@ def products_between(calls: Iterable[LocalCall], count: int, seed: int) -> list[
     sizes too few to draw from, gives fewer.
     """
     kinds: dict[tuple[object, ...], list[LocalCall]] = {}
-    for call in sorted(calls, key=lambda one: one.digest):
+    for call in sorted(calls, key=lambda product: product.digest):
         if call.target in PRODUCTS:
             kinds.setdefault(_kind(call), []).append(call)
     total = sum(map(len, kinds.values()))
-    known = {call.digest for of_kind in kinds.values() for call in of_kind}
+    measured = {call.digest for of_kind in kinds.values() for call in of_kind}
     drawn: dict[str, LocalCall] = {}
     rng = np.random.default_rng(seed)
     for of_kind in kinds.values():
         share = round(count * len(of_kind) / total)
         most = max(map(flops, of_kind)), max(map(bytes_moved, of_kind))
         bounds = [(min(dims), max(dims)) for dims in zip(*map(sizes, of_kind), strict=True)]
-        found = 0
+        count_drawn = 0
         for _ in range(TRIES * share):
-            if found == share:
+            if count_drawn == share:
                 break
-            one = resized(of_kind[0], [_draw(low, high, rng) for low, high in bounds])
+            product = resized(of_kind[0], [_draw(low, high, rng) for low, high in bounds])
             if (
-                one.digest in known
-                or one.digest in drawn
-                or flops(one) > most[0]
-                or bytes_moved(one) > most[1]
+                product.digest in measured
+                or product.digest in drawn
+                or flops(product) > most[0]
+                or bytes_moved(product) > most[1]
             ):
                 continue
-            drawn[one.digest] = one
-            found += 1
+            drawn[product.digest] = product
+            count_drawn += 1
     return list(drawn.values())
 
 

@@ -20,7 +20,7 @@ from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.exclusive import held
-from profiler.measure import MeasureOptions, Outcome, failed, is_usable, measure_call
+from profiler.measure import MeasureOptions, PhaseOutcome, failed, is_usable, measure_call
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 from profiler.processors import processor_facts
 
@@ -39,7 +39,7 @@ class CallResult:
 
     call: LocalCall
     device: PhysicalDevice
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PhaseOutcome, ...]
     wall_s: float
 
 
@@ -47,7 +47,7 @@ class CallResult:
 class _Answer:
     """A worker's outcomes, and whether it can go on: some failures leave a GPU's context broken."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PhaseOutcome, ...]
     usable: bool
 
 
@@ -85,7 +85,7 @@ def _larger_than_memory(call: LocalCall, device: PhysicalDevice) -> str | None:
     return f"inputs and outputs take {needed / 2**30:,.0f} GiB, {owner} has {there / 2**30:,.0f} GiB"
 
 
-class _Worker:
+class _DeviceWorker:
     """A device, the process that occupies it (if any), and the call that it is measuring (if any)."""
 
     def __init__(self, device: PhysicalDevice) -> None:
@@ -117,11 +117,11 @@ class _Worker:
         self.process, self.ready, self.call = None, False, None
 
 
-def _usable(workers: Sequence[_Worker]) -> list[_Worker]:
+def _usable(workers: Sequence[_DeviceWorker]) -> list[_DeviceWorker]:
     return [worker for worker in workers if worker.failed_starts < MOST_FAILED_STARTS]
 
 
-def _require_usable(workers: Sequence[_Worker]) -> None:
+def _require_usable(workers: Sequence[_DeviceWorker]) -> None:
     if not _usable(workers):
         worker = workers[0]
         raise RuntimeFailure(
@@ -153,7 +153,7 @@ class WorkerPool:
                 f"workers: devices are [{', '.join(labels)}], must be at least one and all different; name each once"
             )
         self._options = MeasureOptions() if options is None else options
-        self._workers = [_Worker(device) for device in devices]
+        self._workers = [_DeviceWorker(device) for device in devices]
         self._call_limit_s, self._start_limit_s = call_limit_s, start_limit_s
 
     def __enter__(self) -> Self:
@@ -223,7 +223,7 @@ class WorkerPool:
                 if worker.call is not None:
                     worker.stop()
 
-    def _start_missing(self, workers: Sequence[_Worker], wanted: int | None = None) -> None:
+    def _start_missing(self, workers: Sequence[_DeviceWorker], wanted: int | None = None) -> None:
         """Start workers that have no process, but no more than there are calls left for."""
         usable = _usable(workers)
         missing = [worker for worker in usable if worker.process is None]
@@ -235,7 +235,7 @@ class WorkerPool:
 
     def _hand_out(
         self,
-        workers: Sequence[_Worker],
+        workers: Sequence[_DeviceWorker],
         waiting: deque[LocalCall],
         options: MeasureOptions,
         is_wanted: Callable[[LocalCall], bool],
@@ -254,9 +254,9 @@ class WorkerPool:
             else:
                 worker.stop()  # it died while idle, which costs no call
 
-    def _collect(self, workers: Sequence[_Worker]) -> Iterator[CallResult]:
+    def _collect(self, workers: Sequence[_DeviceWorker]) -> Iterator[CallResult]:
         """Wait for something to happen and yield the results that came of it."""
-        sources: dict[Connection, _Worker] = {}
+        sources: dict[Connection, _DeviceWorker] = {}
         for worker in workers:
             if worker.process is not None and (worker.call is not None or not worker.ready):
                 sources[worker.process.connection] = worker
@@ -274,12 +274,12 @@ class WorkerPool:
                 limit = f"took longer than its limit of {self._limit_s(worker):g} s, so its worker was ended"
                 yield from self._lose(worker, limit)
 
-    def _limit_s(self, worker: _Worker) -> float:
+    def _limit_s(self, worker: _DeviceWorker) -> float:
         if not worker.ready:
             return self._start_limit_s
         return self._call_limit_s if worker.started else TURN_LIMIT_S
 
-    def _receive(self, worker: _Worker) -> Iterator[CallResult]:
+    def _receive(self, worker: _DeviceWorker) -> Iterator[CallResult]:
         if worker.process is None:
             return  # the caller closed the pool meanwhile
         try:
@@ -300,7 +300,7 @@ class WorkerPool:
             worker.stop()
         yield CallResult(call, worker.device, message.outcomes, spent)
 
-    def _lose(self, worker: _Worker, reason: str) -> Iterator[CallResult]:
+    def _lose(self, worker: _DeviceWorker, reason: str) -> Iterator[CallResult]:
         """Give up a worker's process, and the call that it was measuring."""
         call, spent = worker.call, time.monotonic() - worker.since
         starting = not worker.ready

@@ -1,7 +1,7 @@
 """The ranks of one execution and the messages between them.
 
-Device r of a plan is rank r of a `World`. All calls are asynchronous; what they return is waited for through `wait`,
-which turns a lost peer into a one-line error.
+Device r of a plan is rank r of a `World`. All calls are asynchronous and return works for `wait`, which turns a lost
+peer into a one-line error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-# What all of torch's communication libraries know; other dtypes travel as bytes.
-_KNOWN = frozenset(
+# The dtypes of all of torch's communication libraries; other dtypes travel as bytes.
+_SUPPORTED = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -42,7 +42,7 @@ _KNOWN = frozenset(
     }
 )
 
-# Its thread takes microseconds; where it never lets go, a measured peak is too high, but nobody waits for ever.
+# gloo's thread takes microseconds; where it never lets go, a measured peak is too high, but no rank waits for ever.
 _SETTLE_LIMIT_S = 1.0
 
 
@@ -52,7 +52,7 @@ class PeerFailure(RuntimeFailure):
 
 @contextmanager
 def naming_lost_peers(rank: int) -> Iterator[None]:
-    """Turn what torch raises where a peer is gone or silent into a `PeerFailure` of this rank."""
+    """Turn torch's error for a peer that is gone or silent into a `PeerFailure` of this rank."""
     try:
         yield
     except RuntimeError as error:
@@ -72,7 +72,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _All:
+class _AllWorks:
     """Several works as one."""
 
     works: tuple[Any, ...]
@@ -83,11 +83,11 @@ class _All:
             work.wait()
 
 
-class _Given:
-    """Tensors that are lent to gloo: others in the same memory, to which nobody else has a reference."""
+class _LentTensors:
+    """Tensors lent to gloo: aliases of the caller's tensors, to which only gloo has further references."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.tensors = tuple(one.detach() for one in tensors)
+        self.tensors = tuple(tensor.detach() for tensor in tensors)
         self._before = self._references()
 
     def returned(self) -> bool:
@@ -95,33 +95,33 @@ class _Given:
         return self._references() == self._before
 
     def _references(self) -> list[tuple[int, int]]:
-        # torch gives up the Python object a moment after the tensor, since its thread needs the interpreter for that.
+        # torch releases the Python object a moment after the tensor, since its thread needs the interpreter for that.
         # The count of the tensor itself has no annotation.
-        return [(cast(Any, one)._use_count(), sys.getrefcount(one)) for one in self.tensors]
+        return [(cast(Any, tensor)._use_count(), sys.getrefcount(tensor)) for tensor in self.tensors]
 
 
 @dataclass(slots=True)
-class _Settled:
-    """A work of gloo after which gloo's own thread has no tensor of it either."""
+class _SettledWork:
+    """A work of gloo that is done when gloo's own thread has released its tensors, too."""
 
     work: Any
-    given: _Given | None
+    lent: _LentTensors | None
 
     def wait(self) -> None:
         """Wait for the work, then for the thread; a second call does nothing."""
-        if self.given is None:
+        if self.lent is None:
             return
         self.work.wait()
         self.work = None
         deadline = time.monotonic() + _SETTLE_LIMIT_S
-        while not self.given.returned() and time.monotonic() < deadline:
+        while not self.lent.returned() and time.monotonic() < deadline:
             time.sleep(0)
-        self.given = None
+        self.lent = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Taking:
-    """A work after which a part of what it made is copied."""
+class _CopyingWork:
+    """A work whose result is a part of its tensor, which is copied then."""
 
     work: Any
     result: torch.Tensor
@@ -145,10 +145,10 @@ class World:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Meanwhile, who waits for a collective between CPUs also waits until gloo's thread has none of its tensors.
+        """Let waits for collectives between CPUs last until gloo's thread has released their tensors.
 
-        Otherwise that thread may be the last to have one and releases it, out of sight of torch's profiler, which sees
-        what the thread releases in which it was started.
+        That thread may otherwise be the last to release one, unseen by torch's profiler, which records the releases of
+        the thread in which it was started.
         """
         self._settles = True
         try:
@@ -175,35 +175,39 @@ class World:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sum of `tensor` over `ranks`, in place; return its work."""
-        return self._collect(dist.all_reduce, ranks, tensor)
+        return self._start(dist.all_reduce, ranks, tensor)
 
     def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start to collect the equal flat `part`s of `ranks`, in their order, in `result`; return the work."""
-        return self._collect(_all_gather, ranks, _plain(result), _plain(part))
+        """Start to gather the equal flat `part`s of `ranks`, in their order, in `result`; return the work."""
+        return self._start(_all_gather, ranks, _plain(result), _plain(part))
 
     def reduce_scatter(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start the sums over `ranks` of equal slices of flat `parts`; each rank gets that of its place."""
-        return self._collect(_reduce_scatter, ranks, result, parts)
+        """Start the sums over `ranks` of equal slices of flat `parts`, one slice a rank; return the work."""
+        return self._start(_reduce_scatter, ranks, result, parts)
 
-    def sum_in_shares(self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """As `reduce_scatter`, but `parts` are spoilt.
+    def reduce_scatter_in_place(
+        self, result: torch.Tensor, parts: torch.Tensor, ranks: tuple[int, ...]
+    ) -> Any:
+        """As `reduce_scatter`, but `parts` are overwritten.
 
-        Gloo, between CPUs, makes a reduce-scatter of an all-reduce of a copy; here it is one in place.
+        Gloo, between CPUs, makes a reduce-scatter of an all-reduce of a copy; here it is an all-reduce in place.
         """
         if parts.device.type != "cpu":
             return self.reduce_scatter(result, parts, ranks)
         own = parts.view(len(ranks), -1)[ranks.index(self.rank)]
-        return _Taking(self.all_reduce(parts, ranks), result, own)
+        return _CopyingWork(self.all_reduce(parts, ranks), result, own)
 
-    def gather_slices(self, slices: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start to fill flat equal `slices`, one of each rank in their order; this rank's own is there already.
+    def all_gather_in_place(self, slices: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start to fill flat equal `slices`, one of each rank in their order, from this rank's own among them.
 
-        Gloo, between CPUs, makes an all-gather in memory of its own, of the same size; here each rank broadcasts.
+        Gloo, between CPUs, gathers in a tensor of its own, of the same size; here each rank broadcasts.
         """
         rows = slices.view(len(ranks), -1)
         if slices.device.type != "cpu":
             return self.all_gather(slices, rows[ranks.index(self.rank)], ranks)
-        return _All(tuple(self.broadcast(row, rank, ranks) for row, rank in zip(rows, ranks, strict=True)))
+        return _AllWorks(
+            tuple(self.broadcast(row, rank, ranks) for row, rank in zip(rows, ranks, strict=True))
+        )
 
     def all_to_all(
         self,
@@ -216,7 +220,7 @@ class World:
         """Start to send slice k of flat `parts` to the k-th of `ranks`, and to receive its slice of `result`."""
         plain_result, plain_parts = _plain(result), _plain(parts)
         words = result.element_size() // plain_result.element_size()
-        return self._collect(
+        return self._start(
             dist.all_to_all_single,
             ranks,
             plain_result,
@@ -227,23 +231,23 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Any:
         """Start to copy `root`'s flat `tensor` to all of `ranks`; return the work."""
-        return self._collect(dist.broadcast, ranks, _plain(tensor), root)
+        return self._start(dist.broadcast, ranks, _plain(tensor), root)
 
     def reduce(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Any:
-        """Start the sum of `tensor` over `ranks` at `root`; elsewhere `tensor` is spoilt. Return the work."""
-        return self._collect(dist.reduce, ranks, tensor, root)
+        """Start the sum of `tensor` over `ranks` at `root`; elsewhere `tensor` is overwritten. Return the work."""
+        return self._start(dist.reduce, ranks, tensor, root)
 
-    def _collect(self, operation: Callable[..., Any], ranks: tuple[int, ...], *arguments: Any) -> Any:
+    def _start(self, operation: Callable[..., Any], ranks: tuple[int, ...], *arguments: Any) -> Any:
         group = _group(ranks)
-        given: _Given | None = None
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
-        if self._settles and all(one.device.type == "cpu" for one in tensors):
-            given = _Given(tensors)
-            lent = iter(given.tensors)
-            arguments = tuple(next(lent) if isinstance(one, torch.Tensor) else one for one in arguments)
+        lent: _LentTensors | None = None
+        tensors = [item for item in arguments if isinstance(item, torch.Tensor)]
+        if self._settles and all(tensor.device.type == "cpu" for tensor in tensors):
+            lent = _LentTensors(tensors)
+            aliases = iter(lent.tensors)
+            arguments = tuple(next(aliases) if isinstance(item, torch.Tensor) else item for item in arguments)
         with naming_lost_peers(self.rank):
             work = operation(*arguments, group=group, async_op=True)
-        return work if given is None else _Settled(work, given)
+        return work if lent is None else _SettledWork(work, lent)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks of this world."""
@@ -261,7 +265,7 @@ class World:
             work.wait()
 
     def barrier(self, device: torch.device) -> None:
-        """Wait until all ranks of this world are here."""
+        """Wait until all ranks of this world have called it."""
         if self.size > 1:
             self.sum(torch.zeros(1, device=device))
             if device.type == "cuda":
@@ -278,8 +282,8 @@ class World:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that only travels in a dtype that communication libraries know."""
-    return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)
+    """Return a tensor to send in a dtype that communication libraries support."""
+    return tensor if tensor.dtype in _SUPPORTED else tensor.view(torch.uint8)
 
 
 # Process groups by their ranks; they live as long as the default process group. Nothing else may hold one: a group that
@@ -297,7 +301,7 @@ def _group(ranks: tuple[int, ...]) -> Any:
 
 
 def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:
-    """Make the process groups that are not there yet.
+    """Make the process groups that do not exist yet.
 
     Every rank of the default process group must call it with the same `wanted`, members or not: torch numbers groups
     by how many a process has seen (its `use_local_synchronization` does too, so it cannot help).

@@ -146,15 +146,15 @@ def _factory(function: Callable[..., Any], positional: list[Any], keyword: dict[
 
 
 def _bound(function: Callable[..., Any], positional: list[Any], keyword: dict[str, Any]) -> Compiled:
-    filled = [place for place, value in enumerate(positional) if _has_slot(value)]
+    filled = [index for index, value in enumerate(positional) if _has_slot(value)]
     filled_keywords = [name for name, value in keyword.items() if _has_slot(value)]
-    direct = [(place, value.index) for place in filled if isinstance(value := positional[place], Slot)]
+    direct = [(index, value.index) for index in filled if isinstance(value := positional[index], Slot)]
     if len(direct) == len(filled) and not filled_keywords:
 
         def run_direct(inputs: Sequence[torch.Tensor], _context: ExecutionContext) -> Tensors:
             arguments = positional.copy()
-            for place, slot in direct:
-                arguments[place] = inputs[slot]
+            for index, slot in direct:
+                arguments[index] = inputs[slot]
             result = function(*arguments, **keyword)
             return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
@@ -162,8 +162,8 @@ def _bound(function: Callable[..., Any], positional: list[Any], keyword: dict[st
 
     def run(inputs: Sequence[torch.Tensor], _context: ExecutionContext) -> Tensors:
         arguments = positional.copy()
-        for place in filled:
-            arguments[place] = _fill(positional[place], inputs)
+        for index in filled:
+            arguments[index] = _fill(positional[index], inputs)
         named = {**keyword, **{name: _fill(keyword[name], inputs) for name in filled_keywords}}
         return _as_tuple(function(*arguments, **named))
 

@@ -285,8 +285,8 @@ def _arange(
     """Make the numbers that stand at `indexes` of a range."""
     kind = torch_dtype(dtype)
     exact = torch.float64 if kind.is_floating_point else torch.int64
-    places = [torch.arange(low, high, device=context.device) for low, high in indexes or ((0, count),)]
-    return (torch.cat(places).to(exact) * step + start).to(kind)
+    positions = [torch.arange(low, high, device=context.device) for low, high in indexes or ((0, count),)]
+    return (torch.cat(positions).to(exact) * step + start).to(kind)
 
 
 def _index_put(

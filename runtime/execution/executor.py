@@ -1,4 +1,4 @@
-"""Trains one rank's parts of a graph step after step, with an optimizer that the profiler knows."""
+"""Executes training steps of a rank, with one of the optimizers that the profiler measures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InitialTensors:
 
 
 class Executor(StepRunner):
-    """One rank of a plan that updates its weights as `training` says: what is timed and verified.
+    """One rank of a plan that updates its weights by the optimizer of `training`: the executor that `app run` times.
 
     Every rank of `world` must make one, from equal arguments, and call `step` equally often.
     """
@@ -45,13 +45,13 @@ class Executor(StepRunner):
         """Compile the rank's program and cut its parts out of `tensors`.
 
         Args:
-            plan: what to execute.
+            plan: to execute.
             world: the ranks; this rank executes the plan's device of its number.
             tensors: parameters, buffers and inputs of the whole graph.
             training: its optimizer updates the weights.
             seed: of dropout.
             learning_rate: of the optimizer.
-            device: where this rank computes.
+            device: of this rank.
         """
         super().__init__(plan, world, seed=seed, device=device)
         self.load_weights(whole_parts(tensors.parameters))
@@ -64,7 +64,7 @@ class Executor(StepRunner):
 
     @property
     def weight_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parts of weights that this rank holds; those that it gathers have no memory between steps."""
+        """The parts of weights that this rank holds; sharded weights themselves have no memory between steps."""
         return (*self._held.values(), *self._state.parts.values())
 
     @property
@@ -73,16 +73,16 @@ class Executor(StepRunner):
         return tuple(tensor for slot in self._optimizer_state.slots for tensor in slot)
 
     def step(self, number: int) -> None:
-        """Do one training step: forward, backward, synchronization, update. `number` seeds dropout."""
+        """Execute one training step: forward, backward, gradient synchronization, update. `number` seeds dropout."""
         self.differentiate(number)
         self.update()
 
     def update(self) -> None:
-        """Update the weights by the gradients of the last `differentiate`; get what other ranks have updated."""
+        """Update the weights by the gradients of the last `differentiate`; all-gather shares of other ranks."""
         self.update_own()
         self.make_weights_whole()
 
     def update_own(self) -> None:
-        """Update what this rank updates of the weights."""
+        """Update this rank's parts of the weights."""
         gradients = [gradient for own in self.gradients().values() for _, gradient in own]
         apply_update(self._optimizer, self._updated, gradients, self._optimizer_state, self._learning_rate)

@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0 from the parts that the ranks hold, and back."""
+"""Full state: whole weights and buffers on rank 0, gathered from the ranks' parts, and scattered to them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.communication import Message, World
 from runtime.instructions.selections import Selection, selection_of
 
 
-def collect_weights(
+def full_weights(
     plan: Plan,
     world: World,
     parts: Mapping[str, Sequence[tuple[Region, torch.Tensor]]],
@@ -21,15 +21,15 @@ def collect_weights(
 ) -> dict[str, torch.Tensor]:
     """Return, on rank 0, whole tensors of the weights in `initial`, on the CPU; elsewhere an empty dict.
 
-    All ranks of `world` must call it with the same names. One cell travels at a time, from the first of its holders;
-    where they share it, from each his share.
+    All ranks of `world` must call it with the same names. One cell is sent at a time, by the first of its holders, or,
+    where it is sharded, by each of them its share.
 
     Args:
-        plan: says who holds what.
+        plan: for the holders of each weight.
         world: the ranks.
         parts: the rank's regions of each weight and their tensors (of the weight itself, or its gradient).
-        initial: for each weight, what stands where no rank holds anything.
-        device: where this rank computes.
+        initial: for each weight, the values of elements that no rank holds.
+        device: of this rank.
     """
     result = {}
     for name, start in initial.items():
@@ -37,7 +37,7 @@ def collect_weights(
         for owner, region in plan.updated(name):
             if world.rank == owner:
                 within, tensor = next(
-                    one for one in parts[name] if intersect_regions(one[0], region) == region
+                    part for part in parts[name] if intersect_regions(part[0], region) == region
                 )
                 part = Selection(region, within, tensor.device).take(tensor).contiguous()
                 if owner != 0:
@@ -54,7 +54,7 @@ def collect_weights(
     return result
 
 
-def collect_buffers(
+def full_buffers(
     world: World,
     parts: Mapping[str, list[tuple[Region, torch.Tensor]]],
     initial: Mapping[str, torch.Tensor],
@@ -67,8 +67,8 @@ def collect_buffers(
     if gathered is None:
         return {}
     result = {name: start.detach().to("cpu", copy=True) for name, start in initial.items()}
-    for of_rank in gathered:
-        for name, regions in of_rank.items():
+    for parts_of_rank in gathered:
+        for name, regions in parts_of_rank.items():
             for region, tensor in regions:
                 selection_of(region, tuple(result[name].shape), torch.device("cpu")).put(result[name], tensor)
     return result
@@ -81,16 +81,16 @@ def scatter_parts(
     dtypes: Mapping[str, torch.dtype],
     device: torch.device,
 ) -> dict[str, tuple[Region, torch.Tensor]]:
-    """Return the rank's regions of tensors that rank 0 has whole; the counterpart of `collect_weights`.
+    """Return the rank's regions of tensors that rank 0 has whole; the counterpart of `full_weights`.
 
     All ranks of `world` must call it with the same names.
 
     Args:
         world: the ranks.
         holdings: for each name, for each rank that takes part, its region.
-        wholes: on rank 0, the whole tensors; not looked at elsewhere.
+        wholes: on rank 0, the whole tensors; unused elsewhere.
         dtypes: of the tensors, by name.
-        device: where this rank computes.
+        device: of this rank.
     """
     result = {}
     for name, regions in holdings.items():
@@ -118,7 +118,7 @@ def scatter_parts(
     return result
 
 
-def share_whole(
+def broadcast_full(
     world: World, whole: torch.Tensor | None, like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Return rank 0's tensor on all ranks of `world`, on the CPU; `like` has its shape and dtype everywhere."""

@@ -1,4 +1,4 @@
-"""Executes one rank's program, forward and backward, on the parts of weights and buffers that it keeps."""
+"""Executes a rank's program, forward and backward, on its parts of weights, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from graph.operators import ValueKind
 from graph.plan import Plan
 from profiler.operators import ExecutionContext
 from runtime.communication import World
+from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
-from runtime.instructions.sharded_weights import Part, is_copied, joined, joined_shape, taken_apart
+from runtime.instructions.sharded_weights import WeightPart, is_copied, joined, joined_shape, split_joined
 from runtime.instructions.state import StepState
-from runtime.lowering.program import Instruction, Program, compile_program
-from runtime.lowering.tensor_slots import Reading
+from runtime.lowering.program import Program, compile_program
+from runtime.lowering.tensor_slots import RegionRead
 
 # A region of a tensor, and the dense tensor of that region.
 Held = tuple[Region, torch.Tensor]
@@ -26,7 +27,7 @@ Parts = Mapping[str, Held]
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
-    """Return whole tensors as parts: their regions are all of them."""
+    """Return whole tensors with their whole regions."""
     return {name: (full_region(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}
 
 
@@ -78,44 +79,43 @@ class StepRunner:
             self._make_parts(name, None if weights_of is None else weights_of._own.get(name))
         self._refreshed: list[tuple[int, torch.Tensor, Selection, bool]] = []
         self._input_selections: dict[tuple[int, torch.device], Selection] = {}
-        for reading in self._program.readings:
-            value = plan.graph.value_by_name[reading.value]
+        for read in self._program.reads:
+            value = plan.graph.value_by_name[read.value]
             if value.kind is ValueKind.WEIGHT:
-                self._place_weight(reading, differentiable=value.requires_gradient)
+                self._place_weight(read, differentiable=value.requires_gradient)
         for slot, sizes, dtype in self._program.empty:
             self._state.values[slot] = torch.empty(sizes, dtype=dtype, device=device)
-        for name in self._program.gathered:
+        for name in self._program.sharded:
             self._held[name].untyped_storage().resize_(0)
 
     def _make_parts(self, name: str, own: torch.Tensor | None) -> None:
-        """Make what the rank updates of a weight: a view of it, where it is one part that no other holds a share of.
+        """Make the tensor of a weight's parts that the rank updates.
 
-        What is kept in shares, and several parts, which then stand in one tensor, are memory of their own. `own` is
-        there already.
+        It is a view of the weight where it is one part that no other rank has a share of, else memory of its own.
+        `own`: the tensor of another runner to use instead.
         """
         held, (_, within) = self._held[name], self._program.held[name]
         parts = self._program.parts[name]
         if not parts:
             return
-        place = Selection(parts[0].region, within, self._device)
-        if own is not None:
-            pass
-        elif name in self._program.gathered or is_copied(parts, place):
-            own = torch.empty(joined_shape(parts), dtype=held.dtype, device=self._device)
-        else:
-            own = place.take(held)
+        if own is None:
+            selection = Selection(parts[0].region, within, self._device)
+            if name in self._program.sharded or is_copied(parts, selection):
+                own = torch.empty(joined_shape(parts), dtype=held.dtype, device=self._device)
+            else:
+                own = selection.take(held)
         self._own[name] = own
-        for part, tensor in zip(parts, taken_apart(parts, own), strict=True):
+        for part, tensor in zip(parts, split_joined(parts, own), strict=True):
             self._state.parts[part.number] = tensor
 
-    def _place_weight(self, reading: Reading, *, differentiable: bool) -> None:
-        """Make the leaf of a reading: it shares the held weight's memory where the region allows that."""
-        weight = self._held[reading.value]
-        selection = Selection(reading.region, self._program.held[reading.value][1], self._device)
+    def _place_weight(self, read: RegionRead, *, differentiable: bool) -> None:
+        """Make the leaf of a read of a weight: a view of the held weight where the region allows it."""
+        weight = self._held[read.value]
+        selection = Selection(read.region, self._program.held[read.value][1], self._device)
         if selection.is_view:
-            self._state.values[reading.slot] = selection.take(weight).detach().requires_grad_(differentiable)
-        elif reading.value not in self._program.gathered:
-            self._refreshed.append((reading.slot, weight, selection, differentiable))
+            self._state.values[read.slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        elif read.value not in self._program.sharded:
+            self._refreshed.append((read.slot, weight, selection, differentiable))
 
     def load_weights(self, parts: Parts) -> None:
         """Copy values into the rank's weights; each part must cover the region that the rank holds."""
@@ -123,35 +123,35 @@ class StepRunner:
             if name not in parts:
                 continue
             within, tensor = parts[name]
-            if name not in self._program.gathered:
+            if name not in self._program.sharded:
                 self._held[name].copy_(Selection(region, within, tensor.device).take(tensor.detach()))
             for part in self._program.parts[name]:
-                place = Selection(part.region, within, tensor.device)
-                self._state.parts[part.number].copy_(place.take(tensor.detach()))
+                selection = Selection(part.region, within, tensor.device)
+                self._state.parts[part.number].copy_(selection.take(tensor.detach()))
 
     def load_buffers(self, parts: Parts) -> None:
         """Use other values of buffers; each part must cover what the rank reads."""
-        for reading in self._readings(ValueKind.BUFFER):
-            if reading.value in parts:
-                within, tensor = parts[reading.value]
-                part = Selection(reading.region, within, tensor.device).take(tensor.detach())
-                self._state.values[reading.slot] = part.to(self._device, copy=True)
+        for read in self._reads(ValueKind.BUFFER):
+            if read.value in parts:
+                within, tensor = parts[read.value]
+                part = Selection(read.region, within, tensor.device).take(tensor.detach())
+                self._state.values[read.slot] = part.to(self._device, copy=True)
 
     def set_inputs(self, parts: Parts) -> None:
         """Use other inputs from the next step on; each part must cover what the rank reads, and be the same region."""
-        for reading in self._readings(ValueKind.INPUT):
-            within, tensor = parts[reading.value]
-            key = (reading.slot, tensor.device)
+        for read in self._reads(ValueKind.INPUT):
+            within, tensor = parts[read.value]
+            key = (read.slot, tensor.device)
             selection = self._input_selections.get(key)
             if selection is None:
-                selection = Selection(reading.region, within, tensor.device)
+                selection = Selection(read.region, within, tensor.device)
                 self._input_selections[key] = selection
             part = selection.take(tensor.detach())
-            self._state.values[reading.slot] = part.to(self._device).contiguous()
+            self._state.values[read.slot] = part.to(self._device).contiguous()
 
-    def _readings(self, kind: ValueKind) -> list[Reading]:
+    def _reads(self, kind: ValueKind) -> list[RegionRead]:
         values = self._plan.graph.value_by_name
-        return [reading for reading in self._program.readings if values[reading.value].kind is kind]
+        return [read for read in self._program.reads if values[read.value].kind is kind]
 
     @property
     def device(self) -> torch.device:
@@ -160,12 +160,12 @@ class StepRunner:
 
     @property
     def program(self) -> Program:
-        """What the rank executes in a step."""
+        """The instructions of a step, and the tensors that they need."""
         return self._program
 
     @contextmanager
     def running(self, instructions: tuple[Instruction, ...], world: World) -> Iterator[None]:
-        """Within the context, execute these instructions over that world, which stand for the program's own."""
+        """Execute other instructions over another world, instead of the program's own, while the context lasts."""
         program, own = self._program, self._state.world
         self._program, self._state.world = replace(program, instructions=instructions), world
         try:
@@ -174,7 +174,7 @@ class StepRunner:
             self._program, self._state.world = program, own
 
     def differentiate(self, number: int, *, loss_scale: float = 1.0) -> None:
-        """Do forward, backward and synchronization of one step; buffers are renewed.
+        """Execute forward, backward and gradient synchronization of one step; buffers are renewed.
 
         Args:
             number: of the step; it seeds dropout.
@@ -188,14 +188,14 @@ class StepRunner:
             state.values[slot] = selection.take(weight).detach().requires_grad_(differentiable)
         for instruction in self._program.instructions:
             instruction.run(state)
-        state.wait_for(tuple(state.arriving))
+        state.wait_for(tuple(state.pending_receives))
         state.wait_for_sends()
         for slot, tensor in state.renewed.items():
             state.values[slot] = tensor
         state.renewed.clear()
 
     def forget_step(self) -> None:
-        """Drop what the last step left and the next one makes anew: gradients, and copies of parts of weights."""
+        """Drop the tensors of the last step that the next one replaces: gradients, and copies of parts of weights."""
         self._forget_gradients()
         for slot, _, _, _ in self._refreshed:
             self._state.values[slot] = None
@@ -203,10 +203,10 @@ class StepRunner:
     def _forget_gradients(self) -> None:
         for slot, _ in self._program.held.values():
             self._state.gradients.pop(slot)
-        self._state.shares.clear()
+        self._state.shard_gradients.clear()
 
     def make_weights_whole(self) -> None:
-        """After an update: get the shares of weights that other ranks have updated. All ranks must call it."""
+        """All-gather, after an update, the shares of weights that other ranks have updated. All ranks must call it."""
         for instruction in self._program.after_update:
             instruction.run(self._state)
 
@@ -232,7 +232,7 @@ class StepRunner:
         return float(self.loss_tensor())
 
     def all_parts(self) -> dict[str, list[Held]]:
-        """Return, for each weight that the rank holds, the regions that it would update, and their values."""
+        """Return the regions of each held weight that the rank would update, with their values."""
         state = self._state
         return {
             name: [(part.region, state.parts[part.number]) for part in own]
@@ -245,7 +245,7 @@ class StepRunner:
         return self._program.updated
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return, for each weight of which the rank would update something, all that in one tensor (`joined`)."""
+        """Return, for each weight, the parts that the rank would update in one tensor (`joined`)."""
         return dict(self._own)
 
     def own_gradients(self) -> dict[str, torch.Tensor | None]:
@@ -257,12 +257,10 @@ class StepRunner:
 
     def buffer_values(self) -> dict[int, torch.Tensor]:
         """Return the present values of buffers, by slot; no step writes into them."""
-        return {
-            reading.slot: self._state.values[reading.slot] for reading in self._readings(ValueKind.BUFFER)
-        }
+        return {read.slot: self._state.values[read.slot] for read in self._reads(ValueKind.BUFFER)}
 
-    def put_back_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Use buffers' values of before (`buffer_values`)."""
+    def restore_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Restore earlier values of buffers (`buffer_values`)."""
         for slot, tensor in values.items():
             self._state.values[slot] = tensor
 
@@ -282,9 +280,7 @@ class StepRunner:
     @property
     def has_inputs(self) -> bool:
         """Whether inputs were set."""
-        return all(
-            self._state.values[reading.slot] is not None for reading in self._readings(ValueKind.INPUT)
-        )
+        return all(self._state.values[read.slot] is not None for read in self._reads(ValueKind.INPUT))
 
     def take_buffers(self, other: StepRunner) -> None:
         """Use the present values of another runner's buffers, of which this rank reads the same regions.
@@ -293,34 +289,34 @@ class StepRunner:
             RuntimeFailure: it reads another region.
         """
         theirs = {
-            (reading.value, reading.region): other._state.values[reading.slot]
-            for reading in other._readings(ValueKind.BUFFER)
+            (read.value, read.region): other._state.values[read.slot]
+            for read in other._reads(ValueKind.BUFFER)
         }
-        for reading in self._readings(ValueKind.BUFFER):
-            if (reading.value, reading.region) not in theirs:
+        for read in self._reads(ValueKind.BUFFER):
+            if (read.value, read.region) not in theirs:
                 raise RuntimeFailure(
-                    f"buffer {reading.value}: other parts of it are read at this batch size, must be the same; drop "
+                    f"buffer {read.value}: other parts of it are read at this batch size, must be the same; drop "
                     "a batch that is not full (drop_last=True), or pad it"
                 )
-            self._state.values[reading.slot] = theirs[reading.value, reading.region]
+            self._state.values[read.slot] = theirs[read.value, read.region]
 
     def parts(self) -> dict[str, list[Held]]:
-        """Return, for each weight that is updated, the regions that this rank updates, and their values."""
-        every = self.all_parts()
-        return {name: every[name] for name in self._program.updated}
+        """Return the regions of each trained weight that this rank updates, with their values."""
+        parts = self.all_parts()
+        return {name: parts[name] for name in self._program.updated}
 
     def gradients(self) -> dict[str, list[Held]]:
-        """Return, for each weight that is updated, the regions that this rank updates, and their last gradients."""
+        """Return the regions of each trained weight that this rank updates, with their last gradients."""
         return {
             name: [(part.region, self._gradient(part)) for part in self._program.parts[name]]
             for name in self._program.updated
         }
 
-    def _gradient(self, part: Part) -> torch.Tensor:
+    def _gradient(self, part: WeightPart) -> torch.Tensor:
         state = self._state
         if not part.alone:
-            share = state.shares.get(part.number)
-            return torch.zeros_like(state.parts[part.number]) if share is None else share
+            gradient = state.shard_gradients.get(part.number)
+            return torch.zeros_like(state.parts[part.number]) if gradient is None else gradient
         slot, within = self._program.held[part.weight]
         gradient = state.gradients.get(slot)
         if gradient is None:
@@ -328,19 +324,19 @@ class StepRunner:
         return Selection(part.region, within, self._device).take(gradient)
 
     def weights(self) -> dict[str, list[Held]]:
-        """Return the regions of each weight that the rank keeps, and their values."""
+        """Return the regions of each weight that the rank holds between steps, and their values."""
         state = self._state
         return {
             name: [(part.region, state.parts[part.number]) for part in self._program.parts[name]]
-            if name in self._program.gathered
+            if name in self._program.sharded
             else [(region, self._held[name])]
             for name, (_, region) in self._program.held.items()
         }
 
     def buffers(self) -> dict[str, list[Held]]:
-        """Return, for each buffer that the rank reads, its regions and their values."""
+        """Return the regions of each buffer that the rank reads, with their values."""
         result: dict[str, list[Held]] = {}
-        for reading in self._readings(ValueKind.BUFFER):
-            held = (reading.region, self._state.values[reading.slot])
-            result.setdefault(reading.value, []).append(held)
+        for read in self._reads(ValueKind.BUFFER):
+            held = (read.region, self._state.values[read.slot])
+            result.setdefault(read.value, []).append(held)
         return result

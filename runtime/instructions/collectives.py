@@ -1,8 +1,8 @@
-"""A rank's share in the collectives of exchanges: what it puts in, what it gets, and the instructions that start them.
+"""The instructions that start a rank's collectives of exchanged values and of their gradients.
 
-A collective works on flat tensors: what a rank puts in is packed, what it gets is views of one flat buffer. Whoever
-reads these views waits for the collective (`instructions.Receive`, `instructions.ReceiveGradients`). Backward, what
-was sent receives a gradient and what was received sends one.
+A collective works on flat tensors: a rank's inputs are packed, its outputs are views of one flat buffer. The readers
+of these views wait for the collective (`messages.Receive`, `messages.ReceiveGradients`). In the backward, sent parts
+receive gradients and received parts send them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch
 
 from graph.collectives import CollectiveKind
 from runtime.communication import World
-from runtime.instructions.base import Arrival, Slots
+from runtime.instructions.base import Instruction, Slots
+from runtime.instructions.messages import Arrival
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part in a collective.
+class CollectiveCall:
+    """One rank's call of a collective.
 
-    ranks: all that take part, ascending; `root` is one of them or None.
-    sizes: elements of each chunk that the rank gets, in the order of the ranks.
+    ranks: of the process group, ascending; `root` is one of them or None.
+    sizes: elements of each chunk that the rank receives, in the order of the ranks.
     arrivals: these chunks, or fewer tensors that hold them one after the other.
     """
 
@@ -39,69 +40,65 @@ class Share:
 
     @property
     def slots(self) -> Slots:
-        """The slots of what the rank gets."""
+        """The slots of the received tensors."""
         return tuple(item.slot for item in self.arrivals)
 
 
 @dataclass(frozen=True, slots=True)
-class StartCollective:
+class StartCollective(Instruction):
     """Starts a collective of a value: `sends` are parts of the rank's own tensors, in the order of the ranks."""
 
-    share: Share
+    call: CollectiveCall
     sends: tuple[tuple[int, Selection], ...]
 
     @property
     def touches(self) -> Slots:
-        """What is sent, and what arrives."""
-        return (*(slot for slot, _ in self.sends), *self.share.slots)
+        return (*(slot for slot, _ in self.sends), *self.call.slots)
 
     def run(self, state: StepState) -> None:
-        """Pack and start."""
         with torch.no_grad():
-            _start(state, self.share, [part.take(state.values[slot].detach()) for slot, part in self.sends])
+            _start(state, self.call, [part.take(state.values[slot].detach()) for slot, part in self.sends])
 
 
 @dataclass(frozen=True, slots=True)
-class StartGradientCollective:
-    """Starts a collective of gradients: parts of the gradient of the rank's assembly, if it has one."""
+class StartGradientCollective(Instruction):
+    """Starts a collective of gradients: `sends` are parts of the gradient of the rank's assembly, if it has one."""
 
-    share: Share
+    call: CollectiveCall
     assembly: Arrival | None
     sends: tuple[Selection, ...]
 
     @property
     def touches(self) -> Slots:
-        """What arrives; the rest are gradients."""
-        return self.share.slots
+        return self.call.slots
 
     def run(self, state: StepState) -> None:
-        """Take the gradient apart and start."""
         parts: list[torch.Tensor] = []
         if self.assembly is not None:
             gradient = state.gradients.pop(self.assembly.slot)
             if gradient is None:
                 gradient = torch.zeros(
-                    self.assembly.shape, dtype=self.assembly.dtype, device=self.share.device
+                    self.assembly.shape, dtype=self.assembly.dtype, device=self.call.device
                 )
             parts = [part.take(gradient) for part in self.sends]
-        _start(state, self.share, parts)
+        _start(state, self.call, parts)
 
 
-def _start(state: StepState, share: Share, parts: Sequence[torch.Tensor]) -> None:
+def _start(state: StepState, call: CollectiveCall, parts: Sequence[torch.Tensor]) -> None:
     """Start a collective; its results arrive in the slots of its arrivals."""
-    buffer = torch.empty(sum(share.sizes), dtype=share.dtype, device=share.device)
-    lengths = [torch.Size(item.shape).numel() for item in share.arrivals]
+    buffer = torch.empty(sum(call.sizes), dtype=call.dtype, device=call.device)
+    lengths = [torch.Size(item.shape).numel() for item in call.arrivals]
     views = buffer.split(lengths) if lengths else ()
-    arriving = [(item.slot, view.view(item.shape)) for item, view in zip(share.arrivals, views, strict=True)]
-    work, sent = _issue(state.world, share, parts, buffer)
-    state.collect(work, arriving, sent)
+    arriving = [(item.slot, view.view(item.shape)) for item, view in zip(call.arrivals, views, strict=True)]
+    work, sent = _issue(state.world, call, parts, buffer)
+    state.add_collective(work, arriving, sent)
 
 
 def _issue(
-    world: World, share: Share, parts: Sequence[torch.Tensor], buffer: torch.Tensor
+    world: World, call: CollectiveCall, parts: Sequence[torch.Tensor], buffer: torch.Tensor
 ) -> tuple[Any, torch.Tensor]:
-    """Start a collective into `buffer`; return its work, and the tensor that must live as long as it."""
-    kind, ranks = share.kind, share.ranks
+    """Start a collective into `buffer`; return its work, and the tensor that must stay alive until it is done."""
+    kind, ranks = call.kind, call.ranks
     if kind is CollectiveKind.ALL_GATHER:
         packed = _packed(parts)
         return world.all_gather(buffer, packed, ranks), packed
@@ -109,13 +106,13 @@ def _issue(
         packed = _packed(parts)
         if packed.device.type == "cpu" and _share_memory(packed, parts[0]):
             packed = packed.clone()
-        return world.sum_in_shares(buffer, packed, ranks), packed
+        return world.reduce_scatter_in_place(buffer, packed, ranks), packed
     if kind is CollectiveKind.ALL_TO_ALL:
         packed = _packed(parts)
-        given = [part.numel() for part in parts]
-        return world.all_to_all(buffer, packed, share.sizes, given, ranks), packed
+        sent_sizes = [part.numel() for part in parts]
+        return world.all_to_all(buffer, packed, call.sizes, sent_sizes, ranks), packed
     if not len(buffer):
-        # A rank that only gives: of a broadcast it is the root, whose tensor is not written to.
+        # A rank that only sends: of a broadcast it is the root, whose tensor is not written to.
         buffer = _packed(parts)
         if kind is CollectiveKind.REDUCE and _share_memory(buffer, parts[0]):
             buffer = buffer.clone()
@@ -125,15 +122,15 @@ def _issue(
         buffer.zero_()
     if kind is CollectiveKind.ALL_REDUCE:
         return world.all_reduce(buffer, ranks), buffer
-    if share.root is None:
+    if call.root is None:
         raise ValueError(f"a {kind.value} has no root")
     if kind is CollectiveKind.BROADCAST:
-        return world.broadcast(buffer, share.root, ranks), buffer
-    return world.reduce(buffer, share.root, ranks), buffer
+        return world.broadcast(buffer, call.root, ranks), buffer
+    return world.reduce(buffer, call.root, ranks), buffer
 
 
 def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all parts in one flat tensor; nothing is copied where they stand one after the other already."""
+    """Return all parts in one flat tensor; contiguous parts of one storage are not copied."""
     first = parts[0]
     end = first.storage_offset()
     for part in parts:
@@ -143,7 +140,7 @@ def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors are views of one storage; those without data (of a memory trace) have one too."""
-    same: bool = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    same: bool = left.untyped_storage()._cdata == right.untyped_storage()._cdata
     return same

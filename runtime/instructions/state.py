@@ -1,7 +1,7 @@
-"""What a rank holds while a training step runs: values and gradients by slot, and messages on their way.
+"""The state of a training step on a rank: values and gradients by slot, and messages and collectives under way.
 
 A slot is the number of one tensor of the rank: a task's output, an assembly, a received piece, a leaf that stands for
-a tensor of an earlier segment, a weight, or one reading of a weight, buffer or input.
+a tensor of an earlier segment, a weight, or one read of a weight, buffer or input.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from runtime.instructions.selections import Selection
 class GradientStore:
     """Gradients by slot, accumulated over segments and messages.
 
-    Autograd may hand out one tensor as several gradients, so a tensor is added to in place only where it was made
-    here (`_owned`).
+    Autograd may return one tensor as several gradients, so only a tensor of the store's own (`_owned`) is added to in
+    place.
     """
 
     __slots__ = ("_gradients", "_owned", "_shapes")
@@ -32,30 +32,30 @@ class GradientStore:
         self._owned = [False] * len(self._shapes)
 
     def get(self, slot: int) -> torch.Tensor | None:
-        """Return what has come for `slot` so far."""
+        """Return the gradient of `slot` so far."""
         return self._gradients[slot]
 
     def pop(self, slot: int) -> torch.Tensor | None:
-        """Return what has come for `slot`, and forget it."""
+        """Remove the gradient of `slot` and return it."""
         gradient = self._gradients[slot]
         self._gradients[slot] = None
         self._owned[slot] = False
         return gradient
 
     def set(self, slot: int, gradient: torch.Tensor) -> None:
-        """Replace what has come for `slot`; `gradient` stays its maker's."""
+        """Replace the gradient of `slot` by a tensor of somebody else, which is not added to in place."""
         self._gradients[slot] = gradient
         self._owned[slot] = False
 
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the whole tensor."""
-        known = self._gradients[slot]
-        if known is None:
+        total = self._gradients[slot]
+        if total is None:
             self._gradients[slot] = gradient
         elif self._owned[slot]:
-            known.add_(gradient)
+            total.add_(gradient)
         else:
-            self._gradients[slot] = known + gradient
+            self._gradients[slot] = total + gradient
             self._owned[slot] = True
 
     def add_part(self, slot: int, selection: Selection, gradient: torch.Tensor) -> None:
@@ -66,33 +66,33 @@ class GradientStore:
             selection.add(self.writable(slot, gradient), gradient)
 
     def writable(self, slot: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of `slot` as a tensor that may be written to; zeros where none has come."""
-        known = self._gradients[slot]
-        if known is None:
-            known = like.new_zeros(self._shapes[slot])
+        """Return the gradient of `slot` as a tensor that may be written to; zeros where there is none."""
+        total = self._gradients[slot]
+        if total is None:
+            total = like.new_zeros(self._shapes[slot])
         elif not self._owned[slot]:
-            known = known.clone(memory_format=torch.contiguous_format)
-        self._gradients[slot] = known
+            total = total.clone(memory_format=torch.contiguous_format)
+        self._gradients[slot] = total
         self._owned[slot] = True
-        return known
+        return total
 
 
 class StepState:
-    """All that one training step changes."""
+    """The mutable state of one training step."""
 
     __slots__ = (
-        "arriving",
+        "all_gathers",
+        "all_reduces",
         "context",
-        "gathering",
         "gradients",
-        "leaving",
         "loss",
         "loss_scale",
         "parts",
-        "reducing",
+        "pending_receives",
+        "pending_sends",
+        "reduce_scatters",
         "renewed",
-        "shares",
-        "sharing",
+        "shard_gradients",
         "values",
         "weights",
         "world",
@@ -104,16 +104,16 @@ class StepState:
         self.context = ExecutionContext(seed=0, step=0)
         self.values: list[Any] = [None] * len(shapes)
         self.gradients = GradientStore(shapes)
-        # By slot: the work to wait for, and the tensor that it needs until then.
-        self.arriving: dict[int, tuple[Any, torch.Tensor]] = {}
-        self.leaving: list[tuple[Any, torch.Tensor]] = []
-        self.reducing: dict[int, Any] = {}
-        # By number of a group: the work to wait for, and the flat tensor that it needs until then.
-        self.sharing: dict[int, tuple[Any, torch.Tensor]] = {}
-        self.gathering: dict[int, tuple[Any, torch.Tensor]] = {}
-        # By number of a part: its value, and the sum of its gradients. By slot: the weights that the rank holds.
+        # By slot: the work to wait for, and the tensor that must stay alive until then.
+        self.pending_receives: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.pending_sends: list[tuple[Any, torch.Tensor]] = []
+        self.all_reduces: dict[int, Any] = {}
+        # By number of a group: the work to wait for, and the flat tensor that must stay alive until then.
+        self.reduce_scatters: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.all_gathers: dict[int, tuple[Any, torch.Tensor]] = {}
+        # By number of a part of a weight: its value, and the sum of its gradients. By slot: the rank's weights.
         self.parts: dict[int, torch.Tensor] = {}
-        self.shares: dict[int, torch.Tensor] = {}
+        self.shard_gradients: dict[int, torch.Tensor] = {}
         self.weights: dict[int, torch.Tensor] = {}
         self.renewed: dict[int, torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
@@ -123,28 +123,29 @@ class StepState:
     def exchange(self, sends: Sequence[Message], receives: Sequence[tuple[int, Message]]) -> None:
         """Start the messages of one event; received ones arrive in their slots (`wait_for`)."""
         sent, received = self.world.exchange(sends, [message for _, message in receives])
-        # The tensors of sends stay referenced until they have left.
-        self.leaving.extend((work, message.tensor) for work, message in zip(sent, sends, strict=True))
+        self.pending_sends.extend((work, message.tensor) for work, message in zip(sent, sends, strict=True))
         for (slot, message), work in zip(receives, received, strict=True):
             self.values[slot] = message.tensor
-            self.arriving[slot] = work, message.tensor
+            self.pending_receives[slot] = work, message.tensor
 
-    def collect(self, work: Any, arriving: Sequence[tuple[int, torch.Tensor]], sent: torch.Tensor) -> None:
-        """Note a started collective: what arrives in which slots, and what must stay referenced until it is done."""
+    def add_collective(
+        self, work: Any, arriving: Sequence[tuple[int, torch.Tensor]], sent: torch.Tensor
+    ) -> None:
+        """Add a started collective: its results by slot, and the tensor that must stay alive until it is done."""
         if not arriving:
-            self.leaving.append((work, sent))
+            self.pending_sends.append((work, sent))
         for slot, tensor in arriving:
             self.values[slot] = tensor
-            self.arriving[slot] = work, sent
+            self.pending_receives[slot] = work, sent
 
     def wait_for(self, slots: Sequence[int]) -> None:
         """Wait until the messages of `slots` are here."""
         for slot in slots:
-            work, _ = self.arriving.pop(slot)
+            work, _ = self.pending_receives.pop(slot)
             self.world.wait(work)
 
     def wait_for_sends(self) -> None:
         """Wait until all sends are done."""
-        for work, _ in self.leaving:
+        for work, _ in self.pending_sends:
             self.world.wait(work)
-        self.leaving.clear()
+        self.pending_sends.clear()

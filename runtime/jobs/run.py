@@ -12,7 +12,7 @@ from profiler.operators.counter_rng import forget_positions
 from profiler.timers import synchronize, timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor, InitialTensors
-from runtime.execution.full_state import collect_buffers, collect_weights
+from runtime.execution.full_state import full_buffers, full_weights
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import tensors_of
 from runtime.jobs.verified_program import collect_gradients, verify_strategy
@@ -124,10 +124,10 @@ class JobRun:
         return _arrays(whole)
 
     def _collect_state(self) -> tuple[Arrays, Arrays]:
-        weights = collect_weights(
+        weights = full_weights(
             self._plan, self._world, self._executor.weights(), self._tensors.parameters, self._device
         )
-        buffers = collect_buffers(self._world, self._executor.buffers(), self._tensors.buffers)
+        buffers = full_buffers(self._world, self._executor.buffers(), self._tensors.buffers)
         return _arrays(weights), _arrays(buffers)
 
     def _peak_of_step(self, number: int) -> MeasuredPeak:

@@ -24,7 +24,7 @@ from profiler.operators import ExecutionContext
 from profiler.updates import apply_update, initial_state
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.execution.fingerprints import fingerprints
-from runtime.execution.full_state import collect_buffers, collect_weights
+from runtime.execution.full_state import full_buffers, full_weights
 from runtime.jobs.eager import eager_step, from_eager
 from runtime.jobs.models import tensors_of
 from runtime.jobs.verify import (
@@ -113,8 +113,8 @@ def verify_strategy(
         executor = _executed(job, plan, world, doubled, device)
         loss = executor.loss()
         gradients = collect_gradients(plan, world, executor, doubled, device)
-        weights = collect_weights(plan, world, executor.weights(), doubled.parameters, device)
-        buffers = collect_buffers(world, executor.buffers(), doubled.buffers)
+        weights = full_weights(plan, world, executor.weights(), doubled.parameters, device)
+        buffers = full_buffers(world, executor.buffers(), doubled.buffers)
         del executor
     precision = job.training.precision
     of_run = _run_gradients(job, world, tensors, device) if precision in ROUNDING else {}
@@ -242,4 +242,4 @@ def collect_gradients(
         if weight.requires_gradient
         and any(any(plan.active[index]) for index, _ in plan.graph.consumers[weight.name])
     }
-    return collect_weights(plan, world, executor.gradients(), zeros, device)
+    return full_weights(plan, world, executor.gradients(), zeros, device)

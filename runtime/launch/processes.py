@@ -1,14 +1,9 @@
-"""What every process of an execution does before and after its share of a job."""
+"""The start and the end of every process of an execution: its device, its process group, its errors."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from datetime import timedelta
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from graph.errors import SoapstoneError
@@ -67,19 +62,6 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
-def end_with_parent() -> None:
-    """End this spawned process as soon as the one that started it is gone: killed, it can end nobody."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def run_patiently(job: Job, device: str, timeout_s: float) -> JobResult | None:
     """Run a job; where a peer is lost, leave its launcher time to find out why."""
     try:
@@ -87,18 +69,6 @@ def run_patiently(job: Job, device: str, timeout_s: float) -> JobResult | None:
     except PeerFailure:
         time.sleep(PEER_GRACE_S)
         raise
-
-
-def describe_exit(code: int) -> str:
-    """Return an exit code, negative for a signal, in words."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = str(-code)
-    advice = " (perhaps out of memory)" if name == "SIGKILL" else ""
-    return f"was ended by signal {name}{advice}"
 
 
 def own_words(text: str, rank: int) -> str:

@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graph.errors import RuntimeFailure
-from profiler.pinning import child_variables, started_with, uninterrupted_children
-from runtime.jobs.job import Job, JobResult
-from runtime.launch.processes import (
+from profiler.pinning import (
+    child_variables,
     describe_exit,
     end_with_parent,
+    started_with,
+    uninterrupted_children,
+)
+from runtime.jobs.job import Job, JobResult
+from runtime.launch.processes import (
     join_group,
     leave_group,
     occupy,

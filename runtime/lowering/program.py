@@ -1,10 +1,11 @@
-"""The static program of one rank: its share of the plan's common order, as instructions.
+"""The static program of one rank: its instructions, in the plan's common order.
 
-All ranks walk the plan's events in the same order, so nothing can deadlock: a wait is always for something that
-stands earlier in the common order.
+All ranks issue the plan's events in the same order, so nothing can deadlock: a wait is always for an event that is
+earlier in the common order.
 
-Of a group of operators whose activations are not kept, the forward runs unrecorded, and what nobody outside needs is
-released at once; in the backward the same calls run again, recorded, from what entered the group.
+Activation checkpointing: the forward of a group of operators runs unrecorded, and the tensors that no operator outside
+of the group reads are released at once; in the backward the same calls are recomputed, recorded, from the inputs of
+the group.
 """
 
 from __future__ import annotations
@@ -23,59 +24,71 @@ from graph.recomputation import group_numbers
 from graph.rules import local_calls
 from graph.strategy import Sharding
 from profiler.operators import compile_call
-from runtime.instructions import base as steps
-from runtime.instructions.gradient_synchronization import (
-    FinishReduction,
-    Reduction,
-    StartReduction,
-    reductions,
+from runtime.instructions.base import Instruction, Slots
+from runtime.instructions.compute import (
+    Assemble,
+    Call,
+    Detach,
+    Differentiate,
+    Loss,
+    Recompute,
+    Release,
+    Renew,
+    Seed,
+    Unrecorded,
 )
+from runtime.instructions.gradient_synchronization import (
+    FinishAllReduce,
+    FlatBucket,
+    StartAllReduce,
+    flat_buckets,
+)
+from runtime.instructions.messages import ReceiveGradients
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import (
-    FinishGather,
-    FinishSharedSum,
-    Group,
-    Part,
-    PutBack,
-    StartGather,
-    StartSharedSum,
+    CopyBack,
+    FinishAllGather,
+    FinishReduceScatter,
+    ShardGroup,
+    StartAllGather,
+    StartReduceScatter,
+    WeightPart,
     is_copied,
     parts_of,
 )
 from runtime.lowering.segments import Node, Segments, cuts
-from runtime.lowering.tensor_slots import Layout, Local, Reading
-from runtime.lowering.transfers import Event, Exchanges
-from runtime.lowering.weight_prefetch import Gathering
+from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
+from runtime.lowering.transfers import TransferLowering, ValueTransfer
+from runtime.lowering.weight_prefetch import WeightPrefetch
 
-Instruction = steps.Instruction
-# Makes a recorded step's instruction from the slots that it reads.
-Make = Callable[[steps.Slots], Instruction]
+# From the slots that a node reads to its instruction.
+Make = Callable[[Slots], Instruction]
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a rank executes in one step, and the tensors that must be in place before it.
+    """The instructions of a rank in one step, and the tensors that must be in place before it.
 
     shapes: of all slots.
-    readings: regions of inputs, buffers and weights that tasks read.
+    reads: regions of inputs, buffers and weights that tasks read.
     held: for each weight of the rank, its slot and region; the gradient of that slot updates it.
     empty: slots of tensors without elements, with shape and dtype.
     updated: the weights that get a gradient.
-    parts: for each weight of the rank, what the rank updates of it.
-    gathered: the weights that the rank keeps in these parts, and has whole only while they are read.
-    after_update: what makes the weights whole again of which other ranks have updated shares.
-    kept: for each value that stays after the step, the regions of it that the rank answers for, and their slots.
+    parts: for each weight of the rank, the parts that the rank updates.
+    sharded: the weights that the rank holds in these parts, and whole only while they are read.
+    after_update: the all-gathers of weights whose shares other ranks have updated.
+    kept: for each value that stays after the step, the regions of it that the rank makes, and their slots.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    readings: tuple[Reading, ...]
+    reads: tuple[RegionRead, ...]
     held: dict[str, tuple[int, Region]]
     empty: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     updated: tuple[str, ...]
     instructions: tuple[Instruction, ...]
-    parts: dict[str, tuple[Part, ...]]
-    gathered: frozenset[str]
+    parts: dict[str, tuple[WeightPart, ...]]
+    sharded: frozenset[str]
     after_update: tuple[Instruction, ...]
     kept: dict[str, tuple[tuple[Region, int], ...]]
 
@@ -84,33 +97,33 @@ def compile_program(
     plan: Plan, rank: int, device: torch.device, kept: frozenset[str] = frozenset()
 ) -> Program:
     """Return `rank`'s program of a plan, for tensors on `device`; `kept` values stay after the step."""
-    return _Compiler(plan, rank, device, kept).compile()
+    return _Lowering(plan, rank, device, kept).compile()
 
 
-class _Compiler:
+class _Lowering:
     def __init__(self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str]) -> None:
         self.plan = plan
         self.kept = kept
         self.graph = plan.graph
         self.rank = rank
         self.device = device
-        self.layout = Layout(plan, rank)
-        self.segments = Segments(cuts(plan, self.layout))
-        self.exchanges = Exchanges(plan, self.layout, self.segments, device)
+        self.slots = TensorSlots(plan, rank)
+        self.segments = Segments(cuts(plan, self.slots))
+        self.transfers = TransferLowering(plan, self.slots, self.segments, device)
         self.instructions: list[Instruction] = []
         self.parts = parts_of(plan, rank)
-        self.held = {name: plan.held[name][rank] for name in self.layout.held}
-        self.gathering = Gathering(plan, self.layout, self.parts, device)
+        self.held = {name: plan.held[name][rank] for name in self.slots.held}
+        self.prefetch = WeightPrefetch(plan, self.slots, self.parts, device)
         self._group_of = group_numbers(plan.graph, plan.strategy.recomputation)
         # For each leaf, the groups of the operators that read it; -1 stands for those of no group.
         self._leaf_readers: dict[int, set[int]] = {}
-        self._last_shared: Group | None = None
-        self._updated_groups: list[Group] = []
+        self._last_scattered: ShardGroup | None = None
+        self._updated_groups: list[ShardGroup] = []
 
     def compile(self) -> Program:
         nodes = self._nodes()
         inputs = self.segments.connect(
-            (node for group in nodes for node, _ in group), self._leaf_targets(), self.layout
+            (node for group in nodes for node, _ in group), self._leaf_targets(), self.slots
         )
         for node, slots in inputs.items():
             for made, read in zip(node.inputs, slots, strict=True):
@@ -124,46 +137,44 @@ class _Compiler:
         self._forward(self.graph.order.of_buffers, nodes, inputs)
         self._renew_buffers()
         self.instructions.extend(finished)
-        held = self.layout.held
+        held = self.slots.held
         after_update = self._after_update()
         return Program(
-            shapes=tuple(self.layout.shapes),
-            readings=tuple(self.layout.readings.values()),
+            shapes=tuple(self.slots.shapes),
+            reads=tuple(self.slots.reads.values()),
             held={name: (slot, self.plan.held[name][self.rank]) for name, slot in held.items()},
             empty=tuple(
-                (local.slot, shape(local.assembly.region), self.exchanges.dtype(local.value))
-                for local in self.layout.empty
+                (local.slot, shape(local.assembly.region), self.transfers.dtype(local.value))
+                for local in self.slots.empty
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
             instructions=tuple(self._with_releases()),
             parts=self.parts,
-            gathered=frozenset(self.gathering.weights),
+            sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
-            kept={name: tuple(self.layout.made(name)) for name in sorted(self.kept)},
+            kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
         )
 
-    # ---- what there is to execute
-
     def _nodes(self) -> list[list[tuple[Node, Make]]]:
-        """For each operator, its recorded steps, each with what makes its instruction from its input slots."""
+        """Return the nodes of each operator, each with the function that makes its instruction from its input slots."""
         result = []
         for index, operator in enumerate(self.graph.operators):
             group: list[tuple[Node, Make]] = []
-            for local in self.layout.assemblies.get(index, ()):
+            for local in self.slots.assemblies.get(index, ()):
                 if not local.assembly.remote_pieces:
                     group.append(self._local_assembly(index, local))
-            if self.layout.tasks[index]:
+            if self.slots.tasks[index]:
                 degrees = self.plan.strategy.configurations[index].degrees
                 calls = local_calls(self.graph, operator, degrees)
-                for task in self.layout.tasks[index]:
+                for task in self.slots.tasks[index]:
                     group.append(self._call(index, operator, task, calls[task]))
             result.append(group)
         return result
 
     def _call(self, index: int, operator: Operator, task: int, call: LocalCall) -> tuple[Node, Make]:
-        layout = self.layout
-        inputs = tuple(layout.sources[index, task, slot] for slot in range(len(operator.inputs)))
-        outputs = tuple(layout.outputs[index, task, position] for position in range(len(operator.outputs)))
+        slots = self.slots
+        inputs = tuple(slots.sources[index, task, slot] for slot in range(len(operator.inputs)))
+        outputs = tuple(slots.outputs[index, task, position] for position in range(len(operator.outputs)))
         active = self.plan.active[index][task]
         wanted = tuple(active and flag for flag in self.graph.gradient_inputs(operator))
         values = [self.graph.value_by_name[name] for name in operator.outputs]
@@ -173,57 +184,55 @@ class _Compiler:
             if active and not value.requires_gradient and value.spec.dtype in FLOATING
         )
         execute = compile_call(call)
-        return Node(index, inputs, wanted, outputs), lambda slots: steps.Call(
-            execute, slots, outputs, constants
-        )
+        return Node(index, inputs, wanted, outputs), lambda slots: Call(execute, slots, outputs, constants)
 
-    def _local_assembly(self, index: int, local: Local) -> tuple[Node, Make]:
+    def _local_assembly(self, index: int, local: LocalAssembly) -> tuple[Node, Make]:
         pieces = local.assembly.pieces
         recipe = Recipe(local.assembly.region, [piece.region for piece in pieces], self.device)
-        selections = tuple(self.exchanges.cut(local.value, piece) for piece in pieces)
-        sources = tuple(self.layout.piece_slot(local.value, piece) for piece in pieces)
+        selections = tuple(self.transfers.cut(local.value, piece) for piece in pieces)
+        sources = tuple(self.slots.piece_slot(local.value, piece) for piece in pieces)
         active = self.plan.active_assemblies[local.value][local.number]
         node = Node(index, sources, (active,) * len(sources), (local.slot,))
-        return node, lambda slots: steps.Assemble(recipe, selections, slots, local.slot)
+        return node, lambda slots: Assemble(recipe, selections, slots, local.slot)
 
     def _has_gradient(self, weight: str) -> bool:
         return self.graph.value_by_name[weight].requires_gradient and any(
             any(self.plan.active[operator]) for operator, _ in self.graph.consumers[weight]
         )
 
-    # ---- what crosses segments and ranks
+    # ---- gradients that cross segments and ranks
 
     def _leaf_targets(self) -> dict[int, int]:
         targets = {
-            reading.slot: self.layout.held[reading.value]
-            for reading in self.layout.readings.values()
-            if self.graph.value_by_name[reading.value].kind is ValueKind.WEIGHT
-            and self.graph.value_by_name[reading.value].requires_gradient
+            read.slot: self.slots.held[read.value]
+            for read in self.slots.reads.values()
+            if self.graph.value_by_name[read.value].kind is ValueKind.WEIGHT
+            and self.graph.value_by_name[read.value].requires_gradient
         }
-        for group in self.layout.assemblies.values():
+        for group in self.slots.assemblies.values():
             for local in group:
                 if local.assembly.remote_pieces:
                     targets[local.slot] = local.slot
         return targets
 
     def _expect_messages(self) -> None:
-        """Note every tensor whose gradient comes from another rank, from a received assembly, or from the seed."""
+        """Note the tensors whose gradients come from another rank, from a received assembly, or from the seed."""
         for value, assemblies in self.plan.exchanges.items():
             for assembly, active in zip(assemblies, self.plan.active_assemblies[value], strict=True):
                 if not active or not assembly.remote_pieces:
                     continue
                 for piece in assembly.pieces:
                     if piece.source_device == self.rank:
-                        self.segments.expect_gradient(self.layout.piece_slot(value, piece))
+                        self.segments.expect_gradient(self.slots.piece_slot(value, piece))
         for slot in self._loss_parts():
             self.segments.expect_gradient(slot)
 
     def _loss_parts(self) -> tuple[int, ...]:
         operator, position = self.graph.producer[self.graph.loss]
         return tuple(
-            self.layout.outputs[operator, task, position]
+            self.slots.outputs[operator, task, position]
             for task in self.plan.seeds
-            if task in self.layout.tasks[operator]
+            if task in self.slots.tasks[operator]
         )
 
     # ---- forward
@@ -235,119 +244,116 @@ class _Compiler:
         inputs: dict[Node, tuple[int, ...]],
     ) -> None:
         for index in operators:
-            self.instructions.extend(self.gathering.before_forward(index))
-            for local in self.layout.assemblies.get(index, ()):
+            self.instructions.extend(self.prefetch.before_forward(index))
+            for local in self.slots.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:
                     active = self.plan.active_assemblies[local.value][local.number]
                     self.instructions.append(
-                        self.exchanges.receive(local, local.value, differentiable=active)
+                        self.transfers.receive(local, local.value, differentiable=active)
                     )
             for node, make in nodes[index]:
-                made_again = self._is_made_again(node)
-                instruction = make(node.inputs if made_again else inputs[node])
-                recorded = node.active and not made_again
-                self.instructions.append(instruction if recorded else steps.Unrecorded(instruction))
-                pairs = self._leaves_of(node, made_again=False)
+                recomputed = self._is_recomputed(node)
+                instruction = make(node.inputs if recomputed else inputs[node])
+                recorded = node.active and not recomputed
+                self.instructions.append(instruction if recorded else Unrecorded(instruction))
+                pairs = self._leaves_of(node, recomputed=False)
                 if pairs:
-                    self.instructions.append(steps.Detach(pairs))
-            self.instructions.extend(self.gathering.after_forward(index))
+                    self.instructions.append(Detach(pairs))
+            self.instructions.extend(self.prefetch.after_forward(index))
             outputs = self.graph.operators[index].outputs
             self.instructions.extend(
-                self.exchanges.issue(
+                self.transfers.issue(
                     [
-                        Event(value, value, self.plan.exchanges[value], self.plan.collectives[value])
+                        ValueTransfer(value, value, self.plan.exchanges[value], self.plan.collectives[value])
                         for value in outputs
                     ]
                 )
             )
 
-    def _is_made_again(self, node: Node) -> bool:
+    def _is_recomputed(self, node: Node) -> bool:
         return node.active and self._group_of[node.operator] >= 0
 
-    def _leaves_of(self, node: Node, *, made_again: bool) -> tuple[tuple[int, int], ...]:
-        """The leaves of what a node makes: in the forward, or those made again, which its group alone reads."""
-        found = []
+    def _leaves_of(self, node: Node, *, recomputed: bool) -> tuple[tuple[int, int], ...]:
+        """Return the leaves of a node's outputs in the forward, or the recomputed ones, which its group alone reads."""
+        pairs = []
         for slot in node.outputs:
             leaf = self.segments.leaves.get(slot)
             if leaf is not None:
-                within = self._is_made_again(node) and self._leaf_readers[leaf] <= {
+                within = self._is_recomputed(node) and self._leaf_readers[leaf] <= {
                     self._group_of[node.operator]
                 }
-                if within == made_again:
-                    found.append((slot, leaf))
-        return tuple(found)
+                if within == recomputed:
+                    pairs.append((slot, leaf))
+        return tuple(pairs)
 
     def _loss(self) -> None:
         parts = self._loss_parts()
         if parts:
-            self.instructions.append(steps.Loss(parts))
+            self.instructions.append(Loss(parts))
 
     # ---- backward
 
     def _backward(
         self, nodes: list[list[tuple[Node, Make]]], inputs: dict[Node, tuple[int, ...]]
     ) -> list[Instruction]:
-        """Append the backward; return what finishes the sums of gradients that it starts."""
-        started: list[Reduction] = []
+        """Append the backward; return the waits for the gradient synchronization that it starts."""
+        started: list[FlatBucket] = []
         finishing: list[Instruction] = []
         parts = self._loss_parts()
         if parts and self.graph.value_by_name[self.graph.loss].requires_gradient:
-            self.instructions.append(steps.Seed(parts))
+            self.instructions.append(Seed(parts))
         first = {segment.first: number for number, segment in self.segments.by_number.items()}
         for index in range(len(self.graph.operators) - 1, -1, -1):
-            self.instructions.extend(self.gathering.before_backward(index))
+            self.instructions.extend(self.prefetch.before_backward(index))
             for operator in self.plan.recomputed_before.get(index, ()):
-                self._make_again(nodes[operator], inputs)
+                self._recompute(nodes[operator], inputs)
             if index in first:
                 self._differentiate(first[index])
-            self.instructions.extend(self.exchanges.issue_gradients(index))
-            self.instructions.extend(self.gathering.after_backward(index, self.segments))
+            self.instructions.extend(self.transfers.issue_gradients(index))
+            self.instructions.extend(self.prefetch.after_backward(index, self.segments))
             for number in self.plan.buckets_after.get(index, ()):
                 bucket = self.plan.buckets[number]
                 if self.rank not in bucket.devices:
                     continue
                 if bucket.sharding is not Sharding.NONE:
-                    self._share(bucket, finishing)
+                    self._reduce_scatter(bucket, finishing)
                     continue
-                made = reductions(self.graph, bucket, self.layout.held, self.held, self.device, len(started))
+                made = flat_buckets(self.graph, bucket, self.slots.held, self.held, self.device, len(started))
                 started.extend(made)
-                self.instructions.extend(StartReduction(reduction) for reduction in made)
-                finishing.extend(FinishReduction(reduction) for reduction in made)
+                self.instructions.extend(StartAllReduce(flat) for flat in made)
+                finishing.extend(FinishAllReduce(flat) for flat in made)
         return finishing
 
-    def _make_again(self, nodes: list[tuple[Node, Make]], inputs: dict[Node, tuple[int, ...]]) -> None:
-        """Append an operator's recorded steps once more, this time for autograd."""
+    def _recompute(self, nodes: list[tuple[Node, Make]], inputs: dict[Node, tuple[int, ...]]) -> None:
+        """Append the nodes of an operator once more, recorded by autograd."""
         for node, make in nodes:
             if not node.active:
                 continue
-            self.instructions.append(steps.Recompute(make(inputs[node]), node.outputs))
-            pairs = self._leaves_of(node, made_again=True)
+            self.instructions.append(Recompute(make(inputs[node]), node.outputs))
+            pairs = self._leaves_of(node, recomputed=True)
             if pairs:
-                self.instructions.append(
-                    steps.Recompute(steps.Detach(pairs), tuple(leaf for _, leaf in pairs))
-                )
+                self.instructions.append(Recompute(Detach(pairs), tuple(leaf for _, leaf in pairs)))
 
-    def _share(self, bucket: Bucket, finishing: list[Instruction]) -> None:
-        """Append the sum of a bucket in shares; its last end is noted in `finishing`."""
-        for group in self.gathering.groups(bucket.devices, bucket.entries):
-            before = self._last_shared
-            self.instructions.append(StartSharedSum(group, before))
-            self._last_shared = group
-            finishing.append(FinishSharedSum(group))
+    def _reduce_scatter(self, bucket: Bucket, finishing: list[Instruction]) -> None:
+        """Append the reduce-scatters of a bucket, and to `finishing` the waits for them."""
+        for group in self.prefetch.groups(bucket.devices, bucket.entries):
+            self.instructions.append(StartReduceScatter(group, self._last_scattered))
+            self._last_scattered = group
+            finishing.append(FinishReduceScatter(group))
             if bucket.sharding is Sharding.OPTIMIZER:
                 self._updated_groups.append(group)
 
     def _after_update(self) -> tuple[Instruction, ...]:
-        """What makes weights whole again: parts that are copies, and others' shares, the next ones under way."""
+        """Return the copies of own parts into their weights, and the all-gathers of shares, the next one under way."""
         result: list[Instruction] = []
         for name, own in self.parts.items():
             if self.plan.sharding[name] is Sharding.OPTIMIZER:
                 for part in own:
-                    place = Selection(part.region, self.held[name], self.device)
-                    if part.alone and is_copied(own, place):
-                        result.append(PutBack(self.layout.held[name], place, part.number))
-        starts = [StartGather(group) for group in self._updated_groups]
-        ends = [FinishGather(group) for group in self._updated_groups]
+                    selection = Selection(part.region, self.held[name], self.device)
+                    if part.alone and is_copied(own, selection):
+                        result.append(CopyBack(self.slots.held[name], selection, part.number))
+        starts = [StartAllGather(group) for group in self._updated_groups]
+        ends = [FinishAllGather(group) for group in self._updated_groups]
         result.extend(starts[:1])
         for number, end in enumerate(ends):
             result.extend(starts[number + 1 : number + 2])
@@ -356,54 +362,52 @@ class _Compiler:
 
     def _differentiate(self, number: int) -> None:
         segment = self.segments.by_number[number]
-        arrived = self.exchanges.gradients_for(number)
+        arrived = self.transfers.gradients_for(number)
         if arrived:
-            self.instructions.append(steps.ReceiveGradients(tuple(arrived)))
+            self.instructions.append(ReceiveGradients(tuple(arrived)))
         if segment.outputs and segment.inputs:
-            targets = []
-            for leaf, target in segment.inputs.items():
-                targets.append((target, self._weight_places.get(leaf)))
-            self.instructions.append(
-                steps.Differentiate(tuple(segment.outputs), tuple(segment.inputs), tuple(targets))
-            )
+            targets = tuple((target, self._read_parts.get(leaf)) for leaf, target in segment.inputs.items())
+            self.instructions.append(Differentiate(tuple(segment.outputs), tuple(segment.inputs), targets))
 
     @cached_property
-    def _weight_places(self) -> dict[int, Selection]:
-        """For each reading of a part of a held weight, which part it is."""
-        places = {}
-        for reading in self.layout.readings.values():
-            held = self.plan.held.get(reading.value, {}).get(self.rank)
-            if held is not None and held != reading.region:
-                places[reading.slot] = Selection(reading.region, held, self.device)
-        return places
+    def _read_parts(self) -> dict[int, Selection]:
+        """The part of the held weight that each read of a part is, by slot."""
+        parts = {}
+        for read in self.slots.reads.values():
+            held = self.plan.held.get(read.value, {}).get(self.rank)
+            if held is not None and held != read.region:
+                parts[read.slot] = Selection(read.region, held, self.device)
+        return parts
 
     # ---- after the backward
 
     def _renew_buffers(self) -> None:
         """Append the messages that renew buffers where they are read, and their assembly."""
         updates = [
-            Event(buffer, value, self.plan.buffer_exchanges[buffer], self.plan.buffer_collectives[buffer])
+            ValueTransfer(
+                buffer, value, self.plan.buffer_exchanges[buffer], self.plan.buffer_collectives[buffer]
+            )
             for buffer, value in self.graph.buffer_updates
         ]
-        self.instructions.extend(self.exchanges.issue(updates))
+        self.instructions.extend(self.transfers.issue(updates))
         for event in updates:
             for number, assembly in enumerate(event.assemblies):
                 if assembly.device != self.rank or not assembly.pieces:
                     continue
-                reading = self.layout.readings[event.name, assembly.region]
+                read = self.slots.reads[event.name, assembly.region]
                 if assembly.direct:
-                    slot = self.layout.piece_slot(event.value, assembly.pieces[0])
+                    slot = self.slots.piece_slot(event.value, assembly.pieces[0])
                 else:
-                    slot = self.layout.new_slot(shape(assembly.region))
-                    local = Local(event.value, number, assembly, slot)
-                    self.instructions.append(self.exchanges.receive(local, event.name, differentiable=False))
-                self.instructions.append(steps.Renew(slot, reading.slot))
+                    slot = self.slots.new_slot(shape(assembly.region))
+                    local = LocalAssembly(event.value, number, assembly, slot)
+                    self.instructions.append(self.transfers.receive(local, event.name, differentiable=False))
+                self.instructions.append(Renew(slot, read.slot))
 
     def _with_releases(self) -> list[Instruction]:
-        """The instructions, each followed by the release of what nothing needs any more, or before it is made again."""
-        kept = {reading.slot for reading in self.layout.readings.values()}
-        kept.update(local.slot for local in self.layout.empty)
-        kept.update(slot for name in self.kept for _, slot in self.layout.made(name))
+        """Return the instructions, each followed by the release of tensors unused until recomputation."""
+        kept = {read.slot for read in self.slots.reads.values()}
+        kept.update(local.slot for local in self.slots.empty)
+        kept.update(slot for name in self.kept for _, slot in self.slots.made(name))
         result: list[Instruction] = []
         needed: set[int] = set()
         for instruction in reversed(self.instructions):
@@ -411,10 +415,10 @@ class _Compiler:
                 slot for slot in dict.fromkeys(instruction.touches) if slot not in needed and slot not in kept
             )
             if released:
-                result.append(steps.Release(released))
+                result.append(Release(released))
             result.append(instruction)
             needed.update(instruction.touches)
-            if isinstance(instruction, steps.Recompute):
-                needed.difference_update(instruction.made)
+            if isinstance(instruction, Recompute):
+                needed.difference_update(instruction.outputs)
         result.reverse()
         return result

@@ -1,9 +1,9 @@
-"""Where a rank's operators are cut for the backward, and what crosses the cuts.
+"""The segments of a rank's backward, and the leaves of autograd between them.
 
 A segment is a run of the rank's operators, in topological order, that autograd differentiates as a unit. The rank
 cuts before operator o wherever it takes part in a message or a synchronization that the plan issues after backward
 of o: what it sends is then complete, and what it receives comes before the segments that need it. It also cuts before
-and after a group of operators that is made again in the backward, so that no segment is partly kept. The forward needs
+and after a group of operators that is recomputed in the backward, so that no segment is partly kept. The forward needs
 no cuts; its messages are issued between the operators.
 """
 
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from graph.plan import Plan, gathers_begun
-from runtime.lowering.tensor_slots import Layout
+from runtime.lowering.tensor_slots import TensorSlots
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One recorded step of the forward: a task or a local assembly.
+    """A task or a local assembly in the forward of the rank.
 
-    `wanted` tells, for each of `inputs`, whether a gradient flows back through it; all False in an inactive node.
+    `wanted`: for each of `inputs`, whether a gradient flows back through it; all False in an inactive node.
     """
 
     operator: int
@@ -31,7 +31,7 @@ class Node:
 
     @property
     def active(self) -> bool:
-        """True where autograd has something to record."""
+        """Whether autograd records it."""
         return any(self.wanted)
 
 
@@ -47,27 +47,27 @@ class Segment:
     inputs: dict[int, int] = field(default_factory=dict)
 
 
-def cuts(plan: Plan, layout: Layout) -> tuple[int, ...]:
+def cuts(plan: Plan, slots: TensorSlots) -> tuple[int, ...]:
     """Return the operators before which the rank cuts, ascending."""
-    found = set()
+    operators = set()
     for operator, collectives in plan.gradient_collectives.items():
         for back in collectives:
-            if layout.rank in plan.collectives[back.value][back.number].devices:
-                found.add(operator)
+            if slots.rank in plan.collectives[back.value][back.number].devices:
+                operators.add(operator)
     for operator, transfers in plan.gradient_transfers.items():
         for transfer in transfers:
             assembly = plan.exchanges[transfer.value][transfer.assembly]
-            if any(layout.messages((assembly,))):
-                found.add(operator)
-    found.update(bucket.after for bucket in plan.buckets if layout.rank in bucket.devices)
+            if any(slots.messages((assembly,))):
+                operators.add(operator)
+    operators.update(bucket.after for bucket in plan.buckets if slots.rank in bucket.devices)
     # Gathered weights are there from their last reader's backward on, not before.
     for operator in plan.backward_gathers:
         begun = [gather for _, gather in gathers_begun(plan.backward_gathers, operator)]
-        if any(layout.rank in one.devices for one in (*begun, *plan.backward_gathers[operator])):
-            found.add(operator + 1)
+        if any(slots.rank in gather.devices for gather in (*begun, *plan.backward_gathers[operator])):
+            operators.add(operator + 1)
     for group in plan.strategy.recomputation:
-        found.update((group.first, group.last + 1))
-    return tuple(sorted(found))
+        operators.update((group.first, group.last + 1))
+    return tuple(sorted(operators))
 
 
 class Segments:
@@ -92,22 +92,22 @@ class Segments:
         return self._made_in.get(slot)
 
     def connect(
-        self, nodes: Iterable[Node], targets: Mapping[int, int], layout: Layout
+        self, nodes: Iterable[Node], targets: Mapping[int, int], slots: TensorSlots
     ) -> dict[Node, tuple[int, ...]]:
-        """Find what every segment reads from outside; return the slots that each node reads.
+        """Make the leaves of every segment; return the slots that each node reads.
 
         Args:
             nodes: in execution order.
-            targets: for each slot that is a leaf by itself (readings of weights, received assemblies), the slot to
+            targets: for each slot that is a leaf by itself (reads of weights, received assemblies), the slot to
                 whose gradient it adds.
-            layout: gets a new slot for every leaf.
+            slots: gets a new slot for every leaf.
         """
         result = {}
         for node in nodes:
             number = self.number_of(node.operator)
             segment = self.by_number.setdefault(number, Segment(node.operator))
             result[node] = tuple(
-                self._connect(slot, segment, number, targets, layout) if wanted else slot
+                self._connect(slot, segment, number, targets, slots) if wanted else slot
                 for slot, wanted in zip(node.inputs, node.wanted, strict=True)
             )
             if node.active:
@@ -115,7 +115,7 @@ class Segments:
         return result
 
     def _connect(
-        self, slot: int, segment: Segment, number: int, targets: Mapping[int, int], layout: Layout
+        self, slot: int, segment: Segment, number: int, targets: Mapping[int, int], slots: TensorSlots
     ) -> int:
         if slot in targets:
             segment.inputs[slot] = targets[slot]
@@ -125,7 +125,7 @@ class Segments:
             return slot
         leaf = self.leaves.get(slot)
         if leaf is None:
-            leaf = self.leaves[slot] = layout.new_slot(layout.shapes[slot])
+            leaf = self.leaves[slot] = slots.new_slot(slots.shapes[slot])
         segment.inputs[leaf] = slot
         self.expect_gradient(slot)
         return leaf

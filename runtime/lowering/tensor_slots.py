@@ -1,6 +1,6 @@
-"""The tensors of one rank: which it makes, reads, holds and receives under a plan, each with a slot.
+"""The slots of one rank's tensors: those that it makes, reads, holds and receives under a plan.
 
-Everything here follows from the plan alone. `graph.plan` says who sends what to whom; this says where it stands.
+They follow from the plan alone: `graph.plan` has the messages between ranks, this the slots of their tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from graph.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A region of an input, a buffer or a weight that tasks of the rank read."""
+class RegionRead:
+    """A region of an input, a buffer or a weight that tasks of the rank read, and its slot."""
 
     value: str
     region: Region
@@ -26,7 +26,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalAssembly:
     """An assembly on the rank: its value, its number in the plan, and its slot."""
 
     value: str
@@ -35,18 +35,18 @@ class Local:
     slot: int
 
 
-class Layout:
+class TensorSlots:
     """Slots of one rank. `shapes` are those of all slots, in order.
 
     tasks: for each operator, the rank's tasks.
     outputs: slot by (operator, task, output position).
-    readings: in order of first use; `held` maps each weight that the rank holds to its slot.
+    reads: in order of first use; `held` maps each weight that the rank holds to its slot.
     assemblies: for each operator, the assemblies that its tasks are the first to read; `empty` ones have no pieces.
     sources: the slot that a task reads, by (operator, task, input slot).
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        """Lay out `rank`'s tensors."""
+        """Number the tensors of `rank`."""
         self.plan = plan
         self.rank = rank
         self.shapes: list[tuple[int, ...]] = []
@@ -55,14 +55,14 @@ class Layout:
             for configuration in plan.strategy.configurations
         )
         self.outputs: dict[tuple[int, int, int], int] = {}
-        self.readings: dict[tuple[str, Region], Reading] = {}
+        self.reads: dict[tuple[str, Region], RegionRead] = {}
         self.held: dict[str, int] = {}
-        self.assemblies: dict[int, list[Local]] = {}
-        self.empty: list[Local] = []
+        self.assemblies: dict[int, list[LocalAssembly]] = {}
+        self.empty: list[LocalAssembly] = []
         self.sources: dict[tuple[int, int, int], int] = {}
         self._make_outputs()
         self._make_assemblies()
-        self._make_readings()
+        self._make_reads()
 
     def new_slot(self, sizes: tuple[int, ...]) -> int:
         """Return a new slot for a tensor of shape `sizes`."""
@@ -135,7 +135,7 @@ class Layout:
                     slot = self.piece_slot(value, assembly.pieces[0])
                 else:
                     slot = self.new_slot(shape(assembly.region))
-                    local = Local(value, number, assembly, slot)
+                    local = LocalAssembly(value, number, assembly, slot)
                     if assembly.pieces:
                         # Readers are in the order of execution.
                         self.assemblies.setdefault(assembly.readers[0].operator, []).append(local)
@@ -144,7 +144,7 @@ class Layout:
                 for reader in assembly.readers:
                     self.sources[reader.operator, reader.task, reader.slot] = slot
 
-    def _make_readings(self) -> None:
+    def _make_reads(self) -> None:
         graph = self.plan.graph
         for index, operator in enumerate(graph.operators):
             degrees = self.plan.strategy.configurations[index].degrees
@@ -153,16 +153,14 @@ class Layout:
                     continue
                 regions = operand_regions(operator.space.axes, operator.space.inputs[slot], degrees)
                 for task in self.tasks[index]:
-                    reading = self._reading(name, regions[task])
-                    self.sources[index, task, slot] = reading.slot
+                    read = self._read(name, regions[task])
+                    self.sources[index, task, slot] = read.slot
         for weight in graph.weights:
             region = self.plan.held[weight.name].get(self.rank)
             if region is not None:
                 self.held[weight.name] = self.new_slot(shape(region))
 
-    def _reading(self, value: str, region: Region) -> Reading:
-        known = self.readings.get((value, region))
-        if known is None:
-            known = Reading(value, region, self.new_slot(shape(region)))
-            self.readings[value, region] = known
-        return known
+    def _read(self, value: str, region: Region) -> RegionRead:
+        if (value, region) not in self.reads:
+            self.reads[value, region] = RegionRead(value, region, self.new_slot(shape(region)))
+        return self.reads[value, region]

@@ -1,7 +1,7 @@
-"""What a rank sends and receives, forward and backward: the plan's exchanges as instructions.
+"""Transfer lowering: the plan's exchanges as instructions that send and receive, forward and backward.
 
-All ranks issue collectives and messages in the plan's order, each its own share. What arrives has a slot; whoever needs
-it first waits for it.
+All ranks issue collectives and messages in the plan's order, each those that it takes part in. A received tensor has a
+slot; its first reader waits for it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from graph.exchange import Assembly, Piece
 from graph.intervals import Region, normalize, shape, volume
 from graph.plan import Plan
 from graph.strategy import Sharding
-from runtime.instructions import base as steps
-from runtime.instructions.collectives import Share, StartCollective, StartGradientCollective
+from runtime.instructions.base import Instruction
+from runtime.instructions.collectives import CollectiveCall, StartCollective, StartGradientCollective
+from runtime.instructions.compute import Copy
+from runtime.instructions.messages import Arrival, Exchange, GradientPart, Receive, SendGradients
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection
-from runtime.instructions.sharded_weights import sharing_on
+from runtime.instructions.sharded_weights import sharding_on
 from runtime.lowering.segments import Segments
-from runtime.lowering.tensor_slots import Layout, Local
-
-Instruction = steps.Instruction
+from runtime.lowering.tensor_slots import LocalAssembly, TensorSlots
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ValueTransfer:
     """One value's exchange; `name` is the value, or the buffer that it renews."""
 
     name: str
@@ -46,13 +46,13 @@ class Event:
     collectives: tuple[Collective, ...]
 
 
-class Exchanges:
-    """The exchanges of one rank, and where what they bring arrives."""
+class TransferLowering:
+    """The exchanges of one rank, and the slots of the tensors that it receives."""
 
-    def __init__(self, plan: Plan, layout: Layout, segments: Segments, device: torch.device) -> None:
-        """Prepare the exchanges of the rank of `layout`, for tensors on `device`."""
+    def __init__(self, plan: Plan, slots: TensorSlots, segments: Segments, device: torch.device) -> None:
+        """Prepare the exchanges of the rank of `slots`, for tensors on `device`."""
         self._plan = plan
-        self._layout = layout
+        self._slots = slots
         self._segments = segments
         self._device = device
         # By event and assembly: the slots of its pieces, or the one slot of a region that arrives whole.
@@ -60,27 +60,27 @@ class Exchanges:
         self._wholes: dict[tuple[str, int], int] = {}
         self._gradient_arrivals: dict[int, list[tuple[int, int, Selection]]] = {}
         # Views of these are sent as copies: their memory goes when their readers are done, which may be before.
-        self._gathered = frozenset(
-            name for name in layout.held if sharing_on(plan, name, layout.rank) is Sharding.PARAMETERS
+        self._sharded = frozenset(
+            name for name in slots.held if sharding_on(plan, name, slots.rank) is Sharding.PARAMETERS
         )
 
     def cut(self, value: str, piece: Piece) -> Selection:
-        """The part of its task's output that a piece is."""
-        return Selection(piece.region, self._layout.source_region(value, piece), self._device)
+        """Return the part of its task's output that a piece is."""
+        return Selection(piece.region, self._slots.source_region(value, piece), self._device)
 
     def dtype(self, value: str) -> torch.dtype:
-        """A value's dtype."""
+        """Return a value's dtype."""
         dtype: torch.dtype = getattr(torch, self._plan.graph.value_by_name[value].spec.dtype)
         return dtype
 
     # ---- forward
 
-    def receive(self, local: Local, event: str, *, differentiable: bool) -> steps.Receive:
-        """Return what waits for an assembly's pieces, or all of it, and puts it together.
+    def receive(self, local: LocalAssembly, event: str, *, differentiable: bool) -> Receive:
+        """Return the instruction that waits for the pieces of an assembly, or for all of it, and assembles it.
 
         Args:
-            local: the assembly, in whose slot it is put.
-            event: the name of the event that brings it.
+            local: the assembly.
+            event: the name of the transfer that brings it.
             differentiable: whether a gradient flows back.
         """
         regions = [piece.region for piece in local.assembly.pieces]
@@ -93,65 +93,63 @@ class Exchanges:
             arrivals = sources = [self._wholes[event, local.number]]
         else:
             for piece in local.assembly.pieces:
-                if piece.source_device == self._layout.rank:
+                if piece.source_device == self._slots.rank:
                     selections.append(self.cut(local.value, piece))
-                    sources.append(self._layout.piece_slot(local.value, piece))
+                    sources.append(self._slots.piece_slot(local.value, piece))
                 else:
                     slot = self._arrivals[event, local.number, piece]
                     selections.append(None)
                     sources.append(slot)
                     arrivals.append(slot)
         recipe = Recipe(local.assembly.region, regions, self._device)
-        return steps.Receive(
-            recipe, tuple(selections), tuple(sources), tuple(arrivals), local.slot, differentiable
-        )
+        return Receive(recipe, tuple(selections), tuple(sources), tuple(arrivals), local.slot, differentiable)
 
-    def issue(self, events: Sequence[Event]) -> list[Instruction]:
-        """Return the collectives and then the messages of some events, as far as the rank takes part in any."""
+    def issue(self, transfers: Sequence[ValueTransfer]) -> list[Instruction]:
+        """Return the collectives and then the messages of some values, as far as the rank takes part in any."""
         instructions: list[Instruction] = []
-        # By slot: that of the copy which is sent.
+        # By slot: the slot of the copy to send.
         copies: dict[int, int] = {}
-        for event in events:
+        for event in transfers:
             for collective in event.collectives:
-                if self._layout.rank in collective.devices:
+                if self._slots.rank in collective.devices:
                     instructions.append(self._collective(event, collective, copies))
         sends: dict[tuple[int, Region], tuple[int, Selection]] = {}
         order = []
         arrivals = []
-        for event in events:
-            for number, assembly, piece in self._layout.messages(event.assemblies, event.collectives):
-                if assembly.device == self._layout.rank:
-                    slot = self._layout.new_slot(shape(piece.region))
+        for event in transfers:
+            for number, assembly, piece in self._slots.messages(event.assemblies, event.collectives):
+                if assembly.device == self._slots.rank:
+                    slot = self._slots.new_slot(shape(piece.region))
                     self._arrivals[event.name, number, piece] = slot
                     arrivals.append(self._arrival(piece.source_device, slot, piece.region, event.value))
                 else:
-                    source = self._sent_from(event.value, piece, copies)
+                    source = self._send_slot(event.value, piece, copies)
                     key = (source, piece.region)
                     if key not in sends:
                         sends[key] = (source, self.cut(event.value, piece))
                     order.append((assembly.device, list(sends).index(key)))
         if order or arrivals:
-            instructions.append(
-                steps.Exchange(tuple(sends.values()), tuple(order), tuple(arrivals), self._device)
-            )
-        return [*(steps.Copy(source, target) for source, target in copies.items()), *instructions]
+            instructions.append(Exchange(tuple(sends.values()), tuple(order), tuple(arrivals), self._device))
+        return [*(Copy(source, target) for source, target in copies.items()), *instructions]
 
-    def _sent_from(self, value: str, piece: Piece, copies: dict[int, int]) -> int:
-        """Return the slot from which a piece is sent; `copies` gets that of a new copy, where it must be one."""
-        source = self._layout.piece_slot(value, piece)
-        if self._gathered.isdisjoint(self._plan.graph.weights_behind[value]):
+    def _send_slot(self, value: str, piece: Piece, copies: dict[int, int]) -> int:
+        """Return the slot to send a piece from; `copies` gets that of a new copy, where it must be a copy."""
+        source = self._slots.piece_slot(value, piece)
+        if self._sharded.isdisjoint(self._plan.graph.weights_behind[value]):
             return source
         if source not in copies:
-            copies[source] = self._layout.new_slot(self._layout.shapes[source])
+            copies[source] = self._slots.new_slot(self._slots.shapes[source])
         return copies[source]
 
-    def _collective(self, event: Event, collective: Collective, copies: dict[int, int]) -> StartCollective:
-        """Return the start of a collective, and note where what it gives arrives, and what must be copied first."""
-        regions = received(collective, event.assemblies, self._layout.rank)
-        assembly = assembly_on(collective, event.assemblies, self._layout.rank)
+    def _collective(
+        self, event: ValueTransfer, collective: Collective, copies: dict[int, int]
+    ) -> StartCollective:
+        """Return the start of a collective; note the slots of its results, and the copies to make first."""
+        regions = received(collective, event.assemblies, self._slots.rank)
+        assembly = assembly_on(collective, event.assemblies, self._slots.rank)
         whole = assembly is not None and _stacked(assembly.region, regions)
         arrivals = [
-            self._arrival(self._layout.rank, self._layout.new_slot(shape(region)), region, event.value)
+            self._arrival(self._slots.rank, self._slots.new_slot(shape(region)), region, event.value)
             for region in ((assembly.region,) if assembly is not None and whole else regions)
         ]
         if assembly is not None:
@@ -162,22 +160,20 @@ class Exchanges:
                 for piece, arrival in zip(by_source(assembly), arrivals, strict=True):
                     self._arrivals[event.name, number, piece] = arrival.slot
         sends = tuple(
-            (self._sent_from(event.value, piece, copies), self.cut(event.value, piece))
-            for piece in sent(collective, event.assemblies, self._layout.rank)
+            (self._send_slot(event.value, piece, copies), self.cut(event.value, piece))
+            for piece in sent(collective, event.assemblies, self._slots.rank)
         )
-        return StartCollective(
-            self._share(collective, collective.kind, event.value, regions, arrivals), sends
-        )
+        return StartCollective(self._call(collective, collective.kind, event.value, regions, arrivals), sends)
 
-    def _share(
+    def _call(
         self,
         collective: Collective,
         kind: CollectiveKind,
         value: str,
         regions: Sequence[Region],
-        arrivals: Sequence[steps.Arrival],
-    ) -> Share:
-        return Share(
+        arrivals: Sequence[Arrival],
+    ) -> CollectiveCall:
+        return CollectiveCall(
             kind,
             collective.devices,
             collective.root,
@@ -187,8 +183,8 @@ class Exchanges:
             self._device,
         )
 
-    def _arrival(self, peer: int, slot: int, region: Region, value: str) -> steps.Arrival:
-        return steps.Arrival(peer, slot, shape(region), self.dtype(value))
+    def _arrival(self, peer: int, slot: int, region: Region, value: str) -> Arrival:
+        return Arrival(peer, slot, shape(region), self.dtype(value))
 
     # ---- backward
 
@@ -203,65 +199,65 @@ class Exchanges:
     def _gradient_collectives(self, index: int) -> Iterator[Instruction]:
         for back in self._plan.gradient_collectives.get(index, ()):
             collective = self._plan.collectives[back.value][back.number]
-            if self._layout.rank not in collective.devices:
+            if self._slots.rank not in collective.devices:
                 continue
             assemblies = self._plan.exchanges[back.value]
-            pieces = sent(collective, assemblies, self._layout.rank)
+            pieces = sent(collective, assemblies, self._slots.rank)
             arrivals = []
             for piece in pieces:
-                slot = self._layout.new_slot(shape(piece.region))
-                arrivals.append(self._arrival(self._layout.rank, slot, piece.region, back.value))
+                slot = self._slots.new_slot(shape(piece.region))
+                arrivals.append(self._arrival(self._slots.rank, slot, piece.region, back.value))
                 self._expect_gradient(slot, back.value, piece)
-            assembly = assembly_on(collective, assemblies, self._layout.rank)
+            assembly = assembly_on(collective, assemblies, self._slots.rank)
             whole = None if assembly is None else self._assembly(back.value, assembly)
             sends = [
                 Selection(region, assembly.region, self._device)
-                for region in received(collective, assemblies, self._layout.rank)
+                for region in received(collective, assemblies, self._slots.rank)
                 if assembly is not None
             ]
             regions = [piece.region for piece in pieces]
-            share = self._share(collective, BACKWARD[collective.kind], back.value, regions, arrivals)
-            yield StartGradientCollective(share, whole, tuple(sends))
+            call = self._call(collective, BACKWARD[collective.kind], back.value, regions, arrivals)
+            yield StartGradientCollective(call, whole, tuple(sends))
 
-    def _assembly(self, value: str, assembly: Assembly) -> steps.Arrival:
-        """Where an assembly of the rank stands, with its shape and dtype."""
+    def _assembly(self, value: str, assembly: Assembly) -> Arrival:
+        """Return the slot of an assembly of the rank, with its shape and dtype."""
         reader = assembly.readers[0]
-        slot = self._layout.sources[reader.operator, reader.task, reader.slot]
-        return self._arrival(self._layout.rank, slot, assembly.region, value)
+        slot = self._slots.sources[reader.operator, reader.task, reader.slot]
+        return self._arrival(self._slots.rank, slot, assembly.region, value)
 
     def _expect_gradient(self, slot: int, value: str, piece: Piece) -> None:
         """Note that the gradient of a sent piece arrives in `slot`."""
-        source = self._layout.piece_slot(value, piece)
+        source = self._slots.piece_slot(value, piece)
         maker = self._segments.made_in(source)
         if maker is not None:
             self._gradient_arrivals.setdefault(maker, []).append((slot, source, self.cut(value, piece)))
 
     def _gradient_messages(self, index: int) -> Iterator[Instruction]:
-        taken_apart = []
+        split = []
         arrivals = []
         for transfer in self._plan.gradient_transfers.get(index, ()):
             value = transfer.value
             assembly = self._plan.exchanges[value][transfer.assembly]
             if not assembly.remote_pieces:
                 continue
-            if assembly.device == self._layout.rank:
+            if assembly.device == self._slots.rank:
                 parts = tuple(self._gradient_part(value, assembly, piece) for piece in assembly.pieces)
-                taken_apart.append((self._assembly(value, assembly), parts))
+                split.append((self._assembly(value, assembly), parts))
                 continue
             for piece in assembly.pieces:
-                if piece.source_device == self._layout.rank:
-                    slot = self._layout.new_slot(shape(piece.region))
+                if piece.source_device == self._slots.rank:
+                    slot = self._slots.new_slot(shape(piece.region))
                     arrivals.append(self._arrival(assembly.device, slot, piece.region, value))
                     self._expect_gradient(slot, value, piece)
-        if taken_apart or arrivals:
-            yield steps.SendGradients(tuple(taken_apart), tuple(arrivals), self._device)
+        if split or arrivals:
+            yield SendGradients(tuple(split), tuple(arrivals), self._device)
 
-    def _gradient_part(self, value: str, assembly: Assembly, piece: Piece) -> steps.GradientPart:
+    def _gradient_part(self, value: str, assembly: Assembly, piece: Piece) -> GradientPart:
         selection = Selection(piece.region, assembly.region, self._device)
-        if piece.source_device != self._layout.rank:
-            return steps.GradientPart(selection, piece.source_device, -1, None)
-        source = self._layout.piece_slot(value, piece)
-        return steps.GradientPart(selection, None, source, self.cut(value, piece))
+        if piece.source_device != self._slots.rank:
+            return GradientPart(selection, piece.source_device, -1, None)
+        source = self._slots.piece_slot(value, piece)
+        return GradientPart(selection, None, source, self.cut(value, piece))
 
 
 def _stacked(region: Region, parts: Sequence[Region]) -> bool:

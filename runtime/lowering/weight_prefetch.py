@@ -1,8 +1,8 @@
-"""When a rank gathers the weights that it keeps in shares, and when it drops them again.
+"""Weight prefetch: when a rank gathers (unshards) its sharded weights, and when it frees (reshards) them again.
 
-The order is the plan's: a gather begins one operator before that which needs it. In the forward a weight goes after its
-last reader; in the backward it comes again before that reader's segment, and goes after that of its first reader. Who
-reads a view of it is a reader.
+The order is the plan's: an all-gather begins one operator before its first reader. In the forward a weight is freed
+after its last reader; in the backward it is gathered again before the segment of that reader, and freed after that of
+its first reader. An operator that reads a view of a weight is a reader of it.
 """
 
 from __future__ import annotations
@@ -11,115 +11,144 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from graph.holdings import share_elements, shares
+from graph.intervals import Region, shape
 from graph.plan import BucketEntry, Gather, Gathers, Plan, gathers_begun
 from graph.strategy import Sharding
 from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import (
-    Allocate,
-    Fill,
-    FinishGather,
-    Free,
-    Group,
-    Part,
-    StartGather,
-    groups_of,
-    sharing_on,
+    AllocateWeights,
+    FillWeights,
+    FinishAllGather,
+    Reshard,
+    ShardedCell,
+    ShardGroup,
+    StartAllGather,
+    WeightPart,
+    sharding_on,
 )
 from runtime.lowering.segments import Segments
-from runtime.lowering.tensor_slots import Layout
+from runtime.lowering.tensor_slots import TensorSlots
 
 
-class Gathering:
-    """The gathers of one rank. `weights`: those that it keeps in shares, by name, with their slots."""
+class WeightPrefetch:
+    """The all-gathers of one rank. `weights`: its sharded weights by name, with their slots."""
 
     def __init__(
-        self, plan: Plan, layout: Layout, parts: Mapping[str, tuple[Part, ...]], device: torch.device
+        self,
+        plan: Plan,
+        slots: TensorSlots,
+        parts: Mapping[str, tuple[WeightPart, ...]],
+        device: torch.device,
     ) -> None:
-        """Find what the rank gathers.
+        """Find the sharded weights, and their first and last readers.
 
         Args:
-            plan: what is executed.
-            layout: the rank's tensors.
-            parts: what the rank updates of each weight.
-            device: where the rank's tensors are.
+            plan: to execute.
+            slots: the rank's tensors.
+            parts: of each weight, those that the rank updates.
+            device: of the rank's tensors.
         """
         self._plan = plan
-        self._layout = layout
+        self._slots = slots
         self._parts = parts
         self._device = device
-        self._held = {name: plan.held[name][layout.rank] for name in layout.held}
+        self._held = {name: plan.held[name][slots.rank] for name in slots.held}
         self._number = 0
-        self._under_way: dict[tuple[bool, int], list[Group]] = {}
+        self._under_way: dict[tuple[bool, int], list[ShardGroup]] = {}
         self.weights = {
             name: slot
-            for name, slot in layout.held.items()
-            if sharing_on(plan, name, layout.rank) is Sharding.PARAMETERS
+            for name, slot in slots.held.items()
+            if sharding_on(plan, name, slots.rank) is Sharding.PARAMETERS
         }
         readers = {name: plan.graph.weight_readers[name] for name in self.weights}
-        reached = {name: [index for index in readers[name] if any(plan.active[index])] for name in readers}
-        self._last_read = _by_operator({name: max(readers[name]) for name in readers})
-        self._first_reached = {name: min(found) for name, found in reached.items() if found}
+        self._last_read: dict[int, list[str]] = {}
+        # Of the readers that have a backward.
+        self._first_active: dict[str, int] = {}
+        for name, operators in readers.items():
+            self._last_read.setdefault(max(operators), []).append(name)
+            active = [index for index in operators if any(plan.active[index])]
+            if active:
+                self._first_active[name] = min(active)
 
-    def groups(self, ranks: tuple[int, ...], entries: Sequence[BucketEntry]) -> list[Group]:
-        """Return new groups of cells that `ranks` share."""
-        made = groups_of(
-            self._plan.graph,
-            ranks,
-            entries,
-            self._layout.held,
-            self._held,
-            self._parts,
-            self._layout.rank,
-            self._device,
-            self._number,
+    def groups(self, ranks: tuple[int, ...], entries: Sequence[BucketEntry]) -> list[ShardGroup]:
+        """Return new groups of cells with the holders `ranks`: one for each dtype."""
+        by_dtype: dict[str, list[BucketEntry]] = {}
+        for entry in entries:
+            by_dtype.setdefault(self._plan.graph.value_by_name[entry.weight].spec.dtype, []).append(entry)
+        groups: list[ShardGroup] = []
+        for dtype, of_dtype in by_dtype.items():
+            cells: list[ShardedCell] = []
+            length = 0
+            for entry in of_dtype:
+                cells.append(self._cell(entry, ranks.index(self._slots.rank), length))
+                length += share_elements(shape(entry.cell.region), len(ranks))[0]
+            groups.append(
+                ShardGroup(self._number, ranks, tuple(cells), length, getattr(torch, dtype), self._device)
+            )
+            self._number += 1
+        return groups
+
+    def _cell(self, entry: BucketEntry, holder: int, offset: int) -> ShardedCell:
+        """Return a cell whose shares begin at `offset` of a slice; this rank is its holder of that index."""
+        within = self._held[entry.weight]
+        regions = shares(entry.cell)
+        selections = tuple(
+            None if region is None else Selection(region, within, self._device) for region in regions
         )
-        self._number += len(made)
-        return made
+        return ShardedCell(
+            self._slots.held[entry.weight],
+            offset,
+            selections,
+            next((part.number for part in self._parts[entry.weight] if part.region == regions[holder]), None),
+            entry.cell.region == within,
+            _even_dim(selections, within) if entry.cell.region == within else -1,
+        )
 
     def before_forward(self, index: int) -> list[Instruction]:
-        """Return what begins and what ends before an operator's forward."""
+        """Return the starts and ends of all-gathers before the forward of an operator."""
         return self._before(self._plan.forward_gathers, index, is_forward=True)
 
     def before_backward(self, index: int) -> list[Instruction]:
-        """Return what begins and what ends before an operator's backward."""
+        """Return the starts and ends of all-gathers before the backward of an operator."""
         return self._before(self._plan.backward_gathers, index, is_forward=False)
 
     def after_forward(self, index: int) -> list[Instruction]:
-        """Return what drops the weights that an operator is the last to read."""
-        found = self._last_read.get(index, [])
-        if not found:
+        """Return the resharding of the weights that an operator is the last to read."""
+        names = self._last_read.get(index, [])
+        if not names:
             return []
-        unreached = [name for name in found if name not in self._first_reached]
-        return [Free(tuple(self.weights[name] for name in found), self._copies(unreached))]
+        without_backward = [name for name in names if name not in self._first_active]
+        return [Reshard(tuple(self.weights[name] for name in names), self._copies(without_backward))]
 
     def after_backward(self, index: int, segments: Segments) -> list[Instruction]:
-        """Return what drops the weights that no later segment of the backward reads, where a segment ends."""
+        """Return the resharding of the weights that no later segment of the backward reads, where a segment ends."""
         if index and segments.number_of(index - 1) == segments.number_of(index):
             return []
         number = segments.number_of(index)
-        found = [name for name, first in self._first_reached.items() if segments.number_of(first) == number]
-        return [Free(tuple(self.weights[name] for name in found), self._copies(found))] if found else []
+        names = [name for name, first in self._first_active.items() if segments.number_of(first) == number]
+        return [Reshard(tuple(self.weights[name] for name in names), self._copies(names))] if names else []
 
     def _before(self, gathers: Gathers, index: int, *, is_forward: bool) -> list[Instruction]:
         result: list[Instruction] = []
         for operator, gather in gathers_begun(gathers, index):
             for group in self._groups_of(gather):
                 self._under_way.setdefault((is_forward, operator), []).append(group)
-                result.append(StartGather(group))
+                result.append(StartAllGather(group))
         under_way = self._under_way.pop((is_forward, index), [])
         if under_way:
             slots = tuple(dict.fromkeys(slot for group in under_way for slot in group.slots))
-            result.append(Allocate(slots))
-            result.extend(FinishGather(group) for group in under_way)
+            result.append(AllocateWeights(slots))
+            result.extend(FinishAllGather(group) for group in under_way)
             fill = self._fill(slots, is_forward=is_forward)
             result.extend([fill] if fill.alone or fill.copies else [])
         return result
 
-    def _groups_of(self, gather: Gather) -> list[Group]:
-        return self.groups(gather.devices, gather.entries) if self._layout.rank in gather.devices else []
+    def _groups_of(self, gather: Gather) -> list[ShardGroup]:
+        return self.groups(gather.devices, gather.entries) if self._slots.rank in gather.devices else []
 
-    def _fill(self, slots: tuple[int, ...], *, is_forward: bool) -> Fill:
+    def _fill(self, slots: tuple[int, ...], *, is_forward: bool) -> FillWeights:
         names = [name for name, slot in self.weights.items() if slot in slots]
         alone = tuple(
             (self.weights[name], Selection(part.region, self._held[name], self._device), part.number)
@@ -128,25 +157,31 @@ class Gathering:
             if part.alone
         )
         copies = []
-        for reading in self._layout.readings.values():
-            if is_forward and reading.value in names:
-                place = Selection(reading.region, self._held[reading.value], self._device)
-                if not place.is_view:
-                    differentiable = self._plan.graph.value_by_name[reading.value].requires_gradient
-                    copies.append((reading.slot, self.weights[reading.value], place, differentiable))
-        return Fill(alone, tuple(copies))
+        for read in self._slots.reads.values():
+            if is_forward and read.value in names:
+                selection = Selection(read.region, self._held[read.value], self._device)
+                if not selection.is_view:
+                    differentiable = self._plan.graph.value_by_name[read.value].requires_gradient
+                    copies.append((read.slot, self.weights[read.value], selection, differentiable))
+        return FillWeights(alone, tuple(copies))
 
     def _copies(self, names: Sequence[str]) -> tuple[int, ...]:
         return tuple(
-            reading.slot
-            for reading in self._layout.readings.values()
-            if reading.value in names
-            and not Selection(reading.region, self._held[reading.value], self._device).is_view
+            read.slot
+            for read in self._slots.reads.values()
+            if read.value in names
+            and not Selection(read.region, self._held[read.value], self._device).is_view
         )
 
 
-def _by_operator(operators: Mapping[str, int]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, operator in operators.items():
-        found.setdefault(operator, []).append(name)
-    return found
+def _even_dim(selections: Sequence[Selection | None], within: Region) -> int:
+    """Return the dim along which equal shares make up a whole weight in their order; -1 where they do not."""
+    first = selections[0]
+    if first is None or first.indexed or len(first.narrowed) != 1:
+        return -1
+    dim, _, length = first.narrowed[0]
+    consecutive = all(
+        share is not None and not share.indexed and share.narrowed == [(dim, holder * length, length)]
+        for holder, share in enumerate(selections)
+    )
+    return dim if consecutive and len(selections) * length == shape(within)[dim] else -1

@@ -1,13 +1,12 @@
-"""The memory that a training step takes on each device, found by walking the rank's own program without its data.
+"""Memory trace: the peak memory of a training step on a device, by executing the rank's program without its data.
 
-A rank's program is compiled as it is for a run and executed once on tensors that have shapes and no elements (torch's
-fake tensors), autograd and optimizer included; nothing is sent, and no peer answers. Counted is the memory of every
-tensor, from when it is made until its last reference is gone. So what autograd keeps for the backward, what the
-runtime releases when, how long a message's buffer lives, are not modelled: they happen.
+The program is lowered as for a run and executed once on torch's fake tensors, which have shapes and no elements,
+autograd and optimizer included; no message is sent. The memory of every tensor counts from its allocation until its
+last reference is gone. So saved tensors, releases and the lifetimes of message buffers are not modelled: they happen.
 
-What the kernels of a backend take for themselves while they run (packed copies of operands, workspaces of a GPU's
-libraries) belongs to no tensor and is not counted, but for what grows with the batch and is known (`_COPIES`). The
-walk takes the CPU's code paths for every device.
+Temporary memory of kernels (packed copies of operands, workspaces of a GPU's libraries) belongs to no tensor and is not
+counted, but for copies that grow with the batch and are known (`_COPIES`). The trace takes the CPU's code paths for
+every device.
 
 Source: torch.distributed's memory tracker follows storages in the same way.
 """
@@ -33,26 +32,28 @@ from profiler.operators.counter_rng import forget_positions
 from profiler.operators.dtypes import HALVES
 from runtime.communication import Message, World
 from runtime.execution.executor import Executor, InitialTensors
-from runtime.instructions import base as steps
+from runtime.instructions.base import Instruction, WrappedInstruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
-from runtime.instructions.gradient_synchronization import FinishReduction, StartReduction
+from runtime.instructions.compute import Differentiate, Seed
+from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce
+from runtime.instructions.messages import Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
-    Allocate,
-    FinishGather,
-    FinishSharedSum,
-    Free,
-    StartGather,
-    StartSharedSum,
+    AllocateWeights,
+    FinishAllGather,
+    FinishReduceScatter,
+    Reshard,
+    StartAllGather,
+    StartReduceScatter,
 )
 from runtime.instructions.state import StepState
 
 PARTS = ("weights", "optimizer", "inputs", "activations", "gradients", "communication", "update")
-"""What memory is taken by.
+"""The parts of a step's memory.
 
 weights: those that the rank holds, and copies of them in other shapes. optimizer: its state. inputs: inputs and
-buffers. activations: what the forward makes, also to be kept for the backward. gradients: what the backward makes, of
-activations and of weights, with its temporaries. communication: what is packed, sent and received, and the flat tensors
-in which gradients are summed. update: the optimizer's temporaries.
+buffers. activations: tensors of the forward, saved ones included. gradients: tensors of the backward, of activations
+and of weights, with its temporaries. communication: packed, sent and received tensors, and flat gradient buckets.
+update: the optimizer's temporaries.
 """
 
 # Allocators give whole multiples of it: torch's on CUDA, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize).
@@ -62,27 +63,27 @@ _DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class PredictedPeak:
-    """The memory of one device at the moment of a step at which most is taken; `parts` are bytes by `PARTS`."""
+    """The predicted peak memory of a step on one device, in bytes, and its `parts` at that moment, by `PARTS`."""
 
     peak_bytes: int
     parts: tuple[tuple[str, int], ...]
 
 
 UNUSED = PredictedPeak(0, tuple((part, 0) for part in PARTS))
-"""That of a device which has nothing to do."""
+"""The peak of a device without tasks."""
 
 
 def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cpu") -> PredictedPeak:
-    """Return the memory that a step takes on the device `rank` of a plan.
+    """Return the peak memory of a step on the device `rank` of a plan.
 
     Args:
-        plan: what to execute.
+        plan: to execute.
         training: its optimizer updates the weights.
         rank: the device.
         processor: "cpu" or "cuda", for the size of an allocator's blocks.
 
     Raises:
-        RuntimeFailure: an operator needs data, so that it cannot be walked without.
+        RuntimeFailure: an operator needs data, so that it cannot be executed without.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -97,7 +98,7 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
                 executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=_DEVICE)
                 del tensors
                 _name_parts(executor, ledger)
-                return _walk(executor, world, ledger)
+                return _trace(executor, world, ledger)
     except RuntimeError as error:
         # What torch raises of tensors without data, in several classes; networks of users hold any operator.
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -106,7 +107,7 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
             "simulator's sum"
         ) from error
     finally:
-        # What was drawn in here has no elements either.
+        # Cached positions of random numbers have no elements here either.
         forget_positions()
 
 
@@ -122,19 +123,22 @@ def _initial_tensors(graph: OperatorGraph) -> InitialTensors:
 
 
 def _name_parts(executor: Executor, ledger: _Ledger) -> None:
-    """Tell the ledger what is there before the first step."""
+    """Assign the tensors before the first step to their parts."""
     ledger.remeasure()
     ledger.rename("inputs", None)
     ledger.rename("weights", executor.weight_tensors)
     ledger.rename("optimizer", executor.optimizer_tensors)
-    flats = [one.reduction.flat for one in executor.program.instructions if isinstance(one, StartReduction)]
+    starts = [start for start in executor.program.instructions if isinstance(start, StartAllReduce)]
+    flats = [start.bucket.flat for start in starts]
     ledger.rename("communication", flats)
 
 
-def _walk(executor: Executor, world: World, ledger: _Ledger) -> PredictedPeak:
-    labelled = tuple(_Labelled(one, _part_of(one), ledger) for one in executor.program.instructions)
+def _trace(executor: Executor, world: World, ledger: _Ledger) -> PredictedPeak:
+    labelled = tuple(
+        _Labelled(instruction, _part_of(instruction), ledger) for instruction in executor.program.instructions
+    )
     ledger.begin()
-    # First of all, copies of parts of weights are made.
+    # A step begins with copies of parts of weights.
     ledger.part = "weights"
     with executor.running(labelled, world):
         executor.differentiate(0)
@@ -144,46 +148,39 @@ def _walk(executor: Executor, world: World, ledger: _Ledger) -> PredictedPeak:
 
 
 _COMMUNICATION = (
-    steps.Exchange,
-    steps.Receive,
-    steps.SendGradients,
-    steps.ReceiveGradients,
+    Exchange,
+    Receive,
+    SendGradients,
+    ReceiveGradients,
     StartCollective,
     StartGradientCollective,
-    StartReduction,
-    FinishReduction,
-    StartSharedSum,
-    FinishSharedSum,
-    StartGather,
-    FinishGather,
+    StartAllReduce,
+    FinishAllReduce,
+    StartReduceScatter,
+    FinishReduceScatter,
+    StartAllGather,
+    FinishAllGather,
 )
 
 
-def _part_of(instruction: steps.Instruction) -> str:
-    """Return what the tensors that an instruction makes belong to."""
+def _part_of(instruction: Instruction) -> str:
+    """Return the part that an instruction's tensors belong to."""
     if isinstance(instruction, _COMMUNICATION):
         return "communication"
-    return "gradients" if isinstance(instruction, steps.Differentiate | steps.Seed) else "activations"
+    return "gradients" if isinstance(instruction, Differentiate | Seed) else "activations"
 
 
 @dataclass(frozen=True, slots=True)
-class _Labelled:
-    """An instruction of which the ledger knows what its tensors belong to."""
+class _Labelled(WrappedInstruction):
+    """An instruction whose tensors belong to one part."""
 
-    inner: steps.Instruction
     part: str
     ledger: _Ledger
 
-    @property
-    def touches(self) -> steps.Slots:
-        """Those of the instruction."""
-        return self.inner.touches
-
     def run(self, state: StepState) -> None:
-        """Run the instruction."""
         self.ledger.part = self.part
         self.inner.run(state)
-        if isinstance(self.inner, Allocate | Free):
+        if isinstance(self.inner, AllocateWeights | Reshard):
             self.ledger.remeasure()
 
 
@@ -192,7 +189,7 @@ def _statistics(values: torch.Tensor, *_running: object) -> tuple[torch.Tensor, 
     return values.new_empty(values.shape[1], dtype=kind), values.new_empty(values.shape[1], dtype=kind)
 
 
-# What torch cannot do without data, though the shapes are known.
+# Operators that torch cannot execute without data, though the shapes are known.
 _SHAPES: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
     torch.ops.aten.batch_norm_update_stats.default: _statistics
 }
@@ -208,7 +205,7 @@ def _mask_of_dropout(gradient: torch.Tensor, mask: torch.Tensor, *_scale: object
     return mask.to(gradient.dtype)
 
 
-# What kernels of the CPU copy for themselves, in torch's memory, where it is not as they want it.
+# Copies of operands that kernels of the CPU make in torch's memory, where the layout is not theirs.
 _COPIES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _gradient_of_attention,
     torch.ops.aten.native_dropout_backward.default: _mask_of_dropout,
@@ -216,10 +213,9 @@ _COPIES: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 def _sums_gradients() -> bool:
-    """Return whether autograd's engine itself calls, to add up what comes to a node from several others.
+    """Return whether autograd's engine itself calls, to accumulate the gradients that reach a node.
 
-    It does so in place, unless the first one is a view; of tensors of a class of their own, such as those without data,
-    never.
+    It does so in place, unless the first gradient is a view; never for subclasses of Tensor, such as fake tensors.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name in _OF_DISPATCH:
@@ -232,17 +228,17 @@ _OF_DISPATCH = frozenset({"__torch_dispatch__", "_fn", "inner"})
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts the bytes of every storage that calls return until it is gone, by parts."""
+    """Counts the bytes of every storage that an operator returns, from its allocation until it is freed, by parts."""
 
     def __init__(self, block_bytes: int, copies: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part = "inputs"
         self._block_bytes = block_bytes
         self._copies = copies
-        # By address: a reference that tells when the storage is gone, its bytes, and its part.
+        # By address: a reference whose callback notes that the storage is freed, its bytes, and its part.
         self._alive: dict[int, tuple[Any, int, str]] = {}
         self._changes: list[tuple[str, int]] = []
-        # So many of them are what was there at the beginning.
+        # How many of them are of storages from before `begin`.
         self._first = 0
 
     def __torch_dispatch__(
@@ -252,7 +248,7 @@ class _Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Make the call, and note the storages that it returns."""
+        """Execute an operator, and note the storages that it returns."""
         if func is torch.ops.aten.add.Tensor and not args[0]._is_view() and _sums_gradients():
             return args[0]
         shapes = _SHAPES.get(func)
@@ -260,11 +256,11 @@ class _Ledger(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             self._note(result)
         elif isinstance(result, tuple | list):
-            for one in result:
-                if isinstance(one, torch.Tensor):
-                    self._note(one)
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self._note(item)
         if func in self._copies:
-            # Beside the results, and gone with this call; a tensor that is laid out so already is there already.
+            # Beside the results, and freed with this call; a tensor of that layout is not copied.
             self._note(self._copies[func](*args))
         return result
 
@@ -283,14 +279,14 @@ class _Ledger(TorchDispatchMode):
         self._changes.append((self.part, size))
 
     def rename(self, part: str, tensors: Sequence[torch.Tensor] | None) -> None:
-        """Count the storages of some tensors, or all that are there, to another part."""
-        given = None if tensors is None else {one.untyped_storage()._cdata for one in tensors}
+        """Assign the storages of some tensors, or all storages alive, to another part."""
+        addresses = None if tensors is None else {tensor.untyped_storage()._cdata for tensor in tensors}
         for address, (reference, size, _) in list(self._alive.items()):
-            if given is None or address in given:
+            if addresses is None or address in addresses:
                 self._alive[address] = (reference, size, part)
 
     def remeasure(self) -> None:
-        """Note what storages have been given or have lost, as no call does it."""
+        """Note the changed sizes of storages, which are resized without an operator."""
         for address, (reference, before, part) in list(self._alive.items()):
             storage = reference()
             size = before if storage is None else self._rounded(storage.nbytes())
@@ -302,23 +298,23 @@ class _Ledger(TorchDispatchMode):
         return -(-size_bytes // self._block_bytes) * self._block_bytes
 
     def begin(self) -> None:
-        """Forget how what is there came to be."""
+        """Forget the history of the storages alive."""
         self._changes = [(part, size) for _, size, part in self._alive.values()]
         self._first = len(self._changes)
 
     def at_peak(self) -> PredictedPeak:
-        """Return what was there when most was there, since `begin`."""
+        """Return the peak since `begin`."""
         totals = list(accumulate(size for _, size in self._changes))
         first = max(self._first - 1, 0)
-        place = max(range(first, len(totals)), key=totals.__getitem__, default=-1)
+        peak = max(range(first, len(totals)), key=totals.__getitem__, default=-1)
         parts = dict.fromkeys(PARTS, 0)
-        for part, size in self._changes[: place + 1]:
+        for part, size in self._changes[: peak + 1]:
             parts[part] += size
-        return PredictedPeak(totals[place] if totals else 0, tuple(parts.items()))
+        return PredictedPeak(totals[peak] if totals else 0, tuple(parts.items()))
 
 
 class _Done:
-    """The work of a message that nobody sends."""
+    """The work of a message that is not sent."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -326,20 +322,20 @@ class _Done:
 
 @dataclass(slots=True)
 class _Gathered:
-    """The work of an all-gather: until it is done, there is what the library gathers in."""
+    """The work of an all-gather, with the buffer that the library allocates until it is done."""
 
     own: torch.Tensor | None
 
     def wait(self) -> None:
-        """Drop it."""
+        """Free the buffer."""
         self.own = None
 
 
 class SilentWorld(World):
-    """A world of which this process is any one rank, and in which nothing is sent.
+    """A world in which this process is any one rank, and no message is sent.
 
-    Gloo, between CPUs, gathers in memory of torch's that it takes for itself, as much as the result: it is taken here,
-    too. Its reduce-scatter would do the like, but is not used (`World.sum_in_shares`).
+    Gloo, between CPUs, gathers in a tensor of its own, as large as the result: it is allocated here, too. So would its
+    reduce-scatter, which is not used (`World.reduce_scatter_in_place`).
     """
 
     def __init__(self, size: int, rank: int, processor: str = "cpu") -> None:
@@ -353,10 +349,10 @@ class SilentWorld(World):
         return [_Done() for _ in sends], [_Done() for _ in receives]
 
     def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start nothing, but have the memory of the result twice until it is waited for."""
+        """Start nothing, but hold the memory of the result twice until it is waited for."""
         if not self._gloo:
             return super().all_gather(result, part, ranks)
         return _Gathered(torch.empty_like(result))
 
-    def _collect(self, operation: Any, ranks: tuple[int, ...], *arguments: Any) -> Any:  # noqa: ARG002 - nothing is sent
+    def _start(self, operation: Any, ranks: tuple[int, ...], *arguments: Any) -> Any:  # noqa: ARG002 - nothing is sent
         return _Done()

@@ -1,9 +1,9 @@
-"""Records when each instruction of a rank's program ran, and within the backward when each operator's part of it ran.
+"""Records the timeline of a rank's step: spans of its instructions and, within the backward, of its operators.
 
 The clock is the profiler's (CUDA events on a GPU), set to zero behind a barrier of all ranks, as for a measured step.
-A moment is noted wherever the rank begins something else, so that the spans fill the step. Waiting is told apart from
-the instruction that waits, by the world; operators are told apart within a segment's backward by hooks on the autograd
-nodes that their forward made. Notes cost time of their own, so a recorded step is somewhat longer than others.
+A mark is recorded wherever the rank begins something else, so that the spans fill the step. The world marks waits
+within instructions; hooks on the autograd nodes of an operator's forward mark its backward within that of a segment.
+Marks cost time of their own, so a recorded step is somewhat longer than others.
 """
 
 from __future__ import annotations
@@ -19,21 +19,32 @@ from graph.strategy import Sharding
 from profiler.timers import synchronize, timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor
-from runtime.instructions import base as steps
+from runtime.instructions.base import Instruction, Slots, WrappedInstruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
-from runtime.instructions.gradient_synchronization import FinishReduction, StartReduction
+from runtime.instructions.compute import (
+    Assemble,
+    Call,
+    Differentiate,
+    Loss,
+    Recompute,
+    Renew,
+    Seed,
+    Unrecorded,
+)
+from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce
+from runtime.instructions.messages import Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
-    Allocate,
-    Fill,
-    FinishGather,
-    FinishSharedSum,
-    Free,
-    StartGather,
-    StartSharedSum,
+    AllocateWeights,
+    FillWeights,
+    FinishAllGather,
+    FinishReduceScatter,
+    Reshard,
+    StartAllGather,
+    StartReduceScatter,
 )
 from runtime.instructions.state import StepState
 from runtime.lowering.program import Program
-from runtime.lowering.tensor_slots import Layout
+from runtime.lowering.tensor_slots import TensorSlots
 from runtime.observe.spans import LATE_MESSAGES, WEIGHT_GRADIENTS, WEIGHTS, Label, Span
 
 _PREPARE = Label("runtime", "start of the step", "start of the step")
@@ -53,7 +64,7 @@ def record_step(
     clock = _Clock(device)
     names = _Names(plan, world.rank, executor.program)
     observed = tuple(
-        _Observed(instruction, *names.labels(instruction), _made(instruction), clock)
+        _Observed(instruction, *names.labels(instruction), _outputs(instruction), clock)
         for instruction in executor.program.instructions
     )
     world.barrier(device)
@@ -70,7 +81,7 @@ def record_step(
 
 
 class _Clock:
-    """Notes moments: from each on, the rank does what its label says."""
+    """Records marks with labels: of the span that begins at the mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._timer = timer_for(device)
@@ -84,16 +95,16 @@ class _Clock:
         self.begin(label)
 
     def begin(self, label: Label) -> None:
-        """Note that the rank now does something else."""
+        """Begin another span."""
         self._moments.append((self._timer.mark(), label))
 
     @property
     def now(self) -> Label:
-        """What the rank does."""
+        """The label of the present span."""
         return self._moments[-1][1]
 
     def hook(self, outputs: Sequence[object], label: Label) -> None:
-        """Note when autograd differentiates what made `outputs`, as far as no earlier operator made it."""
+        """Mark when autograd differentiates the nodes of `outputs`, but those that an earlier operator has hooked."""
         begin = self.begin
 
         def before(_gradients: object) -> None:
@@ -102,16 +113,16 @@ class _Clock:
         def after(_inputs: object, _outputs: object) -> None:
             begin(_AUTOGRAD)
 
-        waiting = [one.grad_fn for one in outputs if isinstance(one, torch.Tensor)]
-        while waiting:
-            node = waiting.pop()
+        nodes = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
+        while nodes:
+            node = nodes.pop()
             # Leaves outlive the step: a hook on their accumulation would stay.
             if node is None or node in self._hooked or node.name().endswith("AccumulateGrad"):
                 continue
             self._hooked.add(node)
             node.register_prehook(before)
             node.register_hook(after)
-            waiting.extend(following for following, _ in node.next_functions)
+            nodes.extend(following for following, _ in node.next_functions)
 
     def stop(self) -> list[Span]:
         """End the step; return its spans, neighbours of one label as one."""
@@ -132,14 +143,14 @@ class _Clock:
 
 
 class _ListeningWorld(World):
-    """A world that notes when the rank waits."""
+    """A world that marks the waits of the rank."""
 
     def __init__(self, world: World, clock: _Clock) -> None:
         self.__dict__.update(world.__dict__)
         self._clock = clock
 
     def wait(self, work: Any) -> None:
-        """Wait for a work, and note it."""
+        """Wait for a work in a span of its own."""
         before = self._clock.now
         self._clock.begin(self._clock.waits_for)
         super().wait(work)
@@ -147,44 +158,31 @@ class _ListeningWorld(World):
 
 
 @dataclass(frozen=True, slots=True)
-class _Observed:
-    """An instruction that is noted: what it does, and what it may wait for."""
+class _Observed(WrappedInstruction):
+    """An instruction with the labels of its own span, its waits, and the backward of its `outputs`."""
 
-    inner: steps.Instruction
     label: Label
     waits_for: Label
     backward: Label | None
-    made: steps.Slots
+    outputs: Slots
     clock: _Clock
 
-    @property
-    def touches(self) -> steps.Slots:
-        """Those of the instruction."""
-        return self.inner.touches
-
     def run(self, state: StepState) -> None:
-        """Run the instruction, noted."""
         self.clock.waits_for = self.waits_for
         self.clock.begin(self.label)
         self.inner.run(state)
         if self.backward is not None:
             self.clock.begin(_RECORDING)
-            self.clock.hook([state.values[slot] for slot in self.made], self.backward)
+            self.clock.hook([state.values[slot] for slot in self.outputs], self.backward)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tail:
-    """What comes after the last instruction: waits for what is still under way."""
+class _Tail(Instruction):
+    """The span after the last instruction: waits for messages still under way."""
 
     clock: _Clock
 
-    @property
-    def touches(self) -> steps.Slots:
-        """None."""
-        return ()
-
-    def run(self, _state: StepState) -> None:
-        """Note it."""
+    def run(self, state: StepState) -> None:  # noqa: ARG002 - no value is needed
         self.clock.waits_for = _waiting(LATE_MESSAGES)
         self.clock.begin(_END)
 
@@ -194,113 +192,113 @@ def _waiting(subject: str) -> Label:
 
 
 class _Names:
-    """Names of what a rank's instructions are about, found from the plan: slots are laid out alike each time."""
+    """The labels of a rank's instructions, by the slots that the plan gives its tensors."""
 
     def __init__(self, plan: Plan, rank: int, program: Program) -> None:
         graph = plan.graph
-        layout = Layout(plan, rank)
+        slots = TensorSlots(plan, rank)
         self._operators = [operator.name for operator in graph.operators]
         self._task_of: dict[int, tuple[int, int]] = {}
         self._value_of: dict[int, str] = {}
-        for (operator, task, position), slot in layout.outputs.items():
+        for (operator, task, position), slot in slots.outputs.items():
             self._task_of[slot] = (operator, task)
             self._value_of[slot] = graph.operators[operator].outputs[position]
-        for group in layout.assemblies.values():
+        for group in slots.assemblies.values():
             self._value_of.update({local.slot: local.value for local in group})
-        self._name_arrivals(program, {reading.slot: reading.value for reading in layout.readings.values()})
+        self._name_arrivals(program, {read.slot: read.value for read in slots.reads.values()})
         self._bucket_of = _bucket_numbers(plan, rank)
 
-    def _name_arrivals(self, program: Program, readings: dict[int, str]) -> None:
-        """Name what comes from other ranks after the tensor that it is put into or cut from."""
+    def _name_arrivals(self, program: Program, reads: dict[int, str]) -> None:
+        """Name received tensors after the tensor that they are assembled into or are part of."""
         values = self._value_of
-        plain = [one.inner if isinstance(one, steps.Unrecorded) else one for one in program.instructions]
-        for one in plain:
-            if isinstance(one, steps.Renew) and one.source not in values:
-                values[one.source] = f"new {readings[one.reading]}"
-        for one in plain:
-            if isinstance(one, steps.Receive):
-                values.update(dict.fromkeys(one.arrivals, values[one.target]))
-            elif isinstance(one, steps.ReceiveGradients):
-                values.update({arrival: f"gradient of {values[source]}" for arrival, source, _ in one.parts})
+        plain = [item.inner if isinstance(item, Unrecorded) else item for item in program.instructions]
+        for item in plain:
+            if isinstance(item, Renew) and item.source not in values:
+                values[item.source] = f"new {reads[item.read]}"
+        for item in plain:
+            if isinstance(item, Receive):
+                values.update(dict.fromkeys(item.arrivals, values[item.target]))
+            elif isinstance(item, ReceiveGradients):
+                values.update({arrival: f"gradient of {values[source]}" for arrival, source, _ in item.parts})
 
-    def labels(self, instruction: steps.Instruction) -> tuple[Label, Label, Label | None]:
-        """Return what an instruction does, what it may wait for, and what its backward does (None: nothing)."""
-        if isinstance(instruction, steps.Recompute):
+    def labels(self, instruction: Instruction) -> tuple[Label, Label, Label | None]:
+        """Return the labels of an instruction's span, of its waits, and of its backward (None: it has none)."""
+        if isinstance(instruction, Recompute):
             label, waits_for, backward = self.labels(instruction.inner)
-            again = Label("recompute", label.subject, f"recompute {label.name.removeprefix('forward ')}")
-            return again if label.kind == "forward" else label, waits_for, backward
-        recorded = not isinstance(instruction, steps.Unrecorded)
-        inner = instruction.inner if isinstance(instruction, steps.Unrecorded) else instruction
+            recompute = Label("recompute", label.subject, f"recompute {label.name.removeprefix('forward ')}")
+            return recompute if label.kind == "forward" else label, waits_for, backward
+        recorded = not isinstance(instruction, Unrecorded)
+        inner = instruction.inner if isinstance(instruction, Unrecorded) else instruction
         match inner:
-            case steps.Call():
+            case Call():
                 operator, task = self._task_of[inner.outputs[0]]
                 name = self._operators[operator]
                 forward = Label("forward", name, f"forward {name}[{task}]")
                 backward = Label("backward", name, f"backward {name}[{task}]")
                 return forward, _END, backward if recorded else None
-            case steps.Assemble():
+            case Assemble():
                 value = self._value_of[inner.target]
                 back = Label("copy", f"gradient of {value}", f"take gradient of {value} apart")
                 return _copying(value, "assemble"), _END, back if recorded else None
-            case steps.Receive():
+            case Receive():
                 value = self._value_of[inner.target]
                 return _copying(value, "assemble"), _waiting(value), None
-            case steps.Exchange():
+            case Exchange():
                 slot = inner.touches[0]
                 return _copying(self._value_of.get(slot, "messages"), "exchange"), _END, None
             case StartCollective():
                 slots = inner.touches
                 value = next((self._value_of[slot] for slot in slots if slot in self._value_of), "a value")
-                return _copying(value, inner.share.kind.value), _END, None
+                return _copying(value, inner.call.kind.value), _END, None
             case StartGradientCollective():
-                return _copying(self._gradient(inner), inner.share.kind.value), _END, None
-            case steps.SendGradients():
+                return _copying(self._gradient(inner), inner.call.kind.value), _END, None
+            case SendGradients():
                 slots = (*(assembly.slot for assembly, _ in inner.assemblies), *inner.touches)
                 value = self._value_of.get(slots[0], "values").removeprefix("gradient of ")
                 return _copying(f"gradient of {value}", "exchange"), _END, None
-            case steps.ReceiveGradients():
+            case ReceiveGradients():
                 value = self._value_of[inner.parts[0][1]]
                 return _copying(f"gradient of {value}", "add"), _waiting(f"gradient of {value}"), None
-            case StartReduction():
-                name = f"pack gradients of bucket {self._bucket_of[inner.reduction.number]}"
+            case StartAllReduce():
+                name = f"pack gradients of bucket {self._bucket_of[inner.bucket.number]}"
                 return Label("copy", WEIGHT_GRADIENTS, name), _END, None
-            case FinishReduction():
-                bucket = self._bucket_of[inner.reduction.number]
+            case FinishAllReduce():
+                bucket = self._bucket_of[inner.bucket.number]
                 name = f"hand out gradients of bucket {bucket}"
                 waiting = Label("wait", WEIGHT_GRADIENTS, f"wait for all-reduce bucket {bucket}")
                 return Label("copy", WEIGHT_GRADIENTS, name), waiting, None
-            case StartSharedSum():
+            case StartReduceScatter():
                 return Label("copy", WEIGHT_GRADIENTS, "pack gradients to share"), _SUMS, None
-            case FinishSharedSum():
+            case FinishReduceScatter():
                 return Label("copy", WEIGHT_GRADIENTS, "end of a shared sum"), _SUMS, None
-            case StartGather():
+            case StartAllGather():
                 return Label("copy", WEIGHTS, "pack shares of weights"), _END, None
-            case FinishGather() | Allocate() | Fill():
+            case FinishAllGather() | AllocateWeights() | FillWeights():
                 return Label("copy", WEIGHTS, "write gathered weights"), _GATHERS, None
-            case Free():
+            case Reshard():
                 return Label("copy", WEIGHTS, "drop gathered weights"), _END, None
-            case steps.Differentiate():
+            case Differentiate():
                 return _AUTOGRAD, _END, None
-            case steps.Loss() | steps.Seed():
+            case Loss() | Seed():
                 return _LOSS, _END, None
             case _:
                 return _RELEASE, _END, None
 
     def _gradient(self, instruction: StartGradientCollective) -> str:
-        slots = [item.slot for item in instruction.share.arrivals]
+        slots = [item.slot for item in instruction.call.arrivals]
         if instruction.assembly is not None:
             slots.insert(0, instruction.assembly.slot)
         value = next((self._value_of[slot] for slot in slots if slot in self._value_of), "a value")
         return f"gradient of {value.removeprefix('gradient of ')}"
 
 
-def _made(instruction: steps.Instruction) -> steps.Slots:
-    """Return the slots of the tensors that an instruction makes within autograd."""
-    if isinstance(instruction, steps.Recompute):
-        return _made(instruction.inner)
-    if isinstance(instruction, steps.Call):
+def _outputs(instruction: Instruction) -> Slots:
+    """Return the slots of the tensors that an instruction records in autograd."""
+    if isinstance(instruction, Recompute):
+        return _outputs(instruction.inner)
+    if isinstance(instruction, Call):
         return instruction.outputs
-    return (instruction.target,) if isinstance(instruction, steps.Assemble) else ()
+    return (instruction.target,) if isinstance(instruction, Assemble) else ()
 
 
 def _copying(subject: str, verb: str) -> Label:

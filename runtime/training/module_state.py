@@ -13,7 +13,7 @@ from graph.errors import RuntimeFailure
 from graph.operators import ValueKind
 from graph.plan import Plan, weight_holdings
 from runtime.communication import World
-from runtime.execution.full_state import collect_buffers, collect_weights, scatter_parts, share_whole
+from runtime.execution.full_state import broadcast_full, full_buffers, full_weights, scatter_parts
 from runtime.execution.step import StepRunner
 from runtime.ranks.ranks import from_rank_0
 
@@ -40,14 +40,14 @@ class ModuleState:
 
     def collect(self, *, rank_0_only: bool) -> OrderedDict[str, Any]:
         """Return the plain module's own state dict, as `Trainer.state_dict` does."""
-        weights = collect_weights(
+        weights = full_weights(
             self._plan,
             self._world,
             self._runner.weights(),
             {weight.name: self._tensors[weight.name] for weight in self._plan.graph.weights},
             self._runner.device,
         )
-        buffers = collect_buffers(
+        buffers = full_buffers(
             self._world,
             {name: parts for name, parts in self._runner.buffers().items() if name in self._renewed},
             {name: self._tensors[name] for name in self._renewed} if self._world.rank == 0 else {},
@@ -67,7 +67,7 @@ class ModuleState:
                     # A copy, as of the others: what is returned must not be the module's own memory.
                     whole = unchanged[name].detach().to("cpu", copy=True) if whole is None else whole
                 if not rank_0_only:
-                    whole = share_whole(self._world, whole, item, self._runner.device)
+                    whole = broadcast_full(self._world, whole, item, self._runner.device)
                 if whole is not None:
                     shared[name] = whole
             if name in shared:

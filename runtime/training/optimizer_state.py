@@ -16,8 +16,8 @@ from graph.errors import RuntimeFailure, UsageError
 from graph.intervals import Region
 from graph.plan import Plan
 from runtime.communication import World
-from runtime.execution.full_state import collect_weights, scatter_parts, share_whole
-from runtime.instructions.sharded_weights import joined, parts_of_weight, taken_apart
+from runtime.execution.full_state import broadcast_full, full_weights, scatter_parts
+from runtime.instructions.sharded_weights import joined, parts_of_weight, split_joined
 from runtime.ranks.ranks import everywhere, from_rank_0, gather_everywhere
 
 # What a state tensor of the weight's shape is replaced by while the rest of a state travels.
@@ -85,11 +85,11 @@ class OptimizerParts:
                     self._shapes[name], dtype=value, device="cpu" if world.rank == 0 else "meta"
                 )
                 own = parts_of_weight(plan, name, world.rank)
-                tensors = taken_apart(own, local["state"][index][key]) if own else ()
+                tensors = split_joined(own, local["state"][index][key]) if own else ()
                 parts = [(part.region, tensor) for part, tensor in zip(own, tensors, strict=True)]
-                whole = collect_weights(plan, world, {name: parts}, {name: start}, device).get(name)
+                whole = full_weights(plan, world, {name: parts}, {name: start}, device).get(name)
                 if not rank_0_only:
-                    whole = share_whole(world, whole, start, device)
+                    whole = broadcast_full(world, whole, start, device)
                 if whole is not None:
                     state[index][key] = whole
         if rank_0_only and world.rank != 0:

@@ -224,7 +224,7 @@ class Trainer:
             mark = batch.mark(self.device) if sized is self._example else batch.fingerprint(self.device)
         loss, marks = runner.loss_and_marks(mark)
         if len(set(marks.tolist())) > 1 or not fits:
-            runner.put_back_buffers(buffers)
+            runner.restore_buffers(buffers)
             for name, parameter in updated.items():
                 parameter.grad = before[name]
             require_same(batch)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from scripts.architectures import table
-from scripts.architectures.checking import Checking, Outcome
+from scripts.architectures.checking import ArchitectureResult, Checking
 
 RESULTS = ".soapstone/models"
 PAGE = "docs/models.md"
@@ -90,19 +90,19 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if all(one.ok for one in finished) else 1
 
 
-def _is_due(before: Outcome | None, options: argparse.Namespace) -> bool:
+def _is_due(before: ArchitectureResult | None, options: argparse.Namespace) -> bool:
     return before is None or options.again or (options.failed and not before.ok)
 
 
-def read(folder: Path, name: str) -> Outcome | None:
+def read(folder: Path, name: str) -> ArchitectureResult | None:
     """Return what was found of an architecture earlier; None where it is not finished."""
     try:
-        return Outcome(**json.loads((folder / f"{name}.json").read_text()))
+        return ArchitectureResult(**json.loads((folder / f"{name}.json").read_text()))
     except FileNotFoundError:
         return None
 
 
-def in_processes(names: Sequence[str], limit_s: float) -> Iterator[Outcome]:
+def in_processes(names: Sequence[str], limit_s: float) -> Iterator[ArchitectureResult]:
     """Check architectures one after another in a process of their own; another goes on where one ends it."""
     waiting = list(names)
     while waiting:
@@ -117,14 +117,14 @@ def in_processes(names: Sequence[str], limit_s: float) -> Iterator[Outcome]:
                     line = process.stdout.readline() if ready else b""
                     name = waiting.pop(0)
                     if line:
-                        yield Outcome(**json.loads(line))
+                        yield ArchitectureResult(**json.loads(line))
                         continue
                     reason = (
                         f"its process ended: {_last_line(errors)}"
                         if ready
                         else f"took longer than {limit_s:g} s"
                     )
-                    yield Outcome(name, refused=reason)
+                    yield ArchitectureResult(name, refused=reason)
                     break
             finally:
                 with suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ArchitectureResult:
     """What was found of one architecture.
 
     operators, splittable: of the graph; None where it is not imported. refused: why it is not, in one line.
@@ -89,7 +89,7 @@ class Checking:
         if self._pool is not None:
             self._pool.close()
 
-    def check(self, name: str) -> Outcome:
+    def check(self, name: str) -> ArchitectureResult:
         """Import an architecture as `app` does, and verify it under all strategies on two CPU processes."""
         from app.services.models.models import ModelRequest, import_graph
         from app.services.models.summary import described
@@ -98,9 +98,11 @@ class Checking:
         try:
             model = import_graph(request, batch_norm="synchronized")
         except SoapstoneError as error:
-            return Outcome(name, refused=_line(error))
+            return ArchitectureResult(name, refused=_line(error))
         equal = {title: self._reason(model, strategy) for title, strategy in strategies(model.graph, name)}
-        return Outcome(name, len(model.graph.operators), described(model).splittable_share, equal=equal)
+        return ArchitectureResult(
+            name, len(model.graph.operators), described(model).splittable_share, equal=equal
+        )
 
     def _reason(self, model: ImportedModel, strategy: Strategy) -> str | None:
         """Return why a strategy is not equal to the module, None where it is."""

@@ -69,7 +69,7 @@ class InvertedResidual(nn.Module):
         return result
 
 
-class Classifier(nn.Module):
+class ImageClassifier(nn.Module):
     """A body of layers, pooled, dropped and classified."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
@@ -85,7 +85,7 @@ class Classifier(nn.Module):
 
 def _classified(body: nn.Module, width: int, batch_size: int) -> Built:
     images = torch.randn(batch_size, 3, 16, 16)
-    return Classifier(body, width), (images, torch.randint(0, CLASSES, (batch_size,))), {}
+    return ImageClassifier(body, width), (images, torch.randint(0, CLASSES, (batch_size,))), {}
 
 
 def depthwise(batch_size: int = 4) -> Built:
@@ -198,7 +198,7 @@ def transformer_encoder(batch_size: int = 4) -> Built:
     return EncoderClassifier(), (tokens, padding, torch.randint(0, CLASSES, (batch_size,))), {}
 
 
-class Translator(nn.Module):
+class TransformerTranslator(nn.Module):
     """`nn.Transformer` with a causal mask that the forward makes."""
 
     def __init__(self) -> None:
@@ -214,7 +214,11 @@ class Translator(nn.Module):
 
 
 def translator(batch_size: int = 4) -> Built:
-    return Translator(), (torch.randint(0, 20, (batch_size, 5)), torch.randint(0, 20, (batch_size, 6))), {}
+    return (
+        TransformerTranslator(),
+        (torch.randint(0, 20, (batch_size, 5)), torch.randint(0, 20, (batch_size, 6))),
+        {},
+    )
 
 
 class Discriminator(nn.Module):

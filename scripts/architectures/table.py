@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from scripts.architectures.checking import RANDOM, RANDOM_STRATEGIES, Outcome
+from scripts.architectures.checking import RANDOM, RANDOM_STRATEGIES, ArchitectureResult
 
 BEGIN, END = "<!-- table: scripts/models -->", "<!-- end -->"
 _LONGEST = 240
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: ArchitectureResult) -> str:
     """Return one line that says how an architecture did."""
     if outcome.refused is not None:
         return f"not imported: {outcome.refused}"
@@ -21,14 +21,14 @@ def summary(outcome: Outcome) -> str:
     return f"{outcome.operators} operators, {len(failed)} of {len(outcome.equal)} fail: {failed[0][0]}: {failed[0][1]}"
 
 
-def updated(page: str, outcomes: Sequence[Outcome]) -> str:
+def updated(page: str, outcomes: Sequence[ArchitectureResult]) -> str:
     """Return a page with the table of `outcomes` in place of its own."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{_table(outcomes)}\n{END}{after}"
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
+def _table(outcomes: Sequence[ArchitectureResult]) -> str:
     lines = [
         f"{sum(one.ok for one in outcomes)} of {len(outcomes)} are equal to their modules under every strategy.",
         "",
@@ -43,7 +43,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def row(outcome: Outcome) -> str:
+def row(outcome: ArchitectureResult) -> str:
     """Return an architecture's line of the table."""
     if outcome.refused is not None:
         return f"| {outcome.name} | refused | | | | |"
@@ -55,11 +55,11 @@ def row(outcome: Outcome) -> str:
     )
 
 
-def _word(outcome: Outcome, title: str) -> str:
+def _word(outcome: ArchitectureResult, title: str) -> str:
     return "equal" if outcome.equal[title] is None else "**fails**"
 
 
-def _distinct(outcome: Outcome) -> list[tuple[str, str]]:
+def _distinct(outcome: ArchitectureResult) -> list[tuple[str, str]]:
     """Return failures, of those that differ in numbers alone the first."""
     kept: dict[str, tuple[str, str]] = {}
     for where, reason in outcome.failures:

@@ -1,1 +1,1 @@
-"""Benchmarks: one module each, with `run(*, quick: bool) -> Result`; `scripts/bench NAME` runs one."""
+"""Benchmarks: one module each, with `run(*, quick: bool) -> BenchmarkResult`; `scripts/bench NAME` runs one."""

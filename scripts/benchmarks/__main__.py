@@ -12,7 +12,7 @@ from typing import cast
 from rich.console import Console
 
 from graph.errors import SoapstoneError
-from scripts.benchmarks.result import Result, show
+from scripts.benchmarks.result import BenchmarkResult, show
 
 NOT_BENCHMARKS = ("__main__", "growth_plot", "pairs", "recording", "result", "tensor_parallel_pair", "zoo")
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     module = importlib.import_module(f"scripts.benchmarks.{options.name}")
     try:
-        result = cast(Callable[..., Result], module.run)(quick=options.quick)
+        result = cast(Callable[..., BenchmarkResult], module.run)(quick=options.quick)
     except SoapstoneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

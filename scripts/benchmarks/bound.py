@@ -12,18 +12,18 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, measurement
 
 if TYPE_CHECKING:
-    from scripts.studies.cells import Cell
+    from scripts.studies.cells import StudyCell
     from search.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BoundRow:
     """A network on a cluster. looked_up_ns: the bound without work that nobody looked up."""
 
-    cell: Cell
+    cell: StudyCell
     bound_ns: int
     looked_up_ns: int
     seconds: float
@@ -41,14 +41,14 @@ class Row:
         return self.baseline_ns / self.looked_up_ns - 1
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Measure every row; in quick mode those of one network in its small preset."""
     from scripts.studies.cells import Request, zoo_cells
 
     request = Request(tables=("zoo",), networks=("mlp",) if quick else None, quick=quick)
     rows = [_row(cell) for cell in zoo_cells(request)]
     gaps = [row.gap for row in rows]
-    return Result(
+    return BenchmarkResult(
         benchmark="bound",
         conditions={"costs": "data sheets"},
         measurements=[
@@ -79,7 +79,7 @@ def run(*, quick: bool) -> Result:
     )
 
 
-def _row(cell: Cell) -> Row:
+def _row(cell: StudyCell) -> BoundRow:
     from search.bounds.lower_bound import lower_bound
 
     problem = _problem(cell)
@@ -88,10 +88,10 @@ def _row(cell: Cell) -> Row:
     seconds = time.perf_counter() - began
     looked_up = lower_bound(replace(problem, least_work=None))
     baseline, baseline_ns = _best_baseline(problem)
-    return Row(cell, bound.time_ns, looked_up.time_ns, seconds, baseline, baseline_ns)
+    return BoundRow(cell, bound.time_ns, looked_up.time_ns, seconds, baseline, baseline_ns)
 
 
-def _problem(cell: Cell) -> Problem:
+def _problem(cell: StudyCell) -> Problem:
     from app.services.models.models import ModelRequest, import_graph
     from graph.rules import first_call, local_calls
     from graph.rules.least import least_work

@@ -8,13 +8,11 @@ asked for anew by each search; a search is timed from its first chain's start to
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, measurement
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -34,7 +32,7 @@ SECONDS, PROBES_S, PAIRS = 18.0, (2.0, 6.0), 3
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChainsRow:
     """One network on so many devices: proposals of each search, and proposals a second by way.
 
     The ways: a process, two processes, and two searches with a process each.
@@ -53,10 +51,10 @@ class Row:
         )
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Measure every case; in quick mode a small one."""
     rows = [measured(*case) for case in (QUICK if quick else CASES)]
-    return Result(
+    return BenchmarkResult(
         benchmark="chains",
         conditions={"topology": "p100-cluster", "chains": CHAINS, "seconds a search": SECONDS},
         measurements=[
@@ -85,7 +83,7 @@ def run(*, quick: bool) -> Result:
     )
 
 
-def measured(name: str, batch_size: int, devices: int) -> Row:
+def measured(name: str, batch_size: int, devices: int) -> ChainsRow:
     """Time one case: which way comes first alternates."""
     from app.services.models.models import import_graph, requested_model
 
@@ -106,7 +104,7 @@ def measured(name: str, batch_size: int, devices: int) -> Row:
             else:
                 made, accepted, seconds = searched(model, devices, budget, 1 if way == "one" else 2)
                 rates[way].append(made / seconds)
-    return Row(name, devices, budget, accepted / budget, rates)
+    return ChainsRow(name, devices, budget, accepted / budget, rates)
 
 
 def _by_strangers(model: ImportedModel, devices: int, budget: int) -> float:
@@ -129,12 +127,9 @@ def searched(
     model: ImportedModel, devices: int, proposals: int, workers: int, time_limit_s: float | None = None
 ) -> tuple[int, int, float]:
     """Search, with a trace in a database of its own; return proposals, those accepted, and seconds."""
-    from app.db.store import Store
+    from scripts.benchmarks.database import temporary_store
 
-    with (
-        tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder,
-        Store.open(Path(folder, "x.sqlite")) as store,
-    ):
+    with temporary_store() as store:
         return _searched(store, model, devices, proposals, workers, time_limit_s)
 
 

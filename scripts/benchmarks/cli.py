@@ -6,12 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, measurement
 
 TARGET_S = 0.5
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Time `app --help`, one process a run, after one run that fills the caches of the file system.
 
     Raises:
@@ -20,7 +20,7 @@ def run(*, quick: bool) -> Result:
     runs = 5 if quick else 21
     command = [str(Path(sys.executable).with_name("app")), "--help"]
     times_s = [_wall_time_s(command) for _ in range(1 + runs)][1:]
-    return Result(
+    return BenchmarkResult(
         benchmark="cli",
         conditions={"command": "app --help", "runs": runs},
         measurements=[

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks.recording import overheads
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
     from app.db.store import Store
@@ -43,7 +43,7 @@ SELECT operator, accepted, count(*), min(simulated_ns), avg(simulated_ns) FROM p
 """
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Measure on temporary databases; on PostgreSQL where a server's programs are found.
 
     Raises:
@@ -53,16 +53,16 @@ def run(*, quick: bool) -> Result:
     model = _imported(quick=quick)
     sizes = {8: 20_000 if quick else 500_000, 1024: 4_000 if quick else 100_000}
     total = 100_000 if quick else 10_000_000
-    rows: list[Measurement] = []
+    rows: list[MeasuredValue] = []
     for devices, count in sizes.items():
         rows.append(_bytes_per_proposal(model, devices, count))
     rows += _ingestion(model, total, pool=sizes[8] // 4)
-    with _store() as store:
+    with temporary_store() as store:
         begin = partial(begun, store, model, OVERHEAD_DEVICES)
         rows += overheads(store, begin, model, OVERHEAD_DEVICES, {2.0: 2} if quick else SEARCHES)
     rows += _lookup(model, repetitions=5 if quick else 21)
     rows += _writers(rounds=4 if quick else 40)
-    return Result(
+    return BenchmarkResult(
         benchmark="database",
         conditions={
             "network": model.graph.name,
@@ -84,7 +84,8 @@ def _imported(*, quick: bool) -> ImportedModel:
 
 
 @contextmanager
-def _store() -> Iterator[Store]:
+def temporary_store() -> Iterator[Store]:
+    """Open a new database that is removed at the end."""
     from app.db.store import Store
 
     with (
@@ -173,8 +174,8 @@ def _size(store: Store, search_id: int) -> int:
     return sum(path.stat().st_size for path in trace_folder(store, search_id).iterdir())
 
 
-def _bytes_per_proposal(model: ImportedModel, devices: int, count: int) -> Measurement:
-    with _store() as store:
+def _bytes_per_proposal(model: ImportedModel, devices: int, count: int) -> MeasuredValue:
+    with temporary_store() as store:
         search_id = begun(store, model, devices)
         with _recording(store, search_id, model, devices) as record:
             for batch in _walked(model, devices, count):
@@ -185,14 +186,14 @@ def _bytes_per_proposal(model: ImportedModel, devices: int, count: int) -> Measu
     )
 
 
-def _ingestion(model: ImportedModel, total: int, pool: int) -> list[Measurement]:
+def _ingestion(model: ImportedModel, total: int, pool: int) -> list[MeasuredValue]:
     """Record many proposals, as fast as they are taken, then group all of them."""
     import numpy as np
 
     from app.analytics.duck import connect
 
     batches = list(_walked(model, 8, pool // BATCH * BATCH))
-    with _store() as store:
+    with temporary_store() as store:
         search_id = begun(store, model, 8)
         began = time.perf_counter()
         with _recording(store, search_id, model, 8) as record:
@@ -254,7 +255,7 @@ def _fastest(action: Callable[[], Any], repetitions: int) -> float:
     return min(times_s)
 
 
-def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:
+def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
     """Look up the costs of all calls that a network is profiled for, among those of another ten thousand."""
     from app.db.records import DeviceKindRecord, EnvironmentRecord
     from app.services.costs.operator_costs import signature_record
@@ -262,7 +263,7 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[Measurement]:
 
     calls = needed_calls(model.graph, 2)
     others = [_made_up(0, number) for number in range(10_000)]
-    with _store() as store:
+    with temporary_store() as store:
         kind = store.put_device_kind(DeviceKindRecord("cpu", "made up", 1))
         environment = store.put_environment(EnvironmentRecord({}))
         own = [replace(others[0], signature=signature_record(call)) for call in calls]
@@ -289,7 +290,7 @@ def _made_up(writer: int, number: int) -> Any:
     return OpCostRecord(signature, "forward", 1e-3, 1.1e-3, 1.2e-3, samples_s)
 
 
-def _writers(rounds: int) -> list[Measurement]:
+def _writers(rounds: int) -> list[MeasuredValue]:
     """Let processes write costs and chunks at once, on every kind of database that there is."""
     rows = []
     with ExitStack() as stack:

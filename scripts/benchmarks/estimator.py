@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
     from graph.topology import DeviceKind
@@ -29,7 +29,7 @@ PRODUCTS = ("linear", "mm", "matmul", "addmm", "baddbmm", "bmm")
 FEWEST_COSTS = 20
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Leave out and estimate; in quick mode after profiling one small network.
 
     Raises:
@@ -42,7 +42,7 @@ def run(*, quick: bool) -> Result:
             _profile(database, quick=quick)
         kind, observations = measured(database)
     errors = left_out_errors(kind, observations)
-    return Result(
+    return BenchmarkResult(
         benchmark="estimator",
         conditions={"device": kind.name, "costs": len(observations), "folds": FOLDS},
         measurements=_measurements(errors),
@@ -110,7 +110,7 @@ def left_out_errors(kind: DeviceKind, observations: Sequence[Observation]) -> di
     return dict(errors)
 
 
-def _measurements(errors: dict[str, list[float]]) -> list[Measurement]:
+def _measurements(errors: dict[str, list[float]]) -> list[MeasuredValue]:
     every = [error for of_target in errors.values() for error in of_target]
     rows = [
         measurement(f"all {len(every)} costs: median error", _percent(every, 0.5), "%"),

@@ -11,13 +11,13 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.growth_plot import Line, Panel, growth_plot
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -32,7 +32,7 @@ PLOT = "growth.svg"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GrowthRow:
     """A network on so many devices."""
 
     network: str
@@ -47,12 +47,12 @@ class Row:
     peak_bytes: int
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Measure every row; in quick mode three small ones."""
     rows = _over_devices(quick) + _over_layers(quick)
     if not quick:
         Path(PLOT).write_text(_plot(rows))
-    return Result(
+    return BenchmarkResult(
         benchmark="growth",
         conditions={"topology": "p100-cluster", "start": "data parallel", "moves": "of one group"},
         measurements=[_measurement(row) for row in rows],
@@ -60,19 +60,21 @@ def run(*, quick: bool) -> Result:
     )
 
 
-def _over_devices(quick: bool) -> list[Row]:  # noqa: FBT001 - private
+def _over_devices(quick: bool) -> list[GrowthRow]:  # noqa: FBT001 - private
     rows = []
     for name, batch_size in (("mlp", 64),) if quick else NETWORKS:
-        graph = _imported(name, batch_size)
+        graph = zoo_graph(name, "paper", batch_size)
         rows += [_measured(name, graph, count) for count in ((4, 16) if quick else DEVICES)]
     return rows
 
 
-def _over_layers(quick: bool) -> list[Row]:  # noqa: FBT001 - private
+def _over_layers(quick: bool) -> list[GrowthRow]:  # noqa: FBT001 - private
     rows = []
     for layers in (1,) if quick else LAYERS:
         sizes = {"layers": layers, **({"hidden": 64, "heads": 4, "sequence": 64} if quick else {})}
-        rows.append(_measured(_layers_name(layers), _imported("gpt2", 64, **sizes), DEVICES_OF_LAYERS))
+        rows.append(
+            _measured(_layers_name(layers), zoo_graph("gpt2", "paper", 64, **sizes), DEVICES_OF_LAYERS)
+        )
     return rows
 
 
@@ -80,19 +82,8 @@ def _layers_name(layers: int) -> str:
     return f"gpt2, {layers} layer{'s' if layers > 1 else ''}"
 
 
-def _imported(name: str, batch_size: int, **sizes: int) -> OperatorGraph:
-    import torch
-
-    from graph.importer import import_module
-    from graph.zoo import build
-
-    with torch.device("meta"):
-        module, args, kwargs = build(name, "paper", batch_size, **sizes)
-    return import_module(module, args, kwargs, name=name)
-
-
-def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
-    from scripts.benchmarks.simulator import builder_of, chain_of, started, stepping
+def _measured(name: str, graph: OperatorGraph, device_count: int) -> GrowthRow:
+    from scripts.benchmarks.simulator import builder_of, chain_of, started, stepping, timed
     from search.algorithms.moves import ONE_GROUP, Moves
 
     strategy = started(graph, device_count, "data parallel")
@@ -100,13 +91,13 @@ def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
     chain = chain_of(builder_of(graph, device_count), strategy, "program")
     start_s = time.perf_counter() - began
     step = stepping(chain, Moves(graph, device_count, ONE_GROUP))
-    _timed(step)
-    times_s = _timed(step)
+    timed(step, SECONDS, LEAST_PROPOSALS)
+    times_s = timed(step, SECONDS, LEAST_PROPOSALS)
     layout = builder_of(graph, device_count).layout(strategy)
     layout.run("program")
-    full_s = statistics.median(_timed(lambda: layout.run("program"), SECONDS / 8))
+    full_s = statistics.median(timed(lambda: layout.run("program"), SECONDS / 8, LEAST_PROPOSALS))
     unit = 1 if sys.platform == "darwin" else 1024
-    row = Row(
+    row = GrowthRow(
         network=name,
         devices=device_count,
         operators=len(graph.operators),
@@ -123,17 +114,7 @@ def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
     return row
 
 
-def _timed(call: Callable[[], object], seconds: float = SECONDS) -> list[float]:
-    times_s: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times_s) < LEAST_PROPOSALS or time.perf_counter() < end:
-        began = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - began)
-    return times_s
-
-
-def _plot(rows: list[Row]) -> str:
+def _plot(rows: list[GrowthRow]) -> str:
     over_devices = Panel(
         "over devices",
         "devices",
@@ -152,7 +133,7 @@ def _plot(rows: list[Row]) -> str:
     return growth_plot("Time of a proposal", "us", (over_devices, over_operators))
 
 
-def _lines(rows: list[Row], name: str, across: str, place: int) -> tuple[Line, ...]:
+def _lines(rows: list[GrowthRow], name: str, across: str, place: int) -> tuple[Line, ...]:
     return (
         Line(f"{name}: a proposal", tuple((getattr(row, across), row.mean_us) for row in rows), 2 * place),
         Line(
@@ -161,11 +142,11 @@ def _lines(rows: list[Row], name: str, across: str, place: int) -> tuple[Line, .
     )
 
 
-def _measurement(row: Row) -> Measurement:
+def _measurement(row: GrowthRow) -> MeasuredValue:
     return measurement(f"{row.network}, {row.devices} devices: a proposal, mean", row.mean_us, "us")
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: GrowthRow) -> dict[str, str]:
     return {
         "network": row.network,
         "devices": str(row.devices),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, measurement
 
 if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
@@ -35,7 +35,7 @@ RANDOM_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """Bytes of the fullest device: by its program, by the search's sum, measured, and of its whole process."""
 
     network: str
@@ -57,7 +57,7 @@ class Row:
         return self.summed / self.measured - 1
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Predict and execute; in quick mode one small network.
 
     Raises:
@@ -70,7 +70,7 @@ def run(*, quick: bool) -> Result:
         for row in measured(name, preset, batch_size, optimizer)
     ]
     errors = [abs(row.error) for row in rows]
-    return Result(
+    return BenchmarkResult(
         benchmark="memory",
         conditions={"devices": DEVICES, "strategies": len(rows)},
         measurements=[
@@ -84,7 +84,7 @@ def run(*, quick: bool) -> Result:
     )
 
 
-def measured(name: str, preset: str, batch_size: int, optimizer: str) -> list[Row]:
+def measured(name: str, preset: str, batch_size: int, optimizer: str) -> list[MemoryRow]:
     """Predict and execute all strategies of a network."""
     from app.services.models.models import import_graph, requested_model
     from graph.topology import load_topology
@@ -134,7 +134,7 @@ def _row(
     training: Training,
     label: str,
     strategy: Strategy,
-) -> Row:
+) -> MemoryRow:
     from graph.plan import build_plan
     from profiler.pinning import usable_cores
     from runtime.jobs.job import Job
@@ -168,7 +168,7 @@ def _row(
         raise RuntimeError("memory: must run alone, not under torchrun")
     fullest = max(range(len(result.peaks)), key=lambda device: result.peaks[device].tensor_bytes)
     peak = result.peaks[fullest]
-    return Row(
+    return MemoryRow(
         graph.name,
         training.optimizer,
         label,
@@ -179,7 +179,7 @@ def _row(
     )
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: MemoryRow) -> dict[str, str]:
     def mebibytes(size: int) -> str:
         return f"{size / 2**20:,.1f}"
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields, replace
 from math import exp, inf, log
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, measurement
+from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +53,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MovesRow:
     """What one chain found within its time; the best time is infinite where nothing fitted the memories."""
 
     network: str
@@ -81,18 +82,18 @@ def variants() -> dict[str, Variant]:
     return found | {f"beta {other:g}": Variant(full, other) for other in BETAS if other != beta}
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Walk every chain; in quick mode a moment each, of two small networks."""
     seconds = QUICK_SECONDS if quick else SECONDS
     devices = QUICK_DEVICES if quick else DEVICES
     preset = "small" if quick else "paper"
-    rows: list[Row] = []
+    rows: list[MovesRow] = []
     for name in QUICK_NETWORKS if quick else NETWORKS:
         graph, batch_size = imported(name, preset)
         for start in STARTS:
             for seed in SEEDS[:1] if quick else SEEDS:
                 rows += walked(graph, batch_size, devices, start, seed, seconds, variants())
-    return Result(
+    return BenchmarkResult(
         benchmark="moves",
         conditions={"topology": "p100-cluster", "devices": devices, "processor seconds a chain": seconds},
         measurements=[
@@ -106,17 +107,12 @@ def run(*, quick: bool) -> Result:
 
 def imported(name: str, preset: str) -> tuple[OperatorGraph, int]:
     """Return the graph of a network of the zoo, and its batch size."""
-    import torch
-
-    from graph.importer import import_module
-    from graph.zoo import build, zoo_entry
+    from graph.zoo import zoo_entry
 
     entry = zoo_entry(name)
     published = int(entry.presets[preset].get("batch_size", entry.batch_size))
     batch_size = published if preset == "small" else BATCHES.get(name, published)
-    with torch.device("meta"):
-        module, args, kwargs = build(name, preset, batch_size)
-    return import_module(module, args, kwargs, name=name), batch_size
+    return zoo_graph(name, preset, batch_size), batch_size
 
 
 def walked(
@@ -127,7 +123,7 @@ def walked(
     seed: int,
     seconds: float,
     chosen: Mapping[str, Variant],
-) -> list[Row]:
+) -> list[MovesRow]:
     """Return what a chain of each variant finds from one start."""
     import numpy as np
 
@@ -140,7 +136,7 @@ def walked(
     from search.simulate.task_graph import TaskGraphBuilder
 
     topology = topology_of(devices)
-    rows: list[Row] = []
+    rows: list[MovesRow] = []
     # What is worked out once a graph would be charged to the first: it walks twice, and the second walk counts.
     for name in (next(iter(chosen)), *chosen):
         variant = chosen[name]
@@ -157,7 +153,7 @@ def walked(
             for _ in range(TURN):
                 chain.step(moves, recorder.add)
         rows.append(
-            Row(
+            MovesRow(
                 network=graph.name,
                 start=start,
                 seed=seed,
@@ -195,7 +191,7 @@ class Compared:
     proposals: tuple[float, ...]
 
 
-def of(rows: Sequence[Row], variant: str, networks: Iterable[str] | None = None) -> Compared:
+def of(rows: Sequence[MovesRow], variant: str, networks: Iterable[str] | None = None) -> Compared:
     """Compare a variant with the full set, over some networks or all."""
     wanted = None if networks is None else set(networks)
     full = {(row.network, row.start, row.seed): row for row in rows if row.variant == ALL}
@@ -220,7 +216,7 @@ def ratio(compared: Compared) -> float:
     return exp(statistics.fmean(logs)) if logs else 1.0
 
 
-def table(rows: Sequence[Row]) -> list[dict[str, str]]:
+def table(rows: Sequence[MovesRow]) -> list[dict[str, str]]:
     """Return a row for each variant: the geometric mean by network and over all, and how often it is better."""
     networks = list(dict.fromkeys(row.network for row in rows))
     found = []

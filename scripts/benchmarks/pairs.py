@@ -18,11 +18,11 @@ from runtime.launch.processes import join_group, leave_group, occupy
 
 TIMEOUT_S = 600.0
 # A pair's maker: gets the device's name and the task's keywords, returns what to time.
-Prepare = Callable[..., "Pair"]
+Prepare = Callable[..., "StepPair"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class StepPair:
     """One step of ours and one of theirs; both ready to run any number of times."""
 
     ours: Callable[[], None]

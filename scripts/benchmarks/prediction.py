@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ FROM predicted_vs_measured WHERE relative_error IS NOT NULL
 """
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Search, execute and compare; in quick mode one small network.
 
     Raises:
@@ -50,7 +50,7 @@ def run(*, quick: bool) -> Result:
             _execute_all(name, "small" if quick else "paper", batch_size, Path(folder))
         rows = _measurements()
     conditions: dict[str, str | int | float] = {"devices": DEVICES, "steps a run": 10}
-    return Result(benchmark="prediction", conditions=conditions, measurements=rows)
+    return BenchmarkResult(benchmark="prediction", conditions=conditions, measurements=rows)
 
 
 @contextmanager
@@ -141,10 +141,10 @@ def partly_random(graph: OperatorGraph, devices: int, share: float, rng: np.rand
     return Strategy(graph.digest, tuple(configurations))
 
 
-def _measurements() -> list[Measurement]:
+def _measurements() -> list[MeasuredValue]:
     from app import open_database
 
-    rows: list[Measurement] = []
+    rows: list[MeasuredValue] = []
     with open_database() as database:
         found = database.frame("SELECT * FROM prediction_accuracy ORDER BY model").to_dict("records")
         (every,) = database.frame(EVERY).to_dict("records")

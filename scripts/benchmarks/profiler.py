@@ -6,7 +6,6 @@ Each round has workers of its own and its own order of the keys, and stores what
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 from scripts.benchmarks.zoo import networks
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Round:
     kernels_s: float
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Measure the keys of all networks, or in quick mode of a small one, in two rounds.
 
     Raises:
@@ -55,7 +54,7 @@ def run(*, quick: bool) -> Result:
     }
     wall_s = sum(one.wall_s for one in rounds)
     kernels_s = sum(one.kernels_s for one in rounds)
-    return Result(
+    return BenchmarkResult(
         benchmark="profiler",
         conditions={"keys": len(calls), "costs": len(differences), "devices": DEVICES},
         measurements=[
@@ -89,21 +88,18 @@ def _calls(*, quick: bool) -> list[LocalCall]:
 
 def _round(calls: Sequence[LocalCall], seed: int) -> Round:
     from app.db.records import DeviceKindRecord, EnvironmentRecord
-    from app.db.store import Store
     from app.services.costs.operator_costs import cost_records, model_time_s
     from profiler.devices import cpu_devices
-    from profiler.measure import Measurement as Measured
+    from profiler.measure import Measurement
     from profiler.repeated_sampling import measure_repeatedly
     from profiler.workers import WorkerPool
+    from scripts.benchmarks.database import temporary_store
 
     order = list(calls)
     random.Random(seed).shuffle(order)
     costs_s: dict[tuple[str, str], float] = {}
     kernels_s: dict[str, float] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder,
-        Store.open(f"sqlite:///{folder}/x.sqlite") as store,
-    ):
+    with temporary_store() as store:
         kind = store.put_device_kind(DeviceKindRecord("cpu", "cpu", 1))
         environment = store.put_environment(EnvironmentRecord({}))
         with WorkerPool(cpu_devices(DEVICES)) as pool:
@@ -119,12 +115,12 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
                 kernels_s[result.call.digest] = sum(
                     fmean(one.samples_s) * one.executions
                     for one in result.outcomes
-                    if isinstance(one, Measured)
+                    if isinstance(one, Measurement)
                 )
             return Round(costs_s, time.perf_counter() - began, sum(kernels_s.values()))
 
 
-def _measurements(differences: Sequence[float]) -> list[Measurement]:
+def _measurements(differences: Sequence[float]) -> list[MeasuredValue]:
     return [
         measurement(
             "difference of two rounds: median", _percent(differences, 0.5), "%", at_most=MEDIAN_PERCENT

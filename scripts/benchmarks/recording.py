@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmarks.result import Measurement, measurement
+from scripts.benchmarks.result import MeasuredValue, measurement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ def overheads(
     model: ImportedModel,
     devices: int,
     searches: Mapping[float, int],
-) -> list[Measurement]:
+) -> list[MeasuredValue]:
     """Search with and without a trace, in turns, which comes first alternating; compare pair by pair.
 
     Args:
@@ -104,7 +104,7 @@ def overheads(
         calibrating = mcmc.SearchOptions(proposals=CALIBRATING, chains=CHAINS)
         search(calibrating)  # compiles, and meets every call for the first time
         calibrated = _plain(calibrating, search)
-        rows: list[Measurement] = []
+        rows: list[MeasuredValue] = []
         for seconds, pairs in searches.items():
             proposals = max(CHAINS, round(CALIBRATING * seconds / calibrated.processor_s))
             options = replace(calibrating, proposals=proposals)
@@ -155,7 +155,7 @@ def _recorded(
     return _spent(wall, processor, thread, opened + recorder.seconds + time.thread_time() - closing)
 
 
-def _compared(proposals: int, plain: list[Spent], recorded: list[Spent]) -> list[Measurement]:
+def _compared(proposals: int, plain: list[Spent], recorded: list[Spent]) -> list[MeasuredValue]:
     seconds = statistics.median(spent.wall_s for spent in plain)
     search = f"a search of {proposals} proposals in {seconds:.1f} s"
     rows = []

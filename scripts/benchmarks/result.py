@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-class Measurement(TypedDict):
+class MeasuredValue(TypedDict):
     """One measured value and, where there is one, the target that it must not exceed or fall below."""
 
     name: str
@@ -16,7 +16,7 @@ class Measurement(TypedDict):
     at_least: float | None
 
 
-class Result(TypedDict):
+class BenchmarkResult(TypedDict):
     """The outcome of one benchmark; `conditions` says under which counts and sizes it was measured.
 
     table: rows of equal columns, as text, where the figures are many of a kind. parts: as many more, of what these
@@ -25,19 +25,19 @@ class Result(TypedDict):
 
     benchmark: str
     conditions: dict[str, str | int | float]
-    measurements: list[Measurement]
+    measurements: list[MeasuredValue]
     table: NotRequired[list[dict[str, str]]]
     parts: NotRequired[list[dict[str, str]]]
 
 
 def measurement(
     name: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None
-) -> Measurement:
+) -> MeasuredValue:
     """Return one measured value with its target, if any."""
-    return Measurement(name=name, value=value, unit=unit, at_most=at_most, at_least=at_least)
+    return MeasuredValue(name=name, value=value, unit=unit, at_most=at_most, at_least=at_least)
 
 
-def meets_target(measured: Measurement) -> bool:
+def meets_target(measured: MeasuredValue) -> bool:
     """Return whether a value keeps within its target; one without a target does."""
     at_most, at_least = measured["at_most"], measured["at_least"]
     return (at_most is None or measured["value"] <= at_most) and (
@@ -45,7 +45,7 @@ def meets_target(measured: Measurement) -> bool:
     )
 
 
-def target_text(measured: Measurement) -> str:
+def target_text(measured: MeasuredValue) -> str:
     """Return a target as text, such as `<= 0.5 s`, or a dash where there is none."""
     parts = [
         f"{sign} {bound:g} {measured['unit']}"
@@ -55,7 +55,7 @@ def target_text(measured: Measurement) -> str:
     return ", ".join(parts) or "-"
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: BenchmarkResult, console: Console) -> None:
     """Print a result as a table: each measured value beside its target."""
     conditions = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
     table = Table(title=f"{result['benchmark']} ({conditions})", title_justify="left")

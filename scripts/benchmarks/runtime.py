@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmarks.pairs import TIMEOUT_S, Pair, time_pair
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.pairs import TIMEOUT_S, StepPair, time_pair
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ ONE_DEVICE: dict[str, dict[str, Any]] = {
 QUICK = ("mlp",)
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Time all pairs: on CPU cores; one device also on a GPU, in published sizes, where there is one.
 
     Raises:
@@ -54,9 +54,9 @@ def run(*, quick: bool) -> Result:
     from scripts.benchmarks.tensor_parallel_pair import measure
 
     blocks, steps = (3, 1) if quick else (9, 2)
-    rows: list[Measurement] = []
+    rows: list[MeasuredValue] = []
 
-    def add(what: str, pair: Callable[..., Pair], processes: int, **keywords: Any) -> None:
+    def add(what: str, pair: Callable[..., StepPair], processes: int, **keywords: Any) -> None:
         timing = time_pair(pair, processes, blocks=blocks, steps=steps, **keywords)
         rows.append(measurement(what, timing.ratio, "x", at_most=AT_MOST))
         rows.append(measurement("    our step, fastest block", min(timing.ours_s) * 1e3, "ms"))
@@ -75,14 +75,14 @@ def run(*, quick: bool) -> Result:
     rows.append(
         measurement("column + row pair, ours / parallelize_module", pair["ratio"], "x", at_most=AT_MOST)
     )
-    return Result(
+    return BenchmarkResult(
         benchmark="runtime",
         conditions={"processes": PROCESSES, "blocks": blocks, "steps a block": steps, "batch norm": "local"},
         measurements=rows,
     )
 
 
-def data_parallel_pair(device: str, name: str, sizes: dict[str, Any]) -> Pair:
+def data_parallel_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
     """Prepare data parallelism of a network of the zoo on all processes, by us and by DistributedDataParallel."""
     import torch
     import torch.distributed as dist
@@ -100,10 +100,10 @@ def data_parallel_pair(device: str, name: str, sizes: dict[str, Any]) -> Pair:
         replica(*part).backward()
         optimizer.step()
 
-    return Pair(ours, theirs)
+    return StepPair(ours, theirs)
 
 
-def one_device_pair(device: str, name: str, sizes: dict[str, Any]) -> Pair:
+def one_device_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
     """Prepare a network of the zoo on one device, through our program and as the plain module."""
     import torch
 
@@ -115,7 +115,7 @@ def one_device_pair(device: str, name: str, sizes: dict[str, Any]) -> Pair:
         module(*args).backward()
         optimizer.step()
 
-    return Pair(ours, theirs)
+    return StepPair(ours, theirs)
 
 
 def _prepared(

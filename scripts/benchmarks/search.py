@@ -16,14 +16,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 GAP_PERCENT, MEMORY_GB = 2.0, 1.0
 LONG_S = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SearchCase:
     """A search: how it is called here, what follows `app search`, and in how many seconds it must be done."""
 
     name: str
@@ -32,12 +32,12 @@ class Case:
     limit_s: float
 
 
-def _case(name: str, model: str, batch_size: int, nodes: int, limit_s: float, budget: int) -> Case:
+def _case(name: str, model: str, batch_size: int, nodes: int, limit_s: float, budget: int) -> SearchCase:
     arguments = (
         "--model", model, "--batch-size", str(batch_size), "--topology", "hgx-h100", "--nodes", str(nodes),
         "--precision", "bfloat16",
     )  # fmt: skip
-    return Case(name, arguments, ("--proposals", str(budget)), limit_s)
+    return SearchCase(name, arguments, ("--proposals", str(budget)), limit_s)
 
 
 # Targets: a third of what PyTorch's experimental AutoParallel takes, or better.
@@ -47,7 +47,7 @@ CASES = (
     _case("inception, 8 devices", "inception", 256, 1, 5, 200),
     _case("Llama-3-8B, 8 x 8 devices", "hf-llama", 64, 8, 30, 200),
 )
-QUICK = Case(
+QUICK = SearchCase(
     "mlp, 4 devices",
     ("--model", "mlp", "--preset", "small", "--topology", "hgx-h100", "--devices", "4"),
     ("--proposals", "50"),
@@ -69,14 +69,14 @@ class Finished:
     proposals: int
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Search each case, and again for `LONG_S` seconds; in quick mode a small one, and five seconds.
 
     Raises:
         RuntimeError: a search failed; the message holds what it said.
     """
     cases, long_s = ((QUICK,), 5) if quick else (CASES, LONG_S)
-    measurements: list[Measurement] = []
+    measurements: list[MeasuredValue] = []
     rows = []
     with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as cache:
         # Compiled kernels are kept on disk: the first search on a fresh machine fills that cache.
@@ -89,7 +89,7 @@ def run(*, quick: bool) -> Result:
             long = _search((*case.arguments, "--proposals", "100000000", "--time", str(long_s)), folder)
             measurements += _measurements(case, first, second, long)
             rows.append(_row(case, first, second, long))
-    return Result(
+    return BenchmarkResult(
         benchmark="search",
         conditions={"cores": os.cpu_count() or 1, "long search": f"{long_s} s"},
         measurements=measurements,
@@ -97,7 +97,7 @@ def run(*, quick: bool) -> Result:
     )
 
 
-def _measurements(case: Case, first: Finished, second: Finished, long: Finished) -> list[Measurement]:
+def _measurements(case: SearchCase, first: Finished, second: Finished, long: Finished) -> list[MeasuredValue]:
     best_s = min(second.step_time_s, long.step_time_s)
     return [
         measurement(f"{case.name}: the first search", first.wall_s, "s", at_most=case.limit_s),
@@ -113,7 +113,7 @@ def _measurements(case: Case, first: Finished, second: Finished, long: Finished)
     ]
 
 
-def _row(case: Case, first: Finished, second: Finished, long: Finished) -> dict[str, str]:
+def _row(case: SearchCase, first: Finished, second: Finished, long: Finished) -> dict[str, str]:
     return {
         "search": case.name,
         "first s": f"{first.wall_s:.1f}",

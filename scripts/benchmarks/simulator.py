@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import Measurement, Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
     from graph.calls import LocalCall
@@ -76,7 +76,7 @@ PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SimulatorRow:
     """One network on so many devices, from one start, in one order."""
 
     network: str
@@ -139,10 +139,10 @@ class Datasheet:
         return update_s_per_element(estimated_s), Origin.DATASHEET
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Measure every row; in quick mode two small ones."""
-    rows: list[Row] = []
-    whole: list[Measurement] = []
+    rows: list[SimulatorRow] = []
+    whole: list[MeasuredValue] = []
     for name in NETWORKS:
         wanted = [count for count in DEVICES if not quick or (name, count) in QUICK]
         graph = imported(name) if wanted else None
@@ -151,7 +151,7 @@ def run(*, quick: bool) -> Result:
                 rows += [measured(name, graph, count, start) for start in STARTS if fits(name, count, start)]
         if graph is not None and name in WHOLE_NETWORKS and not quick:
             whole += _whole_search(name, graph)
-    return Result(
+    return BenchmarkResult(
         benchmark="simulator",
         conditions={
             "topology": TOPOLOGY,
@@ -240,7 +240,7 @@ def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
     return Strategy(graph.digest, tuple(configurations))
 
 
-def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> Row:
+def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> SimulatorRow:
     """Time one row."""
     from search.algorithms.moves import ONE_GROUP, Moves
     from search.space.groups import find_groups
@@ -248,7 +248,7 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
     moves, strategy = Moves(graph, device_count, ONE_GROUP), started(graph, device_count, start)
     layout = builder_of(graph, device_count).layout(strategy)
     steps_ms = {order: layout.run(order)[0] / 1e6 for order in IN_TABLE}
-    full_s = statistics.median(_timed(lambda: layout.run("program"), PROBE_SECONDS / 2, 3))
+    full_s = statistics.median(timed(lambda: layout.run("program"), PROBE_SECONDS / 2, 3))
 
     def chain(order: Order, *, in_full: bool = False) -> Chain:
         # Its own builder: what one chain has met, another would find in the memo.
@@ -258,9 +258,9 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
     fifo_s, _ = timed_chain(chain("fifo"), moves, PROBE_SECONDS)
     priority_s, _ = timed_chain(chain("priority"), moves, PROBE_SECONDS)
     # The same proposals, simulated in full and not.
-    in_full_s = _timed(stepping(chain("program", in_full=True), moves), 2 * PROBE_SECONDS, LEAST_PROPOSALS)
-    same_s = _timed(stepping(chain("program"), moves), 0.0, len(in_full_s))
-    return Row(
+    in_full_s = timed(stepping(chain("program", in_full=True), moves), 2 * PROBE_SECONDS, LEAST_PROPOSALS)
+    same_s = timed(stepping(chain("program"), moves), 0.0, len(in_full_s))
+    return SimulatorRow(
         network=name,
         devices=device_count,
         start=start,
@@ -302,17 +302,17 @@ def without_one(
         # The first to meet a local call finds it out for all of them.
         order.append(order.pop(0))
         for name in order:
-            times_s[name] += _timed(steps[name], 0.0, 1)
+            times_s[name] += timed(steps[name], 0.0, 1)
 
     seconds = len(steps) * PROBE_SECONDS
-    _timed(turn, seconds, LEAST_PROPOSALS)
+    timed(turn, seconds, LEAST_PROPOSALS)
     for times in times_s.values():
         times.clear()
-    _timed(turn, seconds, LEAST_PROPOSALS)
+    timed(turn, seconds, LEAST_PROPOSALS)
     return {name: statistics.fmean(times) * 1e6 for name, times in times_s.items()}
 
 
-def _whole_search(name: str, graph: OperatorGraph) -> list[Measurement]:
+def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
     """Say how many times as long the chains of a search take where every proposal is simulated in full."""
     import numpy as np
 
@@ -333,7 +333,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[Measurement]:
             for number, strategy in enumerate(starts):
                 rng, options = np.random.default_rng(number), SearchOptions(proposals=10**12)
                 chain = start_chain(builder, number, "", strategy, rng, options, in_full=in_full)
-                _timed(stepping(chain, moves), 0.0, WHOLE_PROPOSALS)
+                timed(stepping(chain, moves), 0.0, WHOLE_PROPOSALS)
         return time.perf_counter() - began
 
     # What is worked out once a graph is charged to neither.
@@ -358,13 +358,14 @@ def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
 def timed_chain(chain: Chain, moves: Moves, seconds: float) -> tuple[list[float], float]:
     """Return how long each proposal took, after as many seconds of warming up, and the share that was accepted."""
     step = stepping(chain, moves)
-    _timed(step, seconds, LEAST_PROPOSALS)
+    timed(step, seconds, LEAST_PROPOSALS)
     accepted = chain.accepted
-    times_s = _timed(step, seconds, LEAST_PROPOSALS)
+    times_s = timed(step, seconds, LEAST_PROPOSALS)
     return times_s, (chain.accepted - accepted) / len(times_s)
 
 
-def _timed(call: Callable[[], object], seconds: float, least: int) -> list[float]:
+def timed(call: Callable[[], object], seconds: float, least: int) -> list[float]:
+    """Return the seconds of each call, of as many as fill a time, and of so many at least."""
     times_s: list[float] = []
     end = time.perf_counter() + seconds
     while len(times_s) < least or time.perf_counter() < end:
@@ -374,7 +375,7 @@ def _timed(call: Callable[[], object], seconds: float, least: int) -> list[float
     return times_s
 
 
-def _measurements(row: Row) -> list[Measurement]:
+def _measurements(row: SimulatorRow) -> list[MeasuredValue]:
     what = f"{row.network}, {row.devices} devices, {row.start}"
     target = TARGETS_US.get((row.network, row.devices, row.start))
     found = [measurement(f"{what}: a proposal, mean", row.mean_us, "us", at_most=target)]
@@ -383,7 +384,7 @@ def _measurements(row: Row) -> list[Measurement]:
     return found
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: SimulatorRow) -> dict[str, str]:
     return {
         "network": row.network,
         "devices": str(row.devices),
@@ -404,7 +405,7 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def _parts(row: Row) -> dict[str, str]:
+def _parts(row: SimulatorRow) -> dict[str, str]:
     return {
         "network": row.network,
         "devices": str(row.devices),

@@ -8,14 +8,14 @@ one.
 from __future__ import annotations
 
 from scripts.benchmarks.prediction import database
-from scripts.benchmarks.result import Result, measurement
+from scripts.benchmarks.result import BenchmarkResult, measurement
 from scripts.benchmarks.zoo import networks
 
 ITERATIONS = 8
 MEAN_ERROR_PERCENT, WORST_ERROR_PERCENT = 5.0, 10.0
 
 
-def run(*, quick: bool) -> Result:
+def run(*, quick: bool) -> BenchmarkResult:
     """Profile, predict and execute each network on one device; in quick mode a small one.
 
     Raises:
@@ -37,7 +37,7 @@ def run(*, quick: bool) -> Result:
                     "error": f"{100 * error:+.1f} %",
                 }
             )
-    return Result(
+    return BenchmarkResult(
         benchmark="single_device",
         conditions={"networks": len(chosen), "steps a run": ITERATIONS},
         measurements=[

@@ -13,7 +13,7 @@ import itertools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmarks.pairs import TIMEOUT_S, Pair, time_pair
+from scripts.benchmarks.pairs import TIMEOUT_S, StepPair, time_pair
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     return {"ratio": statistics.median(ratios), "batch_sizes": by_size}
 
 
-def column_row_pair(device: str, batch_size: int) -> Pair:
+def column_row_pair(device: str, batch_size: int) -> StepPair:
     """Prepare the pair of layers on all processes, by us and by DTensor; `time_pair` calls it in each.
 
     Raises:
@@ -69,7 +69,7 @@ def column_row_pair(device: str, batch_size: int) -> Pair:
         found, expected = ours.loss(), theirs.loss()
         if not torch.isclose(torch.tensor(found), torch.tensor(expected), rtol=ALLOWED):
             raise RuntimeError(f"step {number}: our loss is {found}, must be DTensor's, {expected}")
-    return Pair(ours.step, theirs.step)
+    return StepPair(ours.step, theirs.step)
 
 
 def layers_and_input(batch_size: int) -> tuple[nn.Module, tuple[torch.Tensor], dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from scripts.fuzzing.cases import KINDS, Case, found_cases, make_case, run_case
+from scripts.fuzzing.cases import KINDS, FuzzCase, found_cases, make_case, run_case
 from scripts.fuzzing.corpus import Corpus, make_corpus, read_folder
 from scripts.fuzzing.running import Runner, warm
 from scripts.fuzzing.session import Session, Tally, described, run_in_processes
@@ -64,7 +64,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _case(text: str) -> Case:
+def _case(text: str) -> FuzzCase:
     seed, number = text.split(":")
     return found_cases()[int(number)] if seed == "found" else make_case(int(seed), int(number))
 
@@ -75,7 +75,7 @@ def _corpus(folder: Path) -> Corpus:
     return make_corpus(folder)
 
 
-def _replay(case: Case, corpus: Corpus) -> int:
+def _replay(case: FuzzCase, corpus: Corpus) -> int:
     folder = Path(tempfile.mkdtemp(prefix="soapstone-fuzz-case-")) / "case"
     result = run_case(case, Runner(), corpus, folder)
     print(
@@ -100,7 +100,7 @@ def _fuzz(options: argparse.Namespace, corpus: Corpus, root: Path) -> int:
     until = began + options.minutes * 60 if options.minutes is not None else None
     kinds = options.kind or (*KINDS, "found")
 
-    def cases() -> Iterator[Case]:
+    def cases() -> Iterator[FuzzCase]:
         yield from found_cases()
         for number in itertools.count():
             if number == options.count or (until is not None and time.monotonic() > until):

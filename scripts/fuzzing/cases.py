@@ -17,34 +17,19 @@ from scripts.fuzzing.damage import damage
 from scripts.fuzzing.file_oracles import FileJudge, judge_database
 from scripts.fuzzing.found import FOUND
 from scripts.fuzzing.oracles import Finding, judge, shape
-from scripts.fuzzing.running import Outcome, Runner, Stop
+from scripts.fuzzing.running import CommandOutcome, Runner, Stop
 from scripts.fuzzing.values import chance
 
 KINDS = ("arguments", "damage", "kill")
 SHARES = (0.56, 0.36, 0.08)
 # Commands that work for long where their arguments are right: they are stopped.
 SLOW = (
-    ("search",),
-    ("run",),
-    ("profile",),
-    ("topology", "probe"),
-    ("topology", "show"),
-    ("models", "show"),
+    ("search",), ("run",), ("profile",), ("topology", "probe"), ("topology", "show"), ("models", "show"),
     ("strategy", "import"),
-)
+)  # fmt: skip
 SMALL = ("--model", "mlp", "--preset", "small")
 WALK = ("search", *SMALL, "--topology", "p100-cluster", "--devices", "2", "--proposals", "5")
-LONG_WALK = (
-    "search",
-    *SMALL,
-    "--topology",
-    "p100-cluster",
-    "--devices",
-    "4",
-    "--proposals",
-    "400",
-    "--fresh",
-)
+LONG_WALK = (*WALK[:-3], "4", "--proposals", "400", "--fresh")
 VIEWS = (
     "device_kinds", "environments", "op_costs", "link_costs", "graphs", "topologies", "strategies", "searches",
     "simulations", "executions", "proposals", "proposal_devices", "proposal_configurations", "proposal_starts",
@@ -83,7 +68,7 @@ STARTING_PROCESSES = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class FuzzCase:
     """What one case does."""
 
     seed: int
@@ -99,16 +84,16 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """What a case did and what is wrong with that."""
 
-    case: Case
+    case: FuzzCase
     damage: str
     findings: tuple[Finding, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CommandOutcome, ...]
 
 
-def make_case(seed: int, number: int) -> Case:
+def make_case(seed: int, number: int) -> FuzzCase:
     """Return the case of this number."""
     random = Random(f"{seed} {number}")
     kind = random.choices(KINDS, weights=SHARES)[0]
@@ -130,15 +115,15 @@ def make_case(seed: int, number: int) -> Case:
             arguments, longest_s = random.choice(usual if chance(random, 0.97) else seldom)
             signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
             stop = Stop(random.choice(signals), random.uniform(0, longest_s))
-    return Case(seed, number, kind, arguments, stop)
+    return FuzzCase(seed, number, kind, arguments, stop)
 
 
-def found_cases() -> list[Case]:
+def found_cases() -> list[FuzzCase]:
     """Return the cases that once found something; of kind `found`."""
-    return [Case(0, number, "found", found.arguments, found.stop) for number, found in enumerate(FOUND)]
+    return [FuzzCase(0, number, "found", found.arguments, found.stop) for number, found in enumerate(FOUND)]
 
 
-def run_case(case: Case, runner: Runner, corpus: Corpus, folder: Path) -> Result:
+def run_case(case: FuzzCase, runner: Runner, corpus: Corpus, folder: Path) -> CaseResult:
     """Run a case in a folder, which must not exist yet and stays."""
     write_folder(corpus, folder)
     random = Random(f"{case.seed} {case.number} files")
@@ -157,12 +142,12 @@ def run_case(case: Case, runner: Runner, corpus: Corpus, folder: Path) -> Result
         for following, found in _work_goes_on(runner, folder):
             outcomes.append(following)
             findings += found
-    return Result(
+    return CaseResult(
         case, words, tuple({finding.key: finding for finding in findings}.values()), tuple(outcomes)
     )
 
 
-def _work_goes_on(runner: Runner, folder: Path) -> Iterator[tuple[Outcome, list[Finding]]]:
+def _work_goes_on(runner: Runner, folder: Path) -> Iterator[tuple[CommandOutcome, list[Finding]]]:
     """Run what a user would run after a kill, and give what is wrong with that."""
     findings = list(judge_database(folder / "db.sqlite"))
     status = runner.run(("db", "status"), folder)
@@ -184,7 +169,7 @@ def _work_goes_on(runner: Runner, folder: Path) -> Iterator[tuple[Outcome, list[
         yield resumed, findings
 
 
-def minimized(result: Result, finding: Finding, runner: Runner, corpus: Corpus, folder: Path) -> Case:
+def minimized(result: CaseResult, finding: Finding, runner: Runner, corpus: Corpus, folder: Path) -> FuzzCase:
     """Return the case with as few arguments as lead to the finding."""
     smallest, place = result.case, len(result.case.arguments) - 1
     while place >= 0:

@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.fuzzing.running import Limits, Runner
+from scripts.fuzzing.running import CommandLimits, Runner
 
 SMALL = ("--preset", "small")
 # Importing this leaves a mark; nothing but --model on the command line may lead to it.
@@ -101,7 +101,7 @@ def make_corpus(folder: Path) -> Corpus:
         RuntimeError: one of them failed.
     """
     # Measuring on a busy machine takes its time.
-    runner = Runner(limits=Limits(wall_s=1800, processor_s=900))
+    runner = Runner(limits=CommandLimits(wall_s=1800, processor_s=900))
     write_folder({}, folder)
     for name in ("tmp", "home", "cache", "folder", "runtime"):
         (folder / name).mkdir()

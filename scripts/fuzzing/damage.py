@@ -25,6 +25,11 @@ WHOLE_DOCUMENTS = (
     "d: &d [*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d]",
     "2001-01-01: 2001-01-01\n? [1]\n: 2", "kinds: {1: 2, null: 3, true: 4, 1.5: 5}", "<<: {a: 1}\n",
 )  # fmt: skip
+STRAY_FOLDERS = ("db.traces", "db.traces/search-1", "db.traces/search-2", "cache", "db.traces/executions")
+STRAYS = (
+    "chunk-000002.parquet", "chunk-000001.1.tmp", "search-9", ".hidden", "chunk-x.parquet", "x\x1b[31m",
+    "starts-000002.parquet",
+)  # fmt: skip
 Damage = Callable[[Path, Random], str]
 
 
@@ -204,20 +209,7 @@ def damage_names(folder: Path, random: Random) -> str:
             path.mkdir()
             return f"{name} is a folder"
         case "stray":
-            home = random.choice(
-                ("db.traces", "db.traces/search-1", "db.traces/search-2", "cache", "db.traces/executions")
-            )
-            stray = random.choice(
-                (
-                    "chunk-000002.parquet",
-                    "chunk-000001.1.tmp",
-                    "search-9",
-                    ".hidden",
-                    "chunk-x.parquet",
-                    "x\x1b[31m",
-                    "starts-000002.parquet",
-                )
-            )
+            home, stray = random.choice(STRAY_FOLDERS), random.choice(STRAYS)
             (folder / home).mkdir(exist_ok=True, parents=True)
             (folder / home / stray).write_bytes(
                 random.choice((b"", b"x", b"PAR1PAR1", random.randbytes(100)))

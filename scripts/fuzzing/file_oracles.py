@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.fuzzing.corpus import Corpus, Entry
 from scripts.fuzzing.oracles import Finding, command_of, shape, typed_command
-from scripts.fuzzing.running import Outcome
+from scripts.fuzzing.running import CommandOutcome
 
 # Commands that write into the database; others leave it as it is.
 WRITERS = (
@@ -28,7 +28,7 @@ KEPT = ("tmp/soapstone-devices", "tmp/torchinductor_")
 class FileJudge:
     """Compares the files of a case before and after its command."""
 
-    def __init__(self, outcome: Outcome, folder: Path) -> None:
+    def __init__(self, outcome: CommandOutcome, folder: Path) -> None:
         """Begin, with a command's end and the folder that it ran in."""
         self._outcome = outcome
         self._folder = folder

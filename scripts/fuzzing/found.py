@@ -111,17 +111,8 @@ def _removed(pattern: str) -> Damage:
 
 _SMALL = ("--model", "mlp", "--preset", "small")
 _ON_CORES = (
-    "search",
-    *_SMALL,
-    "--device",
-    "cpu",
-    "--devices",
-    "2",
-    "--proposals",
-    "5",
-    "--on-miss",
-    "estimate",
-)
+    "search", *_SMALL, "--device", "cpu", "--devices", "2", "--proposals", "5", "--on-miss", "estimate"
+)  # fmt: skip
 _WALK = ("search", *_SMALL, "--topology", "topology.yaml", "--proposals", "5")
 _REBUILD = ("strategy", "rebuild", "1")
 _CHUNK = "db.traces/search-1/chunk-*.parquet"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.fuzzing.running import Outcome
+from scripts.fuzzing.running import CommandOutcome
 
 # One line of an error is to be read.
 LONGEST_LINE = 1500
@@ -32,7 +32,7 @@ class Finding:
         return f"{self.oracle}: {self.detail}"
 
 
-def judge(outcome: Outcome, stop: signal.Signals | None, *, damaged: bool) -> Iterator[Finding]:
+def judge(outcome: CommandOutcome, stop: signal.Signals | None, *, damaged: bool) -> Iterator[Finding]:
     """Give what is wrong with the end of a command and with what it printed."""
     last = (outcome.errors.strip().splitlines() or [""])[-1]
     if outcome.timed_out:
@@ -57,12 +57,12 @@ def judge(outcome: Outcome, stop: signal.Signals | None, *, damaged: bool) -> It
         )
 
 
-def typed_command(outcome: Outcome) -> tuple[str, ...]:
+def typed_command(outcome: CommandOutcome) -> tuple[str, ...]:
     """Return the arguments without the mark that ends options, which may stand before a command's name."""
     return tuple(argument for argument in outcome.arguments if argument != "--")
 
 
-def command_of(outcome: Outcome) -> str:
+def command_of(outcome: CommandOutcome) -> str:
     """Return the names of the command, without what it was given."""
     return " ".join(name for name in outcome.arguments[:2] if re.fullmatch("[a-z]+", name))
 
@@ -73,7 +73,7 @@ def shape(text: str) -> str:
 
 
 def _unexpected_code(
-    outcome: Outcome, sent: signal.Signals | None, last: str, *, damaged: bool
+    outcome: CommandOutcome, sent: signal.Signals | None, last: str, *, damaged: bool
 ) -> Iterator[Finding]:
     """Compare the exit code with the rule of docs/cli.md."""
     allowed = {0, 2}
@@ -90,7 +90,7 @@ def _unexpected_code(
         yield Finding(told, _frame(outcome.errors) or f"{command_of(outcome)}: {shape(last)}", last[:300])
 
 
-def _wrong_messages(outcome: Outcome, sent: signal.Signals | None, last: str) -> Iterator[Finding]:
+def _wrong_messages(outcome: CommandOutcome, sent: signal.Signals | None, last: str) -> Iterator[Finding]:
     """Look for an error that is not said in one line, the last."""
     command, errors = command_of(outcome), outcome.errors
     messages = [line for line in errors.splitlines() if line.startswith("error:")]
@@ -116,7 +116,7 @@ def _wrong_messages(outcome: Outcome, sent: signal.Signals | None, last: str) ->
         )
 
 
-def _may_fail(outcome: Outcome) -> bool:
+def _may_fail(outcome: CommandOutcome) -> bool:
     """Return whether a failure that is no mistake of the user's is to be expected."""
     typed = outcome.arguments
     return (
@@ -126,7 +126,7 @@ def _may_fail(outcome: Outcome) -> bool:
     )
 
 
-def _steering(outcome: Outcome) -> Iterator[Finding]:
+def _steering(outcome: CommandOutcome) -> Iterator[Finding]:
     """Look for letters that steer a terminal. CSV is data, and so is a file that is written to standard output."""
     command = command_of(outcome)
     as_data = command.startswith("query") and any("csv" in argument for argument in outcome.arguments)

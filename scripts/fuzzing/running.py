@@ -26,7 +26,7 @@ MARK = "mark"
 
 
 @dataclass(frozen=True)
-class Limits:
+class CommandLimits:
     """What a command may take before it counts as one that does not end."""
 
     wall_s: float = 300.0  # a probe of links takes more than a minute beside other work
@@ -44,7 +44,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandOutcome:
     """How a command ended: its exit code (negative: by this signal), what it printed, and what it left running."""
 
     arguments: tuple[str, ...]
@@ -123,13 +123,13 @@ def end_with_parent() -> None:
 class Runner:
     """Runs commands one after another, each in a fork, and sees what they leave behind."""
 
-    def __init__(self, main: Callable[[], None] | None = None, limits: Limits | None = None) -> None:
+    def __init__(self, main: Callable[[], None] | None = None, limits: CommandLimits | None = None) -> None:
         """Begin; `main` stands in for the application's own in tests. What a command leaves becomes this process's."""
         self._main = main
-        self._limits = limits or Limits()
+        self._limits = limits or CommandLimits()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def run(self, arguments: Sequence[str], folder: Path, stop: Stop | None = None) -> Outcome:
+    def run(self, arguments: Sequence[str], folder: Path, stop: Stop | None = None) -> CommandOutcome:
         """Run `app` with these arguments in the folder, whose database, cache and temporary files it has."""
         limits = self._limits
         out, err, mark = (folder.with_name(folder.name + f".{name}") for name in ("out", "err", MARK))
@@ -162,7 +162,7 @@ class Runner:
             os.close(handle)
         _, status = os.waitpid(process, 0)
         orphans = _orphans(limits.orphans_s)
-        outcome = Outcome(
+        outcome = CommandOutcome(
             tuple(arguments),
             os.waitstatus_to_exitcode(status),
             out.read_bytes(),
@@ -235,7 +235,7 @@ class Runner:
         return 0
 
 
-def _enter(folder: Path, limits: Limits, files: tuple[Path, Path, Path]) -> None:
+def _enter(folder: Path, limits: CommandLimits, files: tuple[Path, Path, Path]) -> None:
     out, err, mark = files
     for number, path in ((1, out), (2, err)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.fuzzing.cases import Case, Result, minimized, run_case
+from scripts.fuzzing.cases import CaseResult, FuzzCase, minimized, run_case
 from scripts.fuzzing.corpus import Corpus
 from scripts.fuzzing.oracles import Finding
 from scripts.fuzzing.running import Runner, end_with_parent
@@ -46,7 +46,7 @@ class Session:
         self._corpus, self._root = corpus, root
         self._runner = Runner()
 
-    def run(self, case: Case) -> None:
+    def run(self, case: FuzzCase) -> None:
         """Run a case, and print what no case before it has found."""
         folder = self._root / f"case-{case.kind}-{case.number}"
         result = run_case(case, self._runner, self._corpus, folder)
@@ -60,7 +60,7 @@ class Session:
                 if case.stop is not None or finding.oracle == "does not end":
                     print(_errors(result), flush=True)
 
-    def _described(self, result: Result, finding: Finding) -> str:
+    def _described(self, result: CaseResult, finding: Finding) -> str:
         case = result.case
         if case.kind == "arguments" and case.stop is None and finding.oracle != "does not end":
             case = minimized(
@@ -114,7 +114,7 @@ def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
         os._exit(0)
 
 
-def described(case: Case, damage: str, finding: Finding) -> str:
+def described(case: FuzzCase, damage: str, finding: Finding) -> str:
     """Return one line on a finding, which says how to have it again."""
     typed = "".join(_visible(letter) for letter in shlex.join(("app", *case.arguments)))
     stop = f" [{case.stop.number.name} after {case.stop.after_s:.2f} s]" if case.stop else ""
@@ -124,7 +124,7 @@ def described(case: Case, damage: str, finding: Finding) -> str:
     return "".join(_visible(letter) for letter in told)
 
 
-def _errors(result: Result) -> str:
+def _errors(result: CaseResult) -> str:
     """Return what the commands of a case wrote to standard error, indented; of very much the end."""
     lines = [line for outcome in result.outcomes for line in outcome.errors.splitlines()]
     return "\n".join("    " + "".join(_visible(letter) for letter in line) for line in lines[-100:])

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from graph.errors import SoapstoneError, UsageError
 from scripts.studies import plots, show, tables
-from scripts.studies.cells import CLUSTERS, TABLES, Cell, Request, cells, study_cells, unique, zoo_cells
-from scripts.studies.results import FOUND, Folder, Result
+from scripts.studies.cells import CLUSTERS, TABLES, Request, StudyCell, cells, study_cells, unique, zoo_cells
+from scripts.studies.results import FOUND, Folder, StudyResult
 from scripts.studies.workers import DONE, FAILED, search_all
 
 RESULTS = ".soapstone/study"
@@ -106,8 +106,8 @@ def _database(given: str | None, folder: Folder) -> str:
 
 
 def _search(
-    missing: Sequence[Cell],
-    wanted: Sequence[Cell],
+    missing: Sequence[StudyCell],
+    wanted: Sequence[StudyCell],
     folder: Folder,
     database: str,
     options: argparse.Namespace,
@@ -128,7 +128,7 @@ def _search(
     return failed
 
 
-def _line(result: Result | None) -> str:
+def _line(result: StudyResult | None) -> str:
     if result is None or result.failure is not None:
         return "nothing fits the memory"
     found_s, name = result.time_s(FOUND), result.best_baseline
@@ -138,10 +138,10 @@ def _line(result: Result | None) -> str:
 
 
 def _report(
-    results: Sequence[Result], request: Request, folder: Folder, *, as_json: bool, total: int
+    results: Sequence[StudyResult], request: Request, folder: Folder, *, as_json: bool, total: int
 ) -> None:
     """Print the tables, and write them and the plots into the folder of results."""
-    made: list[tables.Table] = []
+    made: list[tables.StudyTable] = []
     counts: dict[str, int] = {}
     if "study" in request.tables:
         made += tables.study_tables(results)
@@ -167,7 +167,7 @@ def _report(
             print(f"{total - len(results)} of {total} searches are not finished: the same command goes on")
 
 
-def _zoo_order(one: Result) -> tuple[str, int]:
+def _zoo_order(one: StudyResult) -> tuple[str, int]:
     return one.cell.network, one.cell.devices
 
 

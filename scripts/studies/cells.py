@@ -44,7 +44,7 @@ TABLES = ("study", "zoo")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class StudyCell:
     """One search. batch_size: samples a step, over all devices. chains: of the walk, beside those from known starts."""
 
     network: str
@@ -137,7 +137,7 @@ def batch_of(network: str, preset: str) -> int:
     return int(entry.presets[preset].get("batch_size", entry.batch_size))
 
 
-def study_cells(request: Request) -> list[Cell]:
+def study_cells(request: Request) -> list[StudyCell]:
     """Return the paper's cells, each device with the published batch."""
     return [
         _cell(
@@ -150,7 +150,7 @@ def study_cells(request: Request) -> list[Cell]:
     ]
 
 
-def zoo_cells(request: Request) -> list[Cell]:
+def zoo_cells(request: Request) -> list[StudyCell]:
     """Return the zoo's cells, all devices together with the published batch."""
     return [
         _cell(request, network, topology, devices, _zoo_batch(request, network), ZOO_CHAINS)
@@ -160,7 +160,7 @@ def zoo_cells(request: Request) -> list[Cell]:
     ]
 
 
-def cells(request: Request) -> list[Cell]:
+def cells(request: Request) -> list[StudyCell]:
     """Return the cells of the tables that were asked for, each once, the most telling ones first.
 
     Raises:
@@ -177,7 +177,7 @@ def cells(request: Request) -> list[Cell]:
     ends = {(topology, counts[-1]) for topology, counts in CLUSTERS.items()}
     zoo = frozenset(zoo_cells(request))
 
-    def later(cell: Cell) -> int:
+    def later(cell: StudyCell) -> int:
         if (cell.topology, cell.devices) in ends:
             return 0
         return 1 if cell in zoo else 2 + (cell.topology == K80)
@@ -194,9 +194,13 @@ def _preset(request: Request) -> str:
     return "small" if request.quick else "paper"
 
 
-def _cell(request: Request, network: str, topology: str, devices: int, batch_size: int, chains: int) -> Cell:
+def _cell(
+    request: Request, network: str, topology: str, devices: int, batch_size: int, chains: int
+) -> StudyCell:
     proposals = request.proposals(devices)
-    return Cell(network, topology, devices, batch_size, _preset(request), proposals, chains, request.seed)
+    return StudyCell(
+        network, topology, devices, batch_size, _preset(request), proposals, chains, request.seed
+    )
 
 
 def unique(names: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from html import escape
 from math import floor, log2, log10
 
 from scripts.studies.cells import PAPER_NETWORKS
-from scripts.studies.results import FOUND, Result
+from scripts.studies.results import FOUND, StudyResult
 
 WIDTH, HEIGHT = 300, 220
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 28, 34
@@ -28,7 +28,7 @@ LINES = {
 Point = tuple[float, float]
 
 
-def throughput_plot(results: Sequence[Result], title: str) -> str:
+def throughput_plot(results: Sequence[StudyResult], title: str) -> str:
     """Return the plot of the cells of one cluster as an SVG document."""
     networks = [name for name in PAPER_NETWORKS if any(one.cell.network == name for one in results)]
     rows = -(-len(networks) // COLUMNS)
@@ -49,7 +49,7 @@ def throughput_plot(results: Sequence[Result], title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(name: str, results: Sequence[Result]) -> list[str]:
+def _panel(name: str, results: Sequence[StudyResult]) -> list[str]:
     lines = {line: _points(line, results) for line in LINES}
     counts = [one.cell.devices for one in results]
     top = max((rate for points in lines.values() for _, rate in points), default=1.0)
@@ -94,7 +94,7 @@ def _panel(name: str, results: Sequence[Result]) -> list[str]:
     return parts
 
 
-def _points(line: str, results: Sequence[Result]) -> list[Point]:
+def _points(line: str, results: Sequence[StudyResult]) -> list[Point]:
     """Return (devices, samples a second and device) where the strategy is known and fits."""
     found = []
     for one in results:

@@ -11,16 +11,16 @@ from typing import Any
 
 from graph.errors import UsageError
 from scripts.studies import experts
-from scripts.studies.cells import RECURRENT, Cell
+from scripts.studies.cells import RECURRENT, StudyCell
 
 FOUND = "found"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class StudyResult:
     """A finished cell and its document (`scripts.studies.running`). Times are of strategies that fit the memory."""
 
-    cell: Cell
+    cell: StudyCell
     document: dict[str, Any]
 
     @property
@@ -103,7 +103,7 @@ class Folder:
         """URL of the database that belongs to the folder."""
         return f"sqlite:///{self.path.resolve() / 'study.sqlite'}"
 
-    def write(self, cell: Cell, document: dict[str, Any]) -> None:
+    def write(self, cell: StudyCell, document: dict[str, Any]) -> None:
         """Store what a cell found; a kill leaves the whole file or none."""
         self.write_text(f"cells/{cell.key}.json", json.dumps(document, indent=1, sort_keys=True) + "\n")
 
@@ -114,7 +114,7 @@ class Folder:
         new.write_text(text, encoding="utf-8")
         new.replace(path)
 
-    def read(self, cell: Cell) -> Result | None:
+    def read(self, cell: StudyCell) -> StudyResult | None:
         """Return what a cell found, or None where it is not finished.
 
         Raises:
@@ -131,8 +131,8 @@ class Folder:
             raise UsageError(
                 f"{path.name}: is no result of this study ({error}), must be one; delete it, and it is searched again"
             ) from None
-        return Result(cell, document)
+        return StudyResult(cell, document)
 
-    def finished(self, cells: Iterable[Cell]) -> list[Result]:
+    def finished(self, cells: Iterable[StudyCell]) -> list[StudyResult]:
         """Return the results of those cells that are finished, in their order."""
         return [result for cell in cells if (result := self.read(cell)) is not None]

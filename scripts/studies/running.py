@@ -14,7 +14,7 @@ from app.services.progress import Progress
 from app.services.search.search import Prediction, SearchReport, SearchRequest
 from graph.errors import StrategyError, UsageError
 from scripts.studies import experts
-from scripts.studies.cells import RECURRENT, STARTS, Cell
+from scripts.studies.cells import RECURRENT, STARTS, StudyCell
 
 BETA = 300.0
 FORMAT = 1
@@ -28,7 +28,7 @@ FROM proposals WHERE search = {search} GROUP BY chain ORDER BY chain
 Document = dict[str, Any]
 
 
-def run_cell(cell: Cell, database: str, progress: Progress) -> Document | None:
+def run_cell(cell: StudyCell, database: str, progress: Progress) -> Document | None:
     """Search a cell; return what was found, or None where it was interrupted: begun again, it comes to the same end.
 
     A network that nothing fits has the reason as its `failure`.
@@ -61,7 +61,9 @@ def run_cell(cell: Cell, database: str, progress: Progress) -> Document | None:
     return None if again.interrupted else {**document, **_improved(document, again, database)}
 
 
-def _request(cell: Cell, algorithms: str, starts: tuple[str, ...], *, again: bool = False) -> SearchRequest:
+def _request(
+    cell: StudyCell, algorithms: str, starts: tuple[str, ...], *, again: bool = False
+) -> SearchRequest:
     """Return the request of a cell's search; `again`: of the one from the best baseline, with a chain's budget."""
     from app.services.models.models import requested_model
 
@@ -115,7 +117,7 @@ def _improved(document: Document, again: SearchReport, database: str) -> Documen
     }
 
 
-def _predicted_expert(cell: Cell, database: str, progress: Progress) -> Document | None:
+def _predicted_expert(cell: StudyCell, database: str, progress: Progress) -> Document | None:
     """Store and predict the experts' strategy of a recurrent network, so that a chain can start from it."""
     if cell.network not in RECURRENT or cell.devices == 1:
         return None
@@ -154,7 +156,7 @@ def _stored(one: Prediction) -> Document:
     }
 
 
-def _found(cell: Cell, report: SearchReport, expert: Document | None, database: str) -> Document:
+def _found(cell: StudyCell, report: SearchReport, expert: Document | None, database: str) -> Document:
     strategies: Document = {} if expert is None else {experts.NAME: expert}
     for one in report.predictions:
         strategies[one.name] = _stored(one)

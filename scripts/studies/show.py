@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 
-from scripts.studies.tables import Table, Value
+from scripts.studies.tables import StudyTable, Value
 
 
 def cell_text(value: Value, style: str | None) -> str:
@@ -18,18 +18,18 @@ def cell_text(value: Value, style: str | None) -> str:
     return f"{value:{style}}" if style is not None and not isinstance(value, str) else str(value)
 
 
-def _texts(table: Table) -> list[list[str]]:
+def _texts(table: StudyTable) -> list[list[str]]:
     return [[cell_text(value, table.formats.get(name)) for name, value in row.items()] for row in table.rows]
 
 
-def _is_number(table: Table, column: str) -> bool:
+def _is_number(table: StudyTable, column: str) -> bool:
     return any(isinstance(row[column], int | float) for row in table.rows)
 
 
-def print_tables(tables: Sequence[Table], counts: Mapping[str, int], console: Console) -> None:
+def print_tables(tables: Sequence[StudyTable], counts: Mapping[str, int], console: Console) -> None:
     """Print tables; those of the study first, the zoo's counts last."""
     for table in tables:
-        grid = Grid(title=table.title, title_justify="left")
+        grid = Table(title=table.title, title_justify="left")
         for column in table.rows[0]:
             grid.add_column(column, justify="right" if _is_number(table, column) else "left")
         for texts in _texts(table):
@@ -39,7 +39,7 @@ def print_tables(tables: Sequence[Table], counts: Mapping[str, int], console: Co
         console.print("zoo: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
-def markdown(tables: Sequence[Table]) -> str:
+def markdown(tables: Sequence[StudyTable]) -> str:
     """Return tables as Markdown, each under its title."""
     parts = []
     for table in tables:
@@ -50,7 +50,7 @@ def markdown(tables: Sequence[Table]) -> str:
     return "\n".join(parts)
 
 
-def document(tables: Sequence[Table], counts: Mapping[str, int], **more: Any) -> dict[str, Any]:
+def document(tables: Sequence[StudyTable], counts: Mapping[str, int], **more: Any) -> dict[str, Any]:
     """Return the tables' numbers, not rounded, as a JSON document."""
     return {
         "tables": {table.name: [dict(row) for row in table.rows] for table in tables},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.studies.cells import CLUSTERS, K80, PAPER_NETWORKS, Cell, batch_of
+from scripts.studies.cells import CLUSTERS, K80, PAPER_NETWORKS, StudyCell, batch_of
 from scripts.studies.paper import NMT_TRANSFERS, REPORTED
-from scripts.studies.results import FOUND, Result
+from scripts.studies.results import FOUND, StudyResult
 
 Value = str | int | float | None
 Row = dict[str, Value]
@@ -19,7 +19,7 @@ SMALL_GAP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class StudyTable:
     """Rows of equal columns. formats: how a column's numbers are written, as of `format`."""
 
     name: str
@@ -33,12 +33,12 @@ def ratio(slower: float | None, faster: float | None) -> float | None:
     return None if slower is None or faster is None else slower / faster
 
 
-def is_weak(cell: Cell) -> bool:
+def is_weak(cell: StudyCell) -> bool:
     """Return whether every device has the published batch, as in the study's cells."""
     return cell.batch_size == cell.devices * batch_of(cell.network, cell.preset)
 
 
-def throughput_table(results: Sequence[Result]) -> Table:
+def throughput_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a cell of the study: samples a second of every strategy, and the speedups of what was found."""
     rows: list[Row] = []
     for one in results:
@@ -66,7 +66,7 @@ def throughput_table(results: Sequence[Result]) -> Table:
         ("over data parallel", "over expert", "over OptCNN", "over best baseline"), ".2f"
     )
     rates = dict.fromkeys(("data parallel /s", "expert /s", "OptCNN /s", "found /s"), ",.0f")
-    return Table(
+    return StudyTable(
         "throughput",
         "Samples a second, each device with the published batch",
         tuple(rows),
@@ -74,7 +74,7 @@ def throughput_table(results: Sequence[Result]) -> Table:
     )
 
 
-def paper_table(results: Sequence[Result]) -> Table:
+def paper_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a range of the paper: our speedup with the batch read as of each device, and as of all."""
     weak = {
         (one.cell.network, one.cell.topology, one.cell.devices): one for one in results if is_weak(one.cell)
@@ -104,7 +104,7 @@ def paper_table(results: Sequence[Result]) -> Table:
             row[f"{name}:"] = None if speedup is None else reported.verdict(speedup)
         if row["batch each"] is not None or row["batch in all"] is not None:
             rows.append(row)
-    return Table(
+    return StudyTable(
         "paper",
         "Speedups beside the paper's ranges; the published batch for each device, and for all devices together",
         tuple(rows),
@@ -112,7 +112,7 @@ def paper_table(results: Sequence[Result]) -> Table:
     )
 
 
-def step_table(results: Sequence[Result]) -> Table:
+def step_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return what makes up the steps on the clusters' full sizes: computing of a mean device, and transfers."""
     ends = {(topology, counts[-1]) for topology, counts in CLUSTERS.items()}
     rows: list[Row] = []
@@ -135,10 +135,10 @@ def step_table(results: Sequence[Result]) -> Table:
             }
         rows.append(row)
     formats = {name: ",.1f" for row in rows for name in row if name.endswith(("ms", "GB"))}
-    return Table("steps", "What makes up a step on the whole clusters", tuple(rows), formats)
+    return StudyTable("steps", "What makes up a step on the whole clusters", tuple(rows), formats)
 
 
-def transfer_table(results: Sequence[Result]) -> Table:
+def transfer_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return NMT's transfers and computing on 64 K80 beside the paper's, for both readings of the batch."""
     rows: list[Row] = []
     for one in results:
@@ -161,10 +161,12 @@ def transfer_table(results: Sequence[Result]) -> Table:
                 }
             )
     formats = {"step ms": ".1f", "transfers GB": ".1f", "computing s": ".1f"}
-    return Table("transfers", "NMT on 64 K80: what one step transfers and computes", tuple(rows), formats)
+    return StudyTable(
+        "transfers", "NMT on 64 K80: what one step transfers and computes", tuple(rows), formats
+    )
 
 
-def zoo_table(results: Sequence[Result]) -> Table:
+def zoo_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a cell of the zoo: found with and without baselines among the starts, best baseline, bound."""
     rows: list[Row] = []
     for one in results:
@@ -190,7 +192,7 @@ def zoo_table(results: Sequence[Result]) -> Table:
             }
         )
     times = dict.fromkeys(("ms", "found ms", "without baselines ms", "random starts ms", "bound ms"), ",.1f")
-    return Table(
+    return StudyTable(
         "zoo",
         "The zoo against its baselines, the published batch for all devices together",
         tuple(rows),
@@ -198,7 +200,7 @@ def zoo_table(results: Sequence[Result]) -> Table:
     )
 
 
-def why(one: Result) -> str:
+def why(one: StudyResult) -> str:
     """Return, in a few words, what a zoo's row shows: ahead, or why not."""
     if one.failure is not None:
         return "nothing fits the memory"
@@ -217,7 +219,7 @@ def why(one: Result) -> str:
     return f"none found in {one.document['proposals']:,} proposals"
 
 
-def summary(results: Sequence[Result]) -> dict[str, int]:
+def summary(results: Sequence[StudyResult]) -> dict[str, int]:
     """Return how many cells of the zoo came out how."""
     counts = {
         "cells": 0,
@@ -238,7 +240,7 @@ def summary(results: Sequence[Result]) -> dict[str, int]:
     return counts
 
 
-def study_tables(results: Sequence[Result]) -> list[Table]:
+def study_tables(results: Sequence[StudyResult]) -> list[StudyTable]:
     """Return the tables of the paper's networks that have rows."""
     ours = [one for one in results if one.cell.network in PAPER_NETWORKS]
     weak = [one for one in ours if is_weak(one.cell)]
@@ -246,7 +248,7 @@ def study_tables(results: Sequence[Result]) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def _best_s(one: Result) -> float | None:
+def _best_s(one: StudyResult) -> float | None:
     name = one.best_baseline
     return None if name is None else one.time_s(name)
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from scripts.studies.cells import Cell
+from scripts.studies.cells import StudyCell
 
 # How a cell ended.
 DONE, INTERRUPTED, FAILED = "done", "interrupted", "failed"
@@ -30,26 +30,31 @@ PATIENCE_S = 60.0
 class Ending:
     """A cell that ended; `text` says why it failed."""
 
-    cell: Cell
+    cell: StudyCell
     how: str
     text: str
     seconds: float
 
 
 @dataclass
-class _Worker:
+class _SearchWorker:
     process: BaseProcess
     connection: Connection
-    cell: Cell | None = None
+    cell: StudyCell | None = None
     began: float = 0.0
 
-    def give(self, cell: Cell) -> None:
+    def give(self, cell: StudyCell) -> None:
         self.cell, self.began = cell, time.monotonic()
         self.connection.send(cell)
 
 
 def search_all(
-    cells: Sequence[Cell], folder: Path, database: str, *, workers: int, stop_after_s: float | None = None
+    cells: Sequence[StudyCell],
+    folder: Path,
+    database: str,
+    *,
+    workers: int,
+    stop_after_s: float | None = None,
 ) -> Iterator[Ending]:
     """Search cells in worker processes; yield each as it ends. No cell begins after `stop_after_s` seconds.
 
@@ -57,9 +62,9 @@ def search_all(
     """
     began = time.monotonic()
     waiting = list(reversed(cells))
-    team: list[_Worker] = []
+    team: list[_SearchWorker] = []
 
-    def next_cell() -> Cell | None:
+    def next_cell() -> StudyCell | None:
         late = stop_after_s is not None and time.monotonic() - began >= stop_after_s
         return None if late or not waiting else waiting.pop()
 
@@ -84,7 +89,7 @@ def search_all(
         _stop(team)
 
 
-def _start(folder: Path, database: str) -> _Worker:
+def _start(folder: Path, database: str) -> _SearchWorker:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there, folder, database))
@@ -92,7 +97,7 @@ def _start(folder: Path, database: str) -> _Worker:
     with _ignoring_interrupts():
         process.start()
     there.close()
-    return _Worker(process, here)
+    return _SearchWorker(process, here)
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def _ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _ending(worker: _Worker) -> Ending:
+def _ending(worker: _SearchWorker) -> Ending:
     cell = worker.cell
     if cell is None:
         raise RuntimeError("scripts/study: a worker without a cell ended")
@@ -116,7 +121,7 @@ def _ending(worker: _Worker) -> Ending:
     return Ending(cell, how, text, time.monotonic() - worker.began)
 
 
-def _stop(team: Sequence[_Worker]) -> None:
+def _stop(team: Sequence[_SearchWorker]) -> None:
     """Let workers end: those that wait by themselves, those that search by an interrupt."""
     for worker in team:
         if worker.cell is not None and worker.process.pid is not None:
@@ -143,7 +148,7 @@ def _work(connection: Connection, folder: Path, database: str) -> None:
     sys.stderr.flush()
 
 
-def _searched(cell: Cell, folder: Path, database: str) -> tuple[str, str]:
+def _searched(cell: StudyCell, folder: Path, database: str) -> tuple[str, str]:
     import traceback
 
     from app.services.progress import Silent

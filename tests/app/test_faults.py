@@ -188,7 +188,7 @@ def test_a_killed_worker_of_a_run_costs_one_call_at_most(command: Command, datab
     assert document["failed"] <= 1
     assert document["measured"] + document["failed"] == document["needed"]
     failures = [one["reason"] for one in document["kinds"][0]["failures"]]
-    assert all("ended by signal SIGKILL; it may have run out of memory" in reason for reason in failures)
+    assert all("ended by signal SIGKILL (perhaps out of memory)" in reason for reason in failures)
     assert (count(database, "failure IS NOT NULL") > 0) == (document["failed"] == 1)
     check_whole(database)
     again = command(*LONGER, "--retry-failed", "--json").document

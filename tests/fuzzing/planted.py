@@ -15,9 +15,9 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from scripts.fuzzing.cases import Case, make_case, run_case
+from scripts.fuzzing.cases import FuzzCase, make_case, run_case
 from scripts.fuzzing.corpus import TRIPWIRE, Corpus, Entry, read_folder
-from scripts.fuzzing.running import Limits, Runner, Stop
+from scripts.fuzzing.running import CommandLimits, Runner, Stop
 
 
 def raises() -> None:
@@ -96,7 +96,7 @@ PLANTED = (
 
 
 # Of those that are to be waited for no longer than needed.
-LIMITS = {waits: Limits(wall_s=1.0), leaves_a_process: Limits(orphans_s=0.5)}
+LIMITS = {waits: CommandLimits(wall_s=1.0), leaves_a_process: CommandLimits(orphans_s=0.5)}
 
 
 def small_corpus(folder: Path) -> Corpus:
@@ -124,7 +124,7 @@ def findings(corpus: Corpus, folder: Path) -> dict[str, list[str]]:
     found = {}
     for number, planted in enumerate(PLANTED):
         stop = Stop(signal.SIGTERM, 2.0) if planted is ignores_the_end else None
-        case = Case(0, number, "arguments", ("compare",), stop)
+        case = FuzzCase(0, number, "arguments", ("compare",), stop)
         runner = Runner(planted, LIMITS.get(planted))
         result = run_case(case, runner, corpus, folder / planted.__name__)
         found[planted.__name__] = [finding.oracle for finding in result.findings]

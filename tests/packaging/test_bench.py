@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from scripts.benchmarks.__main__ import benchmark_names, main
-from scripts.benchmarks.result import Result, measurement, meets_target, show
+from scripts.benchmarks.result import BenchmarkResult, measurement, meets_target, show
 
 
 def test_every_benchmark_is_known_by_its_name() -> None:
@@ -36,7 +36,8 @@ def test_table_shows_target_beside_value() -> None:
     shown = io.StringIO()
     measured = [measurement("median", 0.25, "s", at_most=0.5), measurement("minimum", 0.2, "s")]
     show(
-        Result(benchmark="cli", conditions={"runs": 5}, measurements=measured), Console(file=shown, width=100)
+        BenchmarkResult(benchmark="cli", conditions={"runs": 5}, measurements=measured),
+        Console(file=shown, width=100),
     )
     (line,) = [line for line in shown.getvalue().splitlines() if "median" in line]
     assert "0.25 s" in line

@@ -5,13 +5,13 @@ from math import inf, isclose
 import pytest
 
 from scripts.benchmarks import moves
-from scripts.benchmarks.moves import ALL, Row, of, ratio, table, variants
+from scripts.benchmarks.moves import ALL, MovesRow, of, ratio, table, variants
 from search.algorithms.mcmc import SearchOptions
 from search.algorithms.moves import MoveShares, shares_for
 
 
-def row(variant: str, best_s: float, *, network: str = "a", seed: int = 0, proposals: int = 100) -> Row:
-    return Row(network, "random", seed, variant, 9.0, best_s, proposals, 10)
+def row(variant: str, best_s: float, *, network: str = "a", seed: int = 0, proposals: int = 100) -> MovesRow:
+    return MovesRow(network, "random", seed, variant, 9.0, best_s, proposals, 10)
 
 
 def test_each_chain_is_compared_with_that_of_all_moves_from_the_same_start() -> None:

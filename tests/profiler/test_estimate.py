@@ -14,7 +14,7 @@ from graph.topology import DeviceKind
 from profiler.estimate import (
     Estimator,
     Observation,
-    Work,
+    PhaseWork,
     estimate,
     roofline_s,
     work_of,
@@ -33,23 +33,23 @@ KIND = DeviceKind(
 
 
 def test_roofline_is_bound_by_arithmetic() -> None:
-    time_s = roofline_s(Work(1e9, 1.0), KIND, arithmetic_efficiency=0.5, memory_efficiency=1.0)
+    time_s = roofline_s(PhaseWork(1e9, 1.0), KIND, arithmetic_efficiency=0.5, memory_efficiency=1.0)
     assert time_s == pytest.approx(1e9 / 0.5e12 + 1e-5)
 
 
 def test_roofline_is_bound_by_memory() -> None:
-    time_s = roofline_s(Work(1.0, 1e9), KIND, arithmetic_efficiency=1.0, memory_efficiency=0.5)
+    time_s = roofline_s(PhaseWork(1.0, 1e9), KIND, arithmetic_efficiency=1.0, memory_efficiency=0.5)
     assert time_s == pytest.approx(1e9 / 0.5e11 + 1e-5)
 
 
 def test_nothing_to_do_takes_a_launch() -> None:
-    assert roofline_s(Work(0.0, 0.0), KIND) == 1e-5
+    assert roofline_s(PhaseWork(0.0, 0.0), KIND) == 1e-5
 
 
 def test_precision_chooses_the_peak() -> None:
-    single = roofline_s(Work(1e12, 0.0, "float32"), KIND, arithmetic_efficiency=1.0)
-    half = roofline_s(Work(1e12, 0.0, "float16"), KIND, arithmetic_efficiency=1.0)
-    other = roofline_s(Work(1e12, 0.0, "bfloat16"), KIND, arithmetic_efficiency=1.0)
+    single = roofline_s(PhaseWork(1e12, 0.0, "float32"), KIND, arithmetic_efficiency=1.0)
+    half = roofline_s(PhaseWork(1e12, 0.0, "float16"), KIND, arithmetic_efficiency=1.0)
+    other = roofline_s(PhaseWork(1e12, 0.0, "bfloat16"), KIND, arithmetic_efficiency=1.0)
     assert (single, half, other) == pytest.approx((1.00001, 0.25001, 1.00001))
 
 
@@ -57,7 +57,7 @@ def test_work_of_a_matrix_product() -> None:
     call = matrix_product(100, 200, 300)
     forward, backward = work_of(call, "forward"), work_of(call, "backward")
     moved = 4 * (100 * 200 + 200 * 300 + 100 * 300)
-    assert forward == Work(2 * 100 * 200 * 300, moved, "float32")
+    assert forward == PhaseWork(2 * 100 * 200 * 300, moved, "float32")
     assert backward.flops == 2 * forward.flops
     assert backward.size_bytes == moved + 4 * (100 * 200 + 200 * 300)
 
@@ -69,7 +69,7 @@ def test_backward_to_one_factor_is_half_the_work() -> None:
 
 
 def test_work_of_an_update() -> None:
-    assert work_of(update_call("momentum", 1000), "update") == Work(4000, 5 * 4000, "float32")
+    assert work_of(update_call("momentum", 1000), "update") == PhaseWork(4000, 5 * 4000, "float32")
 
 
 def test_missing_phase_is_named() -> None:

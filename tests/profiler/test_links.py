@@ -15,13 +15,13 @@ from graph.topology import local_topology
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.fits import LinkFit, fit_link
 from profiler.kinds import datasheet_kind
-from profiler.link_patterns import COLLECTIVE_PATTERNS, Place, prepare
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, prepare
 from profiler.link_worker import (
     FEWEST,
     Members,
     ProbePlan,
+    ProbeRank,
     ProbeReport,
-    Rank,
     process_group,
 )
 from profiler.link_worker import probe as probe_as_rank
@@ -240,7 +240,7 @@ def moved_by_patterns(device: PhysicalDevice) -> float | None:
     import torch
     import torch.distributed as dist
 
-    class Ones(Place):
+    class Ones(Participant):
         def zeros(self, *sizes: int) -> torch.Tensor:
             return torch.ones(sizes) * (self.rank + 1)
 
@@ -302,6 +302,6 @@ def test_every_pattern_runs_over_nccl_on_one_gpu(tmp_path: Path) -> None:
 def one_gpu(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
     """Send the times of a group of one."""
     with process_group(device, plan):
-        rank = Rank(device, plan)
+        rank = ProbeRank(device, plan)
         rank.measure_collectives()
         connection.send(rank.report.times_s)

@@ -13,7 +13,7 @@ from profiler.measure import (
     FailedMeasurement,
     Measurement,
     MeasureOptions,
-    Outcome,
+    PhaseOutcome,
     describe_error,
     failed,
     measure_call,
@@ -32,7 +32,7 @@ def device() -> PhysicalDevice:
     return available_devices("cpu")[0]
 
 
-def _measured(outcomes: tuple[Outcome, ...]) -> list[Measurement]:
+def _measured(outcomes: tuple[PhaseOutcome, ...]) -> list[Measurement]:
     assert [outcome for outcome in outcomes if isinstance(outcome, FailedMeasurement)] == []
     return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
 

@@ -17,8 +17,7 @@ from graph.calls import LocalCall
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import available_devices, cpu_devices
 from profiler.measure import FailedMeasurement, Measurement, MeasureOptions
-from profiler.pinning import can_pin, usable_cores
-from profiler.processes import describe_exit
+from profiler.pinning import can_pin, describe_exit, usable_cores
 from profiler.updates import update_call
 from profiler.workers import CallResult, WorkerPool
 from tests.profiler.examples import impossible_matrix_product, long_matrix_product, matrix_product
@@ -91,7 +90,7 @@ def test_killed_worker_costs_one_call() -> None:
         killer.join()
     assert [result.call for result in results] == [others[0], fatal, *others[1:]]
     assert [len(_reasons(result)) for result in results] == [0, 2, 0, 0]
-    assert "ended by signal SIGKILL; it may have run out of memory" in _reasons(results[1])[0]
+    assert "ended by signal SIGKILL (perhaps out of memory)" in _reasons(results[1])[0]
 
 
 def test_hanging_call_ends_at_its_limit_and_the_others_are_measured() -> None:
@@ -192,9 +191,9 @@ with WorkerPool(cpu_devices(1)) as pool:
 
 
 def test_exits_are_described() -> None:
-    assert describe_exit(3) == "the worker exited with code 3"
-    assert describe_exit(-signal.SIGSEGV) == "the worker was ended by signal SIGSEGV"
-    assert describe_exit(-99) == "the worker was ended by signal 99"
+    assert describe_exit(3) == "exited with code 3"
+    assert describe_exit(-signal.SIGSEGV) == "was ended by signal SIGSEGV"
+    assert describe_exit(-99) == "was ended by signal 99"
 
 
 @pytest.mark.cuda

@@ -13,12 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from graph.errors import RuntimeFailure
-from profiler.pinning import child_variables, started_with, usable_cores
+from profiler.pinning import child_variables, describe_exit, end_with_parent, started_with, usable_cores
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import (
     PEER_GRACE_S,
-    describe_exit,
-    end_with_parent,
     join_group,
     leave_group,
     occupy,

@@ -14,8 +14,8 @@ from graph.operators import OperatorGraph
 from graph.plan import Plan, build_plan
 from graph.strategy import Configuration, Strategy
 from runtime.communication import _plain
-from runtime.instructions.base import Exchange, SendGradients
 from runtime.instructions.collectives import StartCollective, StartGradientCollective, _packed
+from runtime.instructions.messages import Exchange, SendGradients
 from runtime.lowering.program import compile_program
 from runtime.lowering.transfers import _stacked
 from tests.runtime.oracle import check, graph_of, reference
@@ -138,8 +138,8 @@ def test_synchronized_batch_norm_has_one_collective_an_exchange() -> None:
         starts = [one for one in instructions if isinstance(one, StartCollective)]
         back = [one for one in instructions if isinstance(one, StartGradientCollective)]
         assert len(starts) == len(exchanged)
-        assert starts[0].share.kind is CollectiveKind.ALL_REDUCE
-        assert back[-1].share.kind is CollectiveKind.ALL_REDUCE
+        assert starts[0].call.kind is CollectiveKind.ALL_REDUCE
+        assert back[-1].call.kind is CollectiveKind.ALL_REDUCE
         assert not [one for one in instructions if isinstance(one, (Exchange, SendGradients))]
 
 

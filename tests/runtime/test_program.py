@@ -14,24 +14,17 @@ from graph.plan import build_plan
 from graph.strategy import Configuration, Sharding, Strategy
 from runtime.communication import World
 from runtime.execution.executor import Executor
-from runtime.instructions.base import (
-    Arrival,
-    Differentiate,
-    Exchange,
-    Instruction,
-    Receive,
-    ReceiveGradients,
-    Release,
-    SendGradients,
-)
+from runtime.instructions.base import Instruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
-from runtime.instructions.gradient_synchronization import FinishReduction, StartReduction
+from runtime.instructions.compute import Differentiate, Release
+from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce
+from runtime.instructions.messages import Arrival, Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
-    FinishGather,
-    FinishSharedSum,
-    Free,
-    StartGather,
-    StartSharedSum,
+    FinishAllGather,
+    FinishReduceScatter,
+    Reshard,
+    StartAllGather,
+    StartReduceScatter,
 )
 from runtime.jobs.models import tensors_of
 from runtime.lowering.program import Program, compile_program
@@ -110,28 +103,28 @@ class Model:
         instruction: Any = rank.instructions[rank.position]
         if not all(self._arrived(rank, slot) for slot in awaited_by(instruction)):
             return False
-        if isinstance(instruction, FinishReduction):
-            reduction = instruction.reduction
-            return self._ended(reduction.ranks, self.number_in_group[rank.number, reduction.number])
-        if isinstance(instruction, (FinishSharedSum, FinishGather)):
+        if isinstance(instruction, FinishAllReduce):
+            bucket = instruction.bucket
+            return self._ended(bucket.ranks, self.number_in_group[rank.number, bucket.number])
+        if isinstance(instruction, (FinishReduceScatter, FinishAllGather)):
             group = instruction.group
             return self._ended(group.ranks, self.number_of_group[rank.number, group.number])
-        if isinstance(instruction, StartSharedSum) and instruction.before is not None:
+        if isinstance(instruction, StartReduceScatter) and instruction.before is not None:
             before = instruction.before
             if not self._ended(before.ranks, self.number_of_group[rank.number, before.number]):
                 return False
-        if isinstance(instruction, (StartSharedSum, StartGather)):
+        if isinstance(instruction, (StartReduceScatter, StartAllGather)):
             group, kind = instruction.group, type(instruction).__name__
             order = self._issue(rank, group.ranks, (kind, group.length, group.dtype))
             self.number_of_group[rank.number, group.number] = order
-        if isinstance(instruction, StartReduction):
-            reduction = instruction.reduction
-            order = self._issue(rank, reduction.ranks, ("reduction", tuple(reduction.flat.shape)))
-            self.number_in_group[rank.number, reduction.number] = order
+        if isinstance(instruction, StartAllReduce):
+            bucket = instruction.bucket
+            order = self._issue(rank, bucket.ranks, ("reduction", tuple(bucket.flat.shape)))
+            self.number_in_group[rank.number, bucket.number] = order
         if isinstance(instruction, (StartCollective, StartGradientCollective)):
-            share = instruction.share
-            order = self._issue(rank, share.ranks, (share.kind, share.root, share.dtype))
-            rank.collecting.update(dict.fromkeys(share.slots, (share.ranks, order)))
+            call = instruction.call
+            order = self._issue(rank, call.ranks, (call.kind, call.root, call.dtype))
+            rank.collecting.update(dict.fromkeys(call.slots, (call.ranks, order)))
         for peer, shape in sent_by(instruction):
             self.sent[rank.number, peer].append(shape)
         for arrival in arrivals_of(instruction):
@@ -192,7 +185,7 @@ def test_sums_and_gathers_of_shares_match_and_nothing_deadlocks(name: str) -> No
         assert model.groups_agree()
         assert {group for group, _ in model.issued} <= set(plan.device_groups)
         kinds |= {type(one) for program in programs for one in program.instructions}
-    assert {StartSharedSum, StartGather, Free} <= kinds
+    assert {StartReduceScatter, StartAllGather, Reshard} <= kinds
 
 
 def test_a_step_with_gathered_weights_leaves_none_of_them_behind() -> None:
@@ -209,14 +202,14 @@ def test_a_step_with_gathered_weights_leaves_none_of_them_behind() -> None:
         learning_rate=0.0,
         device=CPU,
     )
-    held = [executor._held[name] for name in executor.program.gathered]
+    held = [executor._held[name] for name in executor.program.sharded]
     assert len(held) == len(graph.weights)
     for number in range(2):
         assert all(one.untyped_storage().nbytes() == 0 for one in held)
         executor.step(number)
     assert all(one.untyped_storage().nbytes() == 0 for one in held)
-    assert not executor._state.gathering
-    assert not executor._state.sharing
+    assert not executor._state.all_gathers
+    assert not executor._state.reduce_scatters
     for weight in graph.weights:
         ((_, share),) = executor.parts()[weight.name]
         assert weight.spec.elements / 2 <= share.numel() < weight.spec.elements
@@ -227,7 +220,7 @@ def test_one_device_has_one_segment_and_no_messages() -> None:
     program = compile_program(build_plan(graph, in_turn(graph, [0]), (0,)), 0, CPU)
     kinds = [type(instruction) for instruction in program.instructions]
     assert kinds.count(Differentiate) == 1
-    assert not {Exchange, SendGradients, Receive, StartReduction} & set(kinds)
+    assert not {Exchange, SendGradients, Receive, StartAllReduce} & set(kinds)
 
 
 def test_a_step_leaves_no_tensor_behind() -> None:
@@ -245,7 +238,7 @@ def test_a_step_leaves_no_tensor_behind() -> None:
         device=CPU,
     )
     executor.step(0)
-    kept = {reading.slot for reading in executor._program.readings}
+    kept = {read.slot for read in executor._program.reads}
     assert {slot for slot, value in enumerate(executor._state.values) if value is not None} == kept
 
 
@@ -260,6 +253,6 @@ def test_buckets_cut_the_backward_into_segments() -> None:
     plan = build_plan(graph, strategy, (0, 0), bucket_bytes=100)
     program = compile_program(plan, 1, CPU)
     kinds = [type(i) for i in program.instructions if not isinstance(i, Release)]
-    first_reduction = kinds.index(StartReduction)
+    first_reduction = kinds.index(StartAllReduce)
     assert Differentiate in kinds[:first_reduction]
     assert Differentiate in kinds[first_reduction:]

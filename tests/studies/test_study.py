@@ -19,14 +19,14 @@ import pytest
 
 from app.services.progress import Silent
 from scripts.studies.__main__ import main
-from scripts.studies.cells import K80, P100, Cell
-from scripts.studies.results import Folder, Result
+from scripts.studies.cells import K80, P100, StudyCell
+from scripts.studies.results import Folder, StudyResult
 from scripts.studies.running import run_cell
 
 SMALL = ("--quick", "--networks", "rnnlm", "--devices", "4", "--budget", "40", "--workers", "1", "--json")
 # The one with the batch of each device on the first cluster.
-WEAK = Cell("rnnlm", P100, 4, 16, "small", 40, 2, 0)
-STRONG = Cell("rnnlm", P100, 4, 4, "small", 40, 4, 0)
+WEAK = StudyCell("rnnlm", P100, 4, 16, "small", 40, 2, 0)
+STRONG = StudyCell("rnnlm", P100, 4, 4, "small", 40, 4, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return Study(folder, json.loads(printed.getvalue()))
 
 
-def result(study: Study, cell: Cell) -> Result:
+def result(study: Study, cell: StudyCell) -> StudyResult:
     """Return a finished cell's result."""
     found = Folder(study.folder).read(cell)
     assert found is not None

@@ -17,8 +17,8 @@ from scripts.studies.cells import (
     P100,
     PAPER_NETWORKS,
     ZOO_PLACES,
-    Cell,
     Request,
+    StudyCell,
     cells,
     study_cells,
     zoo_cells,
@@ -26,7 +26,7 @@ from scripts.studies.cells import (
 from scripts.studies.experts import by_depth
 from scripts.studies.paper import REPORTED, Reported
 from scripts.studies.plots import nice_step
-from scripts.studies.results import Result
+from scripts.studies.results import StudyResult
 
 
 def result(
@@ -40,7 +40,7 @@ def result(
     chains: tuple[tuple[str, float | None], ...] = (),
     unfit: tuple[str, ...] = (),
     gap: float | None = None,
-) -> Result:
+) -> StudyResult:
     """Return a result with these step times."""
     document: dict[str, Any] = {
         "failure": None,
@@ -57,7 +57,7 @@ def result(
         "gap": gap,
         "lower_bound_s": 0.05,
     }  # fmt: skip
-    return Result(Cell(network, topology, devices, batch_size, "paper", 2000, 4, 0), document)
+    return StudyResult(StudyCell(network, topology, devices, batch_size, "paper", 2000, 4, 0), document)
 
 
 def test_speedups_are_ratios_of_step_times_and_throughput_is_of_the_whole_batch() -> None:
@@ -152,8 +152,8 @@ def test_a_row_of_the_zoo_says_who_is_ahead_or_why_nobody(
 
 
 def test_a_network_that_nothing_fits_says_so_and_is_counted() -> None:
-    cell = Cell("gpt2", P100, 4, 512, "paper", 2000, 4, 0)
-    one = Result(cell, {"failure": "search: every strategy met exceeds the devices' memories"})
+    cell = StudyCell("gpt2", P100, 4, 512, "paper", 2000, 4, 0)
+    one = StudyResult(cell, {"failure": "search: every strategy met exceeds the devices' memories"})
     (row,) = tables.zoo_table([one]).rows
     assert (row["why"], row["found ms"]) == ("nothing fits the memory", None)
     assert tables.summary([one])["nothing fits"] == 1
