@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from app.cli import ending
 from app.cli.text import printable
-from graph.errors import RankFailure, RuntimeFailure, SoapstoneError
+from graph.errors import TeamFailure, RuntimeFailure, SoapstoneError
 from graph.texts import shown
 
 FAILED, MISUSED = 1, 2
@@ -58,7 +58,7 @@ def _invoke() -> int:
 
 def _explained(error: BaseException) -> int:
     """Say in a line why the command ends; return its exit code. What is a bug of ours is raised again."""
-    if isinstance(error, RankFailure):
+    if isinstance(error, TeamFailure):
         return _fail(str(error), error.exit_code, silent=not _speaks())
     number = ending.came()
     if isinstance(error, KeyboardInterrupt):

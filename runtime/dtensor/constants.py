@@ -95,7 +95,7 @@ def _is_part(whole: torch.Tensor, own: torch.Tensor, degree: int) -> bool:
 
     differing = [dim for dim, (a, b) in enumerate(zip(whole.shape, own.shape, strict=True)) if a != b]
     parts = whole.chunk(degree, differing[0]) if len(differing) == 1 else (whole,)
-    return all(torch.equal(one, own) for one in parts)
+    return all(torch.equal(part, own) for part in parts)
 
 
 def _evaluated(graph: OperatorGraph) -> dict[str, torch.Tensor]:

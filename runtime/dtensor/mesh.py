@@ -151,7 +151,7 @@ def _text(placements: Placements) -> str:
 def _everywhere(graph: OperatorGraph, strategy: Strategy, devices: int) -> frozenset[int]:
     """Return the operators with fewer tasks than devices that cost nothing to compute on all of them."""
     moving = {value.name for value in graph.values if value.kind in (ValueKind.INPUT, ValueKind.WEIGHT)}
-    found = set()
+    operators = set()
     for index, (operator, configuration) in enumerate(
         zip(graph.operators, strategy.configurations, strict=True)
     ):
@@ -165,8 +165,8 @@ def _everywhere(graph: OperatorGraph, strategy: Strategy, devices: int) -> froze
         if depends:
             moving.update(operator.outputs)
         if whole and len(configuration.devices) < devices and (small or not depends):
-            found.add(index)
-    return frozenset(found)
+            operators.add(index)
+    return frozenset(operators)
 
 
 def _operator_placements(

@@ -50,14 +50,14 @@ class Modules:
             for name, value in operator.arguments
             if name in ("weight", "bias") and isinstance(value, Slot)
         }
-        found = []
+        paths = []
         for path, module in self.module.named_modules():
             own = {
                 name: self._first[id(parameter)] for name, parameter in module.named_parameters(recurse=False)
             }
             if own and own == wanted and any(base.__name__ in kinds for base in type(module).__mro__):
-                found.append(path)
-        return tuple(found)
+                paths.append(path)
+        return tuple(paths)
 
     def first_name(self, parameter: nn.Parameter) -> str:
         """Return the name under which the graph knows a parameter."""

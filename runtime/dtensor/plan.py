@@ -65,18 +65,20 @@ def make_plan(
         StrategyError: no mesh expresses it; one line with the reason.
     """
     refusals = []
-    for found in mesh_layouts(graph, strategy):
-        if isinstance(found, Inexpressible):
-            refusals.append(found)
+    for layout in mesh_layouts(graph, strategy):
+        if isinstance(layout, Inexpressible):
+            refusals.append(layout)
             continue
         try:
-            return _plan_on(graph, found, Modules(graph, module), args, kwargs)
+            return _plan_on(graph, layout, Modules(graph, module), args, kwargs)
         except Inexpressible as reason:
             reason.progress += len(graph.operators)
             refusals.append(reason)
     if not refusals:
         raise inexpressible(strategy, "it runs on one device")
-    raise inexpressible(strategy, str(max(refusals, key=lambda one: one.progress)))
+    raise inexpressible(
+        strategy, str(max(refusals, key=lambda inexpressible_reason: inexpressible_reason.progress))
+    )
 
 
 def _plan_on(

@@ -68,7 +68,7 @@ def data_dim(graph: OperatorGraph, layout: MeshLayout, dim: int) -> DataDim:
     # Every rank makes its own, of its samples (`runtime.dtensor.constants`).
     constants = constant_values(graph)
     batch_dims: dict[int, int] = {}
-    known: dict[str, object] = {}
+    input_placements: dict[str, object] = {}
     summed: set[str] = set()
     sums: list[int] = []
     for index, operator in enumerate(graph.operators):
@@ -79,7 +79,7 @@ def data_dim(graph: OperatorGraph, layout: MeshLayout, dim: int) -> DataDim:
                 producer, output = graph.producer[name]
                 arrives = layout.outputs[producer][output][dim]
             elif graph.value_by_name[name].kind is ValueKind.INPUT:
-                arrives = known.setdefault(name, arrives)  # type: ignore[assignment]
+                arrives = input_placements.setdefault(name, arrives)  # type: ignore[assignment]
                 if placements[dim].kind is PlacementKind.SHARD:
                     batch_dims[graph.inputs.index(name)] = placements[dim].dim
             summed_up = (arrives, placements[dim]) == (PARTIAL, REPLICATE)

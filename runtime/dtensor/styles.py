@@ -214,7 +214,12 @@ class TensorDim:
         arguments: list[tuple[str, Layouts]] = []
         if any(positional):
             arguments = [
-                ("input_layouts", tuple(None if one is None else REPLICATE for one in positional)),
+                (
+                    "input_layouts",
+                    tuple(
+                        None if placement_of_input is None else REPLICATE for placement_of_input in positional
+                    ),
+                ),
                 ("desired_input_layouts", positional),
             ]
         if named:
@@ -253,12 +258,12 @@ class TensorDim:
             return Style("SequenceParallel", (("sequence_dim", call.reads.dim), ("use_local_output", False)))
         inward = (("input_layouts", (call.arrives,)), ("desired_input_layouts", (call.reads,)))
         outward = (("output_layouts", (call.makes,)), ("desired_output_layouts", (call.gives,)))
-        kept = ("use_local_output", False)
+        local_output = ("use_local_output", False)
         if moves_in and moves_out:
-            return Style("PrepareModuleInputOutput", (*inward, *outward, kept))
+            return Style("PrepareModuleInputOutput", (*inward, *outward, local_output))
         if moves_in:
             return Style("PrepareModuleInput", inward)
-        return Style("PrepareModuleOutput", (*outward, kept)) if moves_out else None
+        return Style("PrepareModuleOutput", (*outward, local_output)) if moves_out else None
 
     def _weight_placement(self, path: str) -> Placement:
         """Return how a module's `weight` lies; a bias goes with it, as the rules of both operators have it."""

@@ -136,7 +136,7 @@ def _placements(plan: ParallelPlan) -> Iterator[Placement]:
             if isinstance(value, Placement):
                 yield value
             elif isinstance(value, tuple):
-                yield from (one for one in value if one is not None)
+                yield from (placement for placement in value if placement is not None)
             elif isinstance(value, Mapping):
                 yield from value.values()
 
@@ -206,10 +206,10 @@ def _layouts(value: Layouts) -> str:
     if isinstance(value, Placement):
         return f"Shard({value.dim})" if value.kind is PlacementKind.SHARD else f"{value.kind}()"
     if isinstance(value, tuple):
-        items: Sequence[str] = ["None" if one is None else _layouts(one) for one in value]
+        items: Sequence[str] = ["None" if item is None else _layouts(item) for item in value]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_literal(name)}: {_layouts(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_literal(name)}: {_layouts(item)}" for name, item in value.items()) + "}"
     return _literal(value)
 
 

@@ -50,8 +50,8 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=2)
 def _factors(device: torch.device) -> torch.Tensor:
-    places = torch.arange(MOST_BYTES // _WORD_BYTES + BLOCK_BYTES // _WORD_BYTES, device=device)
-    return (places * _SPREAD) | 1
+    positions = torch.arange(MOST_BYTES // _WORD_BYTES + BLOCK_BYTES // _WORD_BYTES, device=device)
+    return (positions * _SPREAD) | 1
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""One training step of the user's module itself, in plain PyTorch and float64: what an import may lose is in it.
+"""One training step of the user's module itself, in plain PyTorch and float64, with all that an import may lose.
 
-torch.export records the operators of a forward, and nothing else: backwards of the user's own, hooks, and whatever
-Python does in between are not in the graph. Here they run. The module is the factory's, its weights and inputs
-converted; below autograd every operator is made to compute in float64, whatever format the forward asks for, as the
-graph is in verification, and random operators draw the graph's own numbers, in the order of its operators.
+torch.export records the operators of a forward, and nothing else: custom backwards, hooks, and Python's own side
+effects are not in the graph. Here they run. The module is the factory's, its weights and inputs converted; below
+autograd every operator computes in float64, whatever format the forward asks for, as the graph does in verification,
+and random operators draw the graph's own numbers, in the order of its operators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graph.operators import OperatorGraph
 from profiler.operators import ExecutionContext
 from runtime.jobs.eager_random import GraphRandomNumbers
 from runtime.jobs.models import Built
-from runtime.jobs.verify import EAGER, EAGER_AGAIN, Deviation, Reference, deviations, loss_deviation
+from runtime.jobs.verify import EAGER, EAGER_SECOND, Deviation, Reference, deviations, loss_deviation
 
 # Floating-point formats that are computed in float64 instead.
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,25 +31,25 @@ _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """What a step of a module itself gives.
+    """The results of one step of a module itself.
 
     result: loss; gradients of the trainable parameters that got one; all buffers afterwards.
-    loss_again: of the same forward once more, from the same buffers and draws: another one where Python counts.
+    second_loss: of a second forward from the same buffers and random numbers: it differs where Python keeps state.
     initial: all buffers before.
     """
 
     result: Reference
-    loss_again: float
+    second_loss: float
     initial: dict[str, torch.Tensor]
 
 
 def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) -> EagerStep:
-    """Return what one step of a freshly built module gives, in float64.
+    """Return the results of one step of a freshly built module, in float64.
 
     Args:
         built: module and inputs as a factory returned them; both are converted, and nothing else may use them then.
-        graph: what the module was imported as; its random operators say what is drawn.
-        context: seed and step of the draws, and where to compute.
+        graph: imported from the module; its random operators give the random numbers.
+        context: seed and step of the random numbers, and the device.
     """
     module, args, kwargs = built
     module = module.to(context.device, torch.float64)
@@ -76,30 +76,30 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
         for name, buffer in module.named_buffers():
             buffer.copy_(initial[name])
         with _Double(GraphRandomNumbers(graph, context)):
-            again = float(loss_of(module(*args, **kwargs)).detach())
-    return EagerStep(result, again, initial)
+            second_loss = float(loss_of(module(*args, **kwargs)).detach())
+    return EagerStep(result, second_loss, initial)
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
-def from_eager(found: Reference, step: EagerStep) -> tuple[Deviation, ...]:
-    """Return how far the loss, gradients and buffers of the graph on one device are from those of the module itself."""
+def from_eager(of_graph: Reference, step: EagerStep) -> tuple[Deviation, ...]:
+    """Return the deviations of loss, gradients and buffers of the graph on one device from the module's own."""
     eager = step.result
-    gradients = {name: torch.zeros_like(gradient) for name, gradient in found.gradients.items()}
+    gradients = {name: torch.zeros_like(gradient) for name, gradient in of_graph.gradients.items()}
     gradients |= eager.gradients
-    buffers = {**step.initial, **found.buffers}
+    buffers = {**step.initial, **of_graph.buffers}
     # Infinities that stay would have no difference, and most buffers stay.
     changed = [
         name
         for name, buffer in eager.buffers.items()
-        if name in found.buffers or not torch.equal(buffer.double(), buffers[name].double())
+        if name in of_graph.buffers or not torch.equal(buffer.double(), buffers[name].double())
     ]
     return (
-        loss_deviation(found.loss, eager.loss, EAGER),
-        loss_deviation(found.loss, step.loss_again, EAGER_AGAIN),
-        *deviations(f"{EAGER} gradient", found.gradients, gradients),
+        loss_deviation(of_graph.loss, eager.loss, EAGER),
+        loss_deviation(of_graph.loss, step.second_loss, EAGER_SECOND),
+        *deviations(f"{EAGER} gradient", of_graph.gradients, gradients),
         *deviations(
             f"{EAGER} buffer",
             {name: buffers[name].double() for name in changed},
@@ -120,16 +120,16 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 @contextmanager
 def _plain_kernels(device: torch.device) -> Iterator[None]:
-    """Let the body draw, and make tensors, as it did for export, and leave torch's generators as they were."""
+    """Seed torch's generators and make tensors as for export, and restore the generators at the end."""
     devices = [device] if device.type == "cuda" else []
-    # A fused recurrent kernel would draw its dropout where nothing sees it.
+    # A fused recurrent kernel would draw its dropout below the dispatcher.
     with torch.random.fork_rng(devices), torch.backends.cudnn.flags(enabled=False), torch.device(device):
         torch.manual_seed(0)
         yield
 
 
 class _Double(TorchDispatchMode):
-    """Computes in float64 whatever is asked for, and draws the graph's random numbers."""
+    """Executes every operator in float64, and random operators with the graph's random numbers."""
 
     def __init__(self, draws: GraphRandomNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -22,55 +22,59 @@ _ROUNDING = 1e-9
 
 
 class GraphRandomNumbers:
-    """Gives the random operators of one forward, in the order in which they come, the graph's numbers.
+    """The graph's random numbers for the random operators of one forward, in their order.
 
-    An operator that draws what no random operator of the graph does is one whose result the loss does not depend on,
-    or one that the import has lost: it draws from torch's generator. A draw that begins at the same state of that
-    generator as an earlier one repeats it (activation checkpoints), and gets the same numbers.
+    A random operator without a counterpart in the graph, since the loss does not depend on its result or the import has
+    lost it, draws from torch's generator. A draw that begins at the same state of that generator as an earlier one
+    repeats it (activation checkpointing), and gets the same numbers.
     """
 
     def __init__(self, graph: OperatorGraph, context: ExecutionContext) -> None:
         self._graph = graph
         self._context = context
         # Dropout of everything is a product with zeros in torch.
-        self._waiting = [one for one in graph.operators if one.target in DRAWING and _dropped(one) != 1.0]
+        self._waiting = [
+            operator
+            for operator in graph.operators
+            if operator.target in DRAWING and _dropped(operator) != 1.0
+        ]
         self._earlier: dict[bytes, list[Operator]] = {}
 
     def draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what a random operator gives: the next numbers of the graph, if they fit."""
+        """Return the result of a random operator: the next numbers of the graph, if they fit."""
         state = self._state()
-        result = function(*args, **kwargs)  # moves torch's generator on, as it would without us
+        result = function(*args, **kwargs)  # advances torch's generator as without the graph's numbers
         values = result[0] if isinstance(result, (tuple, list)) else result
         shape = tuple(values.shape)
-        given = dict(zip(_names(function), args, strict=False)) | kwargs
+        arguments = dict(zip(_names(function), args, strict=False)) | kwargs
         name = function.overloadpacket.__name__.removesuffix("_like").rstrip("_")
         if name == "native_dropout":
-            found = self._next(state, shape, given["p"])
-            if not found:
+            operators = self._next(state, shape, arguments["p"])
+            if not operators:
                 return result
-            mask = self._numbers(found, shape)
-            return args[0] * mask / (1 - given["p"]), mask
+            mask = self._numbers(operators, shape)
+            return args[0] * mask / (1 - arguments["p"]), mask
         if name == "bernoulli":
             # Probabilities of each element are `p`, or the values themselves.
-            ones = given.get("p", _DEFAULT_PROBABILITY if function._overloadname == "float" else args[0])
-            found = self._next(state, shape, 1 - ones if isinstance(ones, float) else None)
-            if found:
-                numbers = self._numbers(found, shape)
+            ones = arguments.get("p", _DEFAULT_PROBABILITY if function._overloadname == "float" else args[0])
+            operators = self._next(state, shape, 1 - ones if isinstance(ones, float) else None)
+            if operators:
+                numbers = self._numbers(operators, shape)
                 values.copy_(numbers if numbers.dtype == torch.bool else numbers < ones)
             return result
-        if name == "rrelu_with_noise" and given["training"]:
-            found = self._next(state, shape, None)
-            if found:
-                low, noise = given["lower"], given["noise"]
-                slopes = _scaled(self._numbers(found, shape), given["upper"] - low, low)
+        if name == "rrelu_with_noise" and arguments["training"]:
+            operators = self._next(state, shape, None)
+            if operators:
+                low, noise = arguments["lower"], arguments["noise"]
+                slopes = _scaled(self._numbers(operators, shape), arguments["upper"] - low, low)
                 # The backward reads them there.
                 noise.copy_(torch.where(args[0] > 0, 1.0, slopes))
                 values.copy_(args[0] * noise)
             return result
         if name in _CONVERSIONS:
-            found = self._next(state, shape, None)
-            if found:
-                values.copy_(_CONVERSIONS[name](self._numbers(found, shape), given))
+            operators = self._next(state, shape, None)
+            if operators:
+                values.copy_(_CONVERSIONS[name](self._numbers(operators, shape), arguments))
         return result
 
     def _state(self) -> bytes:
@@ -79,7 +83,7 @@ class GraphRandomNumbers:
         return torch.get_rng_state().numpy().tobytes()
 
     def _next(self, state: bytes, shape: tuple[int, ...], dropped: float | None) -> list[Operator]:
-        """Return the operators whose numbers are drawn, or none: the graph has none here."""
+        """Return the operators of the graph with the numbers of this draw; none where the graph has no counterpart."""
         if state not in self._earlier:
             count = self._fitting(shape, dropped)
             self._earlier[state] = self._waiting[:count]
@@ -92,21 +96,22 @@ class GraphRandomNumbers:
         for count, own in ((1, shape), (1, (*shape[1::-1], *shape[2:])), (steps, shape[1:])):
             following = self._waiting[:count]
             if len(following) == count > 0 and all(
-                self._shape(one) == own and _alike(_dropped(one), dropped) for one in following
+                self._shape(operator) == own and _same_draw(_dropped(operator), dropped)
+                for operator in following
             ):
                 return count
         return 0
 
     def _shape(self, operator: Operator) -> tuple[int, ...]:
-        """Return the shape of what an operator draws: attention drops of its scores."""
+        """Return the shape of an operator's draw: attention drops some of its scores."""
         if operator.target != "soapstone.attention":
             return self._graph.output_specs(operator)[0].shape
         query, key = (self._graph.value_by_name[name].spec.shape for name in operator.inputs[:2])
         return (*query[:-1], key[-2])
 
     def _numbers(self, operators: Sequence[Operator], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return what operators draw together: True for what is kept, or numbers."""
-        pieces = [self._drawn(one) for one in operators]
+        """Return the joint draw of operators: a mask of kept elements, or numbers."""
+        pieces = [self._drawn(operator) for operator in operators]
         whole = pieces[0] if len(pieces) == 1 else torch.stack(pieces)
         return whole if tuple(whole.shape) == shape else whole.transpose(0, 1)
 
@@ -125,13 +130,13 @@ def _names(function: Any) -> list[str]:
 
 def _dropped(operator: Operator) -> float | None:
     """Return the probability with which an operator drops; None for one that draws numbers."""
-    given = dict(operator.arguments)
-    found = given.get("p", given.get("dropout_p"))
-    return float(found) if isinstance(found, (int, float)) else None
+    arguments = dict(operator.arguments)
+    probability = arguments.get("p", arguments.get("dropout_p"))
+    return float(probability) if isinstance(probability, (int, float)) else None
 
 
-def _alike(own: float | None, dropped: float | None) -> bool:
-    """True where an operator of the graph draws what torch does; numbers become ones and zeros as well."""
+def _same_draw(own: float | None, dropped: float | None) -> bool:
+    """Return whether an operator of the graph draws like torch's; uniform numbers become ones and zeros as well."""
     return own is None or (dropped is not None and abs(own - dropped) < _ROUNDING)
 
 
@@ -140,7 +145,7 @@ def _scaled(numbers: torch.Tensor, factor: Any, offset: Any) -> torch.Tensor:
     return result
 
 
-# From the graph's numbers to what an operator draws.
+# Conversions of the graph's numbers to the distribution of an operator.
 _CONVERSIONS: dict[str, Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]] = {
     "rand": lambda numbers, _given: numbers,
     "randn": lambda numbers, _given: numbers,

@@ -1,4 +1,4 @@
-"""A job: a strategy to execute for a number of iterations, and what comes of it."""
+"""A job: a strategy to execute for a number of iterations, and its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to execute.
+    """A strategy to execute.
 
     graph: the operator graph of `model`.
     strategy: a validated strategy; its device r is rank r.
@@ -37,7 +37,7 @@ class Job:
     verify: compare loss and every gradient with the graph on one device (`runtime.jobs.verified_program`), before the
     run. collect: return gradients of the first step, and weights and buffers after the last one.
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
-    peak: measure in one more step, the last, what memory it takes (`runtime.observe.peak_memory`).
+    peak: measure the peak memory of one more step, the last (`runtime.observe.peak_memory`).
     """
 
     graph: OperatorGraph
@@ -60,19 +60,19 @@ class Job:
         return max(self.warmup + self.iterations, 1)
 
     def without_caches(self) -> Job:
-        """Return an equal job that is small to send: without what a search has memoised on its graph."""
+        """Return an equal job that is small to send: without the caches of a search on its graph."""
         return replace(self, graph=replace(self.graph, _cache={}))
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What came of a job.
+    """The result of a job.
 
     step_times_s: for each measured iteration, the longest time of any rank after a barrier.
     rank_times_s: the same by rank and iteration.
     losses: of every step, warm-up included.
     verification: where asked for.
-    peaks: what memory a step takes, by rank, where asked for.
+    peaks: the peak memory of a step, by rank, where asked for.
     gradients, weights, buffers: whole tensors, where asked for.
     recorded: the timelines of the recorded steps.
     """

@@ -1,4 +1,4 @@
-"""Where a job's module comes from, and the tensors of its graph that it holds."""
+"""The factory of a job's module, and the tensors of its graph that the module holds."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class ModelReference:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed every generator that a factory may draw from, so that all ranks build the same; put them back after."""
+    """Seed every generator that a factory may draw from, so that all ranks build the same; restore them after."""
     import numpy as np
     import torch
 
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -60,8 +60,8 @@ def _seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def tensors_of(graph: OperatorGraph, built: Built) -> InitialTensors:
@@ -101,10 +101,10 @@ def _matching(
         if value.kind is not kind:
             continue
         tensor = tensors.get(value.name)
-        found = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+        actual = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
         if tensor is None or tuple(tensor.shape) != value.spec.shape:
             raise RuntimeFailure(
-                f"{kind.value} {value.name}: the module has {found}, must have shape {value.spec.shape}; "
+                f"{kind.value} {value.name}: the module has {actual}, must have shape {value.spec.shape}; "
                 "build it with the sizes that the graph was imported with"
             )
         result[value.name] = tensor.detach()

@@ -38,7 +38,7 @@ class JobRun:
         self._tensors = tensors_of(job.graph, job.model.build(job.seed))
         # Before the run's own tensors are made, so that the two are not in memory at once.
         self._verified = self._verify() if job.verify else None
-        # The positions of an earlier job or of the verification's whole network would take memory beside the run's.
+        # Cached positions of an earlier job or the verification's whole network would take memory beside the run's.
         forget_positions()
         heartbeat("compiling its program")
         self._executor = Executor(
@@ -80,7 +80,7 @@ class JobRun:
             return None
         rank_times = tuple(times for times, _, _ in measured)
         return JobResult(
-            step_times_s=tuple(max(of_step) for of_step in zip(*rank_times, strict=True)),
+            step_times_s=tuple(max(times_of_step) for times_of_step in zip(*rank_times, strict=True)),
             rank_times_s=rank_times,
             losses=tuple(losses),
             verification=None if self._verified is None else self._verified.with_run(losses[0]),
@@ -95,7 +95,7 @@ class JobRun:
         timer = timer_for(self._device)
         heartbeat(f"in step {number}")
         if number == self._job.warmup:
-            # Nothing that building or verifying left behind may be collected inside a measured step.
+            # No garbage of building or verifying may be collected inside a measured step.
             gc.collect()
         self._world.barrier(self._device)
         start = timer.mark()

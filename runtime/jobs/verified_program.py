@@ -1,7 +1,7 @@
 """Verification of a strategy: its program against the graph on one device, both in float64, from the run's own weights.
 
-The graph on one device is compared with the user's module itself (`runtime.jobs.eager`), so that nothing is equal
-which the import has lost.
+The graph on one device is compared with the user's module itself (`runtime.jobs.eager`), so that an operator lost by
+the import is noticed.
 
 In float32 a deep network with batch normalization amplifies the rounding of one sum into tenths of a gradient
 (Inception-v3, batch 4: flipping the last bit of its inputs moves elements by 18 % of the largest). In float64 a right
@@ -65,7 +65,7 @@ def _spec_in_double(spec: TensorSpec) -> TensorSpec:
 
 
 def _operator_in_double(operator: Operator) -> Operator:
-    """Tensors are made, or converted, in the dtype that an argument names."""
+    """Return an operator whose dtype argument, for tensors to make or convert to, is float64."""
     arguments = tuple(
         (name, DOUBLE if name == "dtype" and value in FLOATING else value)
         for name, value in operator.arguments
@@ -87,7 +87,7 @@ def tensors_in_double(tensors: InitialTensors, device: torch.device) -> InitialT
 
 @contextmanager
 def _double_by_default() -> Iterator[None]:
-    """Let the body make float64 where nothing names a format: quotients of whole numbers, factories."""
+    """Make float64 the default dtype, of quotients of whole numbers and factories, while the context lasts."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -104,9 +104,9 @@ def verify_strategy(
     All ranks of `world` must call it. It takes about twice the memory of a float32 step.
     """
     # Twice the bytes (four times those of 16 bits), so that the buckets hold the same gradients as those of the run.
-    wider = ITEM_BYTES[DOUBLE] // ITEM_BYTES[job.training.dtype]
+    factor = ITEM_BYTES[DOUBLE] // ITEM_BYTES[job.training.dtype]
     graph = in_double(job.graph)
-    plan = build_plan(graph, job.strategy, job.node_of, wider * BUCKET_BYTES)
+    plan = build_plan(graph, job.strategy, job.node_of, factor * BUCKET_BYTES)
     doubled = tensors_in_double(tensors, torch.device("cpu"))
     differing = differing_tensors(world, tensors)
     with _double_by_default():
@@ -117,7 +117,7 @@ def verify_strategy(
         buffers = full_buffers(world, executor.buffers(), doubled.buffers)
         del executor
     precision = job.training.precision
-    of_run = _run_gradients(job, world, tensors, device) if precision in ROUNDING else {}
+    run_gradients = _run_gradients(job, world, tensors, device) if precision in ROUNDING else {}
     if world.rank != 0:
         return None
     context = ExecutionContext(seed=job.seed, step=0, device=device)
@@ -129,7 +129,7 @@ def verify_strategy(
     state = initial_state(job.training.optimizer, list(updated.values()))
     slopes = list(reference.gradients.values())
     apply_update(job.training.optimizer, list(updated.values()), slopes, state, job.learning_rate)
-    found = Verification(
+    verification = Verification(
         reference.loss,
         (
             loss_deviation(loss, reference.loss),
@@ -144,15 +144,17 @@ def verify_strategy(
     if precision not in ROUNDING:
         # A module may round to 16 bits itself.
         coarsest = max(ROUNDING.get(value.spec.dtype, 0.0) for value in job.graph.values)
-        return replace(found, allowed_of_run=max(found.allowed_of_run, ALLOWED_TIMES * coarsest))
+        return replace(
+            verification, allowed_of_run=max(verification.allowed_of_run, ALLOWED_TIMES * coarsest)
+        )
     # The same rounded weights and inputs in the run's own precision, on one device.
     alone = interpret(job.graph, _on_device(tensors, device), context, job.strategy)
     rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)
     return replace(
-        found,
+        verification,
         deviations=(
-            *found.deviations,
-            *deviations_in(precision, of_run, alone.gradients, reference.gradients),
+            *verification.deviations,
+            *deviations_in(precision, run_gradients, alone.gradients, reference.gradients),
         ),
         allowed_of_run=ALLOWED_TIMES * rounding,
     )
@@ -161,23 +163,23 @@ def verify_strategy(
 def _from_module(
     job: Job, graph: OperatorGraph, whole: InitialTensors, context: ExecutionContext, reference: Reference
 ) -> tuple[tuple[Deviation, ...], str]:
-    """Return how far the graph on one device is from the module itself, or why that is not known."""
+    """Return the deviations of the graph on one device from the module itself, or the reason why there are none."""
     heartbeat("verifying the module itself")
-    # Built anew: what Python counts, it counts from the start, and the run's tensors stay as they are.
+    # Built anew: Python's own state starts from the beginning, and the run's tensors stay as they are.
     built = job.model.build(job.seed)
-    again = tensors_in_double(tensors_of(job.graph, built), context.device)
-    for before, after in ((whole.parameters, again.parameters), (whole.inputs, again.inputs)):
+    rebuilt = tensors_in_double(tensors_of(job.graph, built), context.device)
+    for before, after in ((whole.parameters, rebuilt.parameters), (whole.inputs, rebuilt.inputs)):
         for name, tensor in before.items():
             if not torch.equal(tensor, after[name]):
                 return (), f"{name} is built otherwise the second time"
-    del again
+    del rebuilt
     try:
         with _double_by_default():
             if any(operator.target in OWN_STATISTICS for operator in graph.operators):
                 # A module has the statistics of the whole batch.
                 reference = interpret(graph, whole, context)
             eager = eager_step(built, graph, context)
-    except Exception as error:  # whatever the module raises is the user's to know
+    except Exception as error:  # any error of the user's module is part of the verdict
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return (), f"it fails in float64 ({reason[:200]})"
     return from_eager(reference, eager), ""
@@ -220,14 +222,14 @@ def differing_tensors(world: World, tensors: InitialTensors) -> tuple[str, ...]:
         **{f"buffer {name}": tensor for name, tensor in tensors.buffers.items()},
         **tensors.inputs,
     }
-    found = world.gather(fingerprints(named))
-    if found is None:
+    gathered = world.gather(fingerprints(named))
+    if gathered is None:
         return ()
     return tuple(
         f"{name} is built otherwise on rank {rank} than on rank 0"
-        for rank, of_rank in enumerate(found)
-        for name, value in of_rank.items()
-        if value != found[0][name]
+        for rank, fingerprints_of_rank in enumerate(gathered)
+        for name, value in fingerprints_of_rank.items()
+        if value != gathered[0][name]
     )
 
 

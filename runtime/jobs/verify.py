@@ -1,4 +1,4 @@
-"""The graph on one device, and how far an execution's loss and gradients are from it, or it from the user's module."""
+"""Verification: the graph on one device, and the deviations of an execution from it and of it from the module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from profiler.operators import ExecutionContext
     from runtime.execution.executor import InitialTensors
 
-# Largest deviation allowed of results in float64, relative to a gradient's largest element: sums in another order,
+# Largest allowed deviation of results in float64, relative to a gradient's largest element: sums in another order,
 # amplified through a hundred layers.
 ALLOWED = 1e-6
 # The same for the loss of a float32 run itself, which is in the run's own precision.
@@ -33,7 +33,7 @@ ROUNDING = {"tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 RUN_LOSS = "the run's own, in its precision"
 # Names comparisons of the graph with the user's module itself.
 EAGER = "eager"
-EAGER_AGAIN = "eager, the second time"
+EAGER_SECOND = "eager, the second time"
 # A gradient that is zero but for rounding (a bias before a normalization) is compared on this share of the largest.
 NOISE_FLOOR = 1e-3
 # Batch normalization with the statistics of each part, as DistributedDataParallel does it.
@@ -51,7 +51,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far one tensor is from the reference.
+    """The deviation of one tensor from the reference.
 
     what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise), of the strategy from the graph on one
     device; "eager gradient" or "eager buffer" (and the loss named "eager"), of the graph from the module itself in
@@ -69,7 +69,7 @@ class Deviation:
     @property
     def from_eager(self) -> bool:
         """True where the graph is compared with the user's module, not the strategy with the graph."""
-        return self.what.startswith(EAGER) or self.name in (EAGER, EAGER_AGAIN)
+        return self.what.startswith(EAGER) or self.name in (EAGER, EAGER_SECOND)
 
     @property
     def ok(self) -> bool:
@@ -83,8 +83,8 @@ class Verification:
 
     loss: the reference's.
     differing: one line for each tensor that the factory has built otherwise on another rank than on rank 0.
-    not_eager: why the module itself could not be compared with the graph; empty where it was.
-    allowed_of_run: what the loss of the run itself must not deviate by.
+    not_eager: the reason why the module itself could not be compared with the graph; empty where it was.
+    allowed_of_run: the largest allowed deviation of the loss of the run itself.
     """
 
     loss: float
@@ -145,7 +145,7 @@ class Verification:
 
 
 def by_severity(deviations: Iterable[Deviation]) -> list[Deviation]:
-    """Return deviations, those furthest beyond (or closest to) what is allowed first; what is no number before all."""
+    """Return deviations in descending order, relative to the allowed ones; NaN first."""
 
     def key(item: Deviation) -> tuple[bool, float]:
         share = item.relative / item.allowed
@@ -223,7 +223,7 @@ def execute(
 def deviations(
     what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[Deviation]:
-    """Compare tensors by name with what is expected; a missing one counts as zeros."""
+    """Return the deviations of tensors from the expected ones, by name; a missing tensor counts as zeros."""
     # Buffers may be booleans, which have no differences.
     expected = {name: tensor.double() for name, tensor in expected.items()}
     largest = [float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()]
@@ -240,7 +240,7 @@ def deviations(
 def loss_deviation(
     loss: float, expected: float, name: str = "in float64", allowed: float = ALLOWED
 ) -> Deviation:
-    """Compare a loss with what is expected."""
+    """Return the deviation of a loss from the expected one."""
     difference = abs(loss - expected)
     return Deviation("loss", name, difference, difference / (abs(expected) or 1.0), allowed)
 
@@ -251,9 +251,9 @@ def deviations_in(
     alone: Mapping[str, torch.Tensor],
     exact: Mapping[str, torch.Tensor],
 ) -> list[Deviation]:
-    """Compare gradients computed in a precision with those in float64, as those of one device in it deviate.
+    """Return the deviations of gradients in a precision from those in float64, allowed by those of one device.
 
-    A small tensor on one device may be right by chance, so that the distance of all gradients together counts as well
+    A small tensor on one device may be exact by chance, so that the distance of all gradients together counts as well
     as its own.
 
     Args:
@@ -271,7 +271,7 @@ def deviations_in(
 
 
 def _distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Return the Euclidean distance of all tensors together, relative to what is expected."""
+    """Return the Euclidean distance of all tensors together from the expected ones, relative to these."""
     difference = sum(
         float((found[name].to(tensor.dtype) - tensor).square().sum()) for name, tensor in expected.items()
     )

@@ -1,1 +1,1 @@
-"""The processes of an execution: torchrun, how rank 0 leads the others, how they end."""
+"""The processes of an execution: torchrun, the lead of rank 0, and how processes end."""

@@ -14,23 +14,23 @@ from runtime.jobs.job import Job, JobResult, run_job
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-# A rank that lost a peer waits this long before it says so: the rank that failed first is to be named.
+# A rank that lost a peer waits this long before it reports it: the rank that failed first is to be named.
 PEER_GRACE_S = 5.0
 
 
-def occupy(place: int | None, processor: str) -> str:
+def occupy(index: int | None, processor: str) -> str:
     """Bind this process to its device; return torch's name of it.
 
     Args:
-        place: on "cpu" the core (None: wherever the system likes), on "cuda" the index of the device.
+        index: on "cpu" the core (None: not pinned), on "cuda" the index of the device.
         processor: "cpu" or "cuda".
     """
     if processor == "cuda":
         import torch
 
-        torch.cuda.set_device(place)
-        return f"cuda:{place}"
-    pin_to_core(place)
+        torch.cuda.set_device(index)
+        return f"cuda:{index}"
+    pin_to_core(index)
     limit_threads()
     keep_freed_memory()
     return "cpu"
@@ -63,7 +63,7 @@ def leave_group() -> None:
 
 
 def run_patiently(job: Job, device: str, timeout_s: float) -> JobResult | None:
-    """Run a job; where a peer is lost, leave its launcher time to find out why."""
+    """Run a job; where a peer is lost, give the launcher time to learn the cause."""
     try:
         return run_job(job, device, timeout_s)
     except PeerFailure:
@@ -71,8 +71,8 @@ def run_patiently(job: Job, device: str, timeout_s: float) -> JobResult | None:
         raise
 
 
-def own_words(text: str, rank: int) -> str:
-    """Return the first line of "ErrorClass: message" without a class of ours and without the rank's own name."""
+def error_line(text: str, rank: int) -> str:
+    """Return the first line of "ErrorClass: message" without our own error classes and the rank's own name."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
     kind, separator, message = line.partition(": ")
     if separator and kind in _own_errors(SoapstoneError):

@@ -1,8 +1,8 @@
-"""The ranks that torchrun started, on one host or several: how rank 0 leads them, and how a failure ends them all.
+"""Rank 0 as the leader of the ranks that torchrun started, on one host or several; a failure of one ends all of them.
 
 Besides the process group, which is for tensors, the ranks share the launcher's store. There the first rank that fails
-leaves its reason, so that rank 0 can say and store it, and all others end at once. What a rank executes runs in a
-thread of its own, so that neither a signal nor another rank's failure has to wait for a message that never comes.
+writes its reason, so that rank 0 can print and store it, and all others end at once. A rank's work runs in a thread of
+its own, so that neither a signal nor another rank's failure has to wait for a message that never arrives.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from graph.errors import RankFailure, RuntimeFailure
+from graph.errors import TeamFailure, RuntimeFailure
 from runtime.communication import PeerFailure
-from runtime.launch.processes import PEER_GRACE_S, join_group, leave_group, own_words
+from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
 from runtime.ranks.ranks import from_rank_0, rank_variable
 from runtime.ranks.watchdog import under_watchdog
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# How often a rank looks whether another one has failed.
+# Interval between checks for a failure of another rank.
 POLL_S = 0.2
-# A signal may be torchrun's, which ends all ranks where one has failed: so long that one may say why.
+# A signal may be torchrun's, which ends all ranks where one has failed: the time for that one to report its reason.
 SIGNAL_GRACE_S = 2.0
 # Rank 0 prepares for as long as it takes; the others wait for it.
 LONGEST_PREPARATION_S = 30 * 24 * 3600.0
@@ -39,7 +39,7 @@ FAILED, LOST, ENDED, DONE = "failed", "lost", "ended", "done"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank left in the store when it ended: of a failure the reason, of a lost peer the symptom."""
+    """The report of a rank that ended: of a failure the reason, of a lost peer the symptom."""
 
     rank: int
     kind: str
@@ -60,17 +60,17 @@ class LaunchedRanks:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"soapstone/{attempt}"
         clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
-        # A connection of our own: others may wait inside theirs for long.
+        # A connection of its own: other clones may block for long.
         self._board = PrefixStore(f"{prefix}/board", clone())
         self._orders = PrefixStore(f"{prefix}/orders", clone())
         self._given = 0
-        self._told = False
+        self._reported = False
         self._silent: str | None = None
         join_group(processor, timeout_s, store=PrefixStore(f"{prefix}/group", store), rank=rank, size=size)
 
     @classmethod
     def join(cls, processor: str, timeout_s: float) -> LaunchedRanks:
-        """Meet the others where torchrun's environment variables say.
+        """Rendezvous with the other ranks as torchrun's environment variables describe.
 
         Raises:
             RuntimeFailure: they are not there in time.
@@ -93,7 +93,7 @@ class LaunchedRanks:
         return self.rank == 0
 
     def leave(self) -> None:
-        """Leave the process group; all ranks do, at the end of a run that did not fail."""
+        """Leave the process group; all ranks call it at the end of a run that did not fail."""
         self._post(DONE, "")
         leave_group()
 
@@ -119,11 +119,11 @@ class LaunchedRanks:
     # ---- work
 
     def execute(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns; it runs in another thread, while this one watches over it and the others.
+        """Return the result of `work`, which runs in another thread while this one checks it and the other ranks.
 
         Raises:
-            RankFailure: this rank or another one failed; the message names the rank and the reason.
-            KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` knows whether a rank's failure is why.
+            TeamFailure: this rank or another one failed; the message names the rank and the reason.
+            KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` returns a rank's failure that caused it.
         """
         outcome: dict[str, Any] = {}
 
@@ -140,28 +140,28 @@ class LaunchedRanks:
             thread.join(POLL_S)
             if self._silent is not None:
                 self._fail(self._silent)
-            found = self._first()
-            if found is not None:
-                raise _failure(found)
+            report = self._first()
+            if report is not None:
+                raise _failure(report)
         if "error" in outcome:
             self._explain(outcome["error"])
         result: Result = outcome["result"]
         return result
 
-    def cause_of_signal(self) -> RankFailure | None:
-        """Return the failure of a rank for which torchrun ends this one, if that is why a signal came.
+    def cause_of_signal(self) -> TeamFailure | None:
+        """Return the failure of a rank because of which torchrun sent the signal, else None.
 
-        Wherever the signal interrupted this rank, `execute` included, its caller asks here before it says or stores
+        Wherever the signal interrupted this rank, `execute` included, its caller asks here before it prints or stores
         anything.
         """
-        # torchrun sends more than one; what the first one means is being found out, and then this process ends.
+        # torchrun sends several; the first one is being handled, after which this process ends.
         _ignore_signals()
         self._post(ENDED, "interrupted")
-        found = self._cause(SIGNAL_GRACE_S)
-        return None if found is None else _failure(found)
+        report = self._cause(SIGNAL_GRACE_S)
+        return None if report is None else _failure(report)
 
     def refuse(self, error: BaseException, code: int) -> None:
-        """Let the others end too, without a word, since rank 0 refuses to go on."""
+        """Let the others end too, silently, since rank 0 refuses to go on."""
         self._post(FAILED, str(error), code)
 
     def _note_silence(self, reason: str) -> None:
@@ -171,26 +171,26 @@ class LaunchedRanks:
         """End because of this rank's own failure."""
         self._post(FAILED, reason, code)
         # Another one may have been first.
-        found = self._first() or Report(self.rank, FAILED, reason, code)
-        raise _failure(found)
+        report = self._first() or Report(self.rank, FAILED, reason, code)
+        raise _failure(report)
 
     def _explain(self, error: BaseException) -> None:
         """End with the cause of an error of this rank's work."""
         if not isinstance(error, PeerFailure):
-            self._fail(own_words(f"{type(error).__name__}: {error}", self.rank))
+            self._fail(error_line(f"{type(error).__name__}: {error}", self.rank))
         self._post(LOST, str(error))
-        found = self._cause(PEER_GRACE_S)
-        if found is not None:
-            raise _failure(found) from error
-        raise _ending(RankFailure(str(error))) from error
+        report = self._cause(PEER_GRACE_S)
+        if report is not None:
+            raise _failure(report) from error
+        raise _ending(TeamFailure(str(error))) from error
 
     # ---- the board
 
     def _post(self, kind: str, text: str, code: int = 1) -> None:
-        """Leave this rank's word, once."""
-        if self._told:
+        """Write this rank's report to the store, once."""
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         message = json.dumps({"kind": kind, "text": text, "code": code})
         try:
             self._board.set(str(self.rank), message)
@@ -198,11 +198,11 @@ class LaunchedRanks:
                 # The first one stays: others fail because of it.
                 self._board.compare_set("first", "", _signed(self.rank, message))
         except RuntimeError:
-            # The store's own host is gone, and with it whoever would read this.
+            # The store's own host is gone, and with it every reader of this.
             return
 
     def _first(self) -> Report | None:
-        """Return the first failure that any rank left."""
+        """Return the first failure that any rank reported."""
         try:
             if not self._board.check(["first"]):
                 return None
@@ -212,20 +212,20 @@ class LaunchedRanks:
         return _report(rank, message)
 
     def _reports(self) -> dict[int, Report]:
-        found = {}
+        reports = {}
         for rank in range(self.size):
             if self._board.check([str(rank)]):
-                found[rank] = _report(rank, self._board.get(str(rank)).decode())
-        return found
+                reports[rank] = _report(rank, self._board.get(str(rank)).decode())
+        return reports
 
     def _cause(self, within_s: float) -> Report | None:
-        """Wait a little for the rank that failed first; one that left no word at all has been killed."""
+        """Wait a little for the report of the rank that failed first; a rank without a report has been killed."""
         deadline = time.monotonic() + within_s
         reports: dict[int, Report] = {}
         while time.monotonic() < deadline:
-            found = self._first()
-            if found is not None:
-                return found
+            first = self._first()
+            if first is not None:
+                return first
             try:
                 reports = self._reports()
             except RuntimeError:
@@ -247,7 +247,7 @@ class LaunchedRanks:
 
 
 def _signed(rank: int, message: str) -> str:
-    """Return a rank's message with its number, for the board."""
+    """Return a rank's message with its number, for the store."""
     return json.dumps([rank, message])
 
 
@@ -256,14 +256,14 @@ def _report(rank: int, message: str) -> Report:
     return Report(rank, fields["kind"], fields["text"], fields["code"])
 
 
-def _failure(report: Report) -> RankFailure:
+def _failure(report: Report) -> TeamFailure:
     # What rank 0 refuses is about the command, not about a rank.
     text = report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
-    return _ending(RankFailure(text, report.code))
+    return _ending(TeamFailure(text, report.code))
 
 
-def _ending(failure: RankFailure) -> RankFailure:
-    # The rank ends by itself now: torchrun's signals, which follow, must not cut short that it says and stores why.
+def _ending(failure: TeamFailure) -> TeamFailure:
+    # The rank ends by itself now: torchrun's signals, which follow, must not interrupt the report of the reason.
     _ignore_signals()
     return failure
 

@@ -26,10 +26,10 @@ from profiler.pinning import (
 )
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import (
+    error_line,
     join_group,
     leave_group,
     occupy,
-    own_words,
     run_patiently,
 )
 from runtime.ranks.watchdog import under_watchdog
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 DEFAULT_TIMEOUT_S = 1800.0
-# From the first failure to the end of all processes.
+# Time from the first failure to the end of all processes.
 SHUTDOWN_S = 5
 POSIX_SIGNALS = tuple(name for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name))
 
@@ -90,7 +90,7 @@ def _run_here(
 
 
 def _work(job: Path, devices: tuple[int | None, ...], device_type: str, timeout_s: float) -> JobResult | None:
-    """What each launched process does; `job` is the file of it."""
+    """Execute a job, from its file, as one launched process."""
     end_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
@@ -107,7 +107,7 @@ def _read(job: Path) -> Job:
 
 
 def _end_with(reason: str) -> None:
-    """End this process, whatever it does; the launcher hears the reason."""
+    """End this process at once; the launcher receives the reason."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(RuntimeFailure(reason))
@@ -149,7 +149,7 @@ def _launch(
             # Not SIGINT: the launcher would pass it on, and processes that are just starting would print where they
             # were. It is a KeyboardInterrupt here, after which the launcher ends them by SIGTERM.
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-            # What a failing rank has to say comes back as its error; the terminal stays clean.
+            # The message of a failing rank is part of its error; nothing is printed to the terminal.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
         variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}
@@ -159,7 +159,7 @@ def _launch(
         except ChildFailedError as error:
             raise RuntimeFailure(_explain(error)) from error
         except SignalException as error:
-            # The launcher has ended all processes; what the signal means here is the caller's business again.
+            # The launcher has ended all processes; the caller handles the signal.
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
             raise SystemExit(128 + error.sigval) from error
@@ -172,7 +172,7 @@ def _explain(error: ChildFailedError) -> str:
     return f"rank {rank}: {_reason(rank, failure)}; all processes were ended"
 
 
-# What torch says of a process that left no record.
+# torch's message for a process without an error record.
 _NO_RECORD = "To enable traceback see"
 
 
@@ -184,7 +184,7 @@ def _reason(rank: int, failure: ProcessFailure) -> str:
     text = message.get("message", "") if isinstance(message, Mapping) else message
     if _NO_RECORD in str(text):
         return f"its process {describe_exit(failure.exitcode)} before it could say why, must run to the end"
-    return own_words(str(text), rank)
+    return error_line(str(text), rank)
 
 
 @contextmanager

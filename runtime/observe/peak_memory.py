@@ -1,9 +1,9 @@
-"""The memory that a step really takes, measured on a rank.
+"""The measured peak memory of a step on a rank.
 
-On a GPU it is what torch's allocator held at most. On a CPU it is the same thing by other means: the tensors that are
-alive before the step, and every allocation and release of torch's CPU allocator during it, as its profiler reports
-them. Beside it stands what the whole process has held at most; this includes the interpreter, torch itself, the
-communication library's buffers, and freed memory that the process keeps (`profiler.pinning.keep_freed_memory`).
+On a GPU it is the peak of torch's allocator. On a CPU it is computed from the tensors alive before the step, and every
+allocation and release of torch's CPU allocator during it, as its profiler reports them. Beside it is the peak of the
+whole process, with the interpreter, torch itself, the communication library's buffers, and freed memory that the
+process keeps (`profiler.pinning.keep_freed_memory`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from profiler.timers import synchronize
 
-# How torch's profiler calls an allocation or a release.
+# The name of an allocation or a release in torch's profiler.
 _MEMORY_EVENT = "[memory]"
 # Other classes wrap these, or are tensors without data.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -29,10 +29,10 @@ _SILENT = "99"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPeak:
-    """What a rank's step takes, in bytes.
+    """The measured peak memory of a rank's step, in bytes.
 
-    tensor_bytes: the tensors alive at most. On CUDA, `torch.cuda.max_memory_allocated`.
-    process_bytes: what the process has held of the machine's memory at most since it began.
+    tensor_bytes: of the tensors alive. On CUDA, `torch.cuda.max_memory_allocated`.
+    process_bytes: of the whole process since its start.
     """
 
     tensor_bytes: int
@@ -40,10 +40,10 @@ class MeasuredPeak:
 
 
 def measure_peak(step: Callable[[], None], device: torch.device) -> MeasuredPeak:
-    """Do a step and return what it takes.
+    """Execute a step and return its peak memory.
 
-    What is alive before must be what a step finds: drop what the step before has left and the next one replaces, since
-    the release of a tensor that was there before is not reported.
+    Tensors of the last step that this one replaces must be dropped before: the release of a tensor from before the step
+    is not reported.
     """
     gc.collect()
     if device.type == "cuda":
@@ -56,9 +56,9 @@ def measure_peak(step: Callable[[], None], device: torch.device) -> MeasuredPeak
 
 
 def _cpu_peak_bytes(step: Callable[[], None]) -> int:
-    # Else its library writes lines to standard error.
+    # Its library writes lines to standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    before = bytes_alive(one for one in gc.get_objects() if type(one) in _TENSORS)
+    before = bytes_alive(candidate for candidate in gc.get_objects() if type(candidate) in _TENSORS)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiled:
@@ -67,15 +67,15 @@ def _cpu_peak_bytes(step: Callable[[], None]) -> int:
     if results is None:
         raise RuntimeError("torch's profiler returned no events")
     changes: list[tuple[int, int, int]] = sorted(
-        (event.start_ns(), place, event.nbytes())
-        for place, event in enumerate(results.events())
+        (event.start_ns(), order, event.nbytes())
+        for order, event in enumerate(results.events())
         if event.name() == _MEMORY_EVENT
     )
     return before + max(accumulate((size for _, _, size in changes), initial=0))
 
 
 def bytes_alive(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors on the CPU; those that share memory count once."""
+    """Return the bytes of tensors on the CPU; views of one storage count once."""
     sizes = {}
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.layout is torch.strided:
@@ -85,7 +85,7 @@ def bytes_alive(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def process_peak_bytes() -> int:
-    """Return the largest resident size that this process has had."""
+    """Return the peak resident size of this process."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

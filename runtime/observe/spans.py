@@ -1,10 +1,10 @@
-"""What a recorded step consists of: spans of a rank's time, each for what the rank did in it. No torch here."""
+"""Spans of a recorded step: intervals of a rank's time with their labels. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What several spans are about; predictions call it the same.
+# Subjects of spans, as predictions name them too.
 WEIGHTS = "weights"
 WEIGHT_GRADIENTS = "all-reduces of weight gradients"
 LATE_MESSAGES = "messages still under way"
@@ -13,14 +13,14 @@ KINDS = ("forward", "backward", "recompute", "update", "wait", "copy", "runtime"
 """Kinds of spans.
 
 forward, backward: a task of an operator. recompute: its forward once more, in the backward. update: of weights.
-wait: for something that comes from another rank. copy: packing what is sent, putting together what came, starting
-messages. runtime: autograd's own work between operators, releases, bookkeeping, and the recording itself.
+wait: for a message or collective. copy: packing sent tensors, assembling received ones, starting messages. runtime:
+autograd's own work between operators, releases, bookkeeping, and the recording itself.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a rank does: its kind, the operator or value that it is about, and a name for people."""
+    """The label of a span: its kind, its operator or value, and a name for people."""
 
     kind: str
     subject: str

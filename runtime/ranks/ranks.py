@@ -1,4 +1,4 @@
-"""Which rank this process is, where it computes, and small objects that all ranks share."""
+"""The rank of this process, its device, and exchange of small objects between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# What torchrun, or whoever starts the ranks, must have set.
+# Environment variables that torchrun, or another launcher, sets.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,7 +31,7 @@ def rank_variable(name: str, default: int) -> int:
     """Return a number that the launcher set.
 
     Raises:
-        UsageError: it is no number.
+        UsageError: the variable is no number.
     """
     text = os.environ.get(name, str(default))
     try:
@@ -136,9 +136,9 @@ def from_rank_0(item: object) -> Any:
 
 
 def everywhere(make: Callable[[], Result]) -> Result:
-    """Return the result of `make`; where it fails on any rank, fail on all of them. All ranks must call it.
+    """Return the result of `make`; where it fails on any rank, raise on all of them. All ranks must call it.
 
-    So a refusal that concerns one rank alone leaves no other waiting for it.
+    Otherwise the other ranks would wait for one that has refused.
 
     Raises:
         SoapstoneError: as the first rank on which it failed raised it; a RuntimeFailure where that rank raised another
@@ -150,19 +150,19 @@ def everywhere(make: Callable[[], Result]) -> Result:
         result.append(make())
     except Exception as error:
         failure = error
-    found = gather_everywhere(_told(failure))
+    failures = gather_everywhere(_portable(failure))
     if failure is not None and not isinstance(failure, SoapstoneError):
         raise failure
-    for rank, told in enumerate(found):
-        if told is not None:
-            kind, message = told
-            alike = all(other == told for other in found)
-            raise kind(message if alike else f"rank {rank}: {message}") from failure
+    for rank, of_rank in enumerate(failures):
+        if of_rank is not None:
+            kind, message = of_rank
+            common = all(other == of_rank for other in failures)
+            raise kind(message if common else f"rank {rank}: {message}") from failure
     return result[0]
 
 
-def _told(failure: Exception | None) -> tuple[type[SoapstoneError], str] | None:
-    """Return how other ranks raise a failure."""
+def _portable(failure: Exception | None) -> tuple[type[SoapstoneError], str] | None:
+    """Return the class and the message with which other ranks raise a failure."""
     if failure is None:
         return None
     if isinstance(failure, SoapstoneError):
@@ -175,7 +175,7 @@ def _told(failure: Exception | None) -> tuple[type[SoapstoneError], str] | None:
 
 
 def own_host() -> str:
-    """Return what tells this rank's host from the others: torchrun's node where it set one, and the name."""
+    """Return the identity of this rank's host: torchrun's node number where it is set, and the host name."""
     return f"{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
 
 

@@ -1,7 +1,7 @@
-"""Notices that a rank makes no progress in its own code, which its peers can only see as silence.
+"""The watchdog of a rank: it reports a rank that hangs in its own code, which its peers only see as silence.
 
-A rank that waits for a peer is not to blame: time inside the modules that communicate does not count. What counts is
-the time since the rank's last sign of life (`heartbeat`) or its last wait for a peer.
+Time counts from the rank's last heartbeat or its last wait for a peer; time inside the modules that communicate does
+not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What these call in torch is waiting for others.
+# Calls of torch from these modules are waits for peers.
 WAITING_MODULES = frozenset(
     {
         "profiler.link_patterns",
@@ -32,7 +32,7 @@ LONGEST_TICK_S = 0.5
 
 
 class Watchdog:
-    """Watches one thread; where it is silent for longer than `patience_s`, `report` gets the reason, once."""
+    """Watches one thread; after `patience_s` without a heartbeat, `report` gets the reason, once."""
 
     def __init__(self, patience_s: float, report: Callable[[str], None]) -> None:
         self._patience_s = patience_s
@@ -43,7 +43,7 @@ class Watchdog:
         self._over = threading.Event()
 
     def heartbeat(self, stage: str) -> None:
-        """Note that the watched thread begins something new."""
+        """Note that the watched thread begins another stage."""
         self._stage = stage
         self._since = time.monotonic()
 
@@ -56,16 +56,16 @@ class Watchdog:
                 return
 
     def _silence(self) -> str | None:
-        """Return what to report, if the watched thread is silent for too long.
+        """Return the report of a thread that is silent for too long, else None.
 
-        No frame may be kept from one look to the next: it would keep the tensors of its function in memory.
+        No frame may be kept until the next check: it would keep the tensors of its function in memory.
         """
         frame = sys._current_frames().get(self._thread)
         if frame is None or _waits(frame):
             self._since = time.monotonic()
         elif time.monotonic() - self._since > self._patience_s:
             return (
-                f"has been {self._stage} for more than {self._patience_s:g} s ({_place(frame)}), must go on within "
+                f"has been {self._stage} for more than {self._patience_s:g} s ({_location(frame)}), must go on within "
                 "--timeout; see what it waits for"
             )
         return None
@@ -76,7 +76,7 @@ class Watchdog:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether the innermost code that is not torch's own is one that waits for others."""
+    """Return whether the innermost frame outside of torch is of a module that waits for peers."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] != "torch":
@@ -85,7 +85,7 @@ def _waits(frame: FrameType | None) -> bool:
     return False
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -93,7 +93,7 @@ _current: Watchdog | None = None
 
 
 def heartbeat(stage: str) -> None:
-    """Note that this process begins something new, where it is watched."""
+    """Note that this process begins another stage, where it is under a watchdog."""
     if _current is not None:
         _current.heartbeat(stage)
 
@@ -103,17 +103,17 @@ def under_watchdog(patience_s: float, report: Callable[[str], None]) -> Iterator
     """Watchdog the calling thread while the context lasts.
 
     Args:
-        patience_s: how long it may be silent.
-        report: gets one line, from another thread, where it is silent for longer.
+        patience_s: the longest time between heartbeats.
+        report: gets one line, from another thread, where it takes longer.
     """
     global _current
-    watch = Watchdog(patience_s, report)
-    thread = threading.Thread(target=watch.run, name="watch", daemon=True)
-    before, _current = _current, watch
+    watchdog = Watchdog(patience_s, report)
+    thread = threading.Thread(target=watchdog.run, name="watch", daemon=True)
+    before, _current = _current, watchdog
     thread.start()
     try:
         yield
     finally:
         _current = before
-        watch.stop()
+        watchdog.stop()
         thread.join()

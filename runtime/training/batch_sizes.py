@@ -15,38 +15,43 @@ from graph.strategy import Configuration, Strategy
 from runtime.communication import World
 from runtime.execution.step import StepRunner
 from runtime.ranks.ranks import everywhere, prepare_groups
-from runtime.training.batches import Batch, Inputs
-from runtime.training.options import Options, imported
+from runtime.training.batches import Batch, ExampleInputs
+from runtime.training.options import TrainingOptions, imported
 from runtime.training.outputs import kept_values
-from runtime.training.sharded_batches import Shards
+from runtime.training.sharded_batches import BatchShards
 
 
 @dataclass(slots=True)
-class Sized:
-    """All that executes batches of one size; `shards`: where each rank is given its own, known from the first batch."""
+class SizedRunner:
+    """The plan and runner for batches of one size; `shards`: of sharded batches, known from the first one."""
 
     plan: Plan
     runner: StepRunner
     outputs: Outputs | None
-    shards: Shards | None = None
+    shards: BatchShards | None = None
 
 
-class Sizes:
-    """Makes what executes batches of other sizes, each once, when it is first met."""
+class SizedRunners:
+    """The runners for batches of other sizes than the example's, each made with the first batch of its size."""
 
     def __init__(
-        self, module: nn.Module, example: Sized, inputs: Inputs, world: World, options: Options
+        self,
+        module: nn.Module,
+        example: SizedRunner,
+        inputs: ExampleInputs,
+        world: World,
+        options: TrainingOptions,
     ) -> None:
-        """Start from what executes batches of the example's size."""
+        """Start from the runner for batches of the example's size."""
         self._module = module
         self._example = example
         self._inputs = inputs
         self._world = world
         self._options = options
-        self._by_shapes: dict[tuple[tuple[str, tuple[int, ...]], ...], Sized] = {}
+        self._by_shapes: dict[tuple[tuple[str, tuple[int, ...]], ...], SizedRunner] = {}
 
-    def of(self, batch: Batch) -> Sized:
-        """Return what executes batches of this one's shapes. All ranks must call it, with the same shapes.
+    def of(self, batch: Batch) -> SizedRunner:
+        """Return the runner for batches of this one's shapes. All ranks must call it, with the same shapes.
 
         Raises:
             RuntimeFailure: the strategy does not fit them.
@@ -58,7 +63,7 @@ class Sizes:
             self._by_shapes[key] = made
         return self._by_shapes[key]
 
-    def _made(self, batch: Batch) -> Sized:
+    def _made(self, batch: Batch) -> SizedRunner:
         options = self._options
         plan, outputs = self._planned(batch.shapes)
         runner = StepRunner(
@@ -71,7 +76,9 @@ class Sizes:
         )
         runner.take_buffers(self._example.runner)
         dims = batch.shard_dims
-        return Sized(plan, runner, outputs, Shards(plan, self._world, dims, options.device) if dims else None)
+        return SizedRunner(
+            plan, runner, outputs, BatchShards(plan, self._world, dims, options.device) if dims else None
+        )
 
     def _planned(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Plan, Outputs | None]:
         own, options = self._example.plan, self._options
@@ -99,7 +106,7 @@ def resized(strategy: Strategy, graph: OperatorGraph, other: OperatorGraph) -> S
     Raises:
         StrategyError: the module has other operators at that size, or an axis that is split has one point there.
     """
-    names, others = ([operator.name for operator in one.operators] for one in (graph, other))
+    names, others = ([operator.name for operator in sized_graph.operators] for sized_graph in (graph, other))
     if names != others:
         raise StrategyError(
             f"module: has {len(others)} operators at this size, must have the same {len(names)}"
@@ -114,7 +121,7 @@ def resized(strategy: Strategy, graph: OperatorGraph, other: OperatorGraph) -> S
 
 
 def _resized(configuration: Configuration, operator: Operator, other: Operator) -> Configuration:
-    """Return a configuration for the axes of the operator at another size: those of one point are left out there."""
+    """Return a configuration for the axes of the operator at another size: axes of one point are left out there."""
     degrees = {
         (axis.name, axis.kind): degree
         for axis, degree in zip(operator.space.axes, configuration.degrees, strict=True)

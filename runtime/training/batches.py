@@ -1,7 +1,7 @@
-"""What a training loop gives to a step: checked against the example, and the same on every rank.
+"""The batches of a training loop: checked against the example, and the same on every rank.
 
-The first batch is compared whole. After that each rank adds one number that stands for its batch to the sum of the
-loss, which is made anyway, so that all ranks notice in the same step where one was given something else.
+The first batch is compared whole. After that each rank adds a fingerprint of its batch to the sum of the loss, which
+is made anyway, so that all ranks notice a different batch in the same step.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from graph.operators import OperatorGraph
 from runtime.execution.fingerprints import fingerprint, fingerprints
 from runtime.ranks.ranks import gather_everywhere
 
-# What a rank adds whose batch does not fit; fingerprints are not negative. Lower numbers stand for other sizes.
+# The mark of a batch that does not fit; fingerprints are not negative. Lower numbers are marks of other sizes.
 UNFIT = -1.0
 
 # Arguments of `Trainer.backward` itself, which a module can therefore not have as keywords.
 RESERVED = frozenset({"scale", "scaler"})
 
-# What each rank is given: the same whole batch, or samples of its own, as a DistributedSampler deals them out.
+# Each rank is given the same whole batch, or samples of its own, as a DistributedSampler deals them out.
 WHOLE = "whole"
 SHARDED = "sharded"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a rank was given for a step: tensors by the graph's names, the scale of the loss; or why it refuses.
+    """The batch of a rank for a step: tensors by the graph's names, the scale of the loss; or why it is refused.
 
     shard_dims: for each input of which the rank was given its own shard, the dim along which it is one.
     shapes: of the whole inputs, in a smaller batch than the example's. Such a batch fits if all ranks have one of these
-        shapes; `problem` is what it is refused for if not.
+        shapes; `problem` is the error if not.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ class Batch:
         return {name: tensor for name, tensor in self.inputs.items() if name not in self.shard_dims}
 
     def mark(self, device: torch.device) -> torch.Tensor:
-        """Return the number by which ranks notice that they were given different things."""
+        """Return the number by which ranks notice that their batches differ."""
         if self.shapes:
             return torch.tensor(UNFIT - 1 - zlib.crc32(repr(self.shapes).encode()), dtype=torch.float64)
         if self.problem is not None:
@@ -61,7 +61,7 @@ class Batch:
         return self.fingerprint(device)
 
     def fingerprint(self, device: torch.device) -> torch.Tensor:
-        """Return the number that stands for what must be the same on all ranks."""
+        """Return the fingerprint of the tensors and the scale that must be the same on all ranks."""
         tensors = self.alike
         if self.scale != 1.0:
             tensors["scale"] = torch.tensor(self.scale, dtype=torch.float64)
@@ -69,7 +69,7 @@ class Batch:
 
 
 def refused(problem: RuntimeFailure) -> Batch:
-    """Return a batch that a rank refuses."""
+    """Return the batch of a rank that refuses its inputs."""
     return Batch({}, {}, 1.0, problem)
 
 
@@ -103,16 +103,16 @@ def require_free(keywords: Iterable[str]) -> None:
 
 
 def require_kind(batches: str) -> None:
-    """Refuse what is no kind of batches.
+    """Refuse an unknown kind of batches.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is unknown.
     """
     if batches not in (WHOLE, SHARDED):
         raise UsageError(f'batches: is {batches!r}, must be "{WHOLE}" or "{SHARDED}"; choose one of them')
 
 
-class Inputs:
+class ExampleInputs:
     """The example's structure, shapes and numbers, against which each batch is checked."""
 
     def __init__(
@@ -236,15 +236,17 @@ def require_same(batch: Batch) -> None:
         RuntimeFailure: the same on all ranks.
     """
     own = None if batch.problem is None else str(batch.problem)
-    told = gather_everywhere((own, batch.shapes, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
-    first_shapes, first_scale, first_dims, first = told[0][1:]
-    if not first_shapes or any(shapes != first_shapes for _, shapes, *_ in told):
+    reports = gather_everywhere((own, batch.shapes, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
+    first_shapes, first_scale, first_dims, first = reports[0][1:]
+    if not first_shapes or any(shapes != first_shapes for _, shapes, *_ in reports):
         # A rank whose batch is refused in any case says more than one whose batch is merely smaller.
-        for rank, (reason, *_) in sorted(enumerate(told), key=lambda of_rank: bool(of_rank[1][1])):
+        for rank, (reason, *_) in sorted(
+            enumerate(reports), key=lambda fingerprints_of_rank: bool(fingerprints_of_rank[1][1])
+        ):
             if reason is not None:
-                alike = all(other == reason for other, *_ in told)
+                alike = all(other == reason for other, *_ in reports)
                 raise RuntimeFailure(reason if alike else f"rank {rank}: {reason}")
-    for rank, (_, _, scale, shard_dims, of_rank) in enumerate(told):
+    for rank, (_, _, scale, shard_dims, fingerprints_of_rank) in enumerate(reports):
         if scale != first_scale:
             raise RuntimeFailure(
                 f"scale: of rank {rank} is {scale:g}, must be that of rank 0, {first_scale:g}; pass the same everywhere"
@@ -255,7 +257,7 @@ def require_same(batch: Batch) -> None:
                     f"inputs: {name} of rank {rank} is another shard than that of rank 0, must be split along the same "
                     "dim, or whole, on every rank; give all ranks' samplers the same number of samples"
                 )
-        for name, value in of_rank.items():
+        for name, value in fingerprints_of_rank.items():
             if value != first[name]:
                 advice = (
                     "must be the same, as it is no shard; pass this rank's part of it, or the same on every rank"

@@ -43,8 +43,8 @@ def step_scaled(
         if state["stage"] is OptState.READY:
             scaler.unscale_(optimizer)
         if state["stage"] is OptState.UNSCALED:
-            found = [flag.to(device, torch.float64) for flag in state["found_inf_per_device"].values()]
+            flags = [flag.to(device, torch.float64) for flag in state["found_inf_per_device"].values()]
             # A rank without gradients has found nothing, which a scaler takes for a mistake.
-            count = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+            count = torch.stack(flags).sum() if flags else torch.zeros((), dtype=torch.float64, device=device)
             state["found_inf_per_device"] = {device: (world.sum(count) > 0).float()}
     scaler.step(optimizer)

@@ -1,4 +1,4 @@
-"""The global norm of gradients of which each rank has parts, and what scales them down to it."""
+"""Gradient clipping: the global norm of gradients of which each rank has parts, and their scaling."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from runtime.instructions.sharded_weights import parts_of_weight
 CLIP_EPSILON = 1e-6
 
 
-class Clipping:
-    """Which elements of a rank's gradients count in the global norm: each element of a weight on one rank alone."""
+class GradientClipping:
+    """The elements of a rank's gradients that count in the global norm: each element of a weight on one rank alone."""
 
     def __init__(
         self, plan: Plan, world: World, parameters: Mapping[str, nn.Parameter], updated: Iterable[str]
@@ -26,10 +26,10 @@ class Clipping:
         """Note the rank's shares, and the cells that it is the first to hold.
 
         Args:
-            plan: says who holds what.
+            plan: for the holders of each weight.
             world: the ranks.
             parameters: the rank's, by name.
-            updated: the names of those that get a gradient.
+            updated: the names of parameters that get a gradient.
         """
         self._world = world
         self._parameters = list(parameters.values())
@@ -42,9 +42,9 @@ class Clipping:
                 whole = full_region(tuple(parameter.shape))
                 self._counted.append((parameter, [Selection(whole, whole, parameter.device)]))
                 continue
-            counted = [region for rank, region in plan.updated(name) if rank == world.rank]
+            counted_regions = [region for rank, region in plan.updated(name) if rank == world.rank]
             selections = [
-                Selection(region, part.region, parameter.device) for part in own for region in counted
+                Selection(region, part.region, parameter.device) for part in own for region in counted_regions
             ]
             self._counted.append((parameter, selections))
 

@@ -80,21 +80,21 @@ class ModuleState:
         Raises:
             RuntimeFailure: a name is missing, unknown, or has another shape.
         """
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         problem = None
         if self._world.rank == 0:
             problem = self._misfit(state_dict)
             if problem is None and state_dict is not None:
-                found = {
+                tensors = {
                     name: state_dict[key].detach() for key, _, name in self._entries() if name is not None
                 }
         problem = from_rank_0(problem)
         if problem is not None:
             raise RuntimeFailure(problem)
         # Buffers that are not persistent are in no state dict, and stay.
-        self._distribute({name for _, _, name in self._entries() if name is not None}, found)
+        self._distribute({name for _, _, name in self._entries() if name is not None}, tensors)
         executed = {*self._plan.held, *self._renewed}
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if name not in executed:
                 self._loaded[name] = tensor.to("cpu", copy=True)
 

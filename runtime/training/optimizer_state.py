@@ -20,14 +20,14 @@ from runtime.execution.full_state import broadcast_full, full_weights, scatter_p
 from runtime.instructions.sharded_weights import joined, parts_of_weight, split_joined
 from runtime.ranks.ranks import everywhere, from_rank_0, gather_everywhere
 
-# What a state tensor of the weight's shape is replaced by while the rest of a state travels.
+# The mark of a state tensor of the weight's shape, which is sent apart from the rest of the state.
 PART = "part"
-# Updates that look at more than one element of a weight at a time: parts of it would be updated otherwise than it.
+# Optimizers whose update of an element depends on others: parts of a weight would be updated otherwise than the whole.
 NOT_ELEMENT_WISE = frozenset({"Adafactor", "LBFGS", "Muon"})
 
 
 class OptimizerParts:
-    """A rank's optimizer over parameters that are parts of weights, and which weight each one is of."""
+    """A rank's optimizer over parameters that are parts of weights, and the weight of each parameter."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class OptimizerParts:
         own_kinds = everywhere(
             lambda: {index: self._kinds(index, entry) for index, entry in local["state"].items()}
         )
-        for found in gather_everywhere(own_kinds):
-            for index, entry in found.items():
+        for kinds_of_rank in gather_everywhere(own_kinds):
+            for index, entry in kinds_of_rank.items():
                 kinds.setdefault(index, entry)
         state: dict[int, dict[str, Any]] = {}
         for index in sorted(kinds):
@@ -125,7 +125,7 @@ class OptimizerParts:
         document: Any = None
         wholes: dict[tuple[int, str], Any] = {}
         if world.rank == 0:
-            document, wholes = self._taken_apart(state_dict)
+            document, wholes = self._split_state(state_dict)
         document = from_rank_0(document)
         if isinstance(document, str):
             raise RuntimeFailure(document)
@@ -137,19 +137,19 @@ class OptimizerParts:
             for key, (kind, value) in entry.items():
                 if kind == PART:
                     tensors = {name: wholes[index, key]} if world.rank == 0 else {}
-                    found = [
+                    scattered = [
                         scatter_parts(world, {name: regions}, tensors, {name: value}, device)
                         for regions in holdings
                     ]
                     if own:
-                        parts = [received[name][1] for received in found if name in received]
+                        parts = [received[name][1] for received in scattered if name in received]
                         local.setdefault(index, {})[key] = joined(own, parts)
                 elif own:
                     local.setdefault(index, {})[key] = value
         self.optimizer.load_state_dict({"state": local, "param_groups": document["param_groups"]})
 
-    def _taken_apart(self, state_dict: Mapping[str, Any] | None) -> tuple[Any, dict[tuple[int, str], Any]]:
-        """Return what is small and the whole tensors apart; of a state that does not fit, the reason instead."""
+    def _split_state(self, state_dict: Mapping[str, Any] | None) -> tuple[Any, dict[tuple[int, str], Any]]:
+        """Return the state without its whole tensors, and these; of a state that does not fit, the reason instead."""
         advice = "load the state of the same optimizer over the same module"
         if (
             not isinstance(state_dict, Mapping)
@@ -158,9 +158,9 @@ class OptimizerParts:
         ):
             return f"optimizer state: has no state and param_groups on rank 0, must have them; {advice}", {}
         own = [len(group["params"]) for group in self.optimizer.param_groups]
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
-        if found != own:
-            return f"optimizer state: has parameter groups of {found} weights, must be of {own}; {advice}", {}
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != own:
+            return f"optimizer state: has parameter groups of {sizes} weights, must be of {own}; {advice}", {}
         # A saved state may number the weights in its own way; the order of the groups is what counts.
         order = {
             number: index
@@ -195,12 +195,12 @@ class OptimizerParts:
 
 
 def _holdings(plan: Plan, size: int, name: str) -> list[dict[int, Region]]:
-    """Return what each rank updates of a weight: by rank the first of its parts, then the second, and so on."""
+    """Return the regions of a weight that the ranks update: by rank the first part, then the second, and so on."""
     result: list[dict[int, Region]] = []
     for rank in range(size):
-        for place, part in enumerate(parts_of_weight(plan, name, rank)):
-            result += [{}] if place == len(result) else []
-            result[place][rank] = part.region
+        for index, part in enumerate(parts_of_weight(plan, name, rank)):
+            result += [{}] if index == len(result) else []
+            result[index][rank] = part.region
     return result
 
 
@@ -221,7 +221,7 @@ def make_optimizer(make: Any, parameters: Sequence[nn.Parameter], *, parts: bool
 
 
 def require_factory(optimizer: object) -> None:
-    """Refuse what makes no optimizer of a rank's parameters.
+    """Refuse an object that is no factory of an optimizer.
 
     Raises:
         UsageError: it is an optimizer already, which has other parameters, or cannot be called.

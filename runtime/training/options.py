@@ -1,4 +1,4 @@
-"""What a user's training is besides module, strategy and optimizer; and the graph that follows from it."""
+"""The options of a user's training, and the import of the module under them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TrainingOptions:
     """Options of `runtime.parallelize`, as it describes them; `node_of`: for each rank, the number of its host."""
 
     batch_norm: str

@@ -8,7 +8,7 @@ from graph.errors import RuntimeFailure
 from graph.importing.outputs import Outputs
 from runtime.execution.step import StepRunner
 from runtime.training.batches import Batch
-from runtime.training.sharded_batches import Shards
+from runtime.training.sharded_batches import BatchShards
 
 
 def kept_values(outputs: Outputs | None) -> frozenset[str]:
@@ -18,14 +18,14 @@ def kept_values(outputs: Outputs | None) -> frozenset[str]:
 
 
 def collect_outputs(
-    outputs: Outputs | None, runner: StepRunner, shards: Shards | None, batch: Batch | None
+    outputs: Outputs | None, runner: StepRunner, shards: BatchShards | None, batch: Batch | None
 ) -> dict[str, torch.Tensor]:
     """Return the results by name, on the rank's device. All ranks must call it.
 
     Args:
-        outputs: what was asked for.
-        runner: has done the last step.
-        shards: of that step, where each rank was given its own.
+        outputs: named by the user.
+        runner: of the last step.
+        shards: of that step, where batches are sharded.
         batch: of that step; None: there was none.
 
     Raises:
@@ -38,16 +38,16 @@ def collect_outputs(
     if batch is None:
         raise RuntimeFailure("outputs: there are none yet, must be of a step; call step or backward before")
     kept = kept_values(outputs)
-    known = {}
+    values = {}
     for name in sorted(set(outputs.sources.values())):
         if name in kept:
-            known[name] = runner.whole_value(name)
+            values[name] = runner.whole_value(name)
         elif shards is not None and name in batch.shard_dims:
-            known[name] = shards.whole(name, batch.inputs[name])
+            values[name] = shards.whole(name, batch.inputs[name])
         else:
-            known[name] = batch.inputs[name]
+            values[name] = batch.inputs[name]
     if not outputs.calls:
-        return {name: known[outputs.sources[node]].to(runner.device) for name, node in outputs.nodes.items()}
+        return {name: values[outputs.sources[node]].to(runner.device) for name, node in outputs.nodes.items()}
     # As exported: tensors that the module makes from numbers are on the CPU.
-    results = outputs.compute({name: tensor.detach().cpu() for name, tensor in known.items()})
+    results = outputs.compute({name: tensor.detach().cpu() for name, tensor in values.items()})
     return {name: tensor.to(runner.device) for name, tensor in results.items()}

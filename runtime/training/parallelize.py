@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, read_document, strategy_from_json
-from runtime.training.options import Options, imported
+from runtime.training.options import TrainingOptions, imported
 
 if TYPE_CHECKING:
     import torch
@@ -131,13 +131,17 @@ def parallelize(
         require_factory(optimizer)
         require_free(example[1])
         require_kind(batches)
-        found, results = imported(module, *example, batch_norm, wanted)
-        return found, _fitted(strategy, found, size, module, example, batch_norm), results
+        graph_of_example, results = imported(module, *example, batch_norm, wanted)
+        return (
+            graph_of_example,
+            _fitted(strategy, graph_of_example, size, module, example, batch_norm),
+            results,
+        )
 
     graph, chosen, results = everywhere(prepared)
     agreed = {"seed": seed, "batches": batches, "outputs": wanted}
     hosts = _agree(graph, chosen, agreed, own_host())
-    options = Options(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))
+    options = TrainingOptions(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))
     plan = build_plan(graph, chosen, options.node_of, every_element=True)
     prepare_groups(plan, size, timeout_s)
     return Trainer(module, plan, World(size), example, optimizer, options, results, leaves_group=joined)
@@ -222,13 +226,13 @@ def _agree(graph: OperatorGraph, strategy: Strategy, options: Mapping[str, Any],
     """
     from runtime.ranks.ranks import gather_everywhere
 
-    told = gather_everywhere(({"graph": graph.digest, "strategy": strategy.digest, **options}, host))
-    first = told[0][0]
-    for rank, (of_rank, _) in enumerate(told):
-        for what, value in of_rank.items():
+    reports = gather_everywhere(({"graph": graph.digest, "strategy": strategy.digest, **options}, host))
+    first = reports[0][0]
+    for rank, (report, _) in enumerate(reports):
+        for what, value in report.items():
             if value != first[what]:
                 raise RuntimeFailure(
                     f"rank {rank}: has {what} {str(value)[:12]}, must have that of rank 0, {str(first[what])[:12]}; "
                     "pass the same module sizes, strategy and options on every rank"
                 )
-    return [host for _, host in told]
+    return [host for _, host in reports]

@@ -1,4 +1,4 @@
-"""A batch of which each rank has its own samples: what its tasks read of the others' is sent to it.
+"""Sharded batches: each rank is given its own samples, and receives the samples of others that its tasks read.
 
 The ranks' shards, in the order of the ranks, are the whole batch. Under data parallelism a rank reads its own samples,
 and nothing is sent.
@@ -21,11 +21,11 @@ from runtime.training.batches import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """What becomes of one input on a rank: by peer, what is cut from its shard, and where what arrives is put.
+class _ShardedInput:
+    """The messages of one input on a rank: by peer, the part of its shard to send, and the part of its read to receive.
 
-    shard: the rank's own. read: the region that its tasks read; None if they read nothing. own: of its own shard, what
-    is read, and where it stands in that region.
+    shard: the rank's own. read: the region that its tasks read; None if they read nothing. own: the part of its shard
+    that is read, and that part of the read.
     """
 
     shard: Region
@@ -36,17 +36,17 @@ class _Input:
     dtype: torch.dtype
 
 
-class Shards:
-    """Gives a rank what its tasks read of a sharded batch."""
+class BatchShards:
+    """The exchange of a sharded batch: from the ranks' shards to the regions that their tasks read."""
 
     def __init__(self, plan: Plan, world: World, dims: Mapping[str, int], device: torch.device) -> None:
         """Prepare the messages.
 
         Args:
-            plan: says who reads what.
+            plan: for the readers of each input.
             world: the ranks, each of which has a shard.
             dims: for each sharded input, the dim along which it is cut.
-            device: where this rank computes.
+            device: of this rank.
         """
         self._world = world
         self._device = device
@@ -66,7 +66,7 @@ class Shards:
                     f"{_described(self._dims.get(name))} as in the first batch; deal all batches out alike"
                 )
 
-    def _prepared(self, plan: Plan, name: str, dim: int) -> _Input:
+    def _prepared(self, plan: Plan, name: str, dim: int) -> _ShardedInput:
         spec = plan.graph.value_by_name[name].spec
         length = spec.shape[dim] // self._world.size
         whole = full_region(spec.shape)
@@ -93,16 +93,16 @@ class Shards:
             if read is None or kept is None
             else (Selection(kept, shard, self._device), Selection(kept, read, self._device))
         )
-        return _Input(shard, read, tuple(sends), tuple(receives), own, getattr(torch, spec.dtype))
+        return _ShardedInput(shard, read, tuple(sends), tuple(receives), own, getattr(torch, spec.dtype))
 
     def whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """Return an input that is made of all ranks' shards. All ranks must call it."""
-        one = self._inputs[name]
+        prepared = self._inputs[name]
         sizes = list(shard.shape)
         sizes[self._dims[name]] *= self._world.size
-        whole = torch.zeros(sizes, dtype=one.dtype, device=self._device)
-        selection_of(one.shard, tuple(sizes), self._device).put(whole, shard.to(self._device))
-        if one.dtype is torch.bool:
+        whole = torch.zeros(sizes, dtype=prepared.dtype, device=self._device)
+        selection_of(prepared.shard, tuple(sizes), self._device).put(whole, shard.to(self._device))
+        if prepared.dtype is torch.bool:
             return self._world.sum(whole.to(torch.uint8)).to(torch.bool)
         return self._world.sum(whole)
 
@@ -114,24 +114,24 @@ class Shards:
         sends: list[Message] = []
         receives: list[tuple[Message, torch.Tensor, Selection]] = []
         result: dict[str, Held] = {}
-        for name, one in self._inputs.items():
+        for name, prepared in self._inputs.items():
             shard = shards.get(name)
             if shard is None:
-                shard = torch.zeros(shape(one.shard), dtype=one.dtype)
+                shard = torch.zeros(shape(prepared.shard), dtype=prepared.dtype)
             shard = shard.detach().to(self._device)
-            sends += [Message(peer, cut.take(shard).contiguous()) for peer, cut in one.sends]
-            if one.read is None:
+            sends += [Message(peer, cut.take(shard).contiguous()) for peer, cut in prepared.sends]
+            if prepared.read is None:
                 continue
-            if one.own is not None and not one.receives:
-                result[name] = (one.read, one.own[0].take(shard))
+            if prepared.own is not None and not prepared.receives:
+                result[name] = (prepared.read, prepared.own[0].take(shard))
                 continue
-            part = torch.empty(shape(one.read), dtype=one.dtype, device=self._device)
-            if one.own is not None:
-                one.own[1].put(part, one.own[0].take(shard))
-            for peer, place in one.receives:
-                arriving = torch.empty(place.shape, dtype=one.dtype, device=self._device)
+            part = torch.empty(shape(prepared.read), dtype=prepared.dtype, device=self._device)
+            if prepared.own is not None:
+                prepared.own[1].put(part, prepared.own[0].take(shard))
+            for peer, place in prepared.receives:
+                arriving = torch.empty(place.shape, dtype=prepared.dtype, device=self._device)
                 receives.append((Message(peer, arriving), part, place))
-            result[name] = (one.read, part)
+            result[name] = (prepared.read, part)
         sent, received = self._world.exchange(sends, [message for message, _, _ in receives])
         for work, (message, part, place) in zip(received, receives, strict=True):
             self._world.wait(work)
@@ -146,5 +146,5 @@ def _described(dim: int | None) -> str:
 
 
 def _common(left: Region, right: Region) -> Region | None:
-    found = intersect_regions(left, right)
-    return None if found is None or not volume(found) else found
+    common = intersect_regions(left, right)
+    return None if common is None or not volume(common) else common

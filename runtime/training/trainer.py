@@ -21,15 +21,15 @@ from runtime.communication import World
 from runtime.execution.step import StepRunner, whole_parts
 from runtime.launch.processes import leave_group
 from runtime.ranks.ranks import everywhere, from_rank_0
-from runtime.training.batch_sizes import Sized, Sizes
-from runtime.training.batches import SHARDED, Batch, Inputs, checked_scale, refused, require_same
+from runtime.training.batch_sizes import SizedRunner, SizedRunners
+from runtime.training.batches import SHARDED, Batch, ExampleInputs, checked_scale, refused, require_same
 from runtime.training.grad_scaling import scale_of, step_scaled
-from runtime.training.gradient_clipping import Clipping
+from runtime.training.gradient_clipping import GradientClipping
 from runtime.training.module_state import ModuleState
 from runtime.training.optimizer_state import OptimizerParts, make_optimizer
-from runtime.training.options import Options
+from runtime.training.options import TrainingOptions
 from runtime.training.outputs import collect_outputs, kept_values
-from runtime.training.sharded_batches import Shards
+from runtime.training.sharded_batches import BatchShards
 
 
 class Parameters(list[nn.Parameter]):
@@ -69,7 +69,7 @@ class Trainer:
         world: World,
         example: tuple[tuple[Any, ...], dict[str, Any]],
         optimizer: MakeOptimizer,
-        options: Options,
+        options: TrainingOptions,
         outputs: Outputs | None,
         *,
         leaves_group: bool,
@@ -84,18 +84,18 @@ class Trainer:
         self._plan = plan
         self._world = world
         self._leaves_group = leaves_group
-        self._inputs = Inputs(plan.graph, example, world.size if options.batches == SHARDED else 1)
+        self._inputs = ExampleInputs(plan.graph, example, world.size if options.batches == SHARDED else 1)
         self._inputs_compared = False
         # Whether a GradScaler has scaled the gradients so far.
         self._applies = False
         self._scaled = False
         # The last step, where outputs are asked for.
-        self._last: tuple[Sized, Batch] | None = None
+        self._last: tuple[SizedRunner, Batch] | None = None
         self._runner = StepRunner(
             plan, world, seed=options.seed, device=options.device, kept=kept_values(outputs)
         )
-        self._example = Sized(plan, self._runner, outputs)
-        self._sizes = Sizes(module, self._example, self._inputs, world, options)
+        self._example = SizedRunner(plan, self._runner, outputs)
+        self._sizes = SizedRunners(module, self._example, self._inputs, world, options)
         self._module_state = ModuleState(module, plan, world, self._runner)
         self._parameters = self._own_parameters()
         splits = any(
@@ -117,7 +117,7 @@ class Trainer:
             (name, parameter.requires_grad, (parameter, own))
             for (name, parameter), own in zip(module.named_parameters(), self._parameters, strict=True)
         ]
-        self._clipping = Clipping(plan, world, self._by_name, self._runner.updated)
+        self._clipping = GradientClipping(plan, world, self._by_name, self._runner.updated)
 
     def __enter__(self) -> Trainer:
         return self
@@ -183,7 +183,7 @@ class Trainer:
             self._inputs_compared = True
             if batch.shard_dims:
                 dims = batch.shard_dims
-                self._example.shards = Shards(self._plan, self._world, dims, self.device)
+                self._example.shards = BatchShards(self._plan, self._world, dims, self.device)
         loss = None
         if not (settled and batch.shapes):
             loss = self._differentiated(self._example, batch)
@@ -195,7 +195,7 @@ class Trainer:
         self._scaled |= scaler is not None and scaler.is_enabled()
         return loss
 
-    def _differentiated(self, sized: Sized, batch: Batch) -> torch.Tensor | None:
+    def _differentiated(self, sized: SizedRunner, batch: Batch) -> torch.Tensor | None:
         """Do forward, backward and synchronization, and add to the gradients; return the loss.
 
         With a batch that does not fit, the one before stands in for it, so that the others need not wait for this rank.
@@ -204,7 +204,7 @@ class Trainer:
         runner, by_name = sized.runner, self._by_name
         fits = batch.problem is None or sized is not self._example
         updated = {name: by_name[name] for name in runner.updated}
-        # The next step writes into the tensors that the gradients of this one are views of.
+        # The next step overwrites the tensors that these gradients are views of.
         before = {
             name: None if parameter.grad is None else parameter.grad.clone()
             for name, parameter in updated.items()
@@ -232,14 +232,16 @@ class Trainer:
                 return None
         if sized is not self._example:
             self._runner.take_buffers(runner)
-        taken: set[int] = set()
-        for name, found in runner.own_gradients().items():
-            if found is None:
+        addresses: set[int] = set()
+        for name, new_gradient in runner.own_gradients().items():
+            if new_gradient is None:
                 # Others share all there is of it.
                 continue
             # Autograd may hand out one tensor as the gradients of two weights; clipping scales them in place.
-            gradient = found.clone() if found.data_ptr() in taken else found.contiguous()
-            taken.add(gradient.data_ptr())
+            gradient = (
+                new_gradient.clone() if new_gradient.data_ptr() in addresses else new_gradient.contiguous()
+            )
+            addresses.add(gradient.data_ptr())
             earlier = before[name]
             updated[name].grad = gradient if earlier is None else earlier.add_(gradient)
         if sized.outputs is not None:
@@ -389,8 +391,6 @@ class Trainer:
         self.load_state_dict(own["module"])
         self.load_optimizer_state_dict(own["optimizer"])
         self.step_number = from_rank_0(own["step_number"])
-
-    # ---- how values get to the ranks
 
     @property
     def _by_name(self) -> dict[str, nn.Parameter]:

@@ -17,10 +17,10 @@ from profiler.pinning import child_variables, describe_exit, end_with_parent, st
 from runtime.jobs.job import Job, JobResult
 from runtime.launch.processes import (
     PEER_GRACE_S,
+    error_line,
     join_group,
     leave_group,
     occupy,
-    own_words,
 )
 
 START_LIMIT_S = 120.0
@@ -184,4 +184,4 @@ def _executed(job: Job, device: str, timeout_s: float, rank: int) -> tuple[str, 
     except PeerFailure as error:
         return "lost", str(error)
     except Exception as error:  # whatever it is, the pool's owner must hear of it
-        return "failed", own_words(f"{type(error).__name__}: {error}", rank)
+        return "failed", error_line(f"{type(error).__name__}: {error}", rank)
