@@ -1,10 +1,9 @@
-"""What is measured: a call with inputs that a real step would give it.
+"""The inputs of measured calls, as cold as in a training step.
 
-Cold caches: between two executions of an operator a training step touches all its other tensors, so its inputs have
-left the caches. A loop over one call would find them there. Each subject therefore rotates over so many copies of its
-inputs that together they exceed the largest cache, up to `MOST_SETS`; a call that moves little is then at least out of
-a core's own caches. Copies cost a memory copy each, once. Results are held for as many executions, so that the
-allocator does not hand out the block that was just written and is still cached.
+Between two executions of an operator a training step touches all its other tensors, so its inputs have left the caches.
+A loop over one call would find them there. Measurements therefore rotate over so many copies of the inputs that
+together they exceed the largest cache, up to `MOST_SETS`; a call that moves little is then at least out of a core's own
+caches. Results are held for as many executions, so that the allocator does not return a block that is still cached.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One forward execution: what went in and what came out, for the backward to start from."""
+    """One forward execution: its inputs and outputs, and the gradients for its backward."""
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -60,7 +59,7 @@ class InputSet:
 
 
 class CallInputs:
-    """A local call on one device, ready to be executed again and again."""
+    """A local call on one device with its rotating input sets."""
 
     def __init__(self, call: LocalCall, device: PhysicalDevice, seed: int) -> None:
         self.call, self.device = call, device
@@ -71,7 +70,7 @@ class CallInputs:
         self._held: deque[list[torch.Tensor]] = deque(maxlen=0)
 
     def forward(self) -> ForwardPass:
-        """Execute the call on the next input set, recording what a backward needs."""
+        """Execute the call on the next input set, recorded by autograd."""
         chosen = self._sets[self._next]
         self._next = (self._next + 1) % len(self._sets)
         return ForwardPass(chosen.inputs, self._execute(chosen.inputs), chosen.gradients)
@@ -100,7 +99,7 @@ class CallInputs:
     def rotate(self, made_bytes: Sequence[int] = ()) -> None:
         """Copy the input set until the copies exceed the device's largest cache.
 
-        `made_bytes`: of each block of memory that an execution makes and that is held; as many are touched.
+        `made_bytes`: of each block of memory that an execution allocates and that is held; as many are touched.
         """
         import torch
 

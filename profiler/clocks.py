@@ -1,7 +1,7 @@
-"""At which clock a device ran while it was measured, and what slowed it, as far as the driver tells.
+"""The clock of a device while it is measured, and the reasons of throttling, as far as the driver reports them.
 
-A GPU's driver tells through NVML (package nvidia-ml-py, extra `gpu`), a CPU's through Linux' sysfs. Both are often
-silent, in a virtual machine for example; then the answers are None, never a guess.
+A GPU's driver reports through NVML (package nvidia-ml-py, extra `gpu`), a CPU's through Linux' sysfs. Where neither
+does, in a virtual machine for example, the values are None, never a guess.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Self
 from profiler.devices import PhysicalDevice
 
 CPUS = Path("/sys/devices/system/cpu")
-# Reasons of NVML (nvml.h, nvmlClocksEventReason...) that a measurement should not have had: the rest is normal (idle,
+# Reasons of NVML (nvml.h, nvmlClocksEventReason...) that disturb a measurement: the rest is normal (idle,
 # clocks set by the user, ...).
 REASONS = {
     0x04: "power limit",
@@ -31,8 +31,8 @@ REASONS = {
 class ClockWatch:
     """Reads a device's clock when it is entered and left; a context manager.
 
-    `clock_hz`: the median of what was read, None where nothing tells. `throttle`: what slowed the clock meanwhile, as
-    text, "" for nothing; None where nothing tells.
+    `clock_hz`: the median of the readings, None where there are none. `throttle`: the reasons of throttling as text,
+    "" for none; None where they are unknown.
     """
 
     def __init__(self, device: PhysicalDevice) -> None:
@@ -58,7 +58,7 @@ class ClockWatch:
 
     def _read(self) -> None:
         clock_hz, reasons = self._reader.clock_hz(), self._reader.reasons()
-        # A clock of 0 is what some drivers say where they do not know.
+        # Some drivers report a clock of 0 where it is unknown.
         if clock_hz is not None and clock_hz > 0:
             self._clocks.append(clock_hz)
         if reasons is not None:
@@ -71,12 +71,12 @@ class ClockWatch:
 
     @property
     def throttle(self) -> str | None:
-        """What slowed the clock."""
+        """The reasons of throttling."""
         return None if self._reasons is None else ", ".join(sorted(self._reasons))
 
 
 class _CoreReader:
-    """What Linux tells of one core."""
+    """The readings of Linux for one core."""
 
     def __init__(self, core: int | None) -> None:
         self._folder = None if core is None else CPUS / f"cpu{core}"
@@ -101,7 +101,7 @@ class _CoreReader:
 
 
 class _GpuReader:
-    """What NVML tells of one GPU."""
+    """The readings of NVML for one GPU."""
 
     def __init__(self, index: int) -> None:
         self._library, self._handle = _nvml(), None
@@ -138,7 +138,7 @@ def _reader(device: PhysicalDevice) -> _CoreReader | _GpuReader:
 
 @lru_cache(maxsize=1)
 def _nvml() -> Any:
-    """Return NVML, ready to be asked; None without the package or the driver."""
+    """Return the initialized NVML; None without the package or the driver."""
     try:
         pynvml: Any = import_module("pynvml")
     except ImportError:

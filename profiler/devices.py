@@ -1,4 +1,4 @@
-"""The devices of this machine: which are there, which are asked for, what they are.
+"""The devices of this machine, their kinds, and their selection by index.
 
 A CPU device is one core, to which its process is pinned. A CUDA device is one GPU.
 """
@@ -24,7 +24,7 @@ LARGEST_INDEX = 65535
 
 @dataclass(frozen=True, slots=True)
 class PhysicalDevice:
-    """A device of this machine. `index` counts within its processor type; `core` is what a CPU device is pinned to.
+    """A device of this machine. `index` counts within its processor type; `core`: to which a CPU device is pinned.
 
     `tf32`: whether its process multiplies float32 tensors in TF32 (a GPU).
     """
@@ -125,7 +125,7 @@ def select_devices(
     """Return the devices at `indexes`, in that order.
 
     Raises:
-        UsageError: one of them is not there; the message says what is.
+        UsageError: one of them is not present; the message lists the present ones.
     """
     present = available_devices(processor)
     if not indexes or min(indexes) < 0 or max(indexes) >= len(present):
@@ -166,7 +166,7 @@ def cpu_devices(count: int) -> tuple[PhysicalDevice, ...]:
 
 
 def device_warnings(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
-    """Return what makes measurements on `devices` less than exact, one line each; empty where nothing does."""
+    """Return warnings about conditions that make measurements on `devices` less exact, one line each."""
     cores = [device.core for device in devices if device.processor == "cpu"]
     warnings = []
     if cores and not can_pin():

@@ -1,4 +1,4 @@
-"""What a measurement depends on beside its call and its device: hardware, drivers, software."""
+"""The environment of a measurement: hardware, drivers, software."""
 
 from __future__ import annotations
 

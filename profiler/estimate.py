@@ -1,11 +1,11 @@
-"""Estimates for costs that nobody measured: a roofline over data-sheet values, corrected by what was measured.
+"""Estimates of unmeasured costs: a roofline over data-sheet values, corrected by measurements.
 
 A call takes as long as the slower of its arithmetic and its memory traffic, at the rates that libraries commonly reach
 of the data sheet's peaks. Two origins, never mixed up: "datasheet" rests on no measurement at all; "estimated" is the
 roofline times a ratio of measured to roofline time, interpolated between the measured calls of its family on that
 device kind, or where the family has none, that of its operator type, or of all types. A family is an operator type, a
-phase and all of its operands but their sizes (matrix products are one family whatever their dims); near is what differs
-little in work and sizes, on a scale of doublings.
+phase and all of its operands but their sizes (matrix products are one family whatever their dims); distances between
+calls are differences of work and sizes, on a scale of doublings.
 
 Source of the roofline: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -46,7 +46,7 @@ Point = tuple[tuple[float, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class PhaseWork:
-    """What one phase of a call has to do: floating-point operations, bytes to move, and in which precision."""
+    """The work of one phase of a call: floating-point operations, bytes to move, and the precision."""
 
     flops: float
     size_bytes: float
@@ -55,7 +55,7 @@ class PhaseWork:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured time of one phase of one call; which statistic it is, is the caller's choice."""
+    """A measured time of one phase of one call, by a statistic of the caller's choice."""
 
     call: LocalCall
     phase: Phase
@@ -66,8 +66,7 @@ class Observation:
 class Estimate:
     """An estimated time, and on how many measurements its correction rests (0 from a data sheet).
 
-    `error`: the median of the relative errors that estimates like this one have where the truth was measured and left
-    out; None where nothing says so.
+    `error`: the median relative error of estimates of the same family, each measurement left out; None where unknown.
     """
 
     time_s: float
@@ -98,7 +97,8 @@ def roofline_s(
 def work_of(call: LocalCall, phase: Phase) -> PhaseWork:
     """Return the work of one phase of `call`.
 
-    A backward reads what the forward reads and the gradients of its outputs, and writes the gradients of its inputs.
+    A backward reads the operands of the forward and the gradients of its outputs, and writes the gradients of its
+    inputs.
 
     Raises:
         CostError: the call has no such phase.
@@ -199,7 +199,7 @@ class Estimator:
         Args:
             call: the whole operator's.
             phase: that is asked for.
-            work: what all of them together do, at least.
+            work: the least work of all of them together.
         """
         of_types = [
             ratios
@@ -241,7 +241,7 @@ def may_become(target: str, other: str) -> bool:
 
 
 def _family(call: LocalCall, phase: Phase) -> Family:
-    """Return what two calls must have in common for one to say something of the other's sizes."""
+    """Return the family of a call: the measurements of one family are interpolated over sizes."""
     if call.target in PRODUCTS:
         return (call.target, phase, call.inputs[0].dtype)
     operands = tuple((spec.dtype, len(spec.shape)) for spec in (*call.inputs, *call.outputs))

@@ -1,4 +1,4 @@
-"""Devices that one measurement at a time uses, whichever processes measure: two at once would both be wrong.
+"""Device locks: one measurement at a time uses a device, over all processes, since two at once would both be wrong.
 
 A lock is a file of the user's (`graph.locks`).
 """
@@ -18,7 +18,7 @@ from profiler.devices import PhysicalDevice
 
 
 def _name(device: PhysicalDevice) -> str:
-    # A core is what CPU devices share, however they are counted.
+    # CPU devices share cores, however they are counted.
     return f"core-{device.core}" if device.processor == "cpu" else f"cuda-{device.index}"
 
 
@@ -45,13 +45,13 @@ def _folder() -> Path:
 
 @contextmanager
 def held(devices: Sequence[PhysicalDevice]) -> Iterator[None]:
-    """Wait until no other process measures on `devices`, and keep others from it meanwhile.
+    """Lock `devices` while the context lasts, after waiting for other processes that measure on them.
 
     Raises:
         UsageError: the locks' folder is not this user's.
     """
     with ExitStack() as stack:
-        # In one order for all, so that two that want several never wait for each other.
+        # In one order for all processes, so that none wait for each other.
         for name in sorted({_name(device) for device in devices}):
             stack.enter_context(locks.exclusive(_folder() / name))
         yield

@@ -1,6 +1,6 @@
 """Interpolation between scattered measurements: a Gaussian process with a Matern covariance of smoothness 3/2.
 
-Each feature has a length of its own, over which values have to do with each other (automatic relevance determination):
+Each feature has a length scale of its own (automatic relevance determination):
 the time of a matrix product changes with its rows otherwise than with its columns. Lengths are those under which the
 values are likeliest, looked for one feature at a time from the best common length.
 
@@ -22,11 +22,11 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
-# What common lengths and shares of noise are chosen from, by their likelihood; with fewer points, the middle ones.
+# Common lengths and shares of noise to choose from, by their likelihood; with fewer points, the middle ones.
 LENGTHS = (4.0, 8.0, 16.0, 32.0, 64.0)
 NOISES = (0.001, 0.003, 0.01, 0.03, 0.1)
 FEWEST_TO_CHOOSE = 8
-# So many points or more tell the features apart; a length is then tried shorter and longer, so many times over.
+# From so many points on, each feature gets a length; a length is tried shorter and longer, in so many rounds.
 FEWEST_TO_TELL_APART = 20
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 ROUNDS = 2
@@ -65,12 +65,12 @@ class Interpolation:
         """Return the expected value at a point of F features."""
         distances_1N = _distances(np.array([point], np.float64) * self.per_length_F, self.points_NF)
         expected = float(self._middle + (_covariance(distances_1N) @ self._weights)[0])
-        # Between points that differ much it would swing beyond what was ever seen.
+        # Between distant points it would overshoot the measured range.
         return min(max(expected, float(self.values_N.min())), float(self.values_N.max()))
 
     @cached_property
     def left_out(self) -> Array:
-        """What is expected at each point without its own value; of a single point, nothing is."""
+        """The expected value at each point without its own value (leave-one-out); none of a single point."""
         inverse_NN = np.linalg.inv(self._noisy)
         without_N: Array = self.values_N - self._weights / np.diag(inverse_NN)
         return without_N

@@ -1,4 +1,4 @@
-"""Device kinds: what the devices of this machine are, and what their data sheets say."""
+"""Device kinds of this machine, and their data sheets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from profiler.processors import ProcessorFacts, processor_facts
 MIB = 2**20
 
 # A CUDA device without a data sheet here: lanes of float32 a multiprocessor (the most that any NVIDIA generation
-# to date has), its frequency and its memory bandwidth where the driver does not tell. All are assumptions.
+# to date has), its frequency and its memory bandwidth where the driver does not report them. All are assumptions.
 LANES_A_MULTIPROCESSOR = 128
 ASSUMED_CLOCK_HZ = 1.4e9
 ASSUMED_BANDWIDTH_BYTES_PER_S = 500e9
@@ -85,10 +85,10 @@ def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:
 
 
 def cuda_kind_of(reported_name: str, memory_bytes: int, properties: Any = None) -> DeviceKind:
-    """Return the kind of a CUDA device from what the driver reports.
+    """Return the kind of a CUDA device from the driver's report.
 
-    A known name gets its data sheet, with the memory that is really there. An unknown one keeps the driver's name and
-    gets figures from its multiprocessors and clocks, as far as `properties` tell.
+    A known name gets its data sheet, with the reported memory. An unknown one keeps the driver's name and gets figures
+    from its multiprocessors and clocks, as far as `properties` has them.
     """
     for entry in _datasheets()["cuda"]:
         if any(re.fullmatch(pattern, reported_name) for pattern in entry["torch_names"]):

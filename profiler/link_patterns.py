@@ -1,8 +1,8 @@
 """Patterns of communication as a training step has them: the work of one rank that a link probe times.
 
-The calls are those of the runtime, with what it does about them: an exchange's pieces are cut out of larger tensors
-and packed, what arrives comes into new memory, and is put together. A bare collective of one
-warm buffer is several times as fast on a CPU, and predicts nothing.
+The calls are those of the runtime, with its copies around them: an exchange's pieces are parts of larger tensors and
+packed, received ones are allocated and assembled. A bare collective of one warm buffer is several times as fast on a
+CPU, and predicts nothing.
 
 Bytes N are those of `search.cost.collective_cost`: what one device holds in the end or, of a reduce-scatter or
 reduce, in the beginning; of an all-to-all what one device sends, its own share with them.
@@ -31,7 +31,7 @@ Repetition = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """Where a rank does its work: among the ranks `members`, in their process group (None: that of all ranks)."""
+    """A rank in a pattern: among the ranks `members`, in their process group (None: that of all ranks)."""
 
     rank: int
     members: tuple[int, ...]
@@ -45,19 +45,19 @@ class Participant:
         return torch.zeros(sizes, device=self.device_name)
 
     def empty(self, elements: int) -> torch.Tensor:
-        """Return a flat tensor that was not."""
+        """Return a flat tensor that was not written to."""
         import torch
 
         return torch.empty(elements, device=self.device_name)
 
 
 def prepare(pattern: Pattern, participant: Participant, size_bytes: int) -> Repetition:
-    """Return what one rank does in one repetition of a pattern over N = `size_bytes`, with its tensors made."""
+    """Return the work of one rank in one repetition of a pattern over N = `size_bytes`, with its tensors allocated."""
     return _PREPARE[pattern](participant, size_bytes)
 
 
 def _messages(participant: Participant, size_bytes: int) -> Repetition:
-    """Both ways at once, cut out of a larger tensor and put in place beside the rank's own part."""
+    """Messages both ways at once, parts of a larger tensor, joined with the rank's own part."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def _messages(participant: Participant, size_bytes: int) -> Repetition:
 
 
 def _all_reduce(participant: Participant, size_bytes: int) -> Repetition:
-    """As gradients of weights: what backward made is copied into the bucket first."""
+    """As gradient buckets: the gradients are copied into the bucket first."""
     import torch.distributed as dist
 
     bucket = participant.zeros(max(1, size_bytes // ITEM_BYTES))
@@ -166,7 +166,7 @@ def _reduce(participant: Participant, size_bytes: int) -> Repetition:
     sources, columns = _halves(participant, size_bytes // ITEM_BYTES)
 
     def work(repetition: int) -> torch.Tensor:
-        # The root's result is a new tensor, the others' share is one too: it is spoilt.
+        # The tensors of all ranks are new ones: they are overwritten.
         value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
         dist.reduce(value, participant.members[0], group=participant.group)
         return value

@@ -1,4 +1,4 @@
-"""What each process of a link probe does. All ranks go through the same steps in the same order.
+"""The work of each process of a link probe. All ranks execute the same steps in the same order.
 
 One pair or group communicates at a time, while all others wait.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 WARM_UPS = 2
-# Timed at least so often, whatever it takes.
+# Timed at least so often, however long it takes.
 FEWEST = 5
 # Written before each message, so that neither data nor code is left in the caches, as after a convolution.
 EVICTED_BYTES = 16 * MIB
@@ -41,7 +41,7 @@ OVERLAP_ROUNDS = 5
 
 # Ranks, ascending; of messages two.
 Members = tuple[int, ...]
-# What every rank does last, in the process group, on its device: returns seconds, on rank 0 at least.
+# The last step of every rank, in the process group, on its device: returns seconds, on rank 0 at least.
 Exercise = Callable[[PhysicalDevice], float | None]
 
 
@@ -84,7 +84,7 @@ class ProbeReport:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailure:
-    """Why a rank could not do its part."""
+    """The reason why a rank could not measure."""
 
     reason: str
 
@@ -97,7 +97,7 @@ def repetitions(pattern: Pattern, size_bytes: int) -> int:
 
 
 def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
-    """Do this rank's part and send a `ProbeReport` or a `ProbeFailure`."""
+    """Measure as one rank and send a `ProbeReport` or a `ProbeFailure`."""
     try:
         with process_group(device, plan):
             report = ProbeRank(device, plan).run()
@@ -141,7 +141,7 @@ class ProbeRank:
         self.report = ProbeReport()
 
     def run(self) -> ProbeReport:
-        """Measure all that the plan has; every rank must call it."""
+        """Execute the whole plan; every rank must call it."""
         for pair in self.plan.pairs:
             self._barrier()
             if self.plan.rank in pair:
@@ -244,7 +244,7 @@ class ProbeRank:
         synchronize(self.device.torch_name)
 
     def _disturbance(self, pattern: Pattern) -> Callable[[], object]:
-        """Return what comes before each repetition: memory written to and, but for all-reduces, a convolution."""
+        """Return the disturbance of caches before a repetition: written memory and, but for all-reduces, a convolution."""
         import torch
 
         eviction = self._buffer(EVICTED_BYTES)

@@ -108,8 +108,8 @@ class LinkProbe:
     """All link measurements of a group of devices.
 
     `contentions`: by rank, the extra compute seconds at each end per second of a message, as in `Topology.contention`.
-    `exercise_s`: what the exercise returned on rank 0, where one was given.
-    `others_share`: how much of the devices' cores other processes took meanwhile; None where that is not known.
+    `exercise_s`: the result of the exercise on rank 0, where one was given.
+    `others_share`: the share of the cores' time that other processes took; None where unknown.
     """
 
     links: tuple[LinkMeasurement, ...]
@@ -146,7 +146,7 @@ class LinkProbe:
 
     @property
     def overhead_s(self) -> float:
-        """What the exercise took more than a bare message between the first pair; 0 without one.
+        """Seconds of the exercise beyond a bare message between the first pair; 0 without an exercise.
 
         For an exercise that returns the seconds of an exchange between ranks 0 and 1.
         """
@@ -242,7 +242,7 @@ def _gather(processes: Sequence[DeviceProcess], deadline: float) -> list[ProbeRe
                 f"link probe: no answer from {late} in time, must answer; check that nothing else occupies the devices"
             )
         for connection in ready:
-            rank = next(place for known, place in waiting.items() if known is connection)
+            rank = next(rank for pipe, rank in waiting.items() if pipe is connection)
             label = processes[rank].device.label
             try:
                 message = processes[rank].connection.recv()
@@ -268,7 +268,7 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def summarize(reports: Sequence[ProbeReport]) -> LinkProbe:
-    """Return the measurements that all ranks' reports, by rank, hold."""
+    """Return the probe from all ranks' reports, by rank."""
     taken: dict[tuple[Pattern, Members], dict[int, list[float]]] = {}
     for pattern, members, size in dict.fromkeys(key for report in reports for key in report.times_s):
         times = [reports[rank].times_s[pattern, members, size] for rank in members]
@@ -290,7 +290,7 @@ def measurement(
     of_large = [sample for sample in samples if sample.size_bytes >= LARGE_BYTES]
     large = None
     if len(of_large) > 1:
-        large = fit_link([one.size_bytes for one in of_large], [one.median_s for one in of_large])
+        large = fit_link([item.size_bytes for item in of_large], [item.median_s for item in of_large])
     return LinkMeasurement(
         pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual, large
     )

@@ -41,8 +41,6 @@ FEWEST_SAMPLES = 3
 LONGEST_REASON = 300
 # An execution is warm when it takes no less than this share of the one before.
 WARM_SHARE = 0.9
-# Half of a steady measurement's samples lie within this share of their median.
-STEADY_SPREAD = 0.1
 NOTCH = 1.57
 # A process that holds more after a call gives freed memory back to the system.
 LARGE_BYTES = 2**31
@@ -50,7 +48,7 @@ LARGE_BYTES = 2**31
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    """When enough has been measured.
+    """The stopping rule of a measurement.
 
     After `warm_ups` executions, or as many up to `maximum_warm_ups` as it takes until the time no longer falls, at
     least `repetitions` samples are taken, and more until they took `budget_s` a phase and the confidence interval of
@@ -92,11 +90,6 @@ class Measurement:
     launch_s: float | None = None
     clock_hz: float | None = None
     throttle: str | None = None
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether nothing seems to have disturbed it: half of the samples are close to the median."""
-        return spread(self.samples_s) <= STEADY_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +205,7 @@ class _Timed:
 
 
 class _Session:
-    """The measuring of one call."""
+    """The measurement of one call."""
 
     def __init__(self, call: LocalCall, device: PhysicalDevice, options: MeasureOptions) -> None:
         self.call, self.device, self.options = call, device, options
@@ -330,14 +323,14 @@ class _Session:
 
 
 class _CpuAccount:
-    """Bytes of the tensors that are alive in a phase, each block of memory counted once."""
+    """The bytes of the tensors alive in a phase, each block of memory counted once."""
 
     def __init__(self) -> None:
         self._saved: dict[int, int] = {}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Note what autograd saves meanwhile."""
+        """Record the tensors that autograd saves while the context lasts."""
         import torch
 
         def note(value: torch.Tensor) -> torch.Tensor:
@@ -358,7 +351,7 @@ class _CpuAccount:
 
 
 class _CudaAccount:
-    """What torch's caching allocator held at most in a phase, beyond what other calls hold."""
+    """The peak of torch's caching allocator in a phase."""
 
     def __init__(self, device: PhysicalDevice) -> None:
         self._device = device.torch_name
@@ -370,7 +363,7 @@ class _CudaAccount:
         yield
 
     def start(self) -> None:
-        """Count from now on: what is alive stays counted."""
+        """Count from now on; tensors alive stay counted."""
         import torch
 
         torch.cuda.synchronize(self._device)

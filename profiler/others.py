@@ -1,4 +1,4 @@
-"""How much of the cores other processes took while something was measured: such a measurement may be worth repeating.
+"""The share of the cores' time that other processes took during a measurement, which may be worth repeating then.
 
 Counted by the operating system (Linux), for each core: all the time that it worked, for whomever, and that a virtual
 machine's host took away. What this process's own children took is subtracted, once they have ended.
@@ -17,7 +17,7 @@ _COLUMNS, _IDLE = 8, (3, 4)
 
 
 class OthersMeter:
-    """Measures from its making on."""
+    """Measures the share of other processes since its construction."""
 
     def __init__(self, cores: Collection[int]) -> None:
         self._cores = frozenset(cores)
@@ -25,7 +25,7 @@ class OthersMeter:
         self._busy_s, self._own_s = _busy_s(self._cores), _children_s()
 
     def share(self) -> float | None:
-        """Return the share of the cores' time that others took, at least 0; None where nobody counts it."""
+        """Return the share of the cores' time that others took, at least 0; None where it is not counted."""
         busy_s = _busy_s(self._cores)
         if busy_s is None or self._busy_s is None or not self._cores:
             return None

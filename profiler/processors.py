@@ -1,6 +1,6 @@
-"""What the processor of this machine is: name, instruction sets, frequency, caches, memory.
+"""The processor of this machine: name, instruction sets, frequency, caches, memory.
 
-Read from what the operating system tells. Only values that stay the same from one start to the next are used, since
+Read from the operating system. Only values that stay the same from one start to the next are used, since
 they name a device kind and an environment.
 """
 
@@ -29,7 +29,7 @@ MEMORY_LIMITS = (
 class ProcessorFacts:
     """A CPU, as one of its cores sees it.
 
-    `frequency_hz` is the core's highest configured or nominal one, or None where nobody tells. `sort` is "P-core" or
+    `frequency_hz` is the core's highest configured or nominal one, or None where unknown. `sort` is "P-core" or
     "E-core" where there are both, else "core".
     """
 
@@ -58,7 +58,7 @@ def processor_facts(core: int | None = None) -> ProcessorFacts:
 
 
 def core_sort(core: int | None, listed: Mapping[str, Path] = HYBRID_CORES) -> str:
-    """Return what a core is, where the processor has several sorts of cores, else "core"."""
+    """Return the sort of a core, where the processor has several sorts, else "core"."""
     for sort, path in listed.items():
         if core in _cores(_read(path)):
             return sort
@@ -146,7 +146,7 @@ def _read(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def _cache_bytes() -> int:
-    """Return the size of the largest cache that a core can fill; 32 MiB where nobody tells."""
+    """Return the size of the largest cache that a core can fill; 32 MiB where unknown."""
     sizes = [_size(_read(entry)) for entry in sorted((SYSTEM_CORE / "cache").glob("index*/size"))]
     return max(sizes, default=0) or 32 * 2**20
 
@@ -158,7 +158,7 @@ def _size(text: str) -> int:
 
 @lru_cache(maxsize=1)
 def memory_bytes() -> int:
-    """Return the machine's memory, or what a container is limited to, whichever is less."""
+    """Return the machine's memory, or the limit of the container, whichever is less."""
     import psutil
 
     limits = [int(text) for text in map(_read, MEMORY_LIMITS) if text.isdigit()]

@@ -20,7 +20,7 @@ LINEAR = "aten.linear.default"
 PRODUCTS = (LINEAR, "aten.mm.default", "aten.bmm.default")
 # Sizes of layers and their parts are mostly multiples of a power of two: as many are drawn from in a doubling.
 STEPS = 8
-# Draws that exceed the largest of their networks' products are drawn again; this often for each that is wanted.
+# Draws that exceed the largest product of their kind are drawn again, at most so often for each wanted one.
 TRIES = 20
 
 

@@ -1,7 +1,7 @@
-"""A pool of workers, one process a device, that measure calls and hand each result back as soon as it is there.
+"""A pool of workers, one process a device, that measure calls and return each result as soon as it is complete.
 
-A worker that dies, or exceeds the time limit of a call, costs that call and nothing else: it is reported as failed with
-its reason, the worker is started again, and the rest is measured.
+A worker that dies, or exceeds the time limit of a call, costs that call alone: the call is reported as failed with its
+reason, the worker is started again, and the other calls are measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READY, STARTED = "ready", "started"
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What measuring one call gave: one outcome a phase, where, and how long it took in all."""
+    """The result of measuring one call: one outcome a phase, the device, and the wall time in all."""
 
     call: LocalCall
     device: PhysicalDevice
@@ -45,14 +45,14 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A worker's outcomes, and whether it can go on: some failures leave a GPU's context broken."""
+    """A worker's outcomes, and whether it is usable: some failures leave a GPU's context broken."""
 
     outcomes: tuple[PhaseOutcome, ...]
     usable: bool
 
 
 def _serve(connection: Connection, device: PhysicalDevice, _nothing: None) -> None:
-    """Measure what is asked for until the parent is gone."""
+    """Measure the calls received until the parent is gone."""
     import profiler.operators  # noqa: F401  # loaded before the first call's time limit runs
 
     _be_first_out_of_memory()
@@ -73,7 +73,7 @@ def _be_first_out_of_memory() -> None:
 
 
 def _larger_than_memory(call: LocalCall, device: PhysicalDevice) -> str | None:
-    """Return why a call is not even tried, or None.
+    """Return the reason why a call is not executed, or None.
 
     Some systems promise any amount of memory, and end a process, perhaps another one, when it is written to.
     """
@@ -245,7 +245,7 @@ class WorkerPool:
                 continue
             while waiting and not is_wanted(waiting[0]):
                 waiting.popleft()
-                # Whoever did this call is likely at the next ones: go on where nobody is.
+                # Another run that measured this call is likely at the next ones: continue elsewhere.
                 waiting.rotate(-(len(waiting) // 2))
             if not waiting:
                 return
@@ -255,7 +255,7 @@ class WorkerPool:
                 worker.stop()  # it died while idle, which costs no call
 
     def _collect(self, workers: Sequence[_DeviceWorker]) -> Iterator[CallResult]:
-        """Wait for something to happen and yield the results that came of it."""
+        """Wait for messages, ends or timeouts of workers and yield their results."""
         sources: dict[Connection, _DeviceWorker] = {}
         for worker in workers:
             if worker.process is not None and (worker.call is not None or not worker.ready):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from app.cli import ending
 from app.cli.text import printable
-from graph.errors import TeamFailure, RuntimeFailure, SoapstoneError
+from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
 from graph.texts import shown
 
 FAILED, MISUSED = 1, 2

@@ -1,7 +1,7 @@
-"""Execute one local call with torch. What is measured is what runs.
+"""Execute one local call with torch, for measurements and for runs.
 
-A local call runs the very kernel that the module would where it can; operators of ours exist for what parts need
-beyond that: explicit padding, global counts, global positions of dropout, statistics that span devices.
+A local call runs the same kernel as the module where it can; custom operators exist for the further needs of parts:
+explicit padding, global counts, global positions of dropout, statistics that span devices.
 """
 
 from __future__ import annotations

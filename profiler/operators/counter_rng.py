@@ -1,4 +1,4 @@
-"""Random bits that are a function of (seed, step, operator, global position), so that any split draws the same.
+"""A counter-based RNG: random bits are a function of (seed, step, operator, global position), the same in any split.
 
 A position is (row, column): row numbers the elements of all dims but the last. A 64-bit key of the row enters two
 rounds of a 32-bit integer hash of the column, in wrapping int32 arithmetic, which vectorizes on every device.
@@ -61,7 +61,7 @@ def _positions(
 
 
 def forget_positions() -> None:
-    """Drop what is kept of positions: within torch's fake mode they are tensors without data, outside they are not."""
+    """Clear the cache of positions: within torch's fake mode they are tensors without data, outside they are not."""
     _positions.cache_clear()
 
 
@@ -219,7 +219,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def whole_region(shape: Sequence[int]) -> tuple[Region, tuple[int, ...]]:
-    """Return the region and shape of a whole tensor: what a call without bindings draws for."""
+    """Return the region and shape of a whole tensor, for a call without bindings."""
     return full_region(shape), tuple(shape)
 
 

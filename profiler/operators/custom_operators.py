@@ -1,7 +1,7 @@
-"""The operators of our own, by name: what parts need beyond ATen's operators.
+"""Custom operators by name, for parts of operators that no ATen operator computes.
 
-Arguments have the names of the ATen operator that a part was cut from. A call read back from its key has no bindings:
-then a part is taken to start at the whole tensor's first element, which costs the same.
+Arguments have the names of the ATen operator that is split. A call read back from its key has no bindings: then a part
+is taken to start at the whole tensor's first element, which costs the same.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ _LOSSES = frozenset(
 
 
 def resolve(call: LocalCall) -> Callable[..., Any]:
-    """Return the function of one of our operators, its bindings filled in.
+    """Return the function of a custom operator, its bindings filled in.
 
     Raises:
         CostError: there is no such operator.

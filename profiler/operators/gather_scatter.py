@@ -1,4 +1,4 @@
-"""Reading and writing at positions of which a part of a dim holds only an interval."""
+"""Gather and scatter along a dim of which a part holds only an interval of positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 def gather(
     self: torch.Tensor, *, dim: int, index: torch.Tensor, sparse_grad: bool, places: int, start: int = 0
 ) -> torch.Tensor:
-    """Read from the places [start, start + K) that `self` [..., K, ...] holds; other indexes give zeros."""
+    """Gather from the positions [start, start + K) that `self` [..., K, ...] holds; other indexes give zeros."""
     del sparse_grad, places
     local = index - start
     inside = (local >= 0) & (local < self.shape[dim])
@@ -30,9 +30,9 @@ def scatter(
     places: int,
     start: int = 0,
 ) -> torch.Tensor:
-    """Write to the places [start, start + K) of a result of `size`, dropping other indexes; without `self`, into zeros.
+    """Scatter to the positions [start, start + K) of a result of `size`, dropping others; without `self`, into zeros.
 
-    What does not belong here goes to one more place, which is cut off again.
+    Dropped elements go to one more position, which is cut off again.
     """
     del places
     held = size[dim]

@@ -1,4 +1,4 @@
-"""Negative log-likelihoods of targets of which a part of the classes holds only some."""
+"""Negative log-likelihoods of targets over a part of the classes."""
 
 from __future__ import annotations
 

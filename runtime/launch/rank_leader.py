@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from graph.errors import TeamFailure, RuntimeFailure
+from graph.errors import RuntimeFailure, TeamFailure
 from runtime.communication import PeerFailure
 from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
 from runtime.ranks.ranks import from_rank_0, rank_variable

@@ -20,7 +20,7 @@ from app.services.predict.predict import LOCAL, Setting, Target, find_target, na
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
 from app.services.timeline.store import write_recording
-from graph.errors import TeamFailure, RuntimeFailure, SoapstoneError, UsageError
+from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
 from graph.strategy import Strategy
 from graph.training import Training
 from runtime.ranks.ranks import is_rank
