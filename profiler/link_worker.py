@@ -244,7 +244,7 @@ class ProbeRank:
         synchronize(self.device.torch_name)
 
     def _disturbance(self, pattern: Pattern) -> Callable[[], object]:
-        """Return the disturbance of caches before a repetition: written memory and, but for all-reduces, a convolution."""
+        """Return the disturbance of caches before a repetition: written memory and, mostly, a convolution."""
         import torch
 
         eviction = self._buffer(EVICTED_BYTES)
