@@ -221,7 +221,7 @@ def execute(
 
 
 def deviations(
-    what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    what: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[Deviation]:
     """Return the deviations of tensors from the expected ones, by name; a missing tensor counts as zeros."""
     # Buffers may be booleans, which have no differences.
@@ -230,7 +230,7 @@ def deviations(
     floor = NOISE_FLOOR * max(largest, default=1.0) or 1.0
     result = []
     for name, tensor in expected.items():
-        distance = tensor if name not in found else found[name].to(tensor.device, tensor.dtype) - tensor
+        distance = tensor if name not in actual else actual[name].to(tensor.device, tensor.dtype) - tensor
         difference = float(distance.abs().max()) if distance.numel() else 0.0
         own = float(tensor.abs().max()) if tensor.numel() else 0.0
         result.append(Deviation(what, name, difference, difference / max(own, floor), ALLOWED))
@@ -247,7 +247,7 @@ def loss_deviation(
 
 def deviations_in(
     precision: str,
-    found: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
     alone: Mapping[str, torch.Tensor],
     exact: Mapping[str, torch.Tensor],
 ) -> list[Deviation]:
@@ -266,14 +266,14 @@ def deviations_in(
     least = max(ROUNDING[precision], _distance(alone, exact))
     return [
         replace(deviation, allowed=ALLOWED_TIMES * max(own, least))
-        for deviation, own in zip(deviations(f"gradient in {precision}", found, exact), usual, strict=True)
+        for deviation, own in zip(deviations(f"gradient in {precision}", actual, exact), usual, strict=True)
     ]
 
 
-def _distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+def _distance(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
     """Return the Euclidean distance of all tensors together from the expected ones, relative to these."""
     difference = sum(
-        float((found[name].to(tensor.dtype) - tensor).square().sum()) for name, tensor in expected.items()
+        float((actual[name].to(tensor.dtype) - tensor).square().sum()) for name, tensor in expected.items()
     )
     size = sum(float(tensor.square().sum()) for tensor in expected.values())
     return sqrt(difference / size) if size else 0.0

@@ -128,14 +128,14 @@ class BatchShards:
             part = torch.empty(shape(prepared.read), dtype=prepared.dtype, device=self._device)
             if prepared.own is not None:
                 prepared.own[1].put(part, prepared.own[0].take(shard))
-            for peer, place in prepared.receives:
-                arriving = torch.empty(place.shape, dtype=prepared.dtype, device=self._device)
-                receives.append((Message(peer, arriving), part, place))
+            for peer, selection in prepared.receives:
+                arriving = torch.empty(selection.shape, dtype=prepared.dtype, device=self._device)
+                receives.append((Message(peer, arriving), part, selection))
             result[name] = (prepared.read, part)
         sent, received = self._world.exchange(sends, [message for message, _, _ in receives])
-        for work, (message, part, place) in zip(received, receives, strict=True):
+        for work, (message, part, selection) in zip(received, receives, strict=True):
             self._world.wait(work)
-            place.put(part, message.tensor)
+            selection.put(part, message.tensor)
         for work in sent:
             self._world.wait(work)
         return result

@@ -67,16 +67,17 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     from scripts.architectures.catalog import names
 
-    known = names()
-    unknown = [name for name in options.names if name not in known]
+    architectures = names()
+    unknown = [name for name in options.names if name not in architectures]
     if unknown:
         print(
-            f"error: {unknown[0]}: is unknown, must be one of {', '.join(known)}; correct it", file=sys.stderr
+            f"error: {unknown[0]}: is unknown, must be one of {', '.join(architectures)}; correct it",
+            file=sys.stderr,
         )
         return 2
     folder = Path(options.results)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = options.names or known
+    wanted = options.names or architectures
     missing = [name for name in wanted if _is_due(read(folder, name), options)]
     start = time.monotonic()
     for number, outcome in enumerate(in_processes(missing, options.limit), 1):
@@ -84,10 +85,10 @@ def _run(options: argparse.Namespace) -> int:
         seconds, start = time.monotonic() - start, time.monotonic()
         text = f"[{number}/{len(missing)}] {outcome.name}: {table.summary(outcome)} ({seconds:.0f} s)"
         print(text, flush=True)
-    finished = [outcome for name in known if (outcome := read(folder, name)) is not None]
+    finished = [outcome for name in architectures if (outcome := read(folder, name)) is not None]
     page = Path(options.page)
     _write(page, table.updated(page.read_text(), finished))
-    return 0 if all(one.ok for one in finished) else 1
+    return 0 if all(item.ok for item in finished) else 1
 
 
 def _is_due(before: ArchitectureResult | None, options: argparse.Namespace) -> bool:

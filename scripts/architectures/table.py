@@ -30,13 +30,13 @@ def updated(page: str, outcomes: Sequence[ArchitectureResult]) -> str:
 
 def _table(outcomes: Sequence[ArchitectureResult]) -> str:
     lines = [
-        f"{sum(one.ok for one in outcomes)} of {len(outcomes)} are equal to their modules under every strategy.",
+        f"{sum(item.ok for item in outcomes)} of {len(outcomes)} are equal to their modules under every strategy.",
         "",
         "| architecture | operators | flops that can be split | data parallel | fsdp | random strategies |",
         "|---|---|---|---|---|---|",
         *(row(outcome) for outcome in outcomes),
     ]
-    failed = [(one.name, *failure) for one in outcomes for failure in _distinct(one)]
+    failed = [(item.name, *failure) for item in outcomes for failure in _distinct(item)]
     if failed:
         lines += ["", "What failed, and why:", "", "| architecture | where | reason |", "|---|---|---|"]
         lines += [f"| {name} | {where} | {_cell(reason)} |" for name, where, reason in failed]

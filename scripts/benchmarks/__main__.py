@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     options = parser.parse_args(arguments)
     if options.name not in benchmark_names():
-        known = ", ".join(benchmark_names())
-        print(f"error: benchmark: '{options.name}' is not known, must be one of {known}", file=sys.stderr)
+        names = ", ".join(benchmark_names())
+        print(f"error: benchmark: '{options.name}' is not known, must be one of {names}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"scripts.benchmarks.{options.name}")
     try:

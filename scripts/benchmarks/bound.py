@@ -118,16 +118,16 @@ def _best_baseline(problem: Problem) -> tuple[str, int]:
     from search.simulate.simulator import simulate
     from search.space.baselines import all_baselines
 
-    found = []
-    for one in all_baselines(problem.graph, problem.device_count):
+    candidates = []
+    for baseline in all_baselines(problem.graph, problem.device_count):
         simulation = simulate(
             problem.graph,
-            one.strategy,
+            baseline.strategy,
             problem.topology,
             problem.costs,
             problem.training,
             links=problem.links,
         )
-        found.append((not simulation.feasible, simulation.step_time_ns, one.name))
-    _, step_time_ns, name = min(found)
+        candidates.append((not simulation.feasible, simulation.step_time_ns, baseline.name))
+    _, step_time_ns, name = min(candidates)
     return name, step_time_ns

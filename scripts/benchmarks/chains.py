@@ -47,7 +47,7 @@ class ChainsRow:
     def ratio(self, way: Way) -> float:
         """How many times the proposals of one process are made, pair by pair, the median."""
         return statistics.median(
-            two / one for one, two in zip(self.rates["one"], self.rates[way], strict=True)
+            rate / single for single, rate in zip(self.rates["one"], self.rates[way], strict=True)
         )
 
 
@@ -115,10 +115,10 @@ def _by_strangers(model: ImportedModel, devices: int, budget: int) -> float:
         connection.send(searched(model, devices, budget // 2, 1)[0])
 
     began = time.perf_counter()
-    both = [fork(search) for _ in range(2)]
-    made = sum(one.connection.recv() for one in both)
-    for one in both:
-        one.wait()
+    searches = [fork(search) for _ in range(2)]
+    made = sum(forked.connection.recv() for forked in searches)
+    for forked in searches:
+        forked.wait()
     seconds: float = time.perf_counter() - began
     return int(made) / seconds
 
@@ -150,7 +150,7 @@ def _searched(
     groups, search_id = find_groups(graph), begun(store, model, devices)
     began = time.perf_counter()
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-        found = search(
+        outcome = search(
             graph,
             topology,
             CostTable(Datasheet(topology.kinds)),
@@ -159,4 +159,4 @@ def _searched(
             observer=TraceRecorder(trace, groups, devices, Silent(), graph.name),
             workers=workers,
         )
-    return found.proposals, found.accepted, time.perf_counter() - began
+    return outcome.proposals, outcome.accepted, time.perf_counter() - began

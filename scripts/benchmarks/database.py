@@ -145,7 +145,7 @@ def _walked(model: ImportedModel, devices: int, count: int) -> Iterator[Proposal
             simulated_ns=np.where(rng.random(size) < 0.3, -2, simulated),
             bound_ns=simulated,
             accepted=accepted,
-            others={place: move.others for place, move in enumerate(drawn) if move.others},
+            others={number: move.others for number, move in enumerate(drawn) if move.others},
         )
 
 
@@ -197,17 +197,17 @@ def _ingestion(model: ImportedModel, total: int, pool: int) -> list[MeasuredValu
         search_id = begun(store, model, 8)
         began = time.perf_counter()
         with _recording(store, search_id, model, 8) as record:
-            for place, done in enumerate(range(0, total, BATCH)):
-                batch = _drawn_anew(batches[place % len(batches)], place // len(batches))
+            for number, done in enumerate(range(0, total, BATCH)):
+                batch = _drawn_anew(batches[number % len(batches)], number // len(batches))
                 size = min(BATCH, total - done)
                 record(replace(_first(batch, size), step=done + np.arange(1, size + 1)))
             taken_s = time.perf_counter() - began
         written_s = time.perf_counter() - began
         size = _size(store, search_id)
         with connect(store.database) as connection:
-            found = connection.execute("SELECT count(*), sum(step) FROM proposals").fetchone()
-            if found != (total, total * (total + 1) // 2):
-                raise RuntimeError(f"database: {found} are count and sum of the steps of {total} proposals")
+            totals = connection.execute("SELECT count(*), sum(step) FROM proposals").fetchone()
+            if totals != (total, total * (total + 1) // 2):
+                raise RuntimeError(f"database: {totals} are count and sum of the steps of {total} proposals")
             group_by_s = _fastest(lambda: connection.execute(GROUP_BY).fetchall(), 5)
     return [
         measurement("proposals taken", total / taken_s, "/s"),
@@ -270,9 +270,9 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
         costs = [replace(cost, phase=phase) for cost in own for phase in ("forward", "backward")]
         store.put_op_costs(kind, environment, [*costs, *others])
         digests = [call.digest for call in calls]
-        found = store.op_cost_medians(kind, environment, digests)
-        if len(found) != len(costs):
-            raise RuntimeError(f"database: {len(found)} of {len(costs)} costs were found")
+        medians = store.op_cost_medians(kind, environment, digests)
+        if len(medians) != len(costs):
+            raise RuntimeError(f"database: {len(medians)} of {len(costs)} costs were found")
         lookup_s = _fastest(lambda: store.op_cost_medians(kind, environment, digests), repetitions)
     return [
         measurement(f"{len(costs)} costs of the network looked up", lookup_s, "s", at_most=LOOKUP_S),
@@ -361,9 +361,9 @@ def _write_at_once(url: str, rounds: int) -> float:
     with Store.open(url) as store:
         counts = store.table_counts()
     expected = {"op_costs": WRITERS * rounds * COSTS_A_ROUND, "traces": WRITERS * rounds, "searches": WRITERS}
-    found = {name: counts[name] for name in expected}
-    if found != expected:
-        raise RuntimeError(f"database: has {found} rows, must have {expected}")
+    stored = {name: counts[name] for name in expected}
+    if stored != expected:
+        raise RuntimeError(f"database: has {stored} rows, must have {expected}")
     return wall_s
 
 
@@ -380,7 +380,7 @@ def write(url: str, start: Barrier, writer: int, rounds: int) -> None:
     from app.db.store import Store
 
     costs: list[Sequence[Any]] = [
-        [_made_up(writer, COSTS_A_ROUND * number + place) for place in range(COSTS_A_ROUND)]
+        [_made_up(writer, COSTS_A_ROUND * number + index) for index in range(COSTS_A_ROUND)]
         for number in range(rounds)
     ]
     with Store.open(url) as store:

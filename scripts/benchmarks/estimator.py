@@ -76,7 +76,7 @@ def measured(database: str) -> tuple[DeviceKind, list[Observation]]:
     from profiler.estimate import Observation
 
     with Store.open(database) as store:
-        chosen = max(store.cost_summaries(), key=lambda one: one.measured, default=None)
+        chosen = max(store.cost_summaries(), key=lambda summary: summary.measured, default=None)
         if chosen is None:
             raise CostError(
                 "estimator: the database holds no costs, must hold measured ones; run app profile first"
@@ -97,16 +97,18 @@ def left_out_errors(kind: DeviceKind, observations: Sequence[Observation]) -> di
     """Return, by operator type, the relative errors of all costs, each estimated without its fifth of the calls."""
     from profiler.estimate import Estimator
 
-    calls = sorted({one.call.digest for one in observations})
+    calls = sorted({observation.call.digest for observation in observations})
     random.Random(SEED).shuffle(calls)
     fold_of = {digest: number % FOLDS for number, digest in enumerate(calls)}
     errors: dict[str, list[float]] = defaultdict(list)
     for fold in range(FOLDS):
-        estimator = Estimator.fit(kind, (one for one in observations if fold_of[one.call.digest] != fold))
-        for one in observations:
-            if fold_of[one.call.digest] == fold:
-                estimated_s = estimator.estimate(one.call, one.phase).time_s
-                errors[one.call.target].append(abs(estimated_s / one.time_s - 1))
+        estimator = Estimator.fit(
+            kind, (observation for observation in observations if fold_of[observation.call.digest] != fold)
+        )
+        for observation in observations:
+            if fold_of[observation.call.digest] == fold:
+                estimated_s = estimator.estimate(observation.call, observation.phase).time_s
+                errors[observation.call.target].append(abs(estimated_s / observation.time_s - 1))
     return dict(errors)
 
 
@@ -137,7 +139,8 @@ def _name(target: str) -> str:
 def _table(errors: dict[str, list[float]]) -> list[dict[str, str]]:
     """Return a row for each operator type with costs enough, the most first, and one for all others."""
     shown = sorted(
-        (one for one in errors if len(errors[one]) >= FEWEST_COSTS), key=lambda one: -len(errors[one])
+        (target_type for target_type in errors if len(errors[target_type]) >= FEWEST_COSTS),
+        key=lambda target_type: -len(errors[target_type]),
     )
     rows = [_row(target, errors[target]) for target in shown]
     others = [error for target in errors if target not in shown for error in errors[target]]

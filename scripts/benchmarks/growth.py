@@ -120,8 +120,8 @@ def _plot(rows: list[GrowthRow]) -> str:
         "devices",
         tuple(
             line
-            for place, (name, _) in enumerate(NETWORKS)
-            for line in _lines([row for row in rows if row.network == name], name, "devices", place)
+            for style, (name, _) in enumerate(NETWORKS)
+            for line in _lines([row for row in rows if row.network == name], name, "devices", style)
         ),
     )
     of_layers = [row for row in rows if row.network.startswith("gpt2, ")]
@@ -133,11 +133,11 @@ def _plot(rows: list[GrowthRow]) -> str:
     return growth_plot("Time of a proposal", "us", (over_devices, over_operators))
 
 
-def _lines(rows: list[GrowthRow], name: str, across: str, place: int) -> tuple[Line, ...]:
+def _lines(rows: list[GrowthRow], name: str, across: str, style: int) -> tuple[Line, ...]:
     return (
-        Line(f"{name}: a proposal", tuple((getattr(row, across), row.mean_us) for row in rows), 2 * place),
+        Line(f"{name}: a proposal", tuple((getattr(row, across), row.mean_us) for row in rows), 2 * style),
         Line(
-            f"{name}: from scratch", tuple((getattr(row, across), row.full_us) for row in rows), 2 * place + 1
+            f"{name}: from scratch", tuple((getattr(row, across), row.full_us) for row in rows), 2 * style + 1
         ),
     )
 

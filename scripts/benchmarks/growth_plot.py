@@ -42,16 +42,16 @@ def growth_plot(title: str, unit: str, panels: Sequence[Panel]) -> str:
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
-    for place, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({place * WIDTH} 0)">')
+    for index, panel in enumerate(panels):
+        parts.append(f'<g transform="translate({index * WIDTH} 0)">')
         parts += _panel(panel, f"{title}, {unit}", low, max(high, low + 1))
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _panel(panel: Panel, title: str, low: int, high: int) -> list[str]:
-    places = sorted({x for line in panel.lines for x, _ in line.points})
-    first, last = log10(places[0]), log10(places[-1])
+    ticks = sorted({x for line in panel.lines for x, _ in line.points})
+    first, last = log10(ticks[0]), log10(ticks[-1])
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = (log10(x) - first) / ((last - first) or 1.0)
@@ -62,15 +62,15 @@ def _panel(panel: Panel, title: str, low: int, high: int) -> list[str]:
         f'<text x="{LEFT}" y="{TOP - 16}" font-weight="600" fill="#222">{escape(f"{title}: {panel.title}")}</text>'
     ]
     for power in range(low, high + 1):
-        _, y = at(places[0], 10.0**power)
+        _, y = at(ticks[0], 10.0**power)
         parts += [
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e3e3"/>',
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{10**power:,}</text>',
         ]
-    for place in places:
-        x, _ = at(place, 10.0**low)
+    for tick in ticks:
+        x, _ = at(tick, 10.0**low)
         parts.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle" fill="#555">{place:g}</text>'
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle" fill="#555">{tick:g}</text>'
         )
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(

@@ -116,14 +116,14 @@ def strategies(
         yield "Megatron", megatron(graph, DEVICES)
     else:
         yield "expert", expert(graph, DEVICES)
-    found = search(
+    outcome = search(
         graph,
         topology,
         CostTable(Datasheet(topology.kinds)),
         training,
         SearchOptions(proposals=PROPOSALS, chains=2, seed=0),
     )
-    yield "found", found.strategy
+    yield "found", outcome.strategy
     yield "partly random", partly_random(graph, DEVICES, RANDOM_SHARE, np.random.default_rng(0))
 
 

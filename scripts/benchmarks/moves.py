@@ -78,8 +78,8 @@ def variants() -> dict[str, Variant]:
             shares[f"without {field.name}"] = replace(full, **{field.name: 0.0})
     shares["one group at a time"] = replace(full, alike=0.0, sharing=0.0, spread=0.0, hybrid=0.0)
     shares["fresh draws alone"] = MoveShares(**{field.name: 0.0 for field in fields(full)})
-    found = {name: Variant(one, beta) for name, one in shares.items()}
-    return found | {f"beta {other:g}": Variant(full, other) for other in BETAS if other != beta}
+    by_name = {name: Variant(move_shares, beta) for name, move_shares in shares.items()}
+    return by_name | {f"beta {other:g}": Variant(full, other) for other in BETAS if other != beta}
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -97,9 +97,11 @@ def run(*, quick: bool) -> BenchmarkResult:
         benchmark="moves",
         conditions={"topology": "p100-cluster", "devices": devices, "processor seconds a chain": seconds},
         measurements=[
-            measurement(f"{one}: step time over that of all moves, geometric mean", ratio(of(rows, one)), "")
-            for one in variants()
-            if one != ALL
+            measurement(
+                f"{variant}: step time over that of all moves, geometric mean", ratio(of(rows, variant)), ""
+            )
+            for variant in variants()
+            if variant != ALL
         ],
         table=table(rows),
     )
@@ -177,10 +179,10 @@ def started(moves: Moves, start: str, rng: np.random.Generator) -> Strategy:
     graph, count = moves.graph, moves.device_count
     if start == "data parallel":
         return data_parallel(graph, count)
-    found: dict[int, Configuration] = {}
+    configurations: dict[int, Configuration] = {}
     for group in moves.groups:
-        found |= follow(group, random_configuration(graph.operators[group.head], count, rng))
-    return Strategy(graph.digest, tuple(found[index] for index in range(len(graph.operators))))
+        configurations |= follow(group, random_configuration(graph.operators[group.head], count, rng))
+    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,19 +214,19 @@ def _over(mine_s: float, theirs_s: float) -> float:
 
 def ratio(compared: Compared) -> float:
     """Return the geometric mean of the times that both have; 1 if there are none."""
-    logs = [log(one) for one in compared.times if 0 < one < inf]
+    logs = [log(time_ratio) for time_ratio in compared.times if 0 < time_ratio < inf]
     return exp(statistics.fmean(logs)) if logs else 1.0
 
 
 def table(rows: Sequence[MovesRow]) -> list[dict[str, str]]:
     """Return a row for each variant: the geometric mean by network and over all, and how often it is better."""
     networks = list(dict.fromkeys(row.network for row in rows))
-    found = []
+    lines = []
     for variant in dict.fromkeys(row.variant for row in rows if row.variant != ALL):
         every = of(rows, variant)
-        better = sum(one < 1 - EQUAL for one in every.times)
-        worse = sum(one > 1 + EQUAL for one in every.times)
-        found.append(
+        better = sum(time_ratio < 1 - EQUAL for time_ratio in every.times)
+        worse = sum(time_ratio > 1 + EQUAL for time_ratio in every.times)
+        lines.append(
             {
                 "moves": variant,
                 **{name: f"{ratio(of(rows, variant, [name])):.2f}" for name in networks},
@@ -233,4 +235,4 @@ def table(rows: Sequence[MovesRow]) -> list[dict[str, str]]:
                 "proposals": f"{statistics.geometric_mean(every.proposals):.2f}",
             }
         )
-    return found
+    return lines

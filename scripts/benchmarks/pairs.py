@@ -30,7 +30,7 @@ class StepPair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BenchmarkProcess:
     """A process of a benchmark: its rank among `size`, and its core or GPU; they meet at the file `store`."""
 
     rank: int
@@ -85,9 +85,9 @@ def time_pair(
             for rank in range(processes):
                 near, far = context.Pipe()
                 number = cores[rank % len(cores)] if processor == "cpu" else rank
-                place = _Place(rank, processes, number, processor, str(Path(folder) / "store"))
+                process = _BenchmarkProcess(rank, processes, number, processor, str(Path(folder) / "store"))
                 child = context.Process(
-                    target=_work, args=(far, place, prepare, (blocks, steps, warmup), keywords), daemon=True
+                    target=_work, args=(far, process, prepare, (blocks, steps, warmup), keywords), daemon=True
                 )
                 child.start()
                 far.close()
@@ -113,19 +113,19 @@ def _answer(connection: Connection, rank: int) -> tuple[list[float], list[float]
 
 def _work(
     connection: Connection,
-    place: _Place,
+    process: _BenchmarkProcess,
     prepare: Prepare,
     amount: tuple[int, int, int],
     keywords: dict[str, Any],
 ) -> None:
     blocks, steps, warmup = amount
-    device = occupy(place.number, place.processor)
-    alone = place.size == 1
+    device = occupy(process.number, process.processor)
+    alone = process.size == 1
     if not alone:
         import torch.distributed as dist
 
-        store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
-        join_group(place.processor, TIMEOUT_S, store=store, rank=place.rank, size=place.size)
+        store = dist.FileStore(process.store, process.size)  # type: ignore[attr-defined]
+        join_group(process.processor, TIMEOUT_S, store=store, rank=process.rank, size=process.size)
     pair = prepare(device=device, **keywords)
     sides = (pair.ours, pair.theirs)
     times: tuple[list[float], list[float]] = ([], [])

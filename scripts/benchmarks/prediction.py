@@ -73,7 +73,7 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
     from app.services.search.search import SearchRequest, run_search
 
     model = requested_model(name, preset, batch_size)
-    found = run_search(
+    search = run_search(
         SearchRequest(
             model=model, topology="local", devices=DEVICES, nodes=None, processor="cpu",
             optimizer="sgd", batch_norm="synchronized", proposals=300, chains=4, seed=0, beta=300.0, order="program",
@@ -84,7 +84,7 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
     )  # fmt: skip
     by_digest = {_run(model, reference): reference for reference in NAMED}
     references = [*by_digest.values()]
-    best = found.predictions[0].digest
+    best = search.predictions[0].digest
     graph = import_graph(model, batch_norm="synchronized").graph
     drawn = []
     for number, strategy in enumerate(_partly_random(graph)):
@@ -146,18 +146,20 @@ def _measurements() -> list[MeasuredValue]:
 
     rows: list[MeasuredValue] = []
     with open_database() as database:
-        found = database.frame("SELECT * FROM prediction_accuracy ORDER BY model").to_dict("records")
+        accuracies = database.frame("SELECT * FROM prediction_accuracy ORDER BY model").to_dict("records")
         (every,) = database.frame(EVERY).to_dict("records")
-    for one in found:
-        what = f"{one['model']}, {one['strategies']} strategies"
+    for accuracy in accuracies:
+        what = f"{accuracy['model']}, {accuracy['strategies']} strategies"
         rows += [
-            measurement(f"{what}: mean error", one["mean_error"] * 100, "%"),
-            measurement("    with its sign", one["bias"] * 100, "%"),
-            measurement("    noise of a measurement", one["noise"] * 100, "%"),
-            measurement(f"    Kendall's tau over {one['pairs']} pairs", one["kendall_tau"], "", at_least=TAU),
+            measurement(f"{what}: mean error", accuracy["mean_error"] * 100, "%"),
+            measurement("    with its sign", accuracy["bias"] * 100, "%"),
+            measurement("    noise of a measurement", accuracy["noise"] * 100, "%"),
+            measurement(
+                f"    Kendall's tau over {accuracy['pairs']} pairs", accuracy["kendall_tau"], "", at_least=TAU
+            ),
             measurement(
                 "    loss of choosing by prediction",
-                one["loss_of_choice"] * 100,
+                accuracy["loss_of_choice"] * 100,
                 "%",
                 at_most=LOSS_OF_CHOICE * 100,
             ),

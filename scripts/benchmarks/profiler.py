@@ -47,13 +47,13 @@ def run(*, quick: bool) -> BenchmarkResult:
     """
     calls = _calls(quick=quick)
     rounds = [_round(calls, seed) for seed in range(ROUNDS)]
-    first, second = (one.costs_s for one in rounds)
+    first, second = (measured.costs_s for measured in rounds)
     differences = {
         key: 2 * abs(first[key] - second[key]) / (first[key] + second[key])
         for key in sorted(first.keys() & second)
     }
-    wall_s = sum(one.wall_s for one in rounds)
-    kernels_s = sum(one.kernels_s for one in rounds)
+    wall_s = sum(measured.wall_s for measured in rounds)
+    kernels_s = sum(measured.kernels_s for measured in rounds)
     return BenchmarkResult(
         benchmark="profiler",
         conditions={"keys": len(calls), "costs": len(differences), "devices": DEVICES},
@@ -113,9 +113,9 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
                     if time_s is not None:
                         costs_s[record.signature.digest, record.phase] = time_s
                 kernels_s[result.call.digest] = sum(
-                    fmean(one.samples_s) * one.executions
-                    for one in result.outcomes
-                    if isinstance(one, Measurement)
+                    fmean(outcome.samples_s) * outcome.executions
+                    for outcome in result.outcomes
+                    if isinstance(outcome, Measurement)
                 )
             return Round(costs_s, time.perf_counter() - began, sum(kernels_s.values()))
 

@@ -150,4 +150,8 @@ def _prepared(
         device=torch.device(device),
     )
     numbers = itertools.count()
-    return lambda: executor.step(next(numbers)), built[0].to(device), [one.to(device) for one in built[1]]
+    return (
+        lambda: executor.step(next(numbers)),
+        built[0].to(device),
+        [tensor.to(device) for tensor in built[1]],
+    )

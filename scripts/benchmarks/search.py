@@ -149,12 +149,12 @@ def _search(arguments: tuple[str, ...], cache: str) -> Finished:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
             raise RuntimeError(f"app search {' '.join(arguments)}: {errors.read_text().strip()}")
-        found = json.loads(output.read_text())
+        report = json.loads(output.read_text())
     unit = 1 if sys.platform == "darwin" else 1024
     return Finished(
         wall_s,
         usage.ru_utime + usage.ru_stime,
         usage.ru_maxrss * unit,
-        found["predictions"][0]["predicted_step_time_s"],
-        found["proposals"],
+        report["predictions"][0]["predicted_step_time_s"],
+        report["proposals"],
     )

@@ -159,7 +159,7 @@ def run(*, quick: bool) -> BenchmarkResult:
             "moves": "of one group",
             "order": "program",
         },
-        measurements=[*(one for row in rows for one in _measurements(row)), *whole],
+        measurements=[*(measured_value for row in rows for measured_value in _measurements(row)), *whole],
         table=[_cells(row) for row in rows],
         parts=[_parts(row) for row in rows],
     )
@@ -323,7 +323,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
     from search.space.baselines import starting_baselines
 
     moves = Moves(graph, WHOLE_DEVICES, shares_for(WHOLE_DEVICES))
-    starts = [one.strategy for one in starting_baselines(graph, WHOLE_DEVICES)]
+    starts = [baseline.strategy for baseline in starting_baselines(graph, WHOLE_DEVICES)]
     starts = [*starts, started_at_random(moves, "random", np.random.default_rng(1))][: SearchOptions().chains]
 
     def seconds(*, in_full: bool) -> float:
@@ -378,10 +378,10 @@ def timed(call: Callable[[], object], seconds: float, least: int) -> list[float]
 def _measurements(row: SimulatorRow) -> list[MeasuredValue]:
     what = f"{row.network}, {row.devices} devices, {row.start}"
     target = TARGETS_US.get((row.network, row.devices, row.start))
-    found = [measurement(f"{what}: a proposal, mean", row.mean_us, "us", at_most=target)]
+    values = [measurement(f"{what}: a proposal, mean", row.mean_us, "us", at_most=target)]
     if row.devices == 64:
-        found.append(measurement("    times as fast as in full", row.speedup, "", at_least=SPEEDUP))
-    return found
+        values.append(measurement("    times as fast as in full", row.speedup, "", at_least=SPEEDUP))
+    return values
 
 
 def _cells(row: SimulatorRow) -> dict[str, str]:

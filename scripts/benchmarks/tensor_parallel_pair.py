@@ -66,9 +66,9 @@ def column_row_pair(device: str, batch_size: int) -> StepPair:
     for number in range(COMPARED_STEPS):
         ours.step()
         theirs.step()
-        found, expected = ours.loss(), theirs.loss()
-        if not torch.isclose(torch.tensor(found), torch.tensor(expected), rtol=ALLOWED):
-            raise RuntimeError(f"step {number}: our loss is {found}, must be DTensor's, {expected}")
+        loss, expected = ours.loss(), theirs.loss()
+        if not torch.isclose(torch.tensor(loss), torch.tensor(expected), rtol=ALLOWED):
+            raise RuntimeError(f"step {number}: our loss is {loss}, must be DTensor's, {expected}")
     return StepPair(ours.step, theirs.step)
 
 

@@ -110,8 +110,8 @@ def _fuzz(options: argparse.Namespace, corpus: Corpus, root: Path) -> int:
     def work(job: int) -> Tally:
         session = Session(corpus, root)
         with suppress(KeyboardInterrupt):  # what was found until then is told
-            for place, case in enumerate(cases()):
-                if place % options.jobs == job and case.kind in kinds:
+            for index, case in enumerate(cases()):
+                if index % options.jobs == job and case.kind in kinds:
                     session.run(case)
         return session.tally
 

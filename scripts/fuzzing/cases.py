@@ -120,7 +120,7 @@ def make_case(seed: int, number: int) -> FuzzCase:
 
 def found_cases() -> list[FuzzCase]:
     """Return the cases that once found something; of kind `found`."""
-    return [FuzzCase(0, number, "found", found.arguments, found.stop) for number, found in enumerate(FOUND)]
+    return [FuzzCase(0, number, "found", case.arguments, case.stop) for number, case in enumerate(FOUND)]
 
 
 def run_case(case: FuzzCase, runner: Runner, corpus: Corpus, folder: Path) -> CaseResult:
@@ -139,9 +139,9 @@ def run_case(case: FuzzCase, runner: Runner, corpus: Corpus, folder: Path) -> Ca
     findings += FileJudge(outcome, folder).judge(before, read_folder(folder))
     outcomes = [outcome]
     if case.kind == "kill":
-        for following, found in _work_goes_on(runner, folder):
+        for following, new_findings in _work_goes_on(runner, folder):
             outcomes.append(following)
-            findings += found
+            findings += new_findings
     return CaseResult(
         case, words, tuple({finding.key: finding for finding in findings}.values()), tuple(outcomes)
     )
@@ -171,13 +171,13 @@ def _work_goes_on(runner: Runner, folder: Path) -> Iterator[tuple[CommandOutcome
 
 def minimized(result: CaseResult, finding: Finding, runner: Runner, corpus: Corpus, folder: Path) -> FuzzCase:
     """Return the case with as few arguments as lead to the finding."""
-    smallest, place = result.case, len(result.case.arguments) - 1
-    while place >= 0:
-        arguments = smallest.arguments[:place] + smallest.arguments[place + 1 :]
+    smallest, index = result.case, len(result.case.arguments) - 1
+    while index >= 0:
+        arguments = smallest.arguments[:index] + smallest.arguments[index + 1 :]
         shorter = replace(smallest, arguments=arguments)
         shutil.rmtree(folder, ignore_errors=True)
         if finding.key in {other.key for other in run_case(shorter, runner, corpus, folder).findings}:
             smallest = shorter
-        place -= 1
+        index -= 1
     shutil.rmtree(folder, ignore_errors=True)
     return smallest

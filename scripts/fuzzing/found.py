@@ -70,10 +70,10 @@ def _without_value(pattern: str, column: str) -> Damage:
 
         for path in folder.glob(pattern):
             table = pq.read_table(path)
-            place = table.column_names.index(column)
+            index = table.column_names.index(column)
             values = [*table.column(column).to_pylist()[:-1], None]
             pq.write_table(
-                table.set_column(place, column, pa.array(values, table.schema.field(place).type)), path
+                table.set_column(index, column, pa.array(values, table.schema.field(index).type)), path
             )
 
     return damage

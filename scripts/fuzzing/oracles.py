@@ -82,12 +82,12 @@ def _unexpected_code(
     if sent:
         allowed.add(-sent if sent == signal.SIGKILL else 128 + sent)
     if outcome.code not in allowed:
-        told = (
+        ending = (
             f"exit code {outcome.code}"
             if outcome.code >= 0
             else f"ended by {signal.Signals(-outcome.code).name}"
         )
-        yield Finding(told, _frame(outcome.errors) or f"{command_of(outcome)}: {shape(last)}", last[:300])
+        yield Finding(ending, _frame(outcome.errors) or f"{command_of(outcome)}: {shape(last)}", last[:300])
 
 
 def _wrong_messages(outcome: CommandOutcome, sent: signal.Signals | None, last: str) -> Iterator[Finding]:
@@ -136,8 +136,8 @@ def _steering(outcome: CommandOutcome) -> Iterator[Finding]:
         ("standard error", outcome.errors),
     ):
         text = raw if isinstance(raw, str) else raw.decode("utf-8", "surrogateescape")
-        if found := _CONTROL.search(text):
-            around = text[max(0, found.start() - 40) : found.end() + 20]
+        if match := _CONTROL.search(text):
+            around = text[max(0, match.start() - 40) : match.end() + 20]
             yield Finding("raw control characters", f"{command}: {name}", repr(around))
         elif not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
             yield Finding("output is not UTF-8", f"{command}: {name}", ascii(text[:200]))

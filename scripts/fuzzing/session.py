@@ -76,11 +76,11 @@ def run_in_processes(jobs: int, work: Callable[[int], Tally]) -> Tally:
     try:
         for process, reader in pipes:
             with open(reader) as pipe:
-                told = pipe.read()
+                text = pipe.read()
             os.waitpid(process, 0)
-            if not told:
+            if not text:
                 raise RuntimeError(f"fuzz: process {process} ended before it told what it found")
-            document = json.loads(told)
+            document = json.loads(text)
             tally.add(
                 Tally(
                     document["found"],
@@ -120,8 +120,8 @@ def described(case: FuzzCase, damage: str, finding: Finding) -> str:
     stop = f" [{case.stop.number.name} after {case.stop.after_s:.2f} s]" if case.stop else ""
     words = "".join(_visible(letter) for letter in damage)
     damaged = f" [{words[:400]}]" if words else ""
-    told = f"FOUND {finding.key} | {finding.words!a} | {_short(typed)}{stop}{damaged} | {case.replay}"
-    return "".join(_visible(letter) for letter in told)
+    line = f"FOUND {finding.key} | {finding.words!a} | {_short(typed)}{stop}{damaged} | {case.replay}"
+    return "".join(_visible(letter) for letter in line)
 
 
 def _errors(result: CaseResult) -> str:

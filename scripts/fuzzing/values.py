@@ -81,25 +81,25 @@ def mutated(document: Any, random: Random) -> tuple[Any, str]:
     for key in path[:-1]:
         holder = holder[key]
     key = path[-1]
-    place = "/".join(str(part)[:40] for part in path)
+    location = "/".join(str(part)[:40] for part in path)
     match random.choice(("replace", "replace", "replace", "remove", "add", "rename", "double", "digits")):
         case "remove":
             del holder[key]
-            return document, f"{place} removed"
+            return document, f"{location} removed"
         case "add" if isinstance(holder, dict):
             added = any_text(random).encode("utf-8", "replace").decode()
             holder[added] = any_value(random)
-            return document, f"{place}: beside it {added[:40]!r}"
+            return document, f"{location}: beside it {added[:40]!r}"
         case "rename" if isinstance(holder, dict):
             renamed = any_text(random).encode("utf-8", "replace").decode()
             holder[renamed] = holder.pop(key)
-            return document, f"{place} renamed {renamed[:40]!r}"
+            return document, f"{location} renamed {renamed[:40]!r}"
         case "double" if isinstance(holder, list):
             holder.insert(key, json.loads(json.dumps(holder[key])))
-            return document, f"{place} doubled"
+            return document, f"{location} doubled"
         case "digits" if isinstance(holder[key], int):
             value = holder[key] + random.choice((-1, 1, 10, -holder[key]))
         case _:
             value = any_value(random)
     holder[key] = value
-    return document, f"{place} = {str(value)[:60]!r}"
+    return document, f"{location} = {str(value)[:60]!r}"

@@ -147,13 +147,13 @@ def _report(
         made += tables.study_tables(results)
         for topology in CLUSTERS:
             wanted = {cell for cell in study_cells(request) if cell.topology == topology}
-            shown = [one for one in results if one.cell in wanted]
+            shown = [result for result in results if result.cell in wanted]
             if shown:
                 plot = plots.throughput_plot(shown, f"Samples a second and device on {topology}")
                 folder.write_text(f"throughput-{topology}.svg", plot)
     if "zoo" in request.tables:
         of_zoo = set(zoo_cells(request))
-        zoo = [one for one in sorted(results, key=_zoo_order) if one.cell in of_zoo]
+        zoo = [result for result in sorted(results, key=_zoo_order) if result.cell in of_zoo]
         counts = tables.summary(zoo)
         made += [tables.zoo_table(zoo)] if zoo else []
     document = show.document(made, counts, finished=len(results), cells=total)
@@ -167,8 +167,8 @@ def _report(
             print(f"{total - len(results)} of {total} searches are not finished: the same command goes on")
 
 
-def _zoo_order(one: StudyResult) -> tuple[str, int]:
-    return one.cell.network, one.cell.devices
+def _zoo_order(result: StudyResult) -> tuple[str, int]:
+    return result.cell.network, result.cell.devices
 
 
 if __name__ == "__main__":

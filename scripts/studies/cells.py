@@ -103,11 +103,11 @@ class Request:
                 raise UsageError(
                     f"--networks: {name} is unknown, must be of {', '.join(zoo_names())}; choose of them"
                 )
-        known = sorted({count for counts in CLUSTERS.values() for count in counts})
+        counts_of_clusters = sorted({count for counts in CLUSTERS.values() for count in counts})
         for count in self.devices or ():
-            if count not in known:
+            if count not in counts_of_clusters:
                 raise UsageError(
-                    f"--devices: is {count}, must be of {', '.join(map(str, known))}; choose of them"
+                    f"--devices: is {count}, must be of {', '.join(map(str, counts_of_clusters))}; choose of them"
                 )
         if self.budget is not None and self.budget < 1:
             raise UsageError(f"--budget: is {self.budget}, must be at least 1; raise it")

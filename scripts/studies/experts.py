@@ -32,17 +32,20 @@ def by_depth(graph: OperatorGraph, topology: Topology) -> Strategy:
     work = [0] * (max(depths) + 1)
     for operator, depth in zip(graph.operators, depths, strict=True):
         work[depth] += _points(operator)
-    width, place, before = len(nodes[0]), [], 0
+    width, device_of_depth, before = len(nodes[0]), [], 0
     for own in work:
         # By the middle of what a depth does, so that a large one does not go to the device after its own.
-        place.append(min(width - 1, width * (2 * before + own) // (2 * sum(work))))
+        device_of_depth.append(min(width - 1, width * (2 * before + own) // (2 * sum(work))))
         before += own
     over_nodes = data_parallel(graph, len(nodes)).configurations
     return Strategy(
         graph.digest,
         tuple(
-            Configuration(one.degrees, tuple(nodes[node][place[depth]] for node in one.devices))
-            for one, depth in zip(over_nodes, depths, strict=True)
+            Configuration(
+                configuration.degrees,
+                tuple(nodes[node][device_of_depth[depth]] for node in configuration.devices),
+            )
+            for configuration, depth in zip(over_nodes, depths, strict=True)
         ),
     )
 
@@ -52,7 +55,7 @@ def _nodes(topology: Topology) -> list[list[int]]:
     for device in topology.devices:
         by_node.setdefault(device.node, []).append(device.index)
     nodes = list(by_node.values())
-    if any(len(one) != len(nodes[0]) for one in nodes):
+    if any(len(node) != len(nodes[0]) for node in nodes):
         raise UsageError(
             f"{NAME}: nodes of {topology.name} have different numbers of devices, must have equal ones; choose others"
         )

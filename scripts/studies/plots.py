@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 def throughput_plot(results: Sequence[StudyResult], title: str) -> str:
     """Return the plot of the cells of one cluster as an SVG document."""
-    networks = [name for name in PAPER_NETWORKS if any(one.cell.network == name for one in results)]
+    networks = [name for name in PAPER_NETWORKS if any(result.cell.network == name for result in results)]
     rows = -(-len(networks) // COLUMNS)
     width, height = COLUMNS * WIDTH, LEGEND + rows * HEIGHT
     parts = [
@@ -40,9 +40,12 @@ def throughput_plot(results: Sequence[StudyResult], title: str) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         *_legend(),
     ]
-    for place, name in enumerate(networks):
-        x, y = place % COLUMNS * WIDTH, LEGEND + place // COLUMNS * HEIGHT
-        own = sorted((one for one in results if one.cell.network == name), key=lambda one: one.cell.devices)
+    for index, name in enumerate(networks):
+        x, y = index % COLUMNS * WIDTH, LEGEND + index // COLUMNS * HEIGHT
+        own = sorted(
+            (result for result in results if result.cell.network == name),
+            key=lambda result: result.cell.devices,
+        )
         parts.append(f'<g transform="translate({x} {y})">')
         parts += _panel(name, own)
         parts.append("</g>")
@@ -51,7 +54,7 @@ def throughput_plot(results: Sequence[StudyResult], title: str) -> str:
 
 def _panel(name: str, results: Sequence[StudyResult]) -> list[str]:
     lines = {line: _points(line, results) for line in LINES}
-    counts = [one.cell.devices for one in results]
+    counts = [result.cell.devices for result in results]
     top = max((rate for points in lines.values() for _, rate in points), default=1.0)
     step = nice_step(top)
     ceiling = step * (floor(top / step) + 1)
@@ -96,12 +99,12 @@ def _panel(name: str, results: Sequence[StudyResult]) -> list[str]:
 
 def _points(line: str, results: Sequence[StudyResult]) -> list[Point]:
     """Return (devices, samples a second and device) where the strategy is known and fits."""
-    found = []
-    for one in results:
-        rate = one.throughput(one.expert if line == "expert" else line)
+    points = []
+    for result in results:
+        rate = result.throughput(result.expert if line == "expert" else line)
         if rate is not None:
-            found.append((float(one.cell.devices), rate / one.cell.devices))
-    return found
+            points.append((float(result.cell.devices), rate / result.cell.devices))
+    return points
 
 
 def nice_step(top: float) -> float:

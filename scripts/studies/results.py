@@ -32,8 +32,8 @@ class StudyResult:
     @property
     def strategies(self) -> dict[str, dict[str, Any]]:
         """What was found and the baselines, by name; empty where nothing fits."""
-        found: dict[str, dict[str, Any]] = self.document.get("strategies", {})
-        return found
+        strategies: dict[str, dict[str, Any]] = self.document.get("strategies", {})
+        return strategies
 
     @property
     def expert(self) -> str:
@@ -48,10 +48,10 @@ class StudyResult:
     def time_s(self, name: str) -> float | None:
         """Return the step time of a strategy; None where there is none, or it does not fit."""
         if name == "optcnn":
-            found = self.document.get("optcnn")
-            return None if found is None else found["step_time_s"]
-        one = self.strategy(name)
-        return one["step_time_s"] if one is not None and one["feasible"] else None
+            optcnn = self.document.get("optcnn")
+            return None if optcnn is None else optcnn["step_time_s"]
+        strategy = self.strategy(name)
+        return strategy["step_time_s"] if strategy is not None and strategy["feasible"] else None
 
     def throughput(self, name: str) -> float | None:
         """Return samples a second of a strategy; None as of `time_s`."""
@@ -68,9 +68,9 @@ class StudyResult:
     def chain_best_s(self, *starts: str) -> float | None:
         """Return the best that chains from these starts simulated; None where nothing of it fitted."""
         bests = [
-            one["best_s"]
-            for one in self.document.get("chains", ())
-            if one["start"] in starts and one["best_s"]
+            chain["best_s"]
+            for chain in self.document.get("chains", ())
+            if chain["start"] in starts and chain["best_s"]
         ]
         if "optcnn" in starts and (time_s := self.time_s("optcnn")) is not None:
             bests.append(time_s)

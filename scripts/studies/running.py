@@ -94,9 +94,9 @@ def _request(
 
 def _ahead_of_the_walk(report: SearchReport) -> Prediction | None:
     """Return the best baseline where it is faster than what all algorithms found: a start that they did not have."""
-    found = [one.step_time_s for one in report.algorithms if one.step_time_s is not None]
+    times_s = [algorithm.step_time_s for algorithm in report.algorithms if algorithm.step_time_s is not None]
     best = report.best_baseline
-    return best if best.feasible and best.step_time_s < min(found, default=float("inf")) else None
+    return best if best.feasible and best.step_time_s < min(times_s, default=float("inf")) else None
 
 
 def _improved(document: Document, again: SearchReport, database: str) -> Document:
@@ -145,23 +145,23 @@ def _predicted_expert(cell: StudyCell, database: str, progress: Progress) -> Doc
     }
 
 
-def _stored(one: Prediction) -> Document:
+def _stored(prediction: Prediction) -> Document:
     return {
-        "digest": one.digest,
-        "strategy": one.strategy_id,
-        "step_time_s": one.step_time_s,
-        "bytes_moved": one.bytes_moved,
-        "peak_bytes": max(one.peak_memory_bytes),
-        "feasible": one.feasible,
+        "digest": prediction.digest,
+        "strategy": prediction.strategy_id,
+        "step_time_s": prediction.step_time_s,
+        "bytes_moved": prediction.bytes_moved,
+        "peak_bytes": max(prediction.peak_memory_bytes),
+        "feasible": prediction.feasible,
     }
 
 
 def _found(cell: StudyCell, report: SearchReport, expert: Document | None, database: str) -> Document:
     strategies: Document = {} if expert is None else {experts.NAME: expert}
-    for one in report.predictions:
-        strategies[one.name] = _stored(one)
+    for entry in report.predictions:
+        strategies[entry.name] = _stored(entry)
     _add_compute(strategies, database)
-    optcnn = next((one for one in report.algorithms if one.name == "optcnn"), None)
+    optcnn = next((entry for entry in report.algorithms if entry.name == "optcnn"), None)
     walk = report.algorithms[-1]
     starts = [*STARTS[: cell.chains], *[experts.NAME] * len(report.known), *(["optcnn"] if optcnn else [])]
     return {
@@ -184,11 +184,11 @@ def _add_compute(strategies: Document, database: str) -> None:
     from app.db.store import Store
 
     with Store.open(database) as store:
-        for one in strategies.values():
+        for stored in strategies.values():
             # A strategy may have been predicted for another topology too; its step takes another time there.
-            for simulation in store.simulations(strategy_id=one["strategy"]):
-                if simulation.step_time_s == one["step_time_s"]:
-                    one["compute_s"] = simulation.compute_s
+            for simulation in store.simulations(strategy_id=stored["strategy"]):
+                if simulation.step_time_s == stored["step_time_s"]:
+                    stored["compute_s"] = simulation.compute_s
 
 
 def _chains(report: SearchReport, starts: Sequence[str], database: str) -> list[Document]:
@@ -196,5 +196,5 @@ def _chains(report: SearchReport, starts: Sequence[str], database: str) -> list[
     from app import open_database
 
     with open_database(database) as stored:
-        found = stored.sql(CHAIN_BESTS.format(search=report.search_id)).fetchall()
-    return [{"start": starts[chain], "best_s": best_s} for chain, best_s in found]
+        rows = stored.sql(CHAIN_BESTS.format(search=report.search_id)).fetchall()
+    return [{"start": starts[chain], "best_s": best_s} for chain, best_s in rows]

@@ -41,25 +41,25 @@ def is_weak(cell: StudyCell) -> bool:
 def throughput_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a cell of the study: samples a second of every strategy, and the speedups of what was found."""
     rows: list[Row] = []
-    for one in results:
-        found_s = one.time_s(FOUND)
+    for result in results:
+        found_s = result.time_s(FOUND)
         rows.append(
             {
-                "network": one.cell.network,
-                "cluster": one.cell.topology,
-                "devices": one.cell.devices,
-                "data parallel /s": one.throughput("data-parallel"),
-                "expert /s": one.throughput(one.expert),
-                "OptCNN /s": one.throughput("optcnn"),
-                "best baseline": one.best_baseline,
-                "found /s": one.throughput(FOUND),
-                "over data parallel": ratio(one.time_s("data-parallel"), found_s),
-                "over expert": ratio(one.time_s(one.expert), found_s),
-                "over OptCNN": ratio(one.time_s("optcnn"), found_s),
-                "over best baseline": ratio(_best_s(one), found_s),
-                "gap %": _percent(one.document.get("gap")),
-                "search s": one.document.get("search_s"),
-                "proposals": one.document.get("proposals"),
+                "network": result.cell.network,
+                "cluster": result.cell.topology,
+                "devices": result.cell.devices,
+                "data parallel /s": result.throughput("data-parallel"),
+                "expert /s": result.throughput(result.expert),
+                "OptCNN /s": result.throughput("optcnn"),
+                "best baseline": result.best_baseline,
+                "found /s": result.throughput(FOUND),
+                "over data parallel": ratio(result.time_s("data-parallel"), found_s),
+                "over expert": ratio(result.time_s(result.expert), found_s),
+                "over OptCNN": ratio(result.time_s("optcnn"), found_s),
+                "over best baseline": ratio(_best_s(result), found_s),
+                "gap %": _percent(result.document.get("gap")),
+                "search s": result.document.get("search_s"),
+                "proposals": result.document.get("proposals"),
             }
         )
     speedups = dict.fromkeys(
@@ -77,16 +77,18 @@ def throughput_table(results: Sequence[StudyResult]) -> StudyTable:
 def paper_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a range of the paper: our speedup with the batch read as of each device, and as of all."""
     weak = {
-        (one.cell.network, one.cell.topology, one.cell.devices): one for one in results if is_weak(one.cell)
+        (result.cell.network, result.cell.topology, result.cell.devices): result
+        for result in results
+        if is_weak(result.cell)
     }
     strong = {
-        (one.cell.network, one.cell.topology, one.cell.devices): one
-        for one in results
-        if not is_weak(one.cell)
+        (result.cell.network, result.cell.topology, result.cell.devices): result
+        for result in results
+        if not is_weak(result.cell)
     }
     rows: list[Row] = []
     for reported in REPORTED:
-        place = (reported.network, reported.topology, reported.devices)
+        key = (reported.network, reported.topology, reported.devices)
         row: Row = {
             "network": reported.network,
             "cluster": reported.topology,
@@ -95,11 +97,11 @@ def paper_table(results: Sequence[StudyResult]) -> StudyTable:
             "paper": f"{reported.low:g} to {reported.high:g}",
         }
         for name, by_place in (("batch each", weak), ("batch in all", strong)):
-            one = by_place.get(place)
+            result = by_place.get(key)
             speedup = None
-            if one is not None:
-                over = one.expert if reported.over == "expert" else reported.over
-                speedup = ratio(one.time_s(over), one.time_s(FOUND))
+            if result is not None:
+                over = result.expert if reported.over == "expert" else reported.over
+                speedup = ratio(result.time_s(over), result.time_s(FOUND))
             row[name] = speedup
             row[f"{name}:"] = None if speedup is None else reported.verdict(speedup)
         if row["batch each"] is not None or row["batch in all"] is not None:
@@ -116,8 +118,8 @@ def step_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return what makes up the steps on the clusters' full sizes: computing of a mean device, and transfers."""
     ends = {(topology, counts[-1]) for topology, counts in CLUSTERS.items()}
     rows: list[Row] = []
-    for one in results:
-        cell = one.cell
+    for result in results:
+        cell = result.cell
         if (cell.topology, cell.devices) not in ends:
             continue
         row: Row = {
@@ -126,8 +128,8 @@ def step_table(results: Sequence[StudyResult]) -> StudyTable:
             "devices": cell.devices,
             "batch": cell.batch_size,
         }
-        for name, short in (("data-parallel", "data parallel"), (one.expert, "expert"), (FOUND, "found")):
-            stored = one.strategy(name) or {}
+        for name, short in (("data-parallel", "data parallel"), (result.expert, "expert"), (FOUND, "found")):
+            stored = result.strategy(name) or {}
             row |= {
                 f"{short} ms": _ms(stored.get("step_time_s")),
                 f"{short}: computing ms": _ms(_mean(stored.get("compute_s"), cell.devices)),
@@ -141,12 +143,12 @@ def step_table(results: Sequence[StudyResult]) -> StudyTable:
 def transfer_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return NMT's transfers and computing on 64 K80 beside the paper's, for both readings of the batch."""
     rows: list[Row] = []
-    for one in results:
-        cell = one.cell
+    for result in results:
+        cell = result.cell
         if (cell.network, cell.topology, cell.devices) != ("nmt", K80, 64):
             continue
         for name, (paper_bytes, paper_s) in NMT_TRANSFERS.items():
-            stored = one.strategy(one.expert if name == "expert" else name)
+            stored = result.strategy(result.expert if name == "expert" else name)
             if stored is None:
                 continue
             rows.append(
@@ -169,26 +171,26 @@ def transfer_table(results: Sequence[StudyResult]) -> StudyTable:
 def zoo_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a cell of the zoo: found with and without baselines among the starts, best baseline, bound."""
     rows: list[Row] = []
-    for one in results:
-        baseline_s = _best_s(one)
-        found_s = one.time_s(FOUND)
-        without_s = one.chain_best_s("random", "optcnn")
+    for result in results:
+        baseline_s = _best_s(result)
+        found_s = result.time_s(FOUND)
+        without_s = result.chain_best_s("random", "optcnn")
         rows.append(
             {
-                "network": one.cell.network,
-                "cluster": one.cell.topology,
-                "devices": one.cell.devices,
-                "batch": one.cell.batch_size,
-                "best baseline": one.best_baseline,
+                "network": result.cell.network,
+                "cluster": result.cell.topology,
+                "devices": result.cell.devices,
+                "batch": result.cell.batch_size,
+                "best baseline": result.best_baseline,
                 "ms": _ms(baseline_s),
                 "found ms": _ms(found_s),
                 "gain": ratio(baseline_s, found_s),
                 "without baselines ms": _ms(without_s),
                 "its gain": ratio(baseline_s, without_s),
-                "random starts ms": _ms(one.chain_best_s("random")),
-                "bound ms": _ms(one.document.get("lower_bound_s")),
-                "gap %": _percent(one.document.get("gap")),
-                "why": why(one),
+                "random starts ms": _ms(result.chain_best_s("random")),
+                "bound ms": _ms(result.document.get("lower_bound_s")),
+                "gap %": _percent(result.document.get("gap")),
+                "why": why(result),
             }
         )
     times = dict.fromkeys(("ms", "found ms", "without baselines ms", "random starts ms", "bound ms"), ",.1f")
@@ -200,23 +202,23 @@ def zoo_table(results: Sequence[StudyResult]) -> StudyTable:
     )
 
 
-def why(one: StudyResult) -> str:
+def why(result: StudyResult) -> str:
     """Return, in a few words, what a zoo's row shows: ahead, or why not."""
-    if one.failure is not None:
+    if result.failure is not None:
         return "nothing fits the memory"
-    gain = ratio(_best_s(one), one.time_s(FOUND))
+    gain = ratio(_best_s(result), result.time_s(FOUND))
     if gain is None:
         return "ahead: no baseline fits"
     ahead = gain >= AHEAD
-    alone = ratio(_best_s(one), one.chain_best_s("random", "optcnn"))
+    alone = ratio(_best_s(result), result.chain_best_s("random", "optcnn"))
     if ahead:
         return (
             "ahead, also without" if alone is not None and alone >= AHEAD else "ahead, with baselines alone"
         )
-    gap = one.document.get("gap")
+    gap = result.document.get("gap")
     if gap is not None and gap <= SMALL_GAP:
         return f"none can be ahead by over {gap * 100:.1f} %"
-    return f"none found in {one.document['proposals']:,} proposals"
+    return f"none found in {result.document['proposals']:,} proposals"
 
 
 def summary(results: Sequence[StudyResult]) -> dict[str, int]:
@@ -229,8 +231,8 @@ def summary(results: Sequence[StudyResult]) -> dict[str, int]:
         "not ahead": 0,
         "nothing fits": 0,
     }
-    for one in results:
-        text = why(one)
+    for result in results:
+        text = why(result)
         counts["cells"] += 1
         counts["ahead"] += text.startswith("ahead")
         counts["ahead without baselines"] += text == "ahead, also without"
@@ -242,15 +244,15 @@ def summary(results: Sequence[StudyResult]) -> dict[str, int]:
 
 def study_tables(results: Sequence[StudyResult]) -> list[StudyTable]:
     """Return the tables of the paper's networks that have rows."""
-    ours = [one for one in results if one.cell.network in PAPER_NETWORKS]
-    weak = [one for one in ours if is_weak(one.cell)]
-    found = [throughput_table(weak), paper_table(ours), step_table(ours), transfer_table(ours)]
-    return [table for table in found if table.rows]
+    ours = [result for result in results if result.cell.network in PAPER_NETWORKS]
+    weak = [result for result in ours if is_weak(result.cell)]
+    tables = [throughput_table(weak), paper_table(ours), step_table(ours), transfer_table(ours)]
+    return [table for table in tables if table.rows]
 
 
-def _best_s(one: StudyResult) -> float | None:
-    name = one.best_baseline
-    return None if name is None else one.time_s(name)
+def _best_s(result: StudyResult) -> float | None:
+    name = result.best_baseline
+    return None if name is None else result.time_s(name)
 
 
 def _ms(time_s: float | None) -> float | None:

@@ -62,7 +62,7 @@ def search_all(
     """
     began = time.monotonic()
     waiting = list(reversed(cells))
-    team: list[_SearchWorker] = []
+    pool: list[_SearchWorker] = []
 
     def next_cell() -> StudyCell | None:
         late = stop_after_s is not None and time.monotonic() - began >= stop_after_s
@@ -70,23 +70,23 @@ def search_all(
 
     try:
         for _ in range(min(workers, len(cells))):
-            team.append(_start(folder, database))
-        for worker in team:
+            pool.append(_start(folder, database))
+        for worker in pool:
             if (cell := next_cell()) is not None:
                 worker.give(cell)
-        while any(worker.cell is not None for worker in team):
-            ready = wait([worker.connection for worker in team if worker.cell is not None])
-            for worker in [one for one in team if one.connection in ready]:
+        while any(worker.cell is not None for worker in pool):
+            ready = wait([worker.connection for worker in pool if worker.cell is not None])
+            for worker in [other for other in pool if other.connection in ready]:
                 ending = _ending(worker)
                 if ending.how == FAILED and not worker.process.is_alive():
-                    team.remove(worker)
-                    team.append(worker := _start(folder, database))
+                    pool.remove(worker)
+                    pool.append(worker := _start(folder, database))
                 worker.cell = None
                 if (cell := next_cell()) is not None:
                     worker.give(cell)
                 yield ending
     finally:
-        _stop(team)
+        _stop(pool)
 
 
 def _start(folder: Path, database: str) -> _SearchWorker:
@@ -121,15 +121,15 @@ def _ending(worker: _SearchWorker) -> Ending:
     return Ending(cell, how, text, time.monotonic() - worker.began)
 
 
-def _stop(team: Sequence[_SearchWorker]) -> None:
+def _stop(pool: Sequence[_SearchWorker]) -> None:
     """Let workers end: those that wait by themselves, those that search by an interrupt."""
-    for worker in team:
+    for worker in pool:
         if worker.cell is not None and worker.process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(worker.process.pid, signal.SIGINT)
         worker.connection.close()
     deadline = time.monotonic() + PATIENCE_S
-    for worker in team:
+    for worker in pool:
         worker.process.join(max(0.0, deadline - time.monotonic()))
         if worker.process.is_alive():
             worker.process.kill()
