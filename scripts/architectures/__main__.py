@@ -96,7 +96,7 @@ def _is_due(before: ArchitectureResult | None, options: argparse.Namespace) -> b
 
 
 def read(folder: Path, name: str) -> ArchitectureResult | None:
-    """Return what was found of an architecture earlier; None where it is not finished."""
+    """Return the stored result of an architecture; None where it is not finished."""
     try:
         return ArchitectureResult(**json.loads((folder / f"{name}.json").read_text()))
     except FileNotFoundError:

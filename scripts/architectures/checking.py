@@ -1,4 +1,4 @@
-"""One architecture: is it imported, what can be split, and is it equal to its module under several strategies."""
+"""The check of one architecture: its import, its splittable share, and its equality under several strategies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureResult:
-    """What was found of one architecture.
+    """The result of one architecture.
 
     operators, splittable: of the graph; None where it is not imported. refused: why it is not, in one line.
     equal: by strategy, None where loss and all gradients are equal, else why not.
@@ -58,12 +58,12 @@ class ArchitectureResult:
 
 
 def model_name(name: str) -> str:
-    """Return what an architecture is called on a command line."""
+    """Return the name of an architecture on a command line."""
     return f"scripts.architectures.catalog:{name}"
 
 
 def strategies(graph: OperatorGraph, name: str) -> Iterator[tuple[str, Strategy]]:
-    """Give the strategies to execute, with their titles."""
+    """Yield the strategies to execute, with their titles."""
     from search.space.baselines import data_parallel, fsdp
     from tests.runtime.strategies import random_strategy
 

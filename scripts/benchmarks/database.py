@@ -153,7 +153,7 @@ def _walked(model: ImportedModel, devices: int, count: int) -> Iterator[Proposal
 def _recording(
     store: Store, search_id: int, model: ImportedModel, devices: int
 ) -> Iterator[Callable[[ProposalBatch], None]]:
-    """Give what takes a search's batches, and write all of them at the end."""
+    """Yield the function that records a search's batches; all of them are written at the end."""
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
     from app.services.trace.recorder import TraceRecorder, groups_text

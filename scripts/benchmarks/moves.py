@@ -46,7 +46,7 @@ BETAS = (100.0, 1000.0, 3000.0)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a chain walks: its moves, and how greedy it is (`search.algorithms.mcmc.SearchOptions.beta`)."""
+    """The settings of a chain: its moves, and its beta (`search.algorithms.mcmc.SearchOptions.beta`)."""
 
     shares: MoveShares
     beta: float
@@ -54,7 +54,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class MovesRow:
-    """What one chain found within its time; the best time is infinite where nothing fitted the memories."""
+    """The result of one chain within its time; the best time is infinite where nothing fitted the memories."""
 
     network: str
     start: str
@@ -126,7 +126,7 @@ def walked(
     seconds: float,
     chosen: Mapping[str, Variant],
 ) -> list[MovesRow]:
-    """Return what a chain of each variant finds from one start."""
+    """Return the result of a chain of each variant from one start."""
     import numpy as np
 
     from graph.training import Training

@@ -28,9 +28,9 @@ BORDERS = (0.0, 20e-6, 100e-6, 1e-3, 10e-3, 1e9)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round of measuring gave and took, in seconds.
+    """The costs and the durations of a round of measuring, in seconds.
 
-    costs_s: by (call digest, phase), what the cost model takes. wall_s: from the first call to the last one's row.
+    costs_s: of the cost model, by (call digest, phase). wall_s: from the first call to the last one's row.
     kernels_s: of all executions that were timed.
     """
 

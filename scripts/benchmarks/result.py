@@ -1,4 +1,4 @@
-"""What a benchmark returns, and how it is shown."""
+"""The result of a benchmark, and its tables."""
 
 from typing import NotRequired, TypedDict
 

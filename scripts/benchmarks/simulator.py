@@ -348,7 +348,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
 
 
 def stepping(chain: Chain, moves: Moves) -> Callable[[], None]:
-    """Return what makes one proposal, recorded by nobody."""
+    """Return the function of one proposal, without a record."""
     from search.algorithms.proposal_log import Recorder
 
     recorder = Recorder(None)

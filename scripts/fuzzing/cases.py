@@ -1,4 +1,4 @@
-"""The cases: each from a seed and a number, so that it can be had again."""
+"""The cases: each from a seed and a number, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ STARTING_PROCESSES = 2
 
 @dataclass(frozen=True)
 class FuzzCase:
-    """What one case does."""
+    """One case: a command, and the signal that stops it."""
 
     seed: int
     number: int
@@ -79,13 +79,13 @@ class FuzzCase:
 
     @property
     def replay(self) -> str:
-        """The command that runs it again."""
+        """The command that repeats it."""
         return f"scripts/fuzz --case {'found' if self.kind == 'found' else self.seed}:{self.number}"
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What a case did and what is wrong with that."""
+    """The result of a case: damage, findings, and outcomes of its commands."""
 
     case: FuzzCase
     damage: str
@@ -106,7 +106,7 @@ def make_case(seed: int, number: int) -> FuzzCase:
                     random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), random.uniform(0.3, 2.5)
                 )
         case "damage":
-            # What is new in the tree of commands is tried as well.
+            # New commands in the tree are tried as well.
             checks = tuple(command.names for command in commands() if command.names[-1] == "check")
             views = tuple(("query", f"SELECT * FROM {view}") for view in VIEWS)
             arguments, stop = random.choice((*READINGS, *READINGS, *views, *checks, *checks)), None
@@ -148,7 +148,7 @@ def run_case(case: FuzzCase, runner: Runner, corpus: Corpus, folder: Path) -> Ca
 
 
 def _work_goes_on(runner: Runner, folder: Path) -> Iterator[tuple[CommandOutcome, list[Finding]]]:
-    """Run what a user would run after a kill, and give what is wrong with that."""
+    """Run the commands of a user after a kill, and yield their outcomes with findings."""
     findings = list(judge_database(folder / "db.sqlite"))
     status = runner.run(("db", "status"), folder)
     findings += judge(status, None, damaged=False)

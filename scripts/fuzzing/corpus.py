@@ -1,4 +1,4 @@
-"""The files that a case starts from: a real database with all that hangs on it, made by the real commands."""
+"""The files that a case starts from: a real database with its traces and exports, made by the real commands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Corpus = dict[str, Entry]
 
 
 def read_folder(folder: Path) -> Corpus:
-    """Return all that is in a folder, by its path in it; the folder named tmp is looked into as well."""
+    """Return the entries of a folder by path, recursively."""
     entries: Corpus = {}
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> Corpus:
 
 
 def write_folder(corpus: Corpus, folder: Path) -> None:
-    """Make a folder with all that is in the corpus."""
+    """Write the entries of a corpus into a new folder."""
     folder.mkdir(parents=True)
     for name, entry in corpus.items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""Judges what a command did to files: nothing is destroyed, readers change nothing, and nothing is left behind."""
+"""Oracles of files: a command destroys nothing, changes nothing that it only reads, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FileJudge:
         self._named = {os.path.realpath(folder / name) for name in named if 0 < len(name) < 200}
 
     def judge(self, before: Corpus, after: Corpus) -> Iterator[Finding]:
-        """Give what the command changed or left that it must not."""
+        """Yield findings of files that the command must not have changed or left."""
         for name in sorted(before.keys() | after.keys()):
             old, new = before.get(name), after.get(name)
             if old == new or name.endswith("readers.lock"):
@@ -119,7 +119,7 @@ def _is_tempfiles_own(name: str, entry: Entry) -> bool:
 
 
 def judge_database(path: Path) -> Iterator[Finding]:
-    """Give what is wrong with a database as SQLite sees it."""
+    """Yield the findings of SQLite's own checks of a database."""
     try:
         with closing(sqlite3.connect(path)) as connection:
             whole = connection.execute("PRAGMA integrity_check").fetchall()
@@ -132,7 +132,7 @@ def judge_database(path: Path) -> Iterator[Finding]:
 
 
 def _rows(raw: bytes) -> dict[str, list[tuple[object, ...]]]:
-    """Return the rows of each table, but for what every opening may set."""
+    """Return the rows of each table, without the columns that every opening may set."""
     rows = {}
     with closing(sqlite3.connect(":memory:")) as connection:
         # As one file without a log: two bytes of the header say otherwise.

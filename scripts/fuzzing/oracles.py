@@ -1,4 +1,4 @@
-"""Judges how a command ended and what it printed: what must hold of every command, whatever it is given."""
+"""Oracles of a command's end and output: rules that hold for every command and all arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARNING = re.compile(r"^\S+:\d+: \w*Warning|^Exception ignored in|: resource_tr
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a command must not do."""
+    """A violation of an oracle by a command."""
 
     oracle: str
     detail: str  # tells findings of one oracle apart, and says nothing of the case
@@ -28,12 +28,12 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """What two findings of one defect share."""
+        """The identity of a defect, which its findings share."""
         return f"{self.oracle}: {self.detail}"
 
 
 def judge(outcome: CommandOutcome, stop: signal.Signals | None, *, damaged: bool) -> Iterator[Finding]:
-    """Give what is wrong with the end of a command and with what it printed."""
+    """Yield the findings in a command's end and output."""
     last = (outcome.errors.strip().splitlines() or [""])[-1]
     if outcome.timed_out:
         yield Finding("does not end", _frame(outcome.errors) or command_of(outcome), last)
@@ -68,14 +68,14 @@ def command_of(outcome: CommandOutcome) -> str:
 
 
 def shape(text: str) -> str:
-    """Return what texts share that differ in numbers, paths and quoted words."""
+    """Return a text without its numbers, paths and quoted words."""
     return re.sub(r"'[^']*'|\S*/\S*|[0-9a-f]{8,}|\d+", "~", text)[:80]
 
 
 def _unexpected_code(
     outcome: CommandOutcome, sent: signal.Signals | None, last: str, *, damaged: bool
 ) -> Iterator[Finding]:
-    """Compare the exit code with the rule of docs/cli.md."""
+    """Yield a finding where the exit code breaks the rule of docs/cli.md."""
     allowed = {0, 2}
     if damaged or sent or _may_fail(outcome):
         allowed.add(1)
@@ -91,7 +91,7 @@ def _unexpected_code(
 
 
 def _wrong_messages(outcome: CommandOutcome, sent: signal.Signals | None, last: str) -> Iterator[Finding]:
-    """Look for an error that is not said in one line, the last."""
+    """Yield findings of errors that are not one line, the last."""
     command, errors = command_of(outcome), outcome.errors
     messages = [line for line in errors.splitlines() if line.startswith("error:")]
     for warning in _WARNING.finditer(errors):
@@ -127,7 +127,7 @@ def _may_fail(outcome: CommandOutcome) -> bool:
 
 
 def _steering(outcome: CommandOutcome) -> Iterator[Finding]:
-    """Look for letters that steer a terminal. CSV is data, and so is a file that is written to standard output."""
+    """Yield findings of terminal control characters. CSV is data, and so is a file written to standard output."""
     command = command_of(outcome)
     as_data = command.startswith("query") and any("csv" in argument for argument in outcome.arguments)
     as_data |= any("/dev/stdout" in argument for argument in outcome.arguments)

@@ -54,7 +54,7 @@ def _damage_row(connection: sqlite3.Connection, random: Random) -> str:
 
 
 def damaged_cell(column: str, old: Any, random: Random) -> Any:
-    """Return what a cell of a database or of a Parquet file may hold instead."""
+    """Return another value for a cell of a database or of a Parquet file."""
     if isinstance(old, str) and old[:1] in "{[" and chance(random, 0.75):
         if chance(random, 0.1):
             return random.choice(

@@ -27,7 +27,7 @@ MARK = "mark"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """What a command may take before it counts as one that does not end."""
+    """The limits of a command, beyond which it counts as one that does not end."""
 
     wall_s: float = 300.0  # a probe of links takes more than a minute beside other work
     processor_s: int = 60
@@ -45,7 +45,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class CommandOutcome:
-    """How a command ended: its exit code (negative: by this signal), what it printed, and what it left running."""
+    """The end of a command: its exit code (negative: by this signal), its output, and the processes that it left."""
 
     arguments: tuple[str, ...]
     code: int
@@ -58,7 +58,7 @@ class CommandOutcome:
 
 
 def warm() -> None:
-    """Import what commands import, and load the walk's kernels, so that forks have them; no thread may be left."""
+    """Import the modules of all commands, and load the search's kernels, for forks to share; no thread may be left."""
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # another has a thread of its own
     import importlib
     import pkgutil
@@ -121,7 +121,7 @@ def end_with_parent() -> None:
 
 
 class Runner:
-    """Runs commands one after another, each in a fork, and sees what they leave behind."""
+    """Runs commands one after another, each in a fork, and finds the processes that they leave."""
 
     def __init__(self, main: Callable[[], None] | None = None, limits: CommandLimits | None = None) -> None:
         """Begin; `main` stands in for the application's own in tests. What a command leaves becomes this process's."""
@@ -196,7 +196,7 @@ class Runner:
         return words
 
     def _become(self, arguments: Sequence[str], folder: Path, files: tuple[Path, Path, Path]) -> NoReturn:
-        """Be the process of the command."""
+        """Execute the command in this process, and end it."""
         code = 70
         try:
             os.setsid()
@@ -229,7 +229,7 @@ class Runner:
             print(stop.code, file=sys.stderr)
             return 1
         except BaseException:
-            # Nothing of this file belongs into what a user would see.
+            # As a user would see it.
             traceback.print_exc()
             return 1
         return 0

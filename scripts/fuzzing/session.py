@@ -1,4 +1,4 @@
-"""Cases one after another, in as many processes as wanted, and what they found."""
+"""Cases one after another, in several processes, and their findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scripts.fuzzing.running import Runner, end_with_parent
 
 @dataclass
 class Tally:
-    """What cases found: a line each, by what tells findings apart; and how the commands ended."""
+    """The findings of cases: a line each, by their keys; and the exit codes of the commands."""
 
     found: dict[str, str] = field(default_factory=dict)
     codes: Counter[int] = field(default_factory=Counter)
@@ -32,13 +32,13 @@ class Tally:
         return sum(self.codes.values())
 
     def add(self, other: Tally) -> None:
-        """Add what others found."""
+        """Add the findings of another tally."""
         self.found |= other.found
         self.codes += other.codes
 
 
 class Session:
-    """Runs cases, and reports what none of them found before."""
+    """Runs cases, and reports new findings."""
 
     def __init__(self, corpus: Corpus, root: Path) -> None:
         """Begin with nothing found; folders of cases are made in `root`."""
@@ -47,7 +47,7 @@ class Session:
         self._runner = Runner()
 
     def run(self, case: FuzzCase) -> None:
-        """Run a case, and print what no case before it has found."""
+        """Run a case, and print its new findings."""
         folder = self._root / f"case-{case.kind}-{case.number}"
         result = run_case(case, self._runner, self._corpus, folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -70,7 +70,7 @@ class Session:
 
 
 def run_in_processes(jobs: int, work: Callable[[int], Tally]) -> Tally:
-    """Do the work of each number below `jobs` in a fork of this process, and return what all found together."""
+    """Do the work of each number below `jobs` in a fork of this process, and return the joint tally."""
     pipes = [_forked(work, number) for number in range(jobs)]
     tally = Tally()
     try:
@@ -115,7 +115,7 @@ def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
 
 
 def described(case: FuzzCase, damage: str, finding: Finding) -> str:
-    """Return one line on a finding, which says how to have it again."""
+    """Return one line on a finding, with the command that repeats it."""
     typed = "".join(_visible(letter) for letter in shlex.join(("app", *case.arguments)))
     stop = f" [{case.stop.number.name} after {case.stop.after_s:.2f} s]" if case.stop else ""
     words = "".join(_visible(letter) for letter in damage)
@@ -125,7 +125,7 @@ def described(case: FuzzCase, damage: str, finding: Finding) -> str:
 
 
 def _errors(result: CaseResult) -> str:
-    """Return what the commands of a case wrote to standard error, indented; of very much the end."""
+    """Return the standard error of a case's commands, indented; at most its last 100 lines."""
     lines = [line for outcome in result.outcomes for line in outcome.errors.splitlines()]
     return "\n".join("    " + "".join(_visible(letter) for letter in line) for line in lines[-100:])
 

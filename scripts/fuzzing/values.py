@@ -1,4 +1,4 @@
-"""Random values: what a user may type, and what a hostile file may hold."""
+"""Random values: texts that a user may type, and values that a hostile file may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FlexFlow's paper reports, as far as it is known to us as numbers.
+"""The numbers that FlexFlow's paper reports.
 
 Source: FlexFlow (arXiv:1807.05358), evaluation; of its plots only these ranges are known.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scripts.studies.cells import K80, P100
 
-# What "about equal" is taken to mean.
+# The range of speedups that count as "about equal".
 ABOUT_EQUAL = (0.9, 1.1)
 
 

@@ -1,4 +1,4 @@
-"""What cells found, as files: one a cell, written as a whole when it is finished, which makes a study resumable."""
+"""Results of cells as files: one a cell, written as a whole when it is finished, which makes a study resumable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StudyResult:
 
     @property
     def strategies(self) -> dict[str, dict[str, Any]]:
-        """What was found and the baselines, by name; empty where nothing fits."""
+        """The figures of the found strategy and of the baselines, by name; empty where nothing fits."""
         strategies: dict[str, dict[str, Any]] = self.document.get("strategies", {})
         return strategies
 
@@ -66,7 +66,7 @@ class StudyResult:
         return min(fitting, key=lambda name: fitting[name]) if fitting else None
 
     def chain_best_s(self, *starts: str) -> float | None:
-        """Return the best that chains from these starts simulated; None where nothing of it fitted."""
+        """Return the best step time of chains from these starts; None where none of their strategies fitted."""
         bests = [
             chain["best_s"]
             for chain in self.document.get("chains", ())
@@ -104,7 +104,7 @@ class Folder:
         return f"sqlite:///{self.path.resolve() / 'study.sqlite'}"
 
     def write(self, cell: StudyCell, document: dict[str, Any]) -> None:
-        """Store what a cell found; a kill leaves the whole file or none."""
+        """Store the document of a cell; a kill leaves the whole file or none."""
         self.write_text(f"cells/{cell.key}.json", json.dumps(document, indent=1, sort_keys=True) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
@@ -115,7 +115,7 @@ class Folder:
         new.replace(path)
 
     def read(self, cell: StudyCell) -> StudyResult | None:
-        """Return what a cell found, or None where it is not finished.
+        """Return the result of a cell, or None where it is not finished.
 
         Raises:
             UsageError: its file is damaged, or of another version of the study.

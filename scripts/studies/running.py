@@ -1,4 +1,4 @@
-"""Searches one cell, through the services that `app search` uses, and says what was found as a JSON document.
+"""Searches one cell, through the services of `app search`, and returns the results as a JSON document.
 
 All of it is in the database as of any search: `app query` sees searches, strategies, simulations and proposals. What a
 chain found by itself is asked of the proposals: a random start, or OptCNN's, is a search without a baseline. Where a
@@ -29,7 +29,7 @@ Document = dict[str, Any]
 
 
 def run_cell(cell: StudyCell, database: str, progress: Progress) -> Document | None:
-    """Search a cell; return what was found, or None where it was interrupted: begun again, it comes to the same end.
+    """Search a cell; return its document, or None where it was interrupted: begun again, it has the same result.
 
     A network that nothing fits has the reason as its `failure`.
 
@@ -93,14 +93,14 @@ def _request(
 
 
 def _ahead_of_the_walk(report: SearchReport) -> Prediction | None:
-    """Return the best baseline where it is faster than what all algorithms found: a start that they did not have."""
+    """Return the best baseline where it is faster than all algorithms' results: a start that they did not have."""
     times_s = [algorithm.step_time_s for algorithm in report.algorithms if algorithm.step_time_s is not None]
     best = report.best_baseline
     return best if best.feasible and best.step_time_s < min(times_s, default=float("inf")) else None
 
 
 def _improved(document: Document, again: SearchReport, database: str) -> Document:
-    """Return what the search from the best baseline changes."""
+    """Return the changed entries of a document after the search from the best baseline."""
     strategies = dict(document["strategies"])
     if again.best.step_time_s < strategies["found"]["step_time_s"]:
         strategies["found"] = _stored(again.best)
