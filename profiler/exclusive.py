@@ -23,7 +23,7 @@ def _name(device: PhysicalDevice) -> str:
 
 
 def _folder() -> Path:
-    """Return the folder of the locks, the user's own, so that nobody else decides what is there.
+    """Return the folder of the locks, the user's own, so that no other user can change it.
 
     Raises:
         UsageError: somebody else made it, or it cannot be made.

@@ -82,7 +82,7 @@ def limit_threads() -> None:
 
 
 def can_keep_memory() -> bool:
-    """True where the C library is told by `keep_freed_memory` what to do with freed memory (glibc)."""
+    """Return whether `keep_freed_memory` can set the C library's use of freed memory (glibc)."""
     return os.name == "posix" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
@@ -107,7 +107,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give the system what the process has freed and, after `keep_freed_memory`, still holds."""
+    """Return memory to the system that the process has freed and, after `keep_freed_memory`, still holds."""
     if can_keep_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -170,7 +170,7 @@ _set_now_lock = threading.Lock()
 
 @contextmanager
 def started_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while a child process is started, then restore what was there.
+    """Set environment variables while a child process is started, then restore them.
 
     Contexts may overlap, in several threads too: the last one to end restores what was there before the first.
     """

@@ -1,4 +1,4 @@
-"""Matrix products: their sizes, whatever the operator, and products of sizes between those that networks have.
+"""Matrix products: their sizes, whatever the operator, and products of sizes between those of networks.
 
 Networks have few sizes of products, far from each other, and every split and batch size makes new ones. Measuring a
 sample of what lies between gives estimates (`profiler.estimate`) near neighbours.

@@ -1,4 +1,4 @@
-"""One clock for the profiler and the runtime, so that what is measured and what runs compare.
+"""One clock for the profiler and the runtime, so that measured and executed times compare.
 
 On a CPU the clock is the host's monotonic one. On CUDA it is the device's: events in the current stream, so that
 the host's launch time counts only where the device waits for it.

@@ -176,7 +176,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> tuple[int | None, ...]:
-        """The process ids of the workers, in the order of the devices; None for one that is not started."""
+        """The process ids of the workers, in the order of the devices; None where none is started."""
         return tuple(
             None if worker.process is None else worker.process.process.pid for worker in self._workers
         )
@@ -187,7 +187,7 @@ class WorkerPool:
         return {worker.device.label: worker.call for worker in self._workers if worker.call is not None}
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker has started, or is given up: starting disturbs what others measure."""
+        """Wait until every worker has started, or is given up: starting disturbs the measurements of others."""
         while any(not worker.ready for worker in _usable(self._workers)):
             self._start_missing(self._workers)
             list(self._collect(self._workers))

@@ -69,5 +69,5 @@ def attention(
 
 
 def _causal(rows: int, start: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Return the bool mask [rows, keys] of what rows from `start` on may see."""
+    """Return the bool mask [rows, keys] of the keys that rows from `start` on may see."""
     return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(start)

@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class ExecutionContext:
-    """What a call depends on besides its inputs: the run's seed, the step, and where factories make tensors."""
+    """The context of a call besides its inputs: the run's seed, the step, and the device of factories."""
 
     seed: int = 0
     step: int = 0

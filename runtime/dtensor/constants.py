@@ -1,4 +1,4 @@
-"""Whether a module that gets a part of the samples computes that part: what a data parallel rank of a plan does.
+"""Checks that a module computes a part of the samples as part of the whole, as data parallel ranks need it.
 
 An exported graph has sizes and constants of its whole batch (positions, masks, a factor that is one over the batch). On
 a rank they are made anew, for fewer samples. So the module is imported once more with one rank's part, and both graphs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def constant_values(graph: OperatorGraph) -> frozenset[str]:
-    """Return the values that depend on no input, weight or buffer, and are drawn by nobody."""
+    """Return the constants: values that depend on no input, weight, buffer or random number."""
     names: set[str] = set()
     for operator in graph.operators:
         if names.issuperset(operator.inputs) and operator.target not in DRAWING:

@@ -294,7 +294,7 @@ class _Regions:
 def shard_region(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], position: Sequence[int]
 ) -> Region:
-    """Return what the device at `position` of a mesh holds of a tensor that is sharded evenly."""
+    """Return the region of an evenly sharded tensor on the device at `position` of a mesh."""
     result: list[IndexSet] = list(full_region(shape))
     for placement, parts, index in zip(placements, sizes, position, strict=True):
         if placement.kind is PlacementKind.SHARD and result[placement.dim]:

@@ -139,7 +139,7 @@ def _share_notes(share: LossShare) -> list[str]:
 
 
 def _loss_notes(graph: OperatorGraph, layout: MeshLayout, dim: int) -> list[str]:
-    """Return what must be known of a cross entropy that is split along a tensor dim.
+    """Return the notes on a cross entropy that is split along a tensor dim.
 
     Raises:
         Inexpressible: its parts' means cannot be averaged.

@@ -57,7 +57,7 @@ class DataDim:
 
 
 def data_dim(graph: OperatorGraph, layout: MeshLayout, dim: int) -> DataDim:
-    """Return what data parallelism along a dim of the mesh needs to know.
+    """Return the split inputs and the loss share of data parallelism along a dim of the mesh.
 
     Raises:
         Inexpressible: the dim is something else.
@@ -153,7 +153,7 @@ def _is_mean(operator: Operator) -> bool:
 
 
 def _check_plain_sum(graph: OperatorGraph, summed: set[str]) -> None:
-    """Refuse what a local sum could be divided by, or joined with, that would then be counted once a rank."""
+    """Refuse scaling of a local sum, and terms beside it, which would count once a rank."""
     for operator in graph.operators:
         if summed.isdisjoint(operator.inputs):
             continue

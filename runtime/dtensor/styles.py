@@ -104,7 +104,7 @@ class TensorDim:
         )
 
     def _readings(self, value: str) -> list[tuple[int, Placement]]:
-        """Return (operator, placement) of everything that reads a value, but for what costs nothing."""
+        """Return (operator, placement) of all readers of a value, but the operators computed everywhere."""
         return [
             (index, self._layout.inputs[index][slot][self._dim])
             for index, slot in self._graph.consumers[value]
@@ -134,7 +134,7 @@ class TensorDim:
         )
 
     def _handed_on(self, value: str, made: Placement) -> Placement:
-        """Return the layout in which a module's output leaves it: the one that functions read."""
+        """Return the layout of a module's output for its readers: that of functions, if there are any."""
         readings = self._readings(value)
         functions = {placement for index, placement in readings if not self._modules.owners.get(index)}
         if len(functions) > 1:
@@ -156,7 +156,7 @@ class TensorDim:
         return self._layout.held[name][self._dim] if read_by_module else REPLICATE
 
     def _check_function(self, index: int, operator: Operator) -> None:
-        """Refuse a function between modules that reads what it gets in another layout."""
+        """Refuse a function between modules that reads its inputs in other layouts than they have."""
         pairs = [
             (name, self._arriving(name), placements[self._dim], operand)
             for name, placements, operand in zip(
@@ -230,7 +230,7 @@ class TensorDim:
         return Style("PrepareModuleInput", tuple(arguments)) if arguments else None
 
     def _input_layout(self, name: str) -> Placement | None:
-        """Return how the module's style places an input; None for one that stays a plain tensor."""
+        """Return the placement of an input by the module's style; None: it stays a plain tensor."""
         whole_integers = self._graph.value_by_name[name].spec.dtype not in FLOATING
         return None if whole_integers and self._given[name] == REPLICATE else self._given[name]
 

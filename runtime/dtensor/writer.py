@@ -23,7 +23,7 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class PlanOrigin:
-    """What a generated file says about itself.
+    """The origin of a generated file.
 
     model: its name. factory: "package.module:function" that returns (module, args, kwargs); keywords: its keywords,
     JSON scalars. strategy, graph: digests.
@@ -73,7 +73,7 @@ def _literal(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return sentences of our own as comment lines."""
+    """Return text as comment lines."""
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2))
 
 

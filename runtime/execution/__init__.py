@@ -1,1 +1,1 @@
-"""The execution of a rank's program, step after step, and whole tensors of what the ranks hold."""
+"""The execution of a rank's program, step after step, and the full state of its tensors."""

@@ -43,7 +43,7 @@ class GradientStore:
         return gradient
 
     def set(self, slot: int, gradient: torch.Tensor) -> None:
-        """Replace the gradient of `slot` by a tensor of somebody else, which is not added to in place."""
+        """Replace the gradient of `slot` by a tensor of the caller, which is not added to in place."""
         self._gradients[slot] = gradient
         self._owned[slot] = False
 

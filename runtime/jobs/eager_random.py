@@ -129,7 +129,7 @@ def _names(function: Any) -> list[str]:
 
 
 def _dropped(operator: Operator) -> float | None:
-    """Return the probability with which an operator drops; None for one that draws numbers."""
+    """Return the probability with which an operator drops; None: it draws numbers."""
     arguments = dict(operator.arguments)
     probability = arguments.get("p", arguments.get("dropout_p"))
     return float(probability) if isinstance(probability, (int, float)) else None

@@ -107,7 +107,7 @@ class Verification:
 
     @property
     def worst(self) -> Deviation:
-        """The deviation that is closest to, or furthest beyond, what is allowed."""
+        """The deviation that is the largest relative to the allowed one."""
         return by_severity(self.deviations)[0]
 
     @property

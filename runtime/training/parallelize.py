@@ -189,7 +189,7 @@ _MOST_DEVICES = 1 << 20
 
 
 def _difference(strategy: Strategy | StrategyFile, graph: OperatorGraph) -> str:
-    """Return one line that names what differs between a strategy's graph and this one."""
+    """Return one line on the difference between a strategy's graph and this one."""
     where = f"strategy {strategy.source}" if isinstance(strategy, StrategyFile) else "strategy"
     advice = "pass the module and inputs of the sizes that it was searched for, or search again"
     own = {operator.name for operator in graph.operators}

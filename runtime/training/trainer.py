@@ -1,4 +1,4 @@
-"""A module's training under a strategy: what a user's own loop calls, step after step."""
+"""A module's training under a strategy, called by a user's own loop."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class Trainer:
     def _taken(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float, scaler: GradScaler | None
     ) -> Batch:
-        """Return what this rank was given for a step, or why it refuses the step."""
+        """Return the batch of this rank for a step, or the reason why it refuses the step."""
         try:
             for name, flag, parameters in self._trained:
                 for parameter in parameters:
@@ -309,7 +309,7 @@ class Trainer:
         self.zero_grad()
 
     def _refuse_foreign_step(self, *_: object) -> None:
-        """Refuse an update that is not `apply`'s: ranks would neither agree on it nor gather what they share."""
+        """Refuse an update that is not `apply`'s: ranks would neither agree on it nor gather their shares."""
         if not self._applies:
             raise RuntimeFailure(
                 "optimizer: makes a step by itself, must be called by the trainer; call trainer.apply(), with a "

@@ -30,7 +30,7 @@ INTERRUPTED_CODE = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check what is asked for and return the exit code."""
+    """Check the architectures of the arguments and return the exit code."""
     options = _parser().parse_args(arguments)
     if options.worker:
         with Checking() as checking:

@@ -60,7 +60,7 @@ def _word(outcome: ArchitectureResult, title: str) -> str:
 
 
 def _distinct(outcome: ArchitectureResult) -> list[tuple[str, str]]:
-    """Return failures, of those that differ in numbers alone the first."""
+    """Return the failures, but repetitions that differ in numbers alone."""
     kept: dict[str, tuple[str, str]] = {}
     for where, reason in outcome.failures:
         kept.setdefault(re.sub(r"[0-9.e+-]+", "N", reason)[:60], (where, reason))

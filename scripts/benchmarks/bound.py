@@ -32,12 +32,12 @@ class BoundRow:
 
     @property
     def gap(self) -> float:
-        """By what share the best baseline is above the bound."""
+        """The share by which the best baseline is above the bound."""
         return self.baseline_ns / self.bound_ns - 1
 
     @property
     def looked_up_gap(self) -> float:
-        """By what share the best baseline is above what was looked up alone."""
+        """The share by which the best baseline is above the looked-up bound."""
         return self.baseline_ns / self.looked_up_ns - 1
 
 

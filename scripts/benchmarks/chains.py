@@ -1,4 +1,4 @@
-"""What a second core brings to a search: the same chains with one process and with two, recorded as `app search` does.
+"""The gain of a second core in a search: the same chains with one process and with two, recorded as `app search` does.
 
 Both make the same proposals. Beside it stands what the machine gives: two searches of half the proposals each, at the
 same time, that have nothing to do with each other. Costs are estimates for the devices of the topology p100-cluster,

@@ -280,7 +280,7 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
 
 
 def _made_up(writer: int, number: int) -> Any:
-    """Return a cost that nobody else writes, as large as a measured one."""
+    """Return a cost of this writer alone, as large as a measured one."""
     from app.db.records import OpCostRecord, OpSignatureRecord
     from graph.canonical import canonical_json, digest
 

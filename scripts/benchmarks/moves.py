@@ -1,4 +1,4 @@
-"""What each kind of move is worth: the zoo searched with all of them, and with one left out, in equal time.
+"""The worth of each kind of move: the zoo searched with all of them, and with one left out, in equal time.
 
 And what the temperature is worth: walks with all kinds of moves that are hotter and colder. Every chain has as much
 processor time, begins with nothing in the memo, and is alone: what it has found by then is compared with what the

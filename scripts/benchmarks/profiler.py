@@ -1,4 +1,4 @@
-"""How well measured costs repeat, and what measuring takes: the zoo's keys, measured twice on CPU devices.
+"""The repeatability and the cost of measuring: the zoo's keys, measured twice on CPU devices.
 
 Each round has workers of its own and its own order of the keys, and stores what it measures, as `app profile` does.
 """

@@ -1,4 +1,4 @@
-"""What it costs a search to record every proposal: the same search with and without its trace, in turns."""
+"""The cost of recording every proposal of a search: the same search with and without its trace, in turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Watched:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count what the block takes in this thread."""
+        """Add the processor time of the block in this thread."""
         began = time.thread_time()
         yield
         self.seconds += time.thread_time() - began

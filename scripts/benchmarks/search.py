@@ -24,7 +24,7 @@ LONG_S = 600
 
 @dataclass(frozen=True, slots=True)
 class SearchCase:
-    """A search: how it is called here, what follows `app search`, and in how many seconds it must be done."""
+    """A search: its name, the arguments of `app search`, and its time limit in seconds."""
 
     name: str
     arguments: tuple[str, ...]

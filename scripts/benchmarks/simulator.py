@@ -222,7 +222,7 @@ def chain_of(
 
 
 def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
-    """Return data parallelism, or what so many moves, all accepted, make of it."""
+    """Return data parallelism, or the strategy after so many moves from it, all accepted."""
     import numpy as np
 
     from graph.strategy import Strategy

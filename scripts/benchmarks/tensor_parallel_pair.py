@@ -73,7 +73,7 @@ def column_row_pair(device: str, batch_size: int) -> StepPair:
 
 
 def layers_and_input(batch_size: int) -> tuple[nn.Module, tuple[torch.Tensor], dict[str, Any]]:
-    """Return both layers with their loss, the mean square of what they make, and an input, equal on every process."""
+    """Return both layers with their loss, the mean square of their output, and an input, equal on every process."""
     import torch
     from torch import Tensor, nn
 

@@ -91,7 +91,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the application: its names, and what it takes."""
+    """A command of the application: its names and parameters."""
 
     names: tuple[str, ...]
     parameters: tuple[Parameter, ...]

@@ -34,7 +34,7 @@ Damage = Callable[[Path, Random], str]
 
 
 def damage(folder: Path, random: Random) -> str:
-    """Damage some files of the folder, and return words for what was done."""
+    """Damage some files of the folder, and return a description."""
     kinds: list[Damage] = random.choices(
         (
             damage_bytes,
@@ -52,7 +52,7 @@ def damage(folder: Path, random: Random) -> str:
 
 
 def _done(kind: Damage, folder: Path, random: Random) -> str:
-    """Return words for one kind of damage; what was damaged before may leave it nothing to damage."""
+    """Do one kind of damage and return its description; earlier damage may leave nothing to damage."""
     if any(path.is_fifo() for path in folder.rglob("*")):
         return f"{kind.__name__} would wait at a pipe"
     try:

@@ -20,7 +20,7 @@ Damage = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class FoundCase:
-    """A command, what was done to the files before, and the signal that stopped it."""
+    """A command, the damage to its files, and the signal that stopped it."""
 
     arguments: tuple[str, ...]
     damage: Damage | None = None

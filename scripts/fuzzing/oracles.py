@@ -63,7 +63,7 @@ def typed_command(outcome: CommandOutcome) -> tuple[str, ...]:
 
 
 def command_of(outcome: CommandOutcome) -> str:
-    """Return the names of the command, without what it was given."""
+    """Return the names of the command, without its arguments."""
     return " ".join(name for name in outcome.arguments[:2] if re.fullmatch("[a-z]+", name))
 
 
@@ -144,7 +144,7 @@ def _steering(outcome: CommandOutcome) -> Iterator[Finding]:
 
 
 def _frame(errors: str) -> str:
-    """Return file and function of the last frame of ours, and the kind of error."""
+    """Return file and function of the project's last frame, and the kind of error."""
     frames = [(file, name) for file, name in _FRAME.findall(errors) if "/scripts/fuzzing/" not in file]
     if not frames:
         return ""

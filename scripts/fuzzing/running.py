@@ -92,7 +92,7 @@ def warm() -> None:
 
 
 def _warm_commands() -> None:
-    """Run commands here, of those that start no thread, so that what they import when they run is there as well."""
+    """Run commands that start no thread in this process, so that their late imports are done as well."""
     import typer.main
 
     from app.cli.application import application
@@ -116,7 +116,7 @@ def _warm_commands() -> None:
 
 
 def end_with_parent() -> None:
-    """Let this process end when the one that forked it does, which may be killed."""
+    """Let this process end with its parent, which may be killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 

@@ -112,7 +112,7 @@ def _search(
     database: str,
     options: argparse.Namespace,
 ) -> int:
-    """Search what is missing, a line a cell on standard error; return how many failed."""
+    """Search the missing cells, a line a cell on standard error; return the number of failures."""
     count, failed = len(wanted) - len(missing), 0
     endings = search_all(
         missing, folder.path, database, workers=options.workers, stop_after_s=options.stop_after

@@ -83,7 +83,7 @@ class StudyCell:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What scripts/study was asked for. None: the study's own networks, devices or budget."""
+    """The request of a study. None: the study's own networks, devices or budget."""
 
     tables: tuple[str, ...] = TABLES
     networks: tuple[str, ...] | None = None

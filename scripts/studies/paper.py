@@ -15,7 +15,7 @@ ABOUT_EQUAL = (0.9, 1.1)
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A range of speedups of what was found over another strategy, of one network on one cluster."""
+    """A range of speedups of the found strategy over another one, of one network on one cluster."""
 
     network: str
     topology: str

@@ -39,7 +39,7 @@ def is_weak(cell: StudyCell) -> bool:
 
 
 def throughput_table(results: Sequence[StudyResult]) -> StudyTable:
-    """Return one row a cell of the study: samples a second of every strategy, and the speedups of what was found."""
+    """Return one row a cell of the study: samples a second of every strategy, and the speedups of the found one."""
     rows: list[Row] = []
     for result in results:
         found_s = result.time_s(FOUND)
@@ -115,7 +115,7 @@ def paper_table(results: Sequence[StudyResult]) -> StudyTable:
 
 
 def step_table(results: Sequence[StudyResult]) -> StudyTable:
-    """Return what makes up the steps on the clusters' full sizes: computing of a mean device, and transfers."""
+    """Return the parts of steps on the clusters' full sizes: computing of a mean device, and transfers."""
     ends = {(topology, counts[-1]) for topology, counts in CLUSTERS.items()}
     rows: list[Row] = []
     for result in results:
@@ -203,7 +203,7 @@ def zoo_table(results: Sequence[StudyResult]) -> StudyTable:
 
 
 def why(result: StudyResult) -> str:
-    """Return, in a few words, what a zoo's row shows: ahead, or why not."""
+    """Return the verdict of a zoo's row in a few words: ahead, or the reason why not."""
     if result.failure is not None:
         return "nothing fits the memory"
     gain = ratio(_best_s(result), result.time_s(FOUND))
