@@ -72,11 +72,11 @@ class MeasureOptions:
 class Measurement:
     """The time of one phase of the call with this digest, in seconds of one execution.
 
-    `samples_s` are the raw samples in the order taken; each is a mean over a batch where the call is short, and
-    `executions` says of how many executions in all. `peak_bytes`: on CUDA, what the allocator held at most beyond
-    other calls' tensors. On a CPU, the tensors alive in the phase: inputs, outputs, saved for backward, gradients;
-    without the temporaries of a kernel. `launch_s`: what the host took to issue an execution (median), where the
-    device computes apart from it; else None. `clock_hz` and `throttle`: see `profiler.clocks`.
+    `digest`: the call's cost key. `samples_s`: the raw samples in the order taken; each is a mean over a batch where
+    the call is short. `executions`: of all samples together. `peak_bytes`: on CUDA, the peak of the allocator beyond
+    other calls' tensors; on a CPU, the tensors alive in the phase (inputs, outputs, saved tensors, gradients) without
+    the temporaries of a kernel. `launch_s`: the host's time to issue an execution (median), where the device computes
+    apart from it; else None. `clock_hz` and `throttle`: see `profiler.clocks`.
     """
 
     digest: str

@@ -6,7 +6,7 @@ explicit padding, global counts, global positions of dropout, statistics that sp
 
 from __future__ import annotations
 
-from profiler.operators.compiling import Compiled, ExecutionContext, compile_call, execute
-from profiler.operators.inputs import random_inputs, torch_dtype
+from profiler.operators.compiling import ExecutionContext, compile_call
+from profiler.operators.inputs import random_inputs
 
-__all__ = ["Compiled", "ExecutionContext", "compile_call", "execute", "random_inputs", "torch_dtype"]
+__all__ = ["ExecutionContext", "compile_call", "random_inputs"]

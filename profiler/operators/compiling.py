@@ -1,4 +1,4 @@
-"""From a local call to a function: targets and arguments are resolved once, since a step calls it again and again."""
+"""Compiles a local call to a function: targets and arguments are resolved once for all steps."""
 
 from __future__ import annotations
 
@@ -48,16 +48,11 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
-def execute(call: LocalCall, inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
-    """Execute a call once; `inputs` are dense tensors of `call.inputs`' shapes, outputs follow `call.outputs`.
-
-    Autograd goes through it. An input that no argument names is unused: its gradient is zero (None from autograd).
-    """
-    return compile_call(call)(inputs, context)
-
-
 def compile_call(call: LocalCall) -> Compiled:
     """Return the function of a call.
+
+    Its inputs are dense tensors of `call.inputs`' shapes, its outputs follow `call.outputs`. Autograd records it; an
+    input that no argument names is unused, and its gradient None.
 
     Raises:
         CostError: the installed torch has no such operator.

@@ -10,8 +10,6 @@ from graph.rules import index_bounds
 from graph.rules.common import slot_of
 from profiler.operators.dtypes import torch_dtype
 
-__all__ = ["random_inputs", "torch_dtype"]
-
 # Losses that take logarithms of probabilities, and the arguments that hold them.
 _PROBABILITIES = {"binary_cross_entropy": ("self", "target")}
 

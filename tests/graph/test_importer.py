@@ -23,7 +23,7 @@ from graph.intervals import full_region
 from graph.operators import OperatorGraph, ValueKind
 from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.zoo import build, zoo_names
-from profiler.operators import ExecutionContext, execute, random_inputs
+from profiler.operators import ExecutionContext, compile_call, random_inputs
 from profiler.operators.counter_rng import random_numbers
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
@@ -475,7 +475,7 @@ def test_calls_read_back_from_their_keys_execute_on_random_inputs(name: str) -> 
         read = call_from_json(json.loads(call.key))
         assert read.digest == call.digest
         inputs = random_inputs(read, "cpu", seed=1)
-        outputs = execute(read, inputs, ExecutionContext())
+        outputs = compile_call(read)(inputs, ExecutionContext())
         assert [list(output.shape) for output in outputs] == [list(spec.shape) for spec in call.outputs]
         chosen = [output for output in outputs if output.requires_grad]
         assert bool(chosen) == call.has_backward

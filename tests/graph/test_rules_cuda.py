@@ -9,7 +9,7 @@ import torch
 
 from graph.intervals import full_region
 from graph.rules import local_calls
-from profiler.operators import ExecutionContext, execute, random_inputs
+from profiler.operators import ExecutionContext, compile_call, random_inputs
 from profiler.operators.counter_rng import keep_mask
 from tests.reference.cells import recurrent_cell
 from tests.reference.randoms import floats
@@ -53,7 +53,7 @@ def _compare(case: Case, generator: random.Random) -> None:
         results = []
         for device in ("cpu", "cuda"):
             inputs = random_inputs(call, device, seed=1)
-            made = execute(call, inputs, ExecutionContext(device=torch.device(device)))
+            made = compile_call(call)(inputs, ExecutionContext(device=torch.device(device)))
             needed = [tensor for tensor in inputs if tensor.requires_grad]
             gradients = torch.autograd.grad(made, needed, [torch.ones_like(output) for output in made])
             results.append([tensor.detach().cpu() for tensor in (*made, *gradients)])

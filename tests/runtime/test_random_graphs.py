@@ -17,7 +17,7 @@ from graph.operators import OperatorGraph
 from graph.rules import backward_flops, bytes_moved, flops, local_calls
 from graph.strategy import Strategy
 from graph.training import OPTIMIZERS
-from profiler.operators import ExecutionContext, execute, random_inputs
+from profiler.operators import ExecutionContext, compile_call, random_inputs
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import RUN_LOSS
@@ -101,7 +101,7 @@ def test_local_calls_of_random_networks_can_be_measured(network: int) -> None:
         for call in dict.fromkeys(local_calls(graph, operator, configuration.degrees)):
             again = call_from_json(json.loads(call.key))
             inputs = random_inputs(again, "cpu")
-            outputs = execute(again, inputs, ExecutionContext())
+            outputs = compile_call(again)(inputs, ExecutionContext())
             if not may_alias(operator.target):
                 memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
                 assert all(output.untyped_storage().data_ptr() not in memory for output in outputs), call
