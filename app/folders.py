@@ -14,7 +14,7 @@ from graph.errors import UsageError
 
 
 def user_folder(kind: Literal["data", "cache", "state"], variable: str | None = None) -> Path | None:
-    """Return the user's folder of a kind, or the one that an environment variable names; it need not exist.
+    """Return the user's data, cache or state folder, which need not exist; an environment variable may name another.
 
     None: the user has none, as in a container under a number that has no name, where HOME is not set.
 

@@ -1,1 +1,1 @@
-"""Analysis of what is stored, by DuckDB: views over the database and the traces, and comparisons on them."""
+"""Analysis by DuckDB: views over the database and the traces, and comparisons on them."""

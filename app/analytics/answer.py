@@ -129,7 +129,7 @@ def _own_words(connection: duckdb.DuckDBPyConnection, sql: str, text: str) -> st
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Return the names, each once: those that are there already get a number."""
+    """Return the names, each once: repeated ones get a number."""
     found: list[str] = []
     for name in names:
         number, candidate = 0, name

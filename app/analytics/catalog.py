@@ -1,4 +1,4 @@
-"""What each view of the analysis says, column by column, for `app query --views` and docs/database.md.
+"""The views of the analysis, column by column, for `app query --views` and docs/database.md.
 
 Units stand in the names: `_s` seconds, `_ns` nanoseconds, `_bytes` bytes. Moments are UTC.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ViewText:
-    """What one row of a view is, and what each column means, in the view's order."""
+    """The meaning of a view's row, and of each column in the view's order."""
 
     row: str
     columns: dict[str, str]

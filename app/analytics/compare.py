@@ -1,4 +1,4 @@
-"""Predicted against measured: DuckDB queries over what is stored."""
+"""Predicted against measured times: DuckDB queries over the views."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Strategies, and how good the predictions of those are that were run, network by network."""
+    """Strategies, and the accuracy of predictions network by network."""
 
     rows: tuple[ComparisonRow, ...]
     accuracy: tuple[Accuracy, ...]

@@ -1,4 +1,4 @@
-"""The devices of every proposed configuration, in DuckDB's SQL: what `app.services.trace.replay` decodes, as a view.
+"""The devices of every proposed configuration as a view in DuckDB's SQL, as `app.services.trace.replay` decodes them.
 
 The trace keeps of a list of devices what it was drawn or copied from (`search.space.placements`,
 `search.algorithms.moves.copied`), since a list of a thousand would take most of its space. The view joins a copy with

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The memory that DuckDB may fill, and the folder that it makes for what does not fit and removes when it ends.
+    """The memory that DuckDB may fill, and the folder for data beyond it, which DuckDB makes and removes.
 
     None: four fifths of the machine's memory, and a folder among the temporary ones.
     """
@@ -79,7 +79,7 @@ def connect(database: Database, resources: Resources = Resources()) -> Iterator[
 def _connected(
     database: Database, traces: list[TraceRecord], resources: Resources
 ) -> duckdb.DuckDBPyConnection:
-    """Return what `connect` gives."""
+    """Return a locked connection with the database attached and the views made."""
     import duckdb
 
     connection = duckdb.connect(
@@ -111,12 +111,12 @@ def _connected(
 
 
 def as_text(name: str | None) -> str | None:
-    """Return a name as DuckDB takes it; the bytes of an argument may be no text, and then nothing is called so."""
+    """Return a name as text for DuckDB; the bytes of an argument may be no text, and then no view is called so."""
     return None if name is None else name.encode(errors="backslashreplace").decode()
 
 
 def spill_folder() -> Path:
-    """Return a folder, not there yet, for what does not fit into memory."""
+    """Return a new folder's path for data that does not fit into memory."""
     return Path(tempfile.gettempdir(), f"soapstone-query-{uuid.uuid4().hex}")
 
 
@@ -221,7 +221,7 @@ def _create_trace_view(
 
 
 def _older(connection: duckdb.DuckDBPyConnection, kind: str, files: list[Path]) -> set[str]:
-    """Return those of the files that lack columns that came later."""
+    """Return the names of the files that lack columns that came later."""
     if kind not in ADDED_COLUMNS:
         return set()
     column = ADDED_COLUMNS[kind][0]

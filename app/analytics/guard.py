@@ -1,4 +1,4 @@
-"""Which SQL `app query` runs: one SELECT, or an EXPLAIN of one, that reads what is Soapstone's and nothing else.
+"""The SQL that `app query` runs: one SELECT, or an EXPLAIN of one, over Soapstone's views and tables alone.
 
 DuckDB's own parser says what a text is (`extract_statements`) and what it consists of (`json_serialize_sql`).
 Everything in that tree that yields rows must be known here: one of our views or tables, a CTE of the query, or a
@@ -42,7 +42,7 @@ _LIST = b"\n IN ('') "
 
 
 def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
-    """Return what kind of statement a text is, if it is one that may run. Nothing of it is run here.
+    """Return the kind of a statement that may run; it is parsed here, not run.
 
     Args:
         connection: any DuckDB connection; its parser is used.
@@ -130,7 +130,7 @@ def _pivot_types(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
 
 
 def _explained(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Any]:
-    """Return the trees of what an EXPLAIN may be of: after the word, after ANALYZE, after options in parentheses.
+    """Return the trees of the query of an EXPLAIN: after the word, after ANALYZE, after options in parentheses.
 
     Only one of these texts can be a whole statement, save for parentheses that are the statement's own; each that
     is one is looked at.
@@ -154,7 +154,7 @@ def _explained(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Any]:
 
 
 def _trees(connection: duckdb.DuckDBPyConnection, texts: list[str]) -> list[Any]:
-    """Return the parse trees of those texts that are one SELECT."""
+    """Return the parse trees of the texts that are one SELECT."""
     found = []
     for text in texts:
         # Not as a parameter: DuckDB then imports pandas by itself, and loses an interrupt that comes meanwhile.

@@ -1,4 +1,4 @@
-"""`from app import open_database`: what is stored, for a notebook: DuckDB's SQL, and pandas frames."""
+"""`from app import open_database`: the database in a notebook, by DuckDB's SQL and pandas frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Analysis:
-    """All that is stored, read only; a context manager that closes it.
+    """The database and its traces, read only; a context manager that closes them.
 
     It sees the database as it is when a query runs, and the proposals that were on disk when it was opened. Their files
     stay until it is closed: read what a query answers before.
@@ -93,7 +93,7 @@ class Analysis:
 
 
 def open_database(database: str | os.PathLike[str] | None = None) -> Analysis:
-    """Open what is stored for analysis, read only.
+    """Open the database and its traces for analysis, read only.
 
     Args:
         database: path of a SQLite file, or a URL; None: SOAPSTONE_DATABASE_URL, else the file in the user's data

@@ -112,11 +112,11 @@ def show_cache(
     Example: app models cache --clear
     """
     from app.cli.output import mebibytes, print_json, print_lines
-    from app.services.models import graph_cache as kept_graphs
+    from app.services.models import graph_cache
 
-    removed = kept_graphs.clear() if clear else 0
-    count, size_bytes = kept_graphs.kept()
-    folder = kept_graphs.folder()
+    removed = graph_cache.clear() if clear else 0
+    count, size_bytes = graph_cache.contents()
+    folder = graph_cache.folder()
     if as_json:
         print_json(
             {

@@ -15,7 +15,7 @@ from app.db.schema import HEAD, alembic_config, upgrade
 
 
 def differences(url: sa.URL) -> list[Any]:
-    """Return what Alembic would change to turn the database's schema into the models'."""
+    """Return the changes by which Alembic would turn the database's schema into the models'."""
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 

@@ -1,4 +1,4 @@
-"""One Parquet file of a trace: written whole or not at all, and never believed to be what it was.
+"""One Parquet file of a trace: written whole or not at all, and checked whenever it is read.
 
 A chunk carries a checksum for each page, and its columns are looked at before its rows: a flipped bit, a file of
 another program or one that is gone is `DamagedDataError`, whoever reads it.
@@ -95,7 +95,7 @@ def with_text(table: pa.Table, key: bytes, text: str | None) -> pa.Table:
 
 
 def read_text(path: Path, key: bytes) -> str | None:
-    """Return what `with_text` wrote, or None.
+    """Return the text of `with_text` from a chunk, or None.
 
     Raises:
         DamagedDataError: the file is not there, or is no whole chunk.
@@ -110,7 +110,7 @@ def read_text(path: Path, key: bytes) -> str | None:
 def read_table(
     path: Path, kind: TraceKind, columns: Sequence[str] | None = None, filters: Any = None
 ) -> pa.Table:
-    """Return a chunk's rows, without the texts beside them: all columns that it has, or some; all rows, or some.
+    """Return a chunk's table without the texts beside it: all columns or some, all rows or some.
 
     Raises:
         DamagedDataError: the file is not there, is no whole chunk, or was changed.
@@ -144,7 +144,7 @@ def row_count(path: Path, kind: TraceKind) -> int | None:
 
 
 def _other_columns(there: pa.Schema, kind: TraceKind) -> str | None:
-    """Return in what a file's columns differ from those of a kind, or None."""
+    """Return the first difference of a file's columns from the columns of a kind, or None."""
     for field in schema_of(kind):
         if field.name not in there.names:
             if field.name in ADDED_COLUMNS.get(kind, ()):
@@ -158,7 +158,7 @@ def _other_columns(there: pa.Schema, kind: TraceKind) -> str | None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say which file it was that could not be read."""
+    """Raise `DamagedDataError` with the file's name for any error of reading it."""
     import pyarrow as pa
 
     try:

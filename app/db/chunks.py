@@ -40,7 +40,7 @@ LARGEST_ROWS = 2_000_000
 
 @dataclass(frozen=True, slots=True, order=True)
 class Chunk:
-    """A chunk's file, by the flushes that it holds: `first` to `last`."""
+    """The file of a chunk that holds the flushes `first` to `last`."""
 
     first: int
     last: int
@@ -53,7 +53,7 @@ class Chunk:
         return self.first != self.last
 
     def covers(self, other: Chunk) -> bool:
-        """Return whether it holds all that the other does."""
+        """Return whether it holds all flushes of the other."""
         return self.first <= other.first and other.last <= self.last
 
 
@@ -64,7 +64,7 @@ def chunk_name(stem: str, first: int, last: int) -> str:
 
 
 def chunk_of(stem: str, name: str, rows: int = 0) -> Chunk | None:
-    """Return the chunk that a file name means, or None if it is not one of that stem."""
+    """Return the chunk of a file name, or None for a name of another stem."""
     match = re.fullmatch(rf"{stem}-([0-9]{{1,18}})(?:-([0-9]{{1,18}}))?\.parquet", name)
     return None if match is None else Chunk(int(match[1]), int(match[2] or match[1]), name, rows)
 
@@ -75,7 +75,7 @@ def trace_folder(store: RunStore, search_id: int) -> Path:
 
 
 def begin_folder(store: RunStore, search_id: int) -> Path:
-    """Return the folder of a search that begins or goes on, made where it is not there.
+    """Return the folder of a search that begins or goes on, and make it where it is missing.
 
     Raises:
         DatabaseError: it cannot be made, leads elsewhere, or has files although nothing of the search is registered.
@@ -149,17 +149,17 @@ def registered(store: RunStore, search_id: int, kind: TraceKind) -> list[Chunk]:
 
 
 def chunks_of(traces: Sequence[TraceRecord], kind: TraceKind) -> list[Chunk]:
-    """Return the chunks of one kind among registered ones."""
+    """Return the registered chunks of one kind."""
     named = ((trace, trace.path.rpartition("/")[2]) for trace in traces if trace.kind == kind)
     found = [chunk_of(STEMS[kind], name, trace.rows) for trace, name in named]
     return [chunk for chunk in found if chunk is not None]
 
 
 def whole_run(folder: Path, registered: Sequence[Chunk]) -> list[Path]:
-    """Return the files of registered chunks in order, none of them missing among them.
+    """Return the files of registered chunks, which must hold all flushes from the first to the last.
 
     Raises:
-        DamagedDataError: what was written between two of them is registered nowhere.
+        DamagedDataError: flushes between two of them are registered nowhere.
     """
     before = 0
     for chunk in registered:
@@ -187,12 +187,12 @@ def chunk_file(database: Database, trace: TraceRecord) -> Path | None:
 
 
 def relative(store: RunStore, path: Path) -> str:
-    """Return a chunk's path as it is registered."""
+    """Return a chunk's registered path, relative to the trace root."""
     return path.relative_to(store.database.trace_root).as_posix()
 
 
 def merge(store: RunStore, search_id: int, kind: TraceKind, chunks: Sequence[Chunk]) -> None:
-    """Merge what `mergeable` finds among the chunks of one kind, unless somebody reads.
+    """Merge the `mergeable` runs of chunks of one kind, unless somebody reads.
 
     Nobody else may write to the trace meanwhile, see `recover`.
 

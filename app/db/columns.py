@@ -19,7 +19,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def numbers(values: npt.NDArray[Any], kind: pa.DataType, valid: Mask | None = None) -> pa.Array[Any]:
-    """Return numbers as an Arrow column; those that are not valid are NULL."""
+    """Return numbers as an Arrow column, NULL where they are not valid."""
     import pyarrow as pa
 
     data = np.ascontiguousarray(values, kind.to_pandas_dtype())
@@ -66,7 +66,7 @@ def lists(rows: Sequence[Sequence[int] | None], valid: Mask | None = None) -> pa
 def sparse_lists(
     lengths: npt.NDArray[np.int64], items: npt.NDArray[np.int64], kind: pa.DataType
 ) -> pa.Array[Any]:
-    """Return lists of numbers, one after the other in `items`, as an Arrow column; those without any are NULL."""
+    """Return lists of numbers, one after the other in `items`, as an Arrow column, NULL where a list is empty."""
     import pyarrow as pa
 
     return pa.Array.from_buffers(

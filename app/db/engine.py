@@ -53,7 +53,7 @@ class Database:
 
     @property
     def name(self) -> str:
-        """What to call this database in a message: a file's path, or a URL without its password."""
+        """The name of this database in messages: a file's path, or a URL without its password."""
         return display_name(self.url)
 
     def dispose(self) -> None:
@@ -63,7 +63,7 @@ class Database:
 
 
 def default_folder() -> Path:
-    """Return the user's data folder for Soapstone; it is not created here.
+    """Return the user's data folder for Soapstone, which need not exist.
 
     Raises:
         DatabaseError: the user has none.

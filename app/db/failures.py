@@ -112,7 +112,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def database_failure(name: str, error: BaseException) -> DatabaseFailure:
-    """Return what to say of a driver's error: `name` is the database's."""
+    """Return the error of ours for a driver's error; `name` is the database's."""
     if is_full(error):
         return full(f"database {name}", error)
     if is_damage(error):
@@ -121,12 +121,12 @@ def database_failure(name: str, error: BaseException) -> DatabaseFailure:
 
 
 def damaged(name: str, error: BaseException) -> DamagedDataError:
-    """Return what to say of a driver's error that shows damage: `name` is the database's."""
+    """Return the error for a driver's error that shows damage; `name` is the database's."""
     return DamagedDataError(f"database {name}: is damaged ({one_line(error)}), must be whole; {CHECK}")
 
 
 def full(where: str, error: BaseException) -> StorageFullError:
-    """Return what to say where there is no space for what is to be written."""
+    """Return the error for a full disk or quota."""
     reason = error.strerror if isinstance(error, OSError) else one_line(error)
     return StorageFullError(
         f"{where}: the disk or a quota is full ({reason}), must have room; make some, and run it again"
@@ -134,18 +134,18 @@ def full(where: str, error: BaseException) -> StorageFullError:
 
 
 def row_name(database: str, table: str, number: object, column: str | None = None) -> str:
-    """Return what a message calls a row, or one of its columns."""
+    """Return the name of a row, or of one of its columns, in messages."""
     return f"database {database}: table {table}, row {number}" + (f", column {column}" if column else "")
 
 
 def damaged_row(where: str, reason: str) -> DamagedDataError:
-    """Return what to say of a row that is not as it was written."""
+    """Return the error for a row that is not as it was written."""
     return DamagedDataError(f"{where}: {reason}, must be as it was written; {CHECK}")
 
 
 @contextmanager
 def as_written(where: str) -> Iterator[None]:
-    """Take for damage whatever goes wrong while something stored is interpreted; `where` names it."""
+    """Raise `DamagedDataError` for any error of interpreting a stored document; `where` names it."""
     try:
         yield
     except MALFORMED as error:
@@ -156,14 +156,14 @@ def as_written(where: str) -> Iterator[None]:
 
 
 def damaged_chunk(path: Path, reason: str) -> DamagedDataError:
-    """Return what to say of a chunk of a trace that cannot be read, or holds what nobody wrote."""
+    """Return the error for a chunk that cannot be read, or holds rows that no search wrote."""
     return DamagedDataError(
         f"trace chunk {path}: {reason}, must be as it was written; restore it from a copy, or {CHECK}"
     )
 
 
 def unwritable(folder: Path, error: OSError) -> DatabaseFailure:
-    """Return what to say when a trace cannot be written."""
+    """Return the error for a trace folder that cannot be written."""
     if is_full(error):
         return full(f"trace folder {folder}", error)
     return DatabaseFailure(

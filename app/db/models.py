@@ -40,7 +40,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC).replace(tzinfo=None)
 
     def result_processor(self, dialect: sa.Dialect, coltype: Any) -> Callable[[Any], Any] | None:
-        """Return the conversion of stored moments; what is none stays as it is (`app.db.validation` names its row)."""
+        """Return the conversion of stored moments; other values stay, and `app.db.validation` names their row."""
         convert = super().result_processor(dialect, coltype)
 
         def converted(value: Any) -> Any:

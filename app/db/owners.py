@@ -72,7 +72,7 @@ class Heartbeat:
 
 
 def _machine() -> dict[str, str]:
-    """Return what names this machine since its last start; containers see processes of their own only."""
+    """Return host, boot and process namespace: containers see processes of their own only."""
     return {
         "host": platform.node(),
         "boot": _text(Path("/proc/sys/kernel/random/boot_id")),

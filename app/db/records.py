@@ -81,7 +81,7 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpSignatureRecord:
-    """What is measured: one local call, named by operator type, every attribute, shapes and dtypes.
+    """A local call to be measured, named by operator type, every attribute, shapes and dtypes.
 
     `flops` and `bytes` are those of one forward execution.
     """
@@ -152,7 +152,7 @@ class LinkCostRecord:
 
 @dataclass(frozen=True, slots=True)
 class LinkFitRecord:
-    """What was fitted to the link costs of one pattern and group size.
+    """The line that was fitted to the link costs of one pattern and group size.
 
     Time of a message = `latency_s` + bytes / `bandwidth_bytes_per_s`. `contention_factor` is how many
     seconds of computing one second of communication beside it costs (0: none), as in `graph.topology`. `residual` is
@@ -251,7 +251,7 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True)
 class SearchOutcome:
-    """How far a search came: what `Store.record_traces` and `Store.finish_search` write."""
+    """How far a search came, for `Store.record_traces` and `Store.finish_search`."""
 
     proposals: int
     accepted: int

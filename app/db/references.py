@@ -22,7 +22,7 @@ class Referred(dict[int, Value]):
 
 
 def required(record: Value | None, table: str, number: int) -> Value:
-    """Return a record that was looked up because another row refers to it.
+    """Return the record that another row refers to.
 
     Raises:
         DamagedDataError: there is none.

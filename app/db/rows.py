@@ -1,4 +1,4 @@
-"""The rows of a trace: what one says, and the Arrow tables that many become."""
+"""The rows of a trace, and the Arrow tables of many."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ProposalBatch:
 
 
 class ConfigurationEntry(NamedTuple):
-    """What a configuration code means: the degrees, and how to list the devices of the tasks.
+    """The configuration of a code: the degrees, and how to list the devices of the tasks.
 
     strided: `start`, `stride` (`search.space.placements.Strided`); permuted: `seed`; listed: `devices`; copied: from
     the configuration with the code `base`, along `axes` (`search.algorithms.moves.copied`). Two codes may mean the
@@ -100,7 +100,7 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class StartEntry:
-    """One operator's configuration at the start of a chain: of every head, and of what does not follow its head."""
+    """One operator's configuration at the start of a chain: a head's, or of an operator that does not follow it."""
 
     chain: int
     start: str
@@ -217,7 +217,7 @@ def _others(
 
 
 def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table:
-    """Return entries; what is of another family is NULL."""
+    """Return a table of entries, NULL in the columns of other families."""
     code, family, device_count, degrees, start, stride, seed, base, axes, devices = zip(*entries, strict=True)
     number = {name: place for place, name in enumerate(get_args(Family))}
     which = np.fromiter(map(number.__getitem__, family), np.int8, len(family))

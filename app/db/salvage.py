@@ -1,4 +1,4 @@
-"""Reading what is left of a damaged database: row by row, past what cannot be read, and without writing to it.
+"""Reading a damaged database row by row, past pages that cannot be read, and without writing to it.
 
 A scan of a SQLite table ends at the first page that cannot be read. What lies behind it is reached from the other end,
 and by number: each table has indexes of its own pages that say which rows there are.
@@ -19,7 +19,7 @@ from sqlalchemy import exc, pool
 
 from app.db.engine import connect_engines, display_name
 from app.db.failures import Connection, is_damage, one_line
-from app.db.schema import intruders
+from app.db.schema import foreign_objects
 
 # Between two rows that can be read, as many numbers are tried where no index tells.
 LONGEST_GAP = 100_000
@@ -68,16 +68,16 @@ class Source:
         except exc.DBAPIError as error:
             raise self._lost(error) from None
 
-    def intruders(self) -> dict[str, str]:
-        """Return what `schema.intruders` does; of a schema that cannot be read nothing."""
+    def foreign_objects(self) -> dict[str, str]:
+        """Return triggers and views that are none of Soapstone's (`schema.foreign_objects`); none of a lost schema."""
         try:
-            return intruders(self._connection)
+            return foreign_objects(self._connection)
         except exc.DBAPIError as error:
             self._lost(error)
             return {}
 
     def problems(self) -> list[str]:
-        """Return what SQLite itself finds wrong with its file; nothing of PostgreSQL."""
+        """Return the lines of SQLite's integrity check; none on PostgreSQL."""
         if not self.is_sqlite:
             return []
         try:
@@ -87,7 +87,7 @@ class Source:
         return [line for text in rows for line in text.splitlines() if line != "ok"]
 
     def rows(self, table: sa.Table) -> Iterator[dict[str, Any] | LostRow]:
-        """Give each row of a table that can be read, and what is known of each other one."""
+        """Give each row of a table, or a `LostRow` for one that cannot be read."""
         read: set[int] = set()
         try:
             for row in self.all(sa.select(table).order_by(table.c.id)):

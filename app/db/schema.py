@@ -71,7 +71,7 @@ def open_database(database: str | os.PathLike[str] | None = None) -> Database:
 
 
 def upgrade(database: str | os.PathLike[str] | sa.URL | None = None, *, revision: str = "head") -> str:
-    """Bring a database to a revision, in one transaction; return the revision that it had, or "" for none.
+    """Bring a database to a revision, in one transaction; return its revision before, or "" for none.
 
     Processes that do so at once wait for each other.
 
@@ -82,7 +82,7 @@ def upgrade(database: str | os.PathLike[str] | sa.URL | None = None, *, revision
 
 
 def downgrade(database: str | os.PathLike[str] | sa.URL | None = None, *, revision: str) -> str:
-    """Take a database back to an older revision ("base" drops every table); return the revision that it had."""
+    """Take a database back to an older revision ("base" drops every table); return its revision before."""
     return _migrate(database, "downgrade", revision)
 
 
@@ -148,7 +148,7 @@ def _current(engine: sa.Engine) -> str | None:
         return _current_on(connection, display_name(engine.url))
 
 
-def intruders(connection: sa.Connection) -> dict[str, str]:
+def foreign_objects(connection: sa.Connection) -> dict[str, str]:
     """Return the triggers of a SQLite file, and its views that are called as tables of ours, each with its kind.
 
     SQLite runs them itself: a trigger changes rows whatever is written, and a view need not end.
@@ -162,17 +162,17 @@ def intruders(connection: sa.Connection) -> dict[str, str]:
     return {str(name): kind for name, kind in rows if kind == "trigger" or str(name).casefold() in names}
 
 
-def intruder_found(name: str, intruder: str, kind: str) -> DamagedDataError:
-    """Return what to say of a database with one of `intruders`."""
+def foreign_object_error(name: str, foreign: str, kind: str) -> DamagedDataError:
+    """Return the error for a database with one of `foreign_objects`."""
     remedy = "restore the database from a copy" if kind == "view" else "run: app db check --repair NEW"
     return DamagedDataError(
-        f"database {name}: has a {kind} {shown(intruder)}, which is none of Soapstone's, must have none; {remedy}"
+        f"database {name}: has a {kind} {shown(foreign)}, which is none of Soapstone's, must have none; {remedy}"
     )
 
 
 def _current_on(connection: sa.Connection, name: str) -> str | None:
-    for intruder, kind in intruders(connection).items():
-        raise intruder_found(name, intruder, kind)
+    for foreign, kind in foreign_objects(connection).items():
+        raise foreign_object_error(name, foreign, kind)
     tables = set(sa.inspect(connection).get_table_names())
     if "alembic_version" in tables:
         revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
@@ -237,7 +237,7 @@ def _database_option(database: str | os.PathLike[str] | None) -> str:
 
 
 def unusable(url: sa.URL, error: exc.DBAPIError) -> DatabaseError:
-    """Return what to say of a database that cannot be opened."""
+    """Return the error for a database that cannot be opened."""
     if is_damage(error) or is_full(error):
         return database_failure(display_name(url), error)
     reason = one_line(error)

@@ -1,4 +1,4 @@
-"""What the store's modules share: upserts for both dialects, and rows to records and back."""
+"""Upserts for both dialects, and the conversion of rows to records and back."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def insert_ignoring(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], key: str) -> None:
-    """Insert rows named by the unique column `key`; those that are there already stay as they are.
+    """Insert rows named by the unique column `key`; rows that are there already stay as they are.
 
     Rows are sorted, since PostgreSQL deadlocks on two writers that lock the same rows in different orders.
     """

@@ -41,10 +41,10 @@ _LINK_COST_KEY = (*_LINK_FIT_KEY, "size_bytes")
 
 
 class CostStore(StorePart):
-    """What was measured, on which kind of device, in which environment."""
+    """Measured costs, by kind of device and environment."""
 
     def put_device_kind(self, kind: DeviceKindRecord) -> int:
-        """Store a device kind under its name, replacing what was known of it; return its id."""
+        """Store a device kind under its name, replacing an earlier one; return its id."""
         table = models.device_kinds
         row = row_of(kind)
         with self.write() as connection:
@@ -114,7 +114,7 @@ class CostStore(StorePart):
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], OpCostRecord]:
-        """Return the stored costs of signatures, by (signature digest, phase); what is not there is left out.
+        """Return the stored costs of signatures, by (signature digest, phase); missing ones are left out.
 
         Failed measurements are returned too. Of several `environments` the newest cost is returned; None: of all of
         them. `digests` None: all signatures.
@@ -203,7 +203,7 @@ class CostStore(StorePart):
             return read_all(connection, LinkCostRecord, query)
 
     def put_link_fits(self, device_kind_id: int, environment_id: int, fits: Iterable[LinkFitRecord]) -> int:
-        """Store what was fitted to link costs, the later replacing the earlier; return how many."""
+        """Store lines fitted to link costs, the later replacing the earlier; return how many."""
         rows = [
             {**row_of(fit), "device_kind_id": device_kind_id, "environment_id": environment_id}
             for fit in fits

@@ -26,7 +26,7 @@ _SHORTEST_PREFIX = 6
 
 
 class NounStore(StorePart):
-    """Documents that never change. Writing one again returns the id that it has."""
+    """Documents that never change. Writing one again returns its id."""
 
     def put_graph(self, graph: GraphRecord) -> int:
         """Store a graph under its digest, once; return its id."""

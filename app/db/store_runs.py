@@ -1,4 +1,4 @@
-"""The store's methods for searches, traces, simulations and executions: what was tried, predicted and measured."""
+"""The store's methods for searches, traces, simulations and executions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SIMULATION_KEY = ("strategy_id", "topology_id", "training_id", "task_order", "c
 
 
 class RunStore(StorePart):
-    """What happened, when, and how long it took."""
+    """Searches, their traces, simulations and executions."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
@@ -68,7 +68,7 @@ class RunStore(StorePart):
         self._end(models.searches, search_id)
 
     def resume_search(self, search_id: int) -> SearchRecord:
-        """Mark a search as running again, in this process; return it as it was before.
+        """Mark a search as running again, in this process; return its record before.
 
         Raises:
             UsageError: there is no such search, it is finished, or a process still runs it.
@@ -97,7 +97,7 @@ class RunStore(StorePart):
         return before
 
     def end_orphans(self, mend: Callable[[int], None] | None = None) -> list[int]:
-        """Mark as interrupted what is running in no process any more; return the ids of the searches among it.
+        """Mark searches and executions that run in no process any more as interrupted; return the ids of the searches.
 
         mend: called with each of these searches while it is still running, in this process: until it returns,
             nobody else can go on with the search.
@@ -185,7 +185,7 @@ class RunStore(StorePart):
     def replace_traces(
         self, search_id: int, kind: TraceKind, old: Sequence[str], path: str, rows: int
     ) -> None:
-        """Register a chunk that holds what several did, and forget those, in one transaction."""
+        """Register a chunk in place of the chunks that it was merged from, in one transaction."""
         table = models.traces
         trace = TraceRecord(search_id=search_id, kind=kind, path=path, rows=rows)
         with self.write() as connection:
@@ -254,7 +254,7 @@ class RunStore(StorePart):
         peak_bytes: Sequence[int] | None = None,
         process_bytes: Sequence[int] | None = None,
     ) -> ExecutionRecord:
-        """Store the times of a run's steps, and what follows from them; return the finished row.
+        """Store the times of a run's steps and their statistics; return the finished row.
 
         Throughput is the training's batch size over the median. The other arguments are as in `ExecutionRecord`.
 

@@ -38,7 +38,7 @@ MOST_SMALL = 256
 
 
 class ProposalTrace:
-    """Writes the trace of one search; a context manager that closes it. Any thread may call its methods."""
+    """Writer of one search's trace; a context manager that closes it. Any thread may call its methods."""
 
     def __init__(self, store: Store, search_id: int, groups: str | None = None) -> None:
         """Begin, or go on with, the trace of a stored search.
@@ -87,7 +87,7 @@ class ProposalTrace:
             self._flush()
 
     def add_entries(self, entries: Sequence[EntryRow]) -> None:
-        """Say what configuration codes mean; they are on disk before the proposals that are added later.
+        """Append the configurations of codes; they are on disk before the proposals that are added later.
 
         Raises:
             DatabaseError: writing failed since the last call.
@@ -98,7 +98,7 @@ class ProposalTrace:
             self._entries += entries
 
     def add_starts(self, starts: Sequence[StartEntry]) -> None:
-        """Say where chains begin.
+        """Append the starts of chains.
 
         Raises:
             DatabaseError: writing failed since the last call.
@@ -143,7 +143,7 @@ class ProposalTrace:
                 return
 
     def _wait_until_due(self) -> bool:
-        """Return whether there is something to write, once it must be; not if the trace is being closed."""
+        """Wait until rows must be written, and return True; return False when the trace is being closed."""
         with self._lock:
             while not self._closing:
                 left_s = None if self._due is None else self._due - time.monotonic()
@@ -183,7 +183,7 @@ class ProposalTrace:
     def _write(
         self, kind: TraceKind, rows: Sequence[Any], table_of: Callable[[int, Sequence[Any]], pa.Table]
     ) -> TraceRecord | None:
-        """Write a chunk; return what to register, or None where there is nothing to write."""
+        """Write a chunk; return its record, or None where there are no rows."""
         if not rows:
             return None
         known = self._chunks[kind]

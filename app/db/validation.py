@@ -54,7 +54,7 @@ _LONGEST_SHOWN = 40
 
 
 class Fault(Exception):
-    """What is wrong with a row: the column, and what is there or must be there."""
+    """A row that is not as it was written: the column, and the reason."""
 
     def __init__(self, column: str, reason: str) -> None:
         super().__init__(f"column {column}: {reason}")

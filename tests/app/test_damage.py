@@ -302,9 +302,9 @@ def test_an_interrupted_repair_leaves_nothing(copy: Path, tmp_path: Path) -> Non
 def test_a_repair_that_is_killed_leaves_no_database_under_the_new_name(sound: Path, tmp_path: Path) -> None:
     """And the next one is not in its way."""
     program = (
-        "import os, signal, sys\nfrom app.services.database import repair as repairing\n"
-        "repairing._copied = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "repairing.repair(sys.argv[1], sys.argv[2])"
+        "import os, signal, sys\nfrom app.services.database import repair\n"
+        "repair._copied = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "repair.repair(sys.argv[1], sys.argv[2])"
     )
     new = tmp_path / "new.sqlite"
     killed = subprocess.run([sys.executable, "-c", program, str(sound), str(new)], check=False)

@@ -1,4 +1,4 @@
-"""Everything that a database holds, looked at: what is damaged, and what can be saved (`app db check`).
+"""Check of a whole database: which rows and files are damaged, and which can be saved (`app db check`).
 
 Nothing is written. Tables are read parents first, so that each row's references can be followed; a row can be saved if
 it is as it was written and all rows that it refers to can be. Of the trace of a search only what comes before the first
@@ -49,7 +49,7 @@ _UNIQUE = {
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is not as it was written: a row, one of its columns, or a file."""
+    """A row, a column or a file that is not as it was written."""
 
     reason: str
     table: str | None = None
@@ -58,7 +58,7 @@ class Damage:
     file: str | None = None
 
     def __str__(self) -> str:
-        """Return where it is, and what is there."""
+        """Return the place and the reason."""
         parts = [f"table {self.table}"] if self.table else []
         parts += [f"row {self.row}"] if self.row else []
         parts += [f"column {self.column}"] if self.column else []
@@ -68,7 +68,7 @@ class Damage:
 
 @dataclass(slots=True)
 class Findings:
-    """What a look at a database found, by table: how many rows there are, and which can be saved."""
+    """The result of a check, by table: the number of rows, and the ids of rows that can be saved."""
 
     name: str
     revision: str | None = None
@@ -156,7 +156,7 @@ class _Check:
 
     def findings(self) -> Findings:
         """Look at everything."""
-        self._check_intruders()
+        self._check_foreign_objects()
         self._check_schema()
         for reason in self._source.problems():
             self._found.damages.append(Damage(f"SQLite finds: {reason}", file=self._found.name))
@@ -171,10 +171,10 @@ class _Check:
         self._check_strays()
         return self._found
 
-    def _check_intruders(self) -> None:
-        for name, kind in self._source.intruders().items():
+    def _check_foreign_objects(self) -> None:
+        for name, kind in self._source.foreign_objects().items():
             if kind == "view":
-                raise schema.intruder_found(self._found.name, name, kind)
+                raise schema.foreign_object_error(self._found.name, name, kind)
             reason = f"trigger {shown(name)} is none of Soapstone's"
             self._found.damages.append(Damage(reason, file=self._found.name))
 
@@ -242,7 +242,7 @@ class _Check:
                 yield row
 
     def _check_content(self, table: sa.Table, row: Row, values: Row) -> None:
-        """Look at what only this table's rows are."""
+        """Check the documents of this table's rows."""
         if table is models.graphs:
             with as_written(f"table graphs, row {row['id']}"):
                 described = json.loads(row["document"])
@@ -261,7 +261,7 @@ class _Check:
             self._running.add(row["id"])
 
     def _closed(self, table: sa.Table, row: Row) -> bool:
-        """Return whether all rows that a row refers to can be saved; one that it can do without is forgotten."""
+        """Return whether all rows that a row refers to can be saved; a lost optional reference is set to NULL."""
         closed = True
         for key in sorted(table.foreign_keys, key=lambda key: key.parent.name):
             column, parent = key.parent.name, key.column.table.name

@@ -1,4 +1,4 @@
-"""Work in a process of its own: whatever it does, it ends in time, and with the command, and its memory has a bound.
+"""A process of its own for a query: it ends in time, and with the command, and its memory has a bound.
 
 A thread that computes in a library cannot be ended, and what a library allocates it need not count. A forked process
 has what is imported and opened here at once, and prints where this one does.
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """The last that the process says, where its work did not raise: what it returned."""
+    """The last message of the process, where its work did not raise: the result."""
 
     result: T
 
 
 def run_apart(work: Callable[[], T], limit_s: float | None = None) -> T:
-    """Return what `work` returns in a forked process, which is gone when this returns or raises.
+    """Return the result of `work` in a forked process, which is gone when this returns or raises.
 
     Where a process cannot be forked, on other systems than Linux, the work is done in this one, without a limit.
 

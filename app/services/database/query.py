@@ -1,4 +1,4 @@
-"""`app query`: a query over what is stored, its answer as a stream or in a file."""
+"""`app query`: a query over the database and its traces, its answer as a stream or in a file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Limits:
 
 
 def with_answer(database: str | None, sql: str, use: Callable[[Answer], T], limits: Limits = Limits()) -> T:
-    """Return what `use` makes of the answer to a query: in a process of its own, where it may print.
+    """Return the result of `use` on a query's answer, both in a process of their own, where it may print.
 
     Raises:
         DatabaseError: the database cannot be opened or read.

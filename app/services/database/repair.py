@@ -1,4 +1,4 @@
-"""What can be saved of a damaged database, in a new one (`app db check --repair`).
+"""Repair: all sound rows and files of a damaged database in a new one (`app db check --repair`).
 
 The old database is not written to. Rows keep their numbers, so whatever names one (a strategy in a script, a trace's
 folder) means the same in the new one.
@@ -33,7 +33,7 @@ BATCH_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """What came into a new database: rows by table, and files."""
+    """The contents of a new database: number of rows by table, and of files."""
 
     name: str
     rows: dict[str, int]
@@ -42,7 +42,7 @@ class Repaired:
 
 
 def repair(database: str | None, new: str) -> tuple[Findings, Repaired]:
-    """Save all that can be saved of a database into a new one; return what was found, and what was saved.
+    """Save all sound rows and files of a database into a new one; return the findings, and the numbers of both.
 
     Where that fails, nothing of the new one stays.
 
@@ -91,7 +91,7 @@ class _Writer:
         self._rows.append(self._moved(table, row, file))
 
     def finish(self) -> None:
-        """Write what is left; PostgreSQL numbers the next rows after these."""
+        """Write the last rows; PostgreSQL numbers the next rows after these."""
         self._flush()
         if self._connection.dialect.name == "postgresql":
             for table in models.metadata.sorted_tables:
@@ -123,7 +123,7 @@ class _Writer:
         return True
 
     def _moved(self, table: sa.Table, row: Row, file: Path | None) -> Row:
-        """Return a row as it is in the new database: traces lie beside it, and nothing runs."""
+        """Return a row for the new database: traces lie beside it, and nothing runs."""
         changed: dict[str, Any] = {}
         folder = self._target.trace_folder
         if table is models.traces and file is not None:

@@ -1,11 +1,9 @@
-"""Operator graphs of Soapstone's own networks, kept on disk: the next command that needs one imports no torch.
+"""Graph cache: operator graphs of Soapstone's own networks on disk, so that the next command imports no torch.
 
-A kept graph is a file of the user's cache folder, named by a digest of all that shapes the graph: network, preset,
-batch size, number format and batch-norm mode; Soapstone's sources that decide it; Python, the packages that are
-installed, and the environment variables that torch and transformers read. Any doubt is a miss: a user's own network,
-torch or transformers installed from a folder that may be edited, sources that changed while this process runs, a file
-that is not exactly what was written. Files are written as a whole or not at all, so that any number of processes may
-keep and read at once; one that cannot be written is not kept.
+A graph is a file of the user's cache folder, named by a digest of the request and of the versions that it was exported
+with: Soapstone's sources, Python, all installed packages, and the environment variables that torch and transformers
+read. Any doubt is a miss: a network of the user's own, torch or transformers imported from a folder that may be edited,
+sources that changed while this process runs, a file that is not as it was written.
 """
 
 from __future__ import annotations
@@ -17,19 +15,19 @@ import json
 import os
 import platform
 import sys
-import tempfile
-import time
+from collections.abc import Sequence
 from contextlib import suppress
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import graph as graph_package
 from app.db.failures import MALFORMED
 from app.folders import user_folder
+from app.services.files import replacing
 from graph.canonical import canonical_json, digest
 from graph.document import graph_from_document, graph_to_document
-from graph.errors import GraphError
+from graph.errors import GraphError, SoapstoneError
 from graph.training import TENSOR_DTYPES
 from graph.zoo import zoo_entry
 
@@ -39,37 +37,50 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "SOAPSTONE_CACHE_DIR"
 """Names another folder than the user's cache folder."""
-MOST_KEPT = 200
-# Of the environment, what may change how torch or transformers build or export a module.
-_READ_VARIABLES = ("TORCH", "PYTORCH", "TRANSFORMERS", "HF_", "USE_")
-# Before torch is imported, which sets some of its own.
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startswith(_READ_VARIABLES)}
+MOST_GRAPHS = 200
+# Of the environment, what may change how torch or transformers build or export a module; before torch sets its own.
+_ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name.startswith(("TORCH", "PYTORCH", "TRANSFORMERS", "HF_", "USE_"))
+}
 # Files by which drivers of accelerators show: what transformers chooses may depend on there being one.
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
-# What decides a graph: files, and folders with all that is in them.
-_SOURCES = (*map(Path, graph_package.__path__), Path(__file__), Path(__file__).with_name("models.py"))
-# Modules of this process are those on disk only if these have not changed since about when it began.
-_LOADED_S = time.time()
-_LOADING_S = 2.0
+SOURCES = (*map(Path, graph_package.__path__), Path(__file__).parent)
+"""The folders whose modules decide a graph."""
+
+
+def sources_digest(folders: Sequence[Path]) -> str | None:
+    """Return the digest of all Python sources in folders; None where one has none, as with compiled files alone."""
+    hashes = []
+    try:
+        for place in folders:
+            paths = sorted(place.rglob("*.py"))
+            if not paths:
+                return None
+            hashes += [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in paths]
+    except OSError:
+        return None
+    return digest(hashes)
+
+
+# Of the modules as they are in this process: their files may change later.
+_IMPORTED = sources_digest(SOURCES)
 
 
 def folder() -> Path | None:
-    """Return where graphs are kept; it is not created here. None: nowhere."""
+    """Return the folder of the graphs, which need not exist; None where the user has no cache folder."""
     cache = user_folder("cache", ENVIRONMENT_VARIABLE)
     return None if cache is None else cache / "graphs"
 
 
 def key_of(request: ModelRequest, batch_norm: str) -> str | None:
-    """Return the digest of all that shapes a network's graph, or None where that is not known for certain."""
-    if not request.is_zoo:
+    """Return the digest of a request and of all versions, or None for a graph that must be exported anew."""
+    if not request.is_zoo or _IMPORTED is None:
         return None
     entry = zoo_entry(request.name)
-    if request.preset not in entry.presets:
-        return None
-    packages = ["torch", "transformers"] if entry.extra else ["torch"]
-    versions = [_version(name) for name in packages]
-    sources = _sources_digest()
-    if sources is None or None in versions:
+    packages = ("torch", "transformers") if entry.extra else ("torch",)
+    if request.preset not in entry.presets or not all(map(_is_installed, packages)):
         return None
     return digest(
         {
@@ -78,19 +89,19 @@ def key_of(request: ModelRequest, batch_norm: str) -> str | None:
             "batch_size": request.batch_size,
             "dtype": TENSOR_DTYPES[request.precision],
             "batch_norm": batch_norm,
-            "sources": sources,
+            "sources": _IMPORTED,
             "python": [sys.version, platform.machine()],
-            "packages": [versions, sorted(_installed())],
+            "packages": _installed(),
             "environment": _ENVIRONMENT,
             "accelerators": [os.path.exists(path) for path in _ACCELERATORS],
         }
     )
 
 
-def find(key: str) -> tuple[OperatorGraph, int] | None:
-    """Return the graph that is kept under a key, and its batch size; None where there is none that can be trusted."""
+def load(key: str) -> tuple[OperatorGraph, int] | None:
+    """Return the graph of a key and its batch size; None where there is none, or a damaged one."""
+    path = _path(key)
     try:
-        path = _path(key)
         if path is None or not path.is_file():  # a link to a device has no end
             return None
         checksum, _, text = path.read_text("ascii").partition("\n")
@@ -104,40 +115,30 @@ def find(key: str) -> tuple[OperatorGraph, int] | None:
         return None
 
 
-def keep(key: str, graph: OperatorGraph, batch_size: int) -> None:
-    """Keep a graph under a key; where the folder cannot be written, nothing is kept and nothing said."""
+def save(key: str, graph: OperatorGraph, batch_size: int) -> None:
+    """Write a graph under a key; nothing where the folder cannot be written, or sources changed meanwhile."""
+    path = _path(key)
     text = canonical_json({"key": key, "graph": graph_to_document(graph), "batch_size": batch_size})
-    target = _path(key)
-    if target is None:
-        return
-    with suppress(OSError):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        for path in _oldest_first()[:-MOST_KEPT]:
-            path.unlink(missing_ok=True)
+    with suppress(OSError, SoapstoneError):
+        if path is None or sources_digest(SOURCES) != _IMPORTED:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "graph cache") as temporary:
+            temporary.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", "ascii")
+        for oldest, _ in _files()[:-MOST_GRAPHS]:
+            oldest.unlink(missing_ok=True)
 
 
-def kept() -> tuple[int, int]:
-    """Return how many graphs are kept, and their bytes."""
-    sizes = []
-    for path in _files():
-        with suppress(OSError):
-            sizes.append(path.stat().st_size)
+def contents() -> tuple[int, int]:
+    """Return the number of graphs, and their size in bytes."""
+    sizes = [size_bytes for _, size_bytes in _files()]
     return len(sizes), sum(sizes)
 
 
 def clear() -> int:
-    """Remove all kept graphs; return how many there were."""
+    """Remove all graphs; return how many there were."""
     count = 0
-    for path in _files():
+    for path, _ in _files():
         with suppress(OSError):
             path.unlink()
             count += 1
@@ -149,62 +150,36 @@ def _path(key: str) -> Path | None:
     return None if place is None else place / f"{key}.json"
 
 
-def _files() -> list[Path]:
+def _files() -> list[tuple[Path, int]]:
+    """Return the files of the graphs, oldest first, each with its size in bytes."""
+    found = []
     place = folder()
+    with suppress(OSError):
+        for path in () if place is None else place.glob("*.json"):
+            with suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime_ns, path, status.st_size))
+    return [(path, size_bytes) for _, path, size_bytes in sorted(found)]
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package is imported from where its distribution was installed, and may not be edited there."""
     try:
-        return [] if place is None else [path for path in place.iterdir() if path.suffix == ".json"]
-    except OSError:
-        return []
-
-
-def _oldest_first() -> list[Path]:
-    written = []
-    for path in _files():
-        with suppress(OSError):
-            written.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(written)]
-
-
-def _version(package: str) -> str | None:
-    """Return the version of an installed package; None where it has none, or where its files may be edited.
-
-    What is imported must be what the version is of: another folder of that name may come first on the path.
-    """
-    try:
-        found = importlib.metadata.distribution(package)
-        origin: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}")
+        distribution = importlib.metadata.distribution(package)
+        editable = '"editable": true' in (distribution.read_text("direct_url.json") or "")
         spec = importlib.util.find_spec(package)
     except (importlib.metadata.PackageNotFoundError, ImportError, OSError, ValueError):
-        return None
-    if spec is None or spec.origin is None or origin.get("dir_info", {}).get("editable"):
-        return None
-    imported, installed = Path(spec.origin).resolve(), Path(str(found.locate_file(package))).resolve()
-    return found.version if imported.is_relative_to(installed) else None
+        return False
+    if spec is None or spec.origin is None or editable:
+        return False
+    installed = Path(str(distribution.locate_file(package))).resolve()
+    return Path(spec.origin).resolve().is_relative_to(installed)
 
 
-def _installed() -> set[str]:
-    """Return the names of the folders that say which package is installed in which version."""
-    found: set[str] = set()
+def _installed() -> list[str]:
+    """Return the folders' names that say which package is installed in which version."""
+    names: set[str] = set()
     for place in sys.path:
         with suppress(OSError):
-            found.update(name for name in os.listdir(place or ".") if name.endswith(".dist-info"))
-    return found
-
-
-def _sources_digest() -> str | None:
-    """Return the digest of the sources that decide a graph; None where they are not there or changed just now."""
-    hashed = hashlib.sha256()
-    count = 0
-    try:
-        for place in _SOURCES:
-            for path in sorted(place.rglob("*.py")) if place.is_dir() else (place,):
-                if path.stat().st_mtime > _LOADED_S - _LOADING_S:
-                    return None
-                text = path.read_bytes()
-                hashed.update(f"{path.name} {len(text)}\n".encode())
-                hashed.update(text)
-                count += 1
-    except OSError:
-        return None
-    # Where there are compiled files alone, nothing says what is in them.
-    return hashed.hexdigest() if count > len(_SOURCES) else None
+            names.update(name for name in os.listdir(place or ".") if name.endswith(".dist-info"))
+    return sorted(names)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from app.services.models import graph_cache as kept_graphs
-from app.services.models import trust
+from app.services.models import graph_cache, trust
 from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, UsageError
 from graph.operators import OperatorGraph
 from graph.texts import shown
@@ -49,7 +48,7 @@ class ModelRequest:
         return ":" not in self.name
 
     def to_json(self) -> dict[str, Any]:
-        """Return what to store beside a graph: enough to import the model again.
+        """Return the request as a document, from which the model can be imported again.
 
         Of the precision, the dtype that the graph has of it: with tf32 the graph is that of float32.
         """
@@ -265,21 +264,19 @@ class ImportedModel:
 
 
 def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
-    """Return the operator graph of a network: one that is kept (`app.services.models.graph_cache`), else exported on
-    meta.
+    """Return the operator graph of a network: from the graph cache, else exported on meta.
 
     Raises:
         UsageError: there is no such network.
         ImportFailure: it cannot be exported, or returns no scalar loss.
     """
-    key = kept_graphs.key_of(request, batch_norm)
-    kept = None if key is None else kept_graphs.find(key)
-    if kept is not None:
-        return ImportedModel(request, *kept)
+    key = graph_cache.key_of(request, batch_norm)
+    if key is None:
+        return _exported(request, batch_norm)
+    if (cached := graph_cache.load(key)) is not None:
+        return ImportedModel(request, *cached)
     model = _exported(request, batch_norm)
-    # Sources that changed meanwhile may not be those that made this graph.
-    if key is not None and key == kept_graphs.key_of(request, batch_norm):
-        kept_graphs.keep(key, model.graph, model.batch_size)
+    graph_cache.save(key, model.graph, model.batch_size)
     return model
 
 
@@ -320,7 +317,7 @@ def _built_on(device: str, request: ModelRequest, batch_norm: str) -> tuple[Buil
 
 
 def graph_name(request: ModelRequest) -> str:
-    """Return what to call the graph: the zoo name, with its preset where that is not the paper's."""
+    """Return the name of the graph: the zoo name, with its preset where that is not the paper's."""
     return (
         request.name
         if request.preset == "paper" or not request.is_zoo

@@ -1,4 +1,4 @@
-"""`app models show`: what an imported network consists of."""
+"""`app models show`: a summary of an imported network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OperatorAxes:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Operators, parameters, operations, and what cannot be split, with the reason."""
+    """Operators, parameters, operations, and operators that cannot be split, with the reason."""
 
     name: str
     batch_size: int
@@ -100,12 +100,12 @@ class ModelReport:
 
 
 def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
-    """Import a network and count what is in it."""
+    """Import a network and return its summary."""
     return described(import_graph(request, batch_norm=batch_norm))
 
 
 def described(model: ImportedModel) -> ModelReport:
-    """Count what is in a network."""
+    """Return the summary of a network."""
     from graph.rules import flops, rule_name, whole_call
     from search.space.groups import find_groups
 

@@ -1,4 +1,4 @@
-"""Which functions of a user's own modules may be run where a stored document names them.
+"""Trust: the functions of a user's own modules that may be run where a stored document names them.
 
 A database, or what is in it, may come from somebody else, and a model in it is a name such as "package.module:factory":
 to import that is to run it. So it is followed only if the user has named it by --model, in this command or an earlier
@@ -35,7 +35,7 @@ class _Consent(TypedDict):
 
 
 def consents_file() -> Path | None:
-    """Return the file of what the user has named; it need not exist. None: there is no place for it."""
+    """Return the file of the functions that the user has named, which need not exist; None without a state folder."""
     folder = user_folder("state", ENVIRONMENT_VARIABLE)
     return None if folder is None else folder / "models.json"
 
@@ -133,7 +133,7 @@ def _files(model: str, folder: str) -> list[str]:
 
 
 def _found(name: str, locations: list[str] | None, folder: str) -> ModuleSpec | None:
-    """Return where a module is, as an import finds it."""
+    """Return the file of a module, as an import finds it."""
     for finder in (*sys.meta_path, FolderFinder(folder)):
         with suppress(Exception):  # of somebody's own
             spec = finder.find_spec(name, locations, None)

@@ -1,4 +1,4 @@
-"""From a search to its trace: every configuration gets a code that says what it was drawn or copied from.
+"""From a search to its trace: every configuration gets a code for the draw or the copy that it came from.
 
 A code is a number of one search. Configurations that were met lately keep theirs; one that comes back after
 long may get another, so that what is kept in memory does not grow with the search.
@@ -51,14 +51,14 @@ class Codes:
         self._rows: list[EntryRow] = []
 
     def take_new(self) -> list[EntryRow]:
-        """Return what was not returned before, in the order of the codes."""
+        """Return the entries of codes since the last call, in the order of the codes."""
         rows, self._rows = self._rows, []
         return rows
 
     def of_proposals(
         self, batch: mcmc.ProposalBatch, current: Mapping[int, dict[int, int]]
     ) -> tuple[list[int], Others]:
-        """Return the codes of what was proposed, and those of what was to change beside it.
+        """Return the codes of the proposed configurations, and those of further heads that the proposals change.
 
         `current`, the codes of every chain's heads, goes along.
         """
@@ -93,7 +93,7 @@ class Codes:
     def _of_parts(
         self, parts: Sequence[Part], current: Mapping[int, int], given: dict[int, int]
     ) -> tuple[list[int], list[int]]:
-        """Return heads and codes of the further parts of a proposal; `given`, those of the parts before, goes along."""
+        """Return heads and codes of a proposal's further parts; add them to `given`, the codes of its parts by head."""
         heads: list[int] = []
         codes: list[int] = []
         for part in parts:
@@ -123,7 +123,7 @@ class Codes:
         return base if origin.axes is None else self.of_copy(base, origin.axes, configuration)
 
     def of_drawn(self, drawn: Drawn) -> int:
-        """Return the code of what was drawn."""
+        """Return the code of a drawn configuration."""
         # Tuples as keys, since dataclasses take four times as long to be found.
         degrees, place = drawn.degrees, drawn.placement
         if isinstance(place, Permuted):
@@ -141,7 +141,7 @@ class Codes:
         return code
 
     def of_copy(self, base: int, axes: tuple[int, ...], configuration: Configuration) -> int:
-        """Return the code of what was copied from the configuration of another code.
+        """Return the code of a configuration that was copied from another code's.
 
         The first devices of what was drawn are drawn likewise: then of several operators that a split is carried over
         to few have codes of their own.
@@ -309,7 +309,7 @@ class WalkBar:
 
 
 class Recorded:
-    """Proposals that a trace has of chains that are resumed from before them, by chain and step."""
+    """Proposals that a trace holds after the checkpoint of a resumed chain, by chain and step."""
 
     def __init__(self, rows: Mapping[tuple[int, int], tuple[int, int, bool]]) -> None:
         """Take operator, simulated time (-1 for none) and acceptance of each."""
@@ -348,12 +348,12 @@ class Recorded:
 
 
 def checkpoint_text(chains: Sequence[ChainCheckpoint]) -> str:
-    """Return chains as the trace keeps them."""
+    """Return checkpoints of chains as JSON."""
     return canonical_json([_plain(asdict(chain)) for chain in chains])
 
 
 def checkpoint_of(text: str) -> list[ChainCheckpoint]:
-    """Return what `checkpoint_text` wrote."""
+    """Return the checkpoints of chains in a text of `checkpoint_text`."""
     found = []
     for entry in json.loads(text):
         pairs = {name: (int(entry[name][0]), int(entry[name][1])) for name in ("initial", "current", "best")}
@@ -362,14 +362,14 @@ def checkpoint_of(text: str) -> list[ChainCheckpoint]:
 
 
 def groups_text(groups: Sequence[Group]) -> str:
-    """Return which operators follow which head, as the trace keeps it."""
+    """Return groups (which operators follow which head) as JSON."""
     return canonical_json(
         [[group.head, [[one.operator, list(one.axes)] for one in group.members]] for group in groups]
     )
 
 
 def groups_of(text: str) -> list[Group]:
-    """Return what `groups_text` wrote."""
+    """Return the groups in a text of `groups_text`."""
     return [
         Group(head, tuple(Member(operator, tuple(axes)) for operator, axes in members))
         for head, members in json.loads(text)

@@ -1,8 +1,8 @@
-"""From a trace back to strategies: any that a search visited, exactly.
+"""Trace replay: the strategy of any chain after any step of a search, exactly.
 
-The strategy of a chain after a step is what the last accepted proposals up to there gave to the heads, and the
-start's configurations where there was none; all other operators follow their heads. Nothing is simulated or drawn
-again, so it does not depend on costs or on random numbers.
+A head has the configuration of the last accepted proposal that changed it, else that of the chain's start; all other
+operators follow their heads. Nothing is simulated or drawn again, so a strategy depends neither on costs nor on random
+numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Visited:
-    """A strategy that a chain had after so many proposals, as it is stored."""
+    """The stored strategy of a chain after `step` proposals."""
 
     search_id: int
     chain: int
@@ -57,7 +57,7 @@ class Visited:
 def _interpreting(
     method: Callable[Concatenate[TraceReader, Given], Result],
 ) -> Callable[Concatenate[TraceReader, Given], Result]:
-    """Make a method of the reader that takes for damage whatever it does not understand of the trace."""
+    """Return a method of the reader that raises `DamagedDataError` for whatever the trace cannot hold."""
 
     @wraps(method)
     def interpreted(reader: TraceReader, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -68,7 +68,7 @@ def _interpreting(
 
 
 class TraceReader:
-    """Reads the trace of one search, as it is now; while others may write to it, within `app.db.reading`.
+    """Reader of one search's trace as of now; beside a process that writes it, to be used within `app.db.reading`.
 
     Raises (all methods):
         UsageError: there is no such chain or step.
@@ -119,7 +119,7 @@ class TraceReader:
 
     @_interpreting
     def starts(self, chain: int) -> dict[int, int]:
-        """Return the codes that a chain began with, by operator: of all heads, and of what does not follow one."""
+        """Return the codes of a chain's start by operator: of all heads, and of operators that do not follow theirs."""
         table = self._table("starts", ["operator", "configuration"], [("chain", "=", chain)]).to_pydict()
         if not table["operator"]:
             raise UsageError(
@@ -129,7 +129,7 @@ class TraceReader:
 
     @_interpreting
     def codes(self, chain: int, step: int) -> dict[int, int]:
-        """Return the codes of a chain's heads (and what still has its own from the start) after `step` proposals."""
+        """Return a chain's codes after `step` proposals: of heads, and of operators that do not follow theirs yet."""
         current = self.starts(chain)
         groups = {group.head: group for group in self.groups()}
         for head, code in self._accepted(chain, step).items():
@@ -178,7 +178,7 @@ class TraceReader:
 
     @_interpreting
     def simulated_ns(self, chain: int, step: int) -> int | None:
-        """Return the time of a chain's strategy after a step, where it is in the trace."""
+        """Return the simulated nanoseconds of a chain's strategy after a step, or None where the trace has none."""
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
         table = self._table("proposals", ["step", "simulated_ns"], wanted).to_pydict()
         if not table["step"]:
@@ -209,7 +209,7 @@ class TraceReader:
 
     @_interpreting
     def decode(self, codes: Iterable[int]) -> dict[int, Configuration]:
-        """Return what codes mean."""
+        """Return the configurations of codes."""
         self._load(set(codes))
         done: dict[int, Configuration] = {}
         return {code: self._decoded(code, done) for code in codes}
@@ -232,7 +232,7 @@ class TraceReader:
         return done[code]
 
     def _load(self, wanted: set[int]) -> None:
-        """Read entries, and those that they were copied from."""
+        """Read the entries of codes, and of all codes that they were copied from."""
         missing = wanted - self._entries.keys()
         while missing:
             table = self._table("configurations", None, [("configuration", "in", sorted(missing))])
@@ -309,7 +309,7 @@ def known_place(start: str) -> int | None:
 
 
 def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | None = None) -> Visited:
-    """Store the strategy that a chain had after a step, and return it; without them, the fastest one visited.
+    """Store and return the strategy of a chain after a step; without chain and step, the fastest strategy visited.
 
     Raises:
         UsageError: there is no such search, chain or step.
@@ -333,7 +333,7 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
 
 
 def _start_document(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, Any]:
-    """Return the strategy that a chain began with, if it was a known one: what it shares and makes again stays."""
+    """Return the document of the known strategy that a chain began with, whose sharding and recomputation it keeps."""
     starts = {one.number: one.start for one in reader.checkpoint()}
     with as_written(row_name(store.database.name, "searches", search.id, "options")):
         known = search.options.get("known", [])

@@ -24,7 +24,7 @@ from app.db.reading import LOCK, alone, reading, shared
 from app.db.schema import open_database as open_plain
 from app.db.store import Store
 from app.db.trace import ProposalTrace
-from app.services.database import query as querying
+from app.services.database import query
 from app.services.report.data import Filter, read_report_data
 from app.services.trace.replay import TraceReader
 from graph.errors import UsageError
@@ -102,7 +102,7 @@ def test_what_a_reader_was_told_of_stays_until_it_ends(database_url: str, tmp_pa
 
 
 def queried(url: str, _folder: Path) -> Steps:
-    return querying.with_answer(
+    return query.with_answer(
         url, STEPS, lambda answer: by_search(row for batch in answer.batches for row in batch.to_pylist())
     )
 
@@ -120,7 +120,7 @@ def queried_twice(url: str, _folder: Path) -> Steps:
 
 
 def exported(url: str, folder: Path) -> Steps:
-    querying.export(url, STEPS, "parquet", folder / "steps.parquet")
+    query.export(url, STEPS, "parquet", folder / "steps.parquet")
     return by_search(parquet.read_table(folder / "steps.parquet").to_pylist())
 
 
