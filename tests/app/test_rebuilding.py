@@ -16,7 +16,7 @@ from app.db.records import DEEPEST_COPY
 from app.db.rows import ConfigurationEntry
 from app.db.store import Store
 from app.db.trace import ProposalTrace
-from app.services.trace import recorder as recording
+from app.services.trace import recorder
 from app.services.trace.recorder import Codes
 from app.services.trace.replay import TraceReader
 from graph.axes import tasks
@@ -363,7 +363,7 @@ def test_a_thousand_devices_take_no_list() -> None:
 
 def test_no_copy_is_deeper_than_sql_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a base that was forgotten, or met before the search was resumed, nobody knows how deep a copy it is."""
-    monkeypatch.setattr(recording, "MOST_KNOWN", 5)
+    monkeypatch.setattr(recorder, "MOST_KNOWN", 5)
     codes, code = Codes(4, first=20), 19
     for number in range(40):
         swapped = (1, 0) if number % 2 else (0, 1)
