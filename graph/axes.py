@@ -49,7 +49,7 @@ REPLICA_AXIS = Axis(REPLICA_NAME, UNBOUNDED, AxisKind.REPLICA)
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class DimFactor:
     """One factor of a dim: the indexes, out of `size`, that a part of an axis touches.
 
     With `axis` an index into the operator's axes, a part [low, high) touches
@@ -82,18 +82,18 @@ class Factor:
         return ((low, high),) if low < high else ()
 
 
-Dim = tuple[Factor, ...]
+Dim = tuple[DimFactor, ...]
 OperandMap = tuple[Dim, ...]
 
 
 def along(axis: int, size: int) -> Dim:
     """Return a dim that is one axis."""
-    return (Factor(size, axis),)
+    return (DimFactor(size, axis),)
 
 
 def whole(size: int) -> Dim:
     """Return a dim that every task needs whole."""
-    return (Factor(size, None, 0, 1, size),)
+    return (DimFactor(size, None, 0, 1, size),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +234,16 @@ def refine(space: IterationSpace, factors: Mapping[int, Sequence[int]]) -> Itera
     def rewrite(operand: OperandMap) -> OperandMap:
         dims: list[Dim] = []
         for dim in operand:
-            result: list[Factor] = []
+            result: list[DimFactor] = []
             for factor in dim:
                 if factor.axis is None:
                     result.append(factor)
                     continue
                 new = replacement[factor.axis]
                 if len(new) == 1:
-                    result.append(Factor(factor.size, new[0], factor.start, factor.stride, factor.extent))
+                    result.append(DimFactor(factor.size, new[0], factor.start, factor.stride, factor.extent))
                 else:
-                    result.extend(Factor(axes[axis].size, axis) for axis in new)
+                    result.extend(DimFactor(axes[axis].size, axis) for axis in new)
             dims.append(tuple(result))
         return tuple(dims)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graph.axes import Axis, AxisKind, Factor, IterationSpace, OperandMap
+from graph.axes import Axis, AxisKind, DimFactor, IterationSpace, OperandMap
 from graph.operators import (
     Operator,
     OperatorGraph,
@@ -122,6 +122,6 @@ def _operand_to_json(operand: OperandMap) -> list[Any]:
 
 def _operand_from_json(document: Sequence[Any]) -> OperandMap:
     return tuple(
-        tuple(Factor(size, axis, start, stride, extent) for size, axis, start, stride, extent in factors)
+        tuple(DimFactor(size, axis, start, stride, extent) for size, axis, start, stride, extent in factors)
         for factors in document
     )

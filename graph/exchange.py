@@ -55,7 +55,7 @@ class Assembly:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Consumer:
     """An operator that reads a value: its index, input slot, iteration space and configuration."""
 
     operator: int
@@ -85,7 +85,7 @@ def choose_replica(tasks: Sequence[int], devices: Sequence[int], device: int, no
     return tasks[0]
 
 
-Known = dict[object, dict[tuple[int, Region], tuple[tuple[Piece, ...], bool]]]
+ExchangeCache = dict[object, dict[tuple[int, Region], tuple[tuple[Piece, ...], bool]]]
 """What was found of assemblies: pieces and `direct`, by the producer's form and configuration, device and region."""
 
 
@@ -93,9 +93,9 @@ def exchange(
     producer: IterationSpace,
     output: int,
     configuration: Configuration,
-    readings: Sequence[Reading],
+    consumers: Sequence[Consumer],
     node_of: Sequence[int],
-    known: Known | None = None,
+    known: ExchangeCache | None = None,
 ) -> tuple[Assembly, ...]:
     """Return the assemblies of one value, ordered by first reader.
 
@@ -103,17 +103,17 @@ def exchange(
         producer: iteration space of the operator that makes the value.
         output: the value's position among the operator's outputs.
         configuration: the producer's configuration.
-        readings: the operators that read the value, in the order of execution.
+        consumers: the operators that read the value, in the order of execution.
         node_of: for each device, its node.
         known: what was found for other values on the same nodes, and is added to: equal layers have equal exchanges.
     """
     readers: dict[tuple[int, Region], list[Reader]] = {}
-    for reading in readings:
+    for consumer in consumers:
         needed = operand_regions(
-            reading.space.axes, reading.space.inputs[reading.slot], reading.configuration.degrees
+            consumer.space.axes, consumer.space.inputs[consumer.slot], consumer.configuration.degrees
         )
-        for task, (region, device) in enumerate(zip(needed, reading.configuration.devices, strict=True)):
-            readers.setdefault((device, region), []).append(Reader(reading.operator, task, reading.slot))
+        for task, (region, device) in enumerate(zip(needed, consumer.configuration.devices, strict=True)):
+            readers.setdefault((device, region), []).append(Reader(consumer.operator, task, consumer.slot))
     known = {} if known is None else known
     form = (producer.axes, producer.outputs[output], configuration)
     found = known.setdefault(form, {})

@@ -135,7 +135,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ExecutionOrder:
     """The order in which every device executes operators: those that the loss depends on, then those for buffers alone.
 
     Statistics of a whole batch, which only renew buffers, would otherwise make every device wait at every layer.
@@ -198,7 +198,7 @@ class OperatorGraph:
         return {name: tuple(pairs) for name, pairs in readers.items()}
 
     @cached_property
-    def order(self) -> Order:
+    def order(self) -> ExecutionOrder:
         """The order of execution; each of its two parts is topological."""
         values = {self.loss}
         needed = set()
@@ -207,7 +207,7 @@ class OperatorGraph:
                 needed.add(index)
                 values.update(self.operators[index].inputs)
         everything = range(len(self.operators))
-        return Order(
+        return ExecutionOrder(
             tuple(index for index in everything if index in needed),
             tuple(index for index in everything if index not in needed),
         )

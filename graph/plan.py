@@ -27,8 +27,12 @@ from functools import cached_property
 
 from graph.axes import operand_regions, tasks
 from graph.collectives import SUMMABLE, Collective, recognize
-from graph.exchange import Assembly, Known, Reading, exchange, source_groups
-from graph.holdings import (
+from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
+from graph.intervals import Region
+from graph.operators import OperatorGraph, ValueKind
+from graph.recomputation import needed_at
+from graph.strategy import Sharding, Strategy
+from graph.weight_placement import (
     Cell,
     cell_elements,
     cells,
@@ -37,10 +41,6 @@ from graph.holdings import (
     shares,
     with_every_element,
 )
-from graph.intervals import Region
-from graph.operators import OperatorGraph, ValueKind
-from graph.recomputation import needed_at
-from graph.strategy import Sharding, Strategy
 
 # As in DistributedDataParallel (PyTorch's default of 25 MiB): large enough to amortize a collective's latency,
 # small enough to start before backward ends.
@@ -207,7 +207,7 @@ def build_plan(
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
     """
-    known: Known = {}
+    known: ExchangeCache = {}
     exchanges = {
         value.name: value_exchange(graph, strategy, value.name, node_of, known)
         for value in graph.values
@@ -217,7 +217,7 @@ def build_plan(
     buffer_exchanges = _buffer_exchanges(graph, strategy, node_of)
     active, active_assemblies, seeds = _backward_activity(graph, strategy, exchanges)
     together, alone = _gradient_exchanges(exchanges, collectives, active, active_assemblies, graph)
-    held = {weight.name: weight_holdings(graph, strategy, weight.name) for weight in graph.weights}
+    held = {weight.name: weight_placement(graph, strategy, weight.name) for weight in graph.weights}
     if every_element:
         held = {
             weight.name: with_every_element(held[weight.name], weight.spec.shape) for weight in graph.weights
@@ -261,10 +261,10 @@ def gathers_begun(gathers: Gathers, index: int) -> list[tuple[int, Gather]]:
     ]
 
 
-def readings_of(graph: OperatorGraph, strategy: Strategy, value: str) -> list[Reading]:
+def consumers_of(graph: OperatorGraph, strategy: Strategy, value: str) -> list[Consumer]:
     """Return the operators that read a value, with their configurations, in the order of execution."""
     return [
-        Reading(index, slot, graph.operators[index].space, strategy.configurations[index])
+        Consumer(index, slot, graph.operators[index].space, strategy.configurations[index])
         for index, slot in graph.readers[value]
     ]
 
@@ -278,7 +278,7 @@ def value_exchange(
     strategy: Strategy,
     value: str,
     node_of: Sequence[int],
-    known: Known | None = None,
+    known: ExchangeCache | None = None,
 ) -> tuple[Assembly, ...]:
     """Return the assemblies of one operator's value; `known`: of others on the same nodes, see `graph.exchange`."""
     index, output = graph.producer[value]
@@ -286,20 +286,20 @@ def value_exchange(
         graph.operators[index].space,
         output,
         strategy.configurations[index],
-        readings_of(graph, strategy, value),
+        consumers_of(graph, strategy, value),
         node_of,
         known,
     )
 
 
-def weight_holdings(graph: OperatorGraph, strategy: Strategy, weight: str) -> dict[int, Region]:
+def weight_placement(graph: OperatorGraph, strategy: Strategy, weight: str) -> dict[int, Region]:
     """Return, by device, the region of a weight or buffer that the device's tasks read."""
     needed: list[tuple[int, Region]] = []
-    for reading in readings_of(graph, strategy, weight):
+    for consumer in consumers_of(graph, strategy, weight):
         regions = operand_regions(
-            reading.space.axes, reading.space.inputs[reading.slot], reading.configuration.degrees
+            consumer.space.axes, consumer.space.inputs[consumer.slot], consumer.configuration.degrees
         )
-        needed.extend(zip(reading.configuration.devices, regions, strict=True))
+        needed.extend(zip(consumer.configuration.devices, regions, strict=True))
     return held_regions(needed)
 
 
@@ -313,7 +313,7 @@ def _buffer_exchanges(
             graph.operators[index].space,
             output,
             strategy.configurations[index],
-            readings_of(graph, strategy, buffer),
+            consumers_of(graph, strategy, buffer),
             node_of,
         )
     return result

@@ -173,7 +173,7 @@ def _print(report: RunReport) -> None:
                 [
                     one.what,
                     one.name,
-                    f"{one.absolute:.2e}",
+                    f"{one.largest:.2e}",
                     f"{one.relative:.2e}",
                     f"{one.allowed:.0e}",
                 ]

@@ -13,7 +13,7 @@ from app.cli import options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from app.services.strategies.strategies import OperatorCost, ShownOperator, ShownStrategy
+    from app.services.strategies.strategies import ShownOperator, ShownStrategy, SimulatedCost
 
 TopologyName = Annotated[
     str | None,
@@ -377,7 +377,7 @@ def _devices(devices: Sequence[int]) -> str:
     return ", ".join(shown if len(shown) <= 8 else [*shown[:7], f"... ({len(devices)})"])
 
 
-def _cells(cost: OperatorCost | None) -> list[str]:
+def _cells(cost: SimulatedCost | None) -> list[str]:
     from app.cli.output import milliseconds
 
     return ["-", "-"] if cost is None else [milliseconds(cost.compute_s), milliseconds(cost.communication_s)]

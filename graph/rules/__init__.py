@@ -12,15 +12,15 @@ from dataclasses import replace
 from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, tasks
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
-from graph.rules.alike import Kind, Kinds
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
+from graph.rules.call_classes import CallClass, CallClasses
 from graph.rules.common import BaseRule, is_whole
 from graph.rules.registry import is_known, rule_for, rule_name
 
 __all__ = [
     "BaseRule",
-    "Part",
     "Signature",
+    "TaskPart",
     "backward_flops",
     "bytes_moved",
     "call_of",
@@ -50,13 +50,13 @@ def signature(graph: OperatorGraph, operator: Operator) -> Signature:
     )
 
 
-def parts(operator: Operator, degrees: Degrees) -> tuple[Part, ...]:
+def parts(operator: Operator, degrees: Degrees) -> tuple[TaskPart, ...]:
     """Return the parts of all tasks of a configuration, in task order."""
     space = operator.space
     inputs = [operand_regions(space.axes, operand, degrees) for operand in space.inputs]
     outputs = [operand_regions(space.axes, operand, degrees) for operand in space.outputs]
     return tuple(
-        Part(
+        TaskPart(
             space,
             tuple(
                 part_of(axis, degree, index)
@@ -69,7 +69,7 @@ def parts(operator: Operator, degrees: Degrees) -> tuple[Part, ...]:
     )
 
 
-def part(operator: Operator, degrees: Degrees, task_index: int) -> Part:
+def part(operator: Operator, degrees: Degrees, task_index: int) -> TaskPart:
     """Return the part of one task of a configuration."""
     axes = operator.space.axes
     coordinate: list[int] = []
@@ -80,7 +80,7 @@ def part(operator: Operator, degrees: Degrees, task_index: int) -> Part:
         part_of(axis, degree, index)
         for axis, degree, index in zip(axes, degrees, reversed(coordinate), strict=True)
     )
-    return Part(
+    return TaskPart(
         operator.space,
         points,
         tuple(operand_region(operand, points) for operand in operator.space.inputs),
@@ -166,22 +166,22 @@ def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> t
         each = [call_of(graph, operator, degrees, task) for task in range(tasks(degrees))]
         return tuple([interned.setdefault(call, call) for call in each])
     number = operator_class(graph, operator)
-    kinds_of: dict[int, Kinds] = graph._cache.setdefault("rules.kinds", {})
-    if number not in kinds_of:
-        kinds_of[number] = Kinds(operator.space)
-    # Under other degrees there are parts of the same kinds: their calls are there already.
-    by_kind: dict[tuple[int, Kind], LocalCall] = graph._cache.setdefault("rules.by_kind", {})
-    if len(by_kind) > CACHED_CONFIGURATIONS:
-        by_kind.clear()
-    first, kinds, place = kinds_of[number].alike(degrees)
+    classes_of: dict[int, CallClasses] = graph._cache.setdefault("rules.call_classes", {})
+    if number not in classes_of:
+        classes_of[number] = CallClasses(operator.space)
+    # Under other degrees there are tasks of the same classes: their calls are there already.
+    by_class: dict[tuple[int, CallClass], LocalCall] = graph._cache.setdefault("rules.by_class", {})
+    if len(by_class) > CACHED_CONFIGURATIONS:
+        by_class.clear()
+    of_tasks = classes_of[number].of_tasks(degrees)
     calls = []
-    for task, kind in zip(first, kinds, strict=True):
-        call = by_kind.get((number, kind))
+    for task, call_class in zip(of_tasks.first, of_tasks.classes, strict=True):
+        call = by_class.get((number, call_class))
         if call is None:
             call = call_of(graph, operator, degrees, task)
-            call = by_kind[number, kind] = interned.setdefault(call, call)
+            call = by_class[number, call_class] = interned.setdefault(call, call)
         calls.append(call)
-    return tuple([calls[one] for one in place])
+    return tuple([calls[index] for index in of_tasks.class_of])
 
 
 def first_call(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> LocalCall:
@@ -196,7 +196,7 @@ def call_of(graph: OperatorGraph, operator: Operator, degrees: Degrees, task: in
 
 
 def _call(
-    graph: OperatorGraph, operator: Operator, own: Signature, piece: Part, gradients: tuple[bool, ...]
+    graph: OperatorGraph, operator: Operator, own: Signature, piece: TaskPart, gradients: tuple[bool, ...]
 ) -> LocalCall:
     if operator.target.startswith("aten.") and is_whole(own, piece):
         # The whole operator runs the very kernel that the module would.

@@ -8,7 +8,7 @@ from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, argument_or, broadcast_operand, local_call, slot_of
 
 OURS = "soapstone.attention"
@@ -57,7 +57,7 @@ class AttentionRule(BaseRule):
             inputs.append(broadcast_operand(dims, mask, (*leading, query[-2], key[-2])))
         return builder.space(inputs, [(*batch, rows, channel)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain attention, or ours for split causal rows and for dropout."""
         rows = part.outputs[0][-2]
         rows_whole = rows == intervals.full(signature.outputs[0].shape[-2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph.axes import AxisKind, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, local_call, whole_operand
 
 
@@ -33,7 +33,7 @@ class EmbeddingBagRule(BaseRule):
         inputs: list[OperandMap] = [(vocabulary, channel), *([bags] * (len(signature.inputs) - 1))]
         return builder.space(inputs, [(sample, channel)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with the row that its part of the vocabulary starts at."""
         rows = part.inputs[0][0]
         bindings = (("start", rows[0][0]),) if rows and rows[0][0] else ()

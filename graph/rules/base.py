@@ -37,7 +37,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TaskPart:
     """One task's share of an operator: the points of each axis and the region of each operand."""
 
     space: IterationSpace
@@ -67,7 +67,7 @@ class Rule(Protocol):
         """Return the axes (REPLICA_AXIS last) and operand maps; only axes of size > 1 are worth listing."""
         ...
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return what the task executes; its inputs are dense tensors of `part.inputs`' shapes.
 
         `part.space` may be refined: use `part.inputs` and `part.outputs`, or factors of the maps, not fixed axes.

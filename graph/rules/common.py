@@ -21,7 +21,7 @@ from graph.axes import (
 )
 from graph.calls import LocalCall
 from graph.operators import Argument, Slot, TensorSpec
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 
 _NAMES_BY_RANK: Mapping[int, tuple[str, ...]] = {
     1: ("sample",),
@@ -144,7 +144,7 @@ def used_slots(call: LocalCall) -> frozenset[int]:
     return frozenset(slot for _, value in call.arguments for slot in slots_in(value))
 
 
-def whole_axis(part: Part, axis: int) -> bool:
+def whole_axis(part: TaskPart, axis: int) -> bool:
     """True where a part covers all points of an axis."""
     return part.space.axes[axis].kind is AxisKind.REPLICA or part.points[axis] == (
         0,
@@ -152,19 +152,19 @@ def whole_axis(part: Part, axis: int) -> bool:
     )
 
 
-def sums_whole(part: Part, output: int = 0) -> bool:
+def sums_whole(part: TaskPart, output: int = 0) -> bool:
     """True where an output is complete, not a partial sum: all axes that it lacks are covered."""
     return all(whole_axis(part, axis) for axis in partial_axes(part.space, output))
 
 
-def owns_additions(part: Part, output: int = 0) -> bool:
+def owns_additions(part: TaskPart, output: int = 0) -> bool:
     """True for the one part of each partial sum that adds what must be added exactly once (a bias)."""
     return all(part.points[axis][0] == 0 for axis in partial_axes(part.space, output))
 
 
 def local_call(
     signature: Signature,
-    part: Part,
+    part: TaskPart,
     gradients: Sequence[bool],
     *,
     target: str | None = None,
@@ -189,7 +189,7 @@ def local_call(
     )
 
 
-def is_whole(signature: Signature, part: Part) -> bool:
+def is_whole(signature: Signature, part: TaskPart) -> bool:
     """True where a part is the whole operator: every operand's region is full."""
     return all(
         region == intervals.full_region(spec.shape)
@@ -212,7 +212,7 @@ class BaseRule(ABC):
     # True where values are copied or relabelled, nothing computed; and where not even copied.
     computes_nothing = False
     is_view = False
-    # True where `localize` reads no more of where a part lies than `graph.rules.alike` keeps apart. A rule that has a
+    # True where tasks of one call class (`graph.rules.call_classes`) are localized alike. A rule that has a
     # `localize` of its own says so itself.
     by_size = True
     # True where the tasks of any configuration do together at least what the whole does: see `graph.rules.least`. Not
@@ -227,7 +227,7 @@ class BaseRule(ABC):
         if "localize" in cls.__dict__:
             cls.by_size = cls.__dict__.get("by_size", False)
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with unchanged arguments on local shapes."""
         return local_call(signature, part, gradients)
 

@@ -8,7 +8,7 @@ from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -85,7 +85,7 @@ class ConvolutionRule(BaseRule):
             inputs.append((outputs,))
         return builder.space(inputs, [(sample, outputs, *positions)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain convolution where symmetric padding does, else ours with a pair a dim."""
         if len(part.inputs[0]) != self.spatial + 2:
             return local_call(signature, part, gradients)

@@ -10,7 +10,7 @@ from typing import Any
 
 from graph import intervals
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import local_call
 from graph.rules.generic import FactoryRule, PointwiseRule
 
@@ -18,7 +18,7 @@ from graph.rules.generic import FactoryRule, PointwiseRule
 class DropoutRule(PointwiseRule):
     """soapstone.dropout(input; p): pointwise, with global positions bound."""
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with its region and the whole shape bound."""
         return local_call(
             signature,
@@ -41,7 +41,7 @@ class RandomRule(FactoryRule):
 
     computes_nothing = False
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with the local size, its region and the whole shape bound."""
         return local_call(
             signature,
@@ -56,5 +56,5 @@ class RandomRule(FactoryRule):
         return 40.0 * call.outputs[0].elements
 
 
-def _positions(signature: Signature, part: Part) -> tuple[tuple[str, Any], ...]:
+def _positions(signature: Signature, part: TaskPart) -> tuple[tuple[str, Any], ...]:
     return ("region", part.outputs[0]), ("shape", signature.outputs[0].shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from graph.axes import AxisKind, IterationSpace, whole
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, whole_space
 
 
@@ -37,7 +37,7 @@ class GroupedProductRule(BaseRule):
             [(sample, reduction), (expert, reduction, channel), (whole(experts),)], [(sample, channel)]
         )
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the product with its first row and expert bound."""
         row, expert = part.outputs[0][0][0][0], part.inputs[1][0][0][0]
         return local_call(signature, part, gradients, bindings=(("row", row), ("expert", expert)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from graph import intervals
 from graph.axes import AxisKind, IterationSpace, whole
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -63,7 +63,7 @@ class FactoryRule(BaseRule):
         builder = SpaceBuilder()
         return builder.space([], [tuple(activation_dims(builder, signature.outputs[0].shape))])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with the local size."""
         return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})
 

@@ -13,7 +13,7 @@ from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.operators import Argument, Slot
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -110,7 +110,7 @@ class IndexRule(BaseRule):
 
 def _added_once(
     signature: Signature,
-    part: Part,
+    part: TaskPart,
     gradients: tuple[bool, ...],
     target: str,
     extra: tuple[tuple[str, Argument], ...] = (),
@@ -163,7 +163,7 @@ class IndexPutRule(BaseRule):
         inputs.append(broadcast_operand(written, values, written_shape))
         return builder.space(inputs, [target])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, into zeros where another part adds `self`."""
         dtype = signature.outputs[0].dtype
         return _added_once(signature, part, gradients, "soapstone.index_put", (("dtype", dtype),))
@@ -219,7 +219,7 @@ class IndexAddRule(BaseRule):
         source = (*dims[:dim], *index, *dims[dim + 1 :]) if signature.inputs[2].shape else ()
         return builder.space([tuple(dims), tuple(index), source], [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, into zeros where another part adds `self`."""
         return _added_once(signature, part, gradients, "soapstone.index_add")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, slot_of
 from graph.rules.reductions import NONE
 
@@ -38,7 +38,7 @@ class LikelihoodRule(BaseRule):
         kept = signature.argument("reduction") == NONE
         return builder.space(inputs, [tuple(batch) if kept else ()])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, or ours for a part of the classes."""
         region = part.inputs[0]
         class_dim = 0 if len(region) == 1 else 1

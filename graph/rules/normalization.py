@@ -5,7 +5,7 @@ from __future__ import annotations
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.intervals import count
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -59,7 +59,7 @@ class GroupNormRule(BaseRule):
         image = (sample, channels, *(whole(size) for size in shape[2:]))
         return builder.space([image, *([(channels,)] * (len(signature.inputs) - 1))], [image])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call on the part's groups."""
         size = signature.inputs[0].shape[1] // signature.argument("num_groups")
         groups = count(part.inputs[0][1]) // size
@@ -93,7 +93,7 @@ class InstanceNormRule(GroupNormRule):
         image = (sample, channel, *(whole(size) for size in shape[2:]))
         return builder.space([image, *([(channel,)] * (len(signature.inputs) - 1))], [image])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with unchanged arguments."""
         return local_call(signature, part, gradients)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graph.axes import Dim, Factor, IterationSpace
+from graph.axes import Dim, DimFactor, IterationSpace
 from graph.calls import LocalCall
 from graph.intervals import count
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, argument_or, axis_of, local_call
 from graph.rules.generic import DimwiseRule, padded_dims
 
@@ -35,10 +35,10 @@ class PadRule(DimwiseRule):
             if before == after == 0:
                 given.append(dims[dim])
             else:
-                given.append((Factor(shape[dim], axis_of(dims[dim]), -before, 1, 1),))
+                given.append((DimFactor(shape[dim], axis_of(dims[dim]), -before, 1, 1),))
         return builder.space([tuple(given)], [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the padding that is left to do around the local input."""
         if argument_or(signature, "mode", "constant") != "constant":
             return super().localize(signature, part, gradients)
@@ -72,7 +72,7 @@ class RangeRule(BaseRule):
         builder = SpaceBuilder()
         return builder.space([], [tuple(activation_dims(builder, signature.outputs[0].shape))])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the numbers at the part's indexes."""
         (indexes,) = part.outputs[0]
         return LocalCall(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from graph import intervals
-from graph.axes import AxisKind, Dim, Factor, IterationSpace, whole
+from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -98,7 +98,7 @@ class PoolingRule(BaseRule):
             outputs.append(position)
         return builder.space([tuple(inputs)], [tuple(outputs)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain pooling where symmetric padding does, else ours with a pair a dim."""
         if len(part.inputs[0]) != self.spatial + 2 or part.outputs[0][2:] == intervals.full_region(
             signature.outputs[0].shape[2:]
@@ -171,12 +171,12 @@ class AdaptiveAveragePoolingRule(BaseRule):
             window, position = whole(size), whole(positions)
             if positions > 1 and size % positions == 0:
                 position = builder.add(name, positions, AxisKind.ATTRIBUTE)
-                window = (Factor(size, axis_of(position), 0, size // positions, size // positions),)
+                window = (DimFactor(size, axis_of(position), 0, size // positions, size // positions),)
             inputs.append(window)
             outputs.append(position)
         return builder.space([tuple(inputs)], [tuple(outputs)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the pooling to the local output size."""
         size: Argument = intervals.shape(part.outputs[0])[-self.spatial :]
         return local_call(signature, part, gradients, replace={"output_size": size})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graph.axes import AxisKind, Dim, IterationSpace
 from graph.calls import LocalCall
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -45,7 +45,7 @@ class LinearRule(BaseRule):
             inputs.append((channel,))
         return builder.space(inputs, [(*leading, channel)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, without bias where another part adds it."""
         replace = {} if owns_additions(part) else {"bias": None}
         return local_call(signature, part, gradients, replace=replace)
@@ -125,7 +125,7 @@ class AddedProductRule(BaseRule):
             [output],
         )
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, or the product alone where another part adds `self`."""
         if owns_additions(part):
             return local_call(signature, part, gradients)

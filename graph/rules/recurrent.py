@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -48,7 +48,7 @@ class RecurrentCellRule(BaseRule):
         inputs += [(block,)] * (len(signature.inputs) - len(inputs))
         return builder.space(inputs, [output] * len(signature.outputs))
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain cell, or ours where torch's refuses a part of the hidden units."""
         split = any(
             axis.kind is AxisKind.PARAMETER and not whole_axis(part, index)

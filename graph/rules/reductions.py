@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from graph.axes import Dim, IterationSpace, whole
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -50,7 +50,7 @@ class SumRule(BaseRule):
                 output.append(whole(1))
         return builder.space([tuple(dims)], [tuple(output)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain reduction, or for a part of a mean the sum divided by the global count."""
         if not self.mean or sums_whole(part):
             return local_call(signature, part, gradients)
@@ -108,7 +108,7 @@ class ElementwiseLossRule(BaseRule):
             [() if reduced else tuple(dims)],
         )
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain loss, or for a part of a mean the sum divided by the global count."""
         if signature.argument("reduction") != MEAN or sums_whole(part):
             return local_call(signature, part, gradients)

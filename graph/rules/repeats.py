@@ -5,7 +5,7 @@ from __future__ import annotations
 from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, dim_name, joined, local_call, whole_space
 
 
@@ -43,7 +43,7 @@ class RepeatRule(BaseRule):
             [tuple(inputs[len(result) - len(signature.inputs[0].shape) :])], [tuple(outputs)]
         )
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with as many repetitions as the part has."""
         have = intervals.shape(part.inputs[0])
         want = intervals.shape(part.outputs[0])

@@ -11,7 +11,7 @@ from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import FLOATING, Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -67,7 +67,7 @@ class GatherRule(BaseRule):
         source[dim] = place
         return builder.space([tuple(source), tuple(dims)], [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, or soapstone.gather, which knows the place that its part starts at."""
         if owns_all_places(signature, part.inputs[0]):
             return local_call(signature, part, gradients)
@@ -140,7 +140,7 @@ class ScatterRule(BaseRule):
         inputs = [tuple(dims), *([tuple(scattered)] * (len(signature.inputs) - 1))]
         return builder.space(inputs, [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call, or soapstone.scatter for an interval of the places, or into zeros."""
         adds_self = owns_additions(part)
         everywhere = owns_all_places(signature, part.outputs[0])

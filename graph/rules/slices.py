@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graph.axes import AxisKind, Dim, Factor, IterationSpace, whole
+from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.intervals import count
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -30,10 +30,10 @@ class SelectRule(ViewRule):
         index = positive(signature.argument("index"), shape[dim])
         builder = SpaceBuilder()
         dims = activation_dims(builder, signature.outputs[0].shape)
-        selected: Dim = (Factor(shape[dim], None, index, 1, 1),)
+        selected: Dim = (DimFactor(shape[dim], None, index, 1, 1),)
         return builder.space([(*dims[:dim], selected, *dims[dim:])], [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the selection of the local dim's only element."""
         return local_call(signature, part, gradients, replace={"index": 0})
 
@@ -52,12 +52,12 @@ class SliceRule(ViewRule):
         step = signature.argument("step")
         builder = SpaceBuilder()
         dims = activation_dims(builder, result)
-        sliced: Dim = (Factor(shape[dim], axis_of(dims[dim]), start, step, 1),)
+        sliced: Dim = (DimFactor(shape[dim], axis_of(dims[dim]), start, step, 1),)
         if axis_of(dims[dim]) is None:
-            sliced = (Factor(shape[dim], None, start, 1, result[dim]),)
+            sliced = (DimFactor(shape[dim], None, start, 1, result[dim]),)
         return builder.space([(*dims[:dim], sliced, *dims[dim + 1 :])], [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the slice of the local dim from its first element on."""
         dim = positive(signature.argument("dim"), len(signature.inputs[0].shape))
         end = count(part.inputs[0][dim])
@@ -91,7 +91,7 @@ class SplitRule(ViewRule):
             [(*dims[:dim], dims[dim] if equal else whole(size), *dims[dim + 1 :]) for size in sizes],
         )
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the split into local sizes."""
         dim = positive(signature.argument("dim"), len(signature.inputs[0].shape))
         sizes = tuple(count(region[dim]) for region in part.outputs)
@@ -128,7 +128,7 @@ class CatRule(BaseRule):
         offset = 0
         for spec in signature.inputs:
             size = spec.shape[dim]
-            joined: Dim = (Factor(size, axis_of(dims[dim]), -offset, 1, 1),)
+            joined: Dim = (DimFactor(size, axis_of(dims[dim]), -offset, 1, 1),)
             if axis_of(dims[dim]) is None:
                 joined = whole(size)
             inputs.append((*dims[:dim], joined, *dims[dim + 1 :]))
@@ -202,7 +202,7 @@ class EmbeddingRule(BaseRule):
             vocabulary = builder.add("vocabulary", weight[0], AxisKind.REDUCTION)
         return builder.space([(vocabulary, channel), tuple(dims)], [(*dims, channel)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the lookup, in an interval of the vocabulary where it is split."""
         rows = part.inputs[0][0]
         size = signature.inputs[0].shape[0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import ceil, prod
 
 from graph import intervals
-from graph.axes import AxisKind, Dim, Factor, IterationSpace, whole
+from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -77,7 +77,7 @@ class TransposedConvolutionRule(BaseRule):
             inputs.append((outputs,))
         return builder.space(inputs, [(sample, outputs, *(made for _, made in blocks))])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the plain call where the spatial dims are whole, else ours with what to cut off at each end."""
         if len(part.inputs[0]) != self.spatial + 2:
             return local_call(signature, part, gradients)
@@ -121,7 +121,9 @@ def _block_dims(
     # The first input that reaches a block's first output, and the last one that reaches its last.
     first = -((reach - 1 - padding) // stride)
     last = (stride - 1 + padding) // stride
-    return (Factor(size, axis, first, 1, last - first + 1),), (Factor(positions, axis, 0, stride, stride),)
+    return (DimFactor(size, axis, first, 1, last - first + 1),), (
+        DimFactor(positions, axis, 0, stride, stride),
+    )
 
 
 def _cut(read: intervals.IndexSet, made: intervals.IndexSet, stride: int, padding: int, reach: int) -> Pair:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from math import prod
 
 from graph import intervals
-from graph.axes import AxisKind, Dim, Factor, IterationSpace, whole
+from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
-from graph.rules.base import Part, Signature
+from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
@@ -112,7 +112,7 @@ class ReshapeRule(ViewRule):
             _distribute(outputs, result, right, factors)
         return builder.space([tuple(inputs)], [tuple(outputs)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the reshaping to the local shape."""
         return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})
 
@@ -134,7 +134,7 @@ def _distribute(dims: list[Dim], shape: Sequence[int], run: range, factors: Sequ
     position = 0
     for dim in run:
         size = 1
-        taken: list[Factor] = []
+        taken: list[DimFactor] = []
         while size < shape[dim]:
             factor = factors[position]
             size *= factor[0].size
@@ -167,6 +167,6 @@ class ExpandRule(ViewRule):
         dims = activation_dims(builder, shape)
         return builder.space([broadcast_operand(dims, signature.inputs[0].shape, shape)], [tuple(dims)])
 
-    def localize(self, signature: Signature, part: Part, gradients: tuple[bool, ...]) -> LocalCall:
+    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the expansion to the local shape."""
         return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})

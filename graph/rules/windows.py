@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph.axes import AxisKind, Dim, Factor, whole
-from graph.rules.base import Part
+from graph.axes import AxisKind, Dim, DimFactor, whole
+from graph.rules.base import TaskPart
 from graph.rules.common import SpaceBuilder, axis_of
 
 # Padding before and after, of one dim.
@@ -50,10 +50,10 @@ def window_dim(
     axis = axis_of(output)
     if axis is None and before == 0 and after == 0:
         return whole(size), output
-    return (Factor(size, axis, -before, stride if axis is not None else 1, reach + slack),), output
+    return (DimFactor(size, axis, -before, stride if axis is not None else 1, reach + slack),), output
 
 
-def local_padding(part: Part, operand: int, dim: int) -> Pair:
+def local_padding(part: TaskPart, operand: int, dim: int) -> Pair:
     """Return how far a part's windows reach over the ends of a dim of an input."""
     factors = part.space.inputs[operand][dim]
     if len(factors) != 1:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from graph.holdings import cells, shares
 from graph.intervals import Region, shape, volume
 from graph.plan import Plan
 from graph.strategy import Sharding
+from graph.weight_placement import cells, shares
 from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState

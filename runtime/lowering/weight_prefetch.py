@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graph.holdings import share_elements, shares
+from graph.weight_placement import share_elements, shares
 from graph.intervals import Region, shape
 from graph.plan import BucketEntry, Gather, Gathers, Plan, gathers_begun
 from graph.strategy import Sharding

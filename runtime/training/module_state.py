@@ -11,7 +11,7 @@ from torch import nn
 
 from graph.errors import RuntimeFailure
 from graph.operators import ValueKind
-from graph.plan import Plan, weight_holdings
+from graph.plan import Plan, weight_placement
 from runtime.communication import World
 from runtime.execution.full_state import broadcast_full, full_buffers, full_weights, scatter_parts
 from runtime.execution.step import StepRunner
@@ -29,7 +29,7 @@ class ModuleState:
         self._runner = runner
         self._tensors = _named_tensors(module)
         self._buffer_holdings = {
-            value.name: weight_holdings(plan.graph, plan.strategy, value.name)
+            value.name: weight_placement(plan.graph, plan.strategy, value.name)
             for value in plan.graph.values
             if value.kind is ValueKind.BUFFER
         }

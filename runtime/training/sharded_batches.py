@@ -13,7 +13,7 @@ import torch
 
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, full_region, intersect_regions, shape, volume
-from graph.plan import Plan, weight_holdings
+from graph.plan import Plan, weight_placement
 from runtime.communication import Message, World
 from runtime.execution.step import Held
 from runtime.instructions.selections import Selection, selection_of
@@ -74,7 +74,7 @@ class BatchShards:
             (*whole[:dim], ((rank * length, (rank + 1) * length),), *whole[dim + 1 :])
             for rank in range(self._world.size)
         ]
-        reads = weight_holdings(plan.graph, plan.strategy, name)
+        reads = weight_placement(plan.graph, plan.strategy, name)
         rank, shard = self._world.rank, shards[self._world.rank]
         read = reads.get(rank)
         sends = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from graph.axes import is_gapless, operand_region
-from graph.holdings import cell_elements, cells
 from graph.operators import OperatorGraph
+from graph.weight_placement import cell_elements, cells
 
 
 def active_operators(graph: OperatorGraph, *, surely: bool) -> list[bool]:

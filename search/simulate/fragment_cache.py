@@ -17,11 +17,11 @@ import numpy as np
 from graph.axes import Degrees
 from graph.calls import LocalCall
 from graph.collectives import BACKWARD, SUMMABLE, CollectiveKind
-from graph.holdings import share_elements
 from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding
 from graph.topology import Topology
+from graph.weight_placement import share_elements
 from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CallCost, CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts

@@ -1,7 +1,7 @@
 """Which devices hold what of a weight, buffer or input, and which of its cells several hold.
 
-As `graph.holdings` says, for whole arrays of devices. What is held depends on which regions are needed by somebody,
-and these recur: devices come in last.
+As `graph.weight_placement` says, for whole arrays of devices. What is held depends on which regions are needed by
+somebody, and these recur: devices come in last.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from graph.holdings import cells, cover
 from graph.intervals import Region, shape, volume
+from graph.weight_placement import cells, cover
 from search.simulate.regions import IntArray, Regions, Side
 
 # More regions than there ever are.

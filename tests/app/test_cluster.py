@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from app.services.run.cluster import Member, measured_links, measured_topology, probed_groups, probed_pairs
+from app.services.run.cluster import (
+    RankDevice,
+    measured_links,
+    measured_topology,
+    probed_groups,
+    probed_pairs,
+)
 from graph.topology import DeviceKind
 from profiler.links import LinkMeasurement, LinkProbe
 from runtime.ranks.ranks import nodes_of
@@ -39,7 +45,7 @@ def test_collectives_of_each_host_across_hosts_and_of_all_are_measured() -> None
 
 
 def test_a_group_within_a_host_says_nothing_of_others_of_its_size() -> None:
-    ranks = [Member(host, KIND) for host in ("a", "a", "b", "b")]
+    ranks = [RankDevice(host, KIND) for host in ("a", "a", "b", "b")]
     probe = LinkProbe(
         (
             message((0, 1), 8e9, 1e-6),
@@ -65,7 +71,7 @@ def test_a_group_within_a_host_says_nothing_of_others_of_its_size() -> None:
 
 def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:
     other = replace(KIND, name="other core")
-    ranks = [Member("a", KIND), Member("a", KIND), Member("b", other)]
+    ranks = [RankDevice("a", KIND), RankDevice("a", KIND), RankDevice("b", other)]
     probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.2, 0.4, 0.9))
     topology = measured_topology(ranks, (0, 0, 1), probe)
     assert topology.contention_of("core") == pytest.approx(0.3)
@@ -73,7 +79,7 @@ def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:
 
 
 def test_messages_of_a_host_share_its_network_link() -> None:
-    ranks = [Member(host, KIND) for host in ("a", "a", "b")]
+    ranks = [RankDevice(host, KIND) for host in ("a", "a", "b")]
     probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.25, 0.25, 0.25))
     topology = measured_topology(ranks, nodes_of([member.host for member in ranks]), probe)
     assert [(device.node, device.local_index) for device in topology.devices] == [(0, 0), (0, 1), (1, 0)]

@@ -19,7 +19,7 @@ from app.services.models.models import ModelRequest, import_graph
 from app.services.predict.predict import Target, local_target, predict, prepare
 from app.services.progress import Silent
 from app.services.run.run import RunRequest, run_on
-from app.services.timeline.case import execution_case
+from app.services.timeline.simulated_step import step_of_execution
 from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
 from graph.training import Training
@@ -122,7 +122,7 @@ def run_and_simulate_again(store: Store, target: Target) -> None:
     assert ran is not None
     assert (ran.verified, ran.devices) == (True, 2)
     # Simulated again from the database alone: the same costs and links.
-    again = execution_case(store, store.executions()[0], progress)
+    again = step_of_execution(store, store.executions()[0], progress)
     assert again.simulation.step_time_s == pytest.approx(ran.predicted_s)
 
 

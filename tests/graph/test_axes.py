@@ -13,7 +13,7 @@ from graph.axes import (
     REPLICA_AXIS,
     Axis,
     AxisKind,
-    Factor,
+    DimFactor,
     IterationSpace,
     along,
     coordinates,
@@ -35,24 +35,24 @@ def _members(indexes: IndexSet) -> list[int]:
 
 
 @st.composite
-def factors(draw: st.DrawFn) -> tuple[Factor, tuple[int, int]]:
+def factors(draw: st.DrawFn) -> tuple[DimFactor, tuple[int, int]]:
     """A factor and a part of its axis."""
     low = draw(st.integers(0, 5))
     interval = (low, low + draw(st.integers(1, 4)))
     if draw(st.booleans()):
         size = draw(st.integers(1, 6))
         start = draw(st.integers(0, size - 1))
-        return Factor(size, None, start, 1, draw(st.integers(1, size - start))), interval
+        return DimFactor(size, None, start, 1, draw(st.integers(1, size - start))), interval
     stride = draw(st.integers(1, 3))
     # Windows overlap or touch, as those of convolutions with their slack do.
     extent = draw(st.integers(stride, 5))
-    return Factor(draw(st.integers(1, 12)), 0, draw(st.integers(-3, 3)), stride, extent), interval
+    return DimFactor(draw(st.integers(1, 12)), 0, draw(st.integers(-3, 3)), stride, extent), interval
 
 
 @given(st.lists(factors(), min_size=1, max_size=3))
-def test_dim_indexes_is_what_enumeration_touches(listed: list[tuple[Factor, tuple[int, int]]]) -> None:
+def test_dim_indexes_is_what_enumeration_touches(listed: list[tuple[DimFactor, tuple[int, int]]]) -> None:
     dim = tuple(
-        Factor(f.size, None if f.axis is None else position, f.start, f.stride, f.extent)
+        DimFactor(f.size, None if f.axis is None else position, f.start, f.stride, f.extent)
         for position, (f, _) in enumerate(listed)
     )
     points = [interval for _, interval in listed]
@@ -136,7 +136,7 @@ def test_a_split_of_an_inner_factor_is_several_intervals() -> None:
 
 def test_windows_are_not_refinable() -> None:
     axes = (Axis("height", 6, AxisKind.ATTRIBUTE), REPLICA_AXIS)
-    window = (Factor(12, 0, -1, 2, 3),)
+    window = (DimFactor(12, 0, -1, 2, 3),)
     space = IterationSpace(axes, ((window,),), ((along(0, 6),),))
     assert refinable(space) == frozenset()
     assert count(dim_indexes(window, [(0, 3)])) == 6
@@ -146,8 +146,8 @@ def test_windows_are_not_refinable() -> None:
 
 def test_factors_longer_or_shorter_than_their_axis_are_not_refinable() -> None:
     axes = (Axis("sample", 4, AxisKind.SAMPLE), Axis("length", 6, AxisKind.ATTRIBUTE), REPLICA_AXIS)
-    sliced = ((Factor(4, 0),), (Factor(8, 1),))
-    padded = ((Factor(4, 0),), (Factor(5, 1),))
+    sliced = ((DimFactor(4, 0),), (DimFactor(8, 1),))
+    padded = ((DimFactor(4, 0),), (DimFactor(5, 1),))
     for operand in (sliced, padded):
         space = IterationSpace(axes, (operand,), ((along(0, 4), along(1, 6)),))
         assert refinable(space) == {0}

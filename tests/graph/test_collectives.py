@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from graph.axes import REPLICA_AXIS, Axis, AxisKind, Factor, IterationSpace, along, operand_regions, whole
+from graph.axes import REPLICA_AXIS, Axis, AxisKind, DimFactor, IterationSpace, along, operand_regions, whole
 from graph.collectives import (
     BACKWARD,
     FEWEST_DEVICES,
@@ -24,7 +24,7 @@ from graph.collectives import (
     recognize,
     sent,
 )
-from graph.exchange import Assembly, Reading, exchange
+from graph.exchange import Assembly, Consumer, exchange
 from graph.intervals import Region, relative_region, shape, volume
 from graph.strategy import Configuration
 
@@ -53,7 +53,7 @@ def reader(*, rows: str = "own", columns: str = "own") -> IterationSpace:
     )
     row_maps = {
         "own": along(0, ROWS),
-        "window": (Factor(ROWS, 0, start=-1, extent=3),),
+        "window": (DimFactor(ROWS, 0, start=-1, extent=3),),
         "all": whole(ROWS),
     }
     column_maps = {"own": along(1, COLUMNS), "all": whole(COLUMNS)}
@@ -102,7 +102,7 @@ def case(
     made_by = producer()
     devices = 1 + max([*made.devices, *(d for _, c in readings for d in c.devices)])
     node_of = [device * nodes // devices for device in range(devices)]
-    read_by = [Reading(1 + index, 0, space, c) for index, (space, c) in enumerate(readings)]
+    read_by = [Consumer(1 + index, 0, space, c) for index, (space, c) in enumerate(readings)]
     regions = operand_regions(made_by.axes, made_by.outputs[0], made.degrees)
     return Case(made, exchange(made_by, 0, made, read_by, node_of), regions)
 

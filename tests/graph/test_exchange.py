@@ -12,18 +12,18 @@ from graph.axes import (
     REPLICA_AXIS,
     Axis,
     AxisKind,
-    Factor,
+    DimFactor,
     IterationSpace,
     along,
     operand_regions,
     tasks,
     whole,
 )
-from graph.exchange import Reading, exchange
-from graph.holdings import cells, held_regions
+from graph.exchange import Consumer, exchange
 from graph.intervals import Region, intersect, normalize, positions, subtract, volume
 from graph.plan import build_plan, value_exchange
 from graph.strategy import Configuration
+from graph.weight_placement import cells, held_regions
 from search.space.baselines import random_strategy
 from tests.search.builders import branches, unrolled
 
@@ -61,7 +61,7 @@ def linear_space(rng: np.random.Generator) -> IterationSpace:
         Axis("in", 6, AxisKind.REDUCTION),
         REPLICA_AXIS,
     )
-    return IterationSpace(axes, (), ((along(0, 12), (Factor(2, 1), Factor(5, 2))),))
+    return IterationSpace(axes, (), ((along(0, 12), (DimFactor(2, 1), DimFactor(5, 2))),))
 
 
 def reader_space(rng: np.random.Generator) -> IterationSpace:
@@ -72,8 +72,8 @@ def reader_space(rng: np.random.Generator) -> IterationSpace:
         Axis("right", 2, AxisKind.PARAMETER),
         REPLICA_AXIS,
     )
-    rows = (Factor(12, 0, start=-1, stride=1, extent=3),) if rng.random() < 0.5 else whole(12)
-    return IterationSpace(axes, ((rows, (Factor(5, 1), Factor(2, 2))),), ())
+    rows = (DimFactor(12, 0, start=-1, stride=1, extent=3),) if rng.random() < 0.5 else whole(12)
+    return IterationSpace(axes, ((rows, (DimFactor(5, 1), DimFactor(2, 2))),), ())
 
 
 def random_configuration(rng: np.random.Generator, space: IterationSpace, device_count: int) -> Configuration:
@@ -87,7 +87,7 @@ def test_every_needed_element_comes_once_from_each_partial_sum(seed: int) -> Non
     producer, reader = linear_space(rng), reader_space(rng)
     made, read = random_configuration(rng, producer, 4), random_configuration(rng, reader, 4)
     node_of = [0, 0, 1, 1]
-    result = exchange(producer, 0, made, [Reading(1, 0, reader, read)], node_of)
+    result = exchange(producer, 0, made, [Consumer(1, 0, reader, read)], node_of)
 
     needed = operand_regions(reader.axes, reader.inputs[0], read.degrees)
     seen = {(r.task, r.slot) for assembly in result for r in assembly.readers}
@@ -112,7 +112,7 @@ def test_a_local_replica_is_read_before_one_in_the_node_before_any_other(seed: i
     made = Configuration((1, 1, 1, 1, 3), tuple(int(d) for d in rng.integers(0, 6, 3)))
     read = random_configuration(rng, reader, 6)
     node_of = [0, 0, 1, 1, 2, 2]
-    for assembly in exchange(producer, 0, made, [Reading(1, 0, reader, read)], node_of):
+    for assembly in exchange(producer, 0, made, [Consumer(1, 0, reader, read)], node_of):
         (piece,) = assembly.pieces
         if assembly.device in made.devices:
             assert piece.source_device == assembly.device

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from graph.canonical import digest
 from graph.errors import StrategyError
-from graph.holdings import Cell, gathered_elements, share_elements, shares
 from graph.importer import import_module
 from graph.intervals import IndexSet, Region, count, intersect_regions, normalize, slice_of, volume
 from graph.plan import build_plan
 from graph.strategy import FORMAT, Sharding, stays_whole, strategy_from_json
+from graph.weight_placement import Cell, gathered_elements, share_elements, shares
 from search.space.baselines import data_parallel, fsdp, zero
 from tests.search.builders import statistics, two_layers
 

@@ -186,7 +186,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_gradients(
-    part: rules.Part,
+    part: rules.TaskPart,
     flags: Sequence[bool],
     local: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],

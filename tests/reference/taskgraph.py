@@ -10,7 +10,7 @@ from graph.collectives import BACKWARD, Collective, CollectiveKind, moved, sent
 from graph.exchange import Assembly, piece_bytes
 from graph.intervals import volume
 from graph.operators import Operator, OperatorGraph, ValueKind
-from graph.plan import Gather, Plan, build_plan, weight_holdings
+from graph.plan import Gather, Plan, build_plan, weight_placement
 from graph.strategy import Sharding, Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
@@ -425,7 +425,7 @@ class Deriver:
         state = OPTIMIZER_STATE[self.training.optimizer]
         for value in self.graph.values:
             if value.kind is not ValueKind.OPERATOR:
-                for device, region in weight_holdings(self.graph, self.strategy, value.name).items():
+                for device, region in weight_placement(self.graph, self.strategy, value.name).items():
                     elements = volume(region)
                     if self.plan.sharding.get(value.name) is Sharding.PARAMETERS:
                         elements = self.updated(value.name, device)

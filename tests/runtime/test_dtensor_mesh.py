@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from graph.axes import REPLICA_AXIS, Axis, AxisKind, Factor, IterationSpace
+from graph.axes import REPLICA_AXIS, Axis, AxisKind, DimFactor, IterationSpace
 from graph.errors import StrategyError
 from graph.intervals import Region
 from graph.operators import Operator, OperatorGraph, TensorSpec, Value, ValueKind
@@ -250,7 +250,7 @@ def test_what_no_mesh_expresses_is_refused_with_the_reason(
 
 def test_an_axis_along_two_dims_is_refused() -> None:
     """A diagonal: no rule has one, but nothing forbids it."""
-    dim = (Factor(4, 0),)
+    dim = (DimFactor(4, 0),)
     space = IterationSpace((Axis("point", 4, AxisKind.SAMPLE), REPLICA_AXIS), ((dim, dim),), ((dim,),))
     operator = Operator("diagonal", "test.diagonal", (), ("input.0",), ("diagonal",), space)
     spec = TensorSpec((4, 4), "float32")

@@ -11,7 +11,7 @@ from graph.axes import (
     Axis,
     AxisKind,
     Degrees,
-    Factor,
+    DimFactor,
     IterationSpace,
     OperandMap,
     along,
@@ -145,7 +145,7 @@ class GraphBuilder:
         """A pooling of kernel 3, stride 1, padding 1 along the second dim."""
         samples, length = self.spec(source).shape
         axes = (Axis("sample", samples, SAMPLE), Axis("length", length, ATTRIBUTE))
-        touched = (Factor(length, 1, start=-1, stride=1, extent=3),)
+        touched = (DimFactor(length, 1, start=-1, stride=1, extent=3),)
         self.operator(
             name,
             "aten.avg_pool1d.default",
@@ -170,7 +170,7 @@ class GraphBuilder:
             [(name, (samples, sum(sizes)))],
             axes,
             [
-                (along(0, samples), (Factor(size, 1, -start),))
+                (along(0, samples), (DimFactor(size, 1, -start),))
                 for size, start in zip(sizes, starts, strict=True)
             ],
             [(along(0, samples), along(1, sum(sizes)))],
@@ -222,7 +222,7 @@ class GraphBuilder:
             Axis("group", groups, PARAMETER),
             Axis("inner", inner, ATTRIBUTE),
         )
-        fused = (Factor(2, None, 1, 1, 1), Factor(groups, 1), Factor(inner, 2))
+        fused = (DimFactor(2, None, 1, 1, 1), DimFactor(groups, 1), DimFactor(inner, 2))
         self.operator(
             name,
             "aten.slice.Tensor",
@@ -230,7 +230,7 @@ class GraphBuilder:
             [(name, (samples, groups * inner))],
             axes,
             [(along(0, samples), fused)],
-            [(along(0, samples), (Factor(groups, 1), Factor(inner, 2)))],
+            [(along(0, samples), (DimFactor(groups, 1), DimFactor(inner, 2)))],
         )
         return name
 

@@ -10,7 +10,7 @@ from graph.axes import AxisKind
 from graph.importer import import_module
 from graph.intervals import shape
 from graph.operators import OperatorGraph
-from graph.plan import weight_holdings
+from graph.plan import weight_placement
 from graph.strategy import Strategy
 from graph.zoo import build, zoo_names
 from search.space.baselines import (
@@ -38,7 +38,7 @@ def small(name: str) -> OperatorGraph:
 
 def held_shapes(graph: OperatorGraph, strategy: Strategy, weight: str) -> list[tuple[int, ...]]:
     """Return the shape of what each device holds of a weight."""
-    held = weight_holdings(graph, strategy, weight)
+    held = weight_placement(graph, strategy, weight)
     return [shape(held[device]) for device in sorted(held)]
 
 
@@ -57,7 +57,7 @@ def test_heads_columns_rows_and_vocabulary_of_gpt2_are_split() -> None:
     }
     for name, held in expected.items():
         assert held_shapes(graph, strategy, name) == [held, held], name
-    projection = weight_holdings(graph, strategy, "layers.0.attention.projection.weight")
+    projection = weight_placement(graph, strategy, "layers.0.attention.projection.weight")
     assert projection[0][0] == ((0, 8), (16, 24), (32, 40))
 
 
@@ -86,7 +86,7 @@ def test_ranks_of_one_tensor_parallel_group_stand_side_by_side() -> None:
     first = strategy.configurations[0]
     assert first.degrees == (3, 2, 1, 1)
     assert first.devices == (0, 1, 2, 3, 4, 5)
-    held = weight_holdings(graph, strategy, "layers.0.weight")
+    held = weight_placement(graph, strategy, "layers.0.weight")
     assert [held[device] for device in range(6)] == [held[device % 2] for device in range(6)]
 
 

@@ -1,4 +1,4 @@
-"""Who holds what, for arrays of devices, against `graph.holdings` device by device; sets of devices met together."""
+"""Who holds what, for arrays of devices, against `graph.weight_placement` device by device."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from graph.axes import operand_regions
-from graph.holdings import Cell, cells, held_regions
 from graph.intervals import IndexSet, Region, normalize, shape, volume
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
+from graph.weight_placement import Cell, cells, held_regions
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
 from search.simulate.arrays import HoldStore, static_values

@@ -12,12 +12,12 @@ from graph.axes import operand_regions
 from graph.collectives import BACKWARD, SUMMABLE, moved, recognize
 from graph.errors import UsageError
 from graph.exchange import exchange
-from graph.holdings import cell_elements, cells, held_regions
 from graph.intervals import volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.plan import readings_of
+from graph.plan import consumers_of
 from graph.strategy import Strategy
 from graph.training import Training
+from graph.weight_placement import cell_elements, cells, held_regions
 from search.algorithms.optcnn import additive_ns, default_space, optcnn
 from search.bounds.elimination import CostFunction, TooWide, minimize
 from search.cost.cost_table import CostTable, nanoseconds
@@ -59,7 +59,7 @@ def _exchange_ns(one: Problem, strategy: Strategy, name: str, reading: int) -> i
     graph, topology = one.graph, one.topology
     producer, output = graph.producer[name]
     spec = graph.value_by_name[name].spec
-    read = readings_of(graph, strategy, name)[reading]
+    read = consumers_of(graph, strategy, name)[reading]
     assemblies = exchange(
         graph.operators[producer].space,
         output,

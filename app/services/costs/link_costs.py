@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from app.db.records import LinkCostRecord, LinkFitRecord
 from app.db.store import Store
-from app.services.costs.machine import Machine
+from app.services.costs.machine import LocalMachine
 from app.services.progress import Progress
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
@@ -72,7 +72,7 @@ def is_of_one_group(pattern: str) -> bool:
 # ---- from fits
 
 
-def stored_links(store: Store, machine: Machine) -> LocalLinks | None:
+def stored_links(store: Store, machine: LocalMachine) -> LocalLinks | None:
     """Return what an earlier probe of as many devices measured in this environment, or None."""
     fits = store.link_fits(machine.links_kind_id, machine.environment_id)
     return links_of(fits, [device.index for device in machine.devices])
@@ -202,7 +202,7 @@ def undisturbed_probe(measure: Callable[[], LinkProbe], progress: Progress) -> L
     return quietest
 
 
-def probe(store: Store, machine: Machine, progress: Progress) -> LocalLinks:
+def probe(store: Store, machine: LocalMachine, progress: Progress) -> LocalLinks:
     """Measure the links between the machine's devices, store raw samples and fits, and return the fits."""
     from app.services.costs.exchange_overhead import overhead_jobs
     from profiler.links import LinkOptions, probe_links
@@ -296,7 +296,7 @@ def _named(
 
 
 def local_links(
-    store: Store, machine: Machine, progress: Progress, *, again: bool = False, complete: bool = False
+    store: Store, machine: LocalMachine, progress: Progress, *, again: bool = False, complete: bool = False
 ) -> LocalLinks | None:
     """Return the machine's links from the database, measuring them where nobody has; None for a single device.
 
@@ -319,7 +319,7 @@ def local_links(
     return links
 
 
-def topology_of(machine: Machine, links: LocalLinks | None) -> Topology:
+def topology_of(machine: LocalMachine, links: LocalLinks | None) -> Topology:
     """Return the topology `local` of this machine's devices."""
     kinds = [device.kind for device in machine.devices]
     if links is None:

@@ -36,7 +36,7 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """Devices of this machine, of one kind or of several, and the rows of their kinds and environment.
 
     `links_kind_id` is the row under which links between them are kept: that of their kind, or of their mix, which is
@@ -101,7 +101,7 @@ def local_devices(processor: Processor, count: int | None) -> tuple[PhysicalDevi
     return devices if count is None else select_devices("cuda", tuple(range(count)), "--devices")
 
 
-def describe(store: Store, devices: Sequence[PhysicalDevice]) -> Machine:
+def describe(store: Store, devices: Sequence[PhysicalDevice]) -> LocalMachine:
     """Store the devices' kinds and this environment, and return them with their ids.
 
     Raises:
@@ -128,7 +128,7 @@ def describe(store: Store, devices: Sequence[PhysicalDevice]) -> Machine:
         )
         for name, kind in kinds.items()
     )
-    return Machine(tuple(devices), groups, environment_id, _links_kind(store, devices, groups))
+    return LocalMachine(tuple(devices), groups, environment_id, _links_kind(store, devices, groups))
 
 
 def links_kind_name(kind_names: Sequence[str]) -> str:

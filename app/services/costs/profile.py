@@ -12,7 +12,7 @@ from app.services.costs.environments import say_unused
 from app.services.costs.link_costs import local_links
 from app.services.costs.machine import (
     DeviceGroup,
-    Machine,
+    LocalMachine,
     Processor,
     default_processor,
     describe,
@@ -288,7 +288,7 @@ def _devices_of(
 
 def profile(
     store: Store,
-    machine: Machine,
+    machine: LocalMachine,
     models: Sequence[ImportedModel],
     optimizers: Sequence[str],
     progress: Progress,

@@ -26,7 +26,7 @@ from app.services.costs.environments import say_unused, say_used, used_environme
 from app.services.costs.link_costs import LocalLinks, local_links, topology_of
 from app.services.costs.machine import (
     DeviceGroup,
-    Machine,
+    LocalMachine,
     Processor,
     default_processor,
     describe,
@@ -60,7 +60,7 @@ SURELY_TOO_FULL = 1.5
 
 Of what was measured, the sum was 0.49 to 1.11 times as much as the walk (docs/memory.md).
 """
-Walk = Literal["always", "nearly full", "never"]
+MemoryWalk = Literal["always", "nearly full", "never"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Target:
     """Where a strategy is to run: a topology, and this machine where the topology is `local`."""
 
     topology: Topology
-    machine: Machine | None
+    machine: LocalMachine | None
     links: LocalLinks | None
 
     def group(self, kind_name: str) -> DeviceGroup | None:
@@ -317,7 +317,7 @@ def predict(
     *,
     order: TaskOrder = "program",
     search_id: int | None = None,
-    walk: Walk = "nearly full",
+    walk: MemoryWalk = "nearly full",
 ) -> tuple[int, Simulation]:
     """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation.
 

@@ -47,7 +47,7 @@ class SearchCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class MeasuredStrategy:
     """A strategy's predicted and measured step time."""
 
     model: str
@@ -98,7 +98,7 @@ class ReportData:
 
     summaries: tuple[Summary, ...]
     curves: tuple[SearchCurve, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[MeasuredStrategy, ...]
     costs: Costs | None
 
 
@@ -181,14 +181,14 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
     )
 
 
-def _pairs(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[Pair, ...]:
+def _pairs(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[MeasuredStrategy, ...]:
     rows = connection.execute(
         f"SELECT model, topology, {_TRAINING}, strategy, source, predicted_s, measured_median_s "
         f"FROM predicted_vs_measured WHERE {_WANTED} AND predicted_s > 0 AND measured_median_s > 0 "
         f"ORDER BY ALL LIMIT {PAIRS_SHOWN}",
         _names(wanted),
     ).fetchall()
-    return tuple(Pair(*row) for row in rows)
+    return tuple(MeasuredStrategy(*row) for row in rows)
 
 
 def _costs(connection: duckdb.DuckDBPyConnection) -> Costs | None:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from app.services.report.data import Costs, Pair, SearchCurve
+from app.services.report.data import Costs, MeasuredStrategy, SearchCurve
 from app.services.timeline.timeline import Timeline
 
 Figure = dict[str, Any]
@@ -90,9 +90,9 @@ def search_curves(curves: Sequence[SearchCurve]) -> Figure:
     }  # fmt: skip
 
 
-def predicted_against_measured(pairs: Sequence[Pair]) -> Figure:
+def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
     """Return a point a strategy that was run; the line is where prediction and measurement agree."""
-    groups: dict[str, list[Pair]] = defaultdict(list)
+    groups: dict[str, list[MeasuredStrategy]] = defaultdict(list)
     for pair in pairs:
         groups[f"{pair.model} on {pair.topology}"].append(pair)
     ends = [value * 1e3 for pair in pairs for value in (pair.predicted_s, pair.measured_s)]

@@ -12,7 +12,7 @@ from math import sqrt
 from typing import Any
 
 from app.services.report.figures import Figure, layout, plain
-from app.services.timeline.case import Case
+from app.services.timeline.simulated_step import SimulatedStep
 from app.services.timeline.timeline import Timeline
 
 CONFIGURATIONS_SHOWN = 12
@@ -20,10 +20,10 @@ ALONE_IN_A_ROW = 20
 _OTHERS = "other configurations"
 
 
-def strategy_on_graph(case: Case, simulated: Timeline) -> Figure:
-    """Return the operator graph of a case, each operator with its degrees, devices and simulated time."""
-    graph, strategy = case.graph, case.strategy
-    places = _places(case)
+def strategy_on_graph(step: SimulatedStep, simulated: Timeline) -> Figure:
+    """Return the operator graph of a simulated step, each operator with its degrees, devices and simulated time."""
+    graph, strategy = step.graph, step.strategy
+    places = _places(step)
     edges: dict[str, list[float | None]] = {"x": [], "y": []}
     for name, (producer, _) in graph.producer.items():
         for consumer, _ in graph.consumers.get(name, ()):
@@ -87,9 +87,9 @@ def strategy_on_graph(case: Case, simulated: Timeline) -> Figure:
     }
 
 
-def _places(case: Case) -> list[tuple[float, float]]:
+def _places(step: SimulatedStep) -> list[tuple[float, float]]:
     """Return (column, row) of every operator."""
-    graph = case.graph
+    graph = step.graph
     read = [
         [graph.producer[name][0] for name in operator.inputs if name in graph.producer]
         for operator in graph.operators

@@ -19,7 +19,7 @@ from app.services.report import figures
 from app.services.report.data import Filter, ReportData, read_report_data
 from app.services.report.graph import strategy_on_graph
 from app.services.timeline.attribution import Attribution, attribute
-from app.services.timeline.case import Case, execution_case, strategy_case
+from app.services.timeline.simulated_step import SimulatedStep, step_of_execution, step_of_strategy
 from app.services.timeline.store import Recording, find_recording, read_recording, recording_path
 from app.services.timeline.trace import timelines_of
 from graph.errors import SoapstoneError, UsageError
@@ -41,7 +41,7 @@ class ReportRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """A table of a section."""
 
     columns: tuple[str, ...]
@@ -56,14 +56,14 @@ class Section:
     title: str
     text: str
     figure: figures.Figure | None = None
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnStep:
     """The step that is drawn, and its recording where there is one."""
 
-    case: Case
+    step: SimulatedStep
     recording: Recording | None
     attribution: Attribution | None
     peaks: Mapping[str, Sequence[int]]
@@ -178,25 +178,25 @@ def _checked(store: Store, request: ReportRequest) -> Filter:
 
 def _drawn(
     store: Store, request: ReportRequest, wanted: Filter, progress: Progress
-) -> tuple[Drawn | None, str]:
+) -> tuple[DrawnStep | None, str]:
     """Return the step to draw, or None and why there is none."""
     if request.execution is not None:
         execution = store.execution(request.execution)
-        case = execution_case(store, execution, progress)
+        step = step_of_execution(store, execution, progress)
         recorded = recording_path(store, execution).is_file()
-        return _with_peaks(store, case, read_recording(store, execution) if recorded else None), ""
+        return _with_peaks(store, step, read_recording(store, execution) if recorded else None), ""
     reference = request.strategy or _chosen(store, wanted)
     if reference is None:
         return None, "No strategy is stored yet: app search, then app run."
     try:
-        case = strategy_case(store, reference, request.topology, progress)
+        step = step_of_strategy(store, reference, request.topology, progress)
     except SoapstoneError as error:
         if request.strategy is not None:
             raise
         # Nobody asked for this strategy: the rest of the report stands without it.
         return None, f"Strategy {reference} cannot be drawn: {error}."
-    recording = find_recording(store, case.record.id, case.topology_id, case.training_id)
-    return _with_peaks(store, case, recording), ""
+    recording = find_recording(store, step.record.id, step.topology_id, step.training_id)
+    return _with_peaks(store, step, recording), ""
 
 
 def _chosen(store: Store, wanted: Filter) -> str | None:
@@ -225,22 +225,22 @@ def _chosen(store: Store, wanted: Filter) -> str | None:
     return None
 
 
-def _with_peaks(store: Store, case: Case, recording: Recording | None) -> Drawn:
+def _with_peaks(store: Store, step: SimulatedStep, recording: Recording | None) -> DrawnStep:
     """Add the peaks of the other strategies that are stored for the same graph, topology and training."""
-    peaks = {f"this one, {case.record.digest[:12]}": case.simulation.peak_memory_bytes}
+    peaks = {f"this one, {step.record.digest[:12]}": step.simulation.peak_memory_bytes}
     ranked = store.best_strategies(
-        case.record.graph_id, case.topology_id, case.training_id, limit=STRATEGIES_COMPARED
+        step.record.graph_id, step.topology_id, step.training_id, limit=STRATEGIES_COMPARED
     )
     for one in ranked:
-        if one.strategy.id != case.record.id:
+        if one.strategy.id != step.record.id:
             peaks[f"{one.strategy.source} {one.strategy.digest[:12]}"] = one.simulation.peak_bytes
-    attribution = None if recording is None else attribute(case.simulation, recording)
-    return Drawn(case, recording, attribution, peaks)
+    attribution = None if recording is None else attribute(step.simulation, recording)
+    return DrawnStep(step, recording, attribution, peaks)
 
 
 def _sections(data: ReportData) -> tuple[Section, ...]:
     """Return what the report shows of the database itself."""
-    best = Table(
+    best = ReportTable(
         (
             "model",
             "topology",
@@ -300,7 +300,7 @@ def _sections(data: ReportData) -> tuple[Section, ...]:
     )
 
 
-def _step_sections(drawn: Drawn | None, reason: str) -> tuple[Section, ...]:
+def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
     """Return what the report shows of one strategy's step."""
     titles = {
         "timeline": "Timeline",
@@ -309,11 +309,11 @@ def _step_sections(drawn: Drawn | None, reason: str) -> tuple[Section, ...]:
     }
     if drawn is None:
         return tuple(Section(name, title, reason) for name, title in titles.items())
-    case, recording = drawn.case, drawn.recording
-    timelines = timelines_of(case, recording)
+    step, recording = drawn.step, drawn.recording
+    timelines = timelines_of(step, recording)
     of = (
-        f"{case.graph.name}, batch size {case.training.batch_size}, on {case.topology.name}, strategy "
-        f"{case.record.digest[:12]} ({case.record.source})"
+        f"{step.graph.name}, batch size {step.training.batch_size}, on {step.topology.name}, strategy "
+        f"{step.record.digest[:12]} ({step.record.source})"
     )
     measured = (
         "no run of it recorded its steps (app run --profile)"
@@ -322,13 +322,13 @@ def _step_sections(drawn: Drawn | None, reason: str) -> tuple[Section, ...]:
     )
     peaks = figures.memory(
         drawn.peaks,
-        [case.topology.kind_of(device.index).memory_bytes for device in case.topology.devices],
+        [step.topology.kind_of(device.index).memory_bytes for device in step.topology.devices],
     )
     return (
         Section(
             "timeline",
             titles["timeline"],
-            f"{of}: simulated step {_ms(case.simulation.step_time_s)}, {measured}.",
+            f"{of}: simulated step {_ms(step.simulation.step_time_s)}, {measured}.",
             figures.timeline(timelines),
             () if drawn.attribution is None else _attribution_tables(drawn.attribution),
         ),
@@ -336,16 +336,16 @@ def _step_sections(drawn: Drawn | None, reason: str) -> tuple[Section, ...]:
             "graph",
             titles["graph"],
             f"{of}. Colour: degrees and devices; size: simulated time.",
-            strategy_on_graph(case, timelines["simulated"]),
+            strategy_on_graph(step, timelines["simulated"]),
         ),
         Section("memory", titles["memory"], f"{of}, and others that are stored: predicted peaks.", peaks),
     )
 
 
-def _attribution_tables(attribution: Attribution) -> tuple[Table, ...]:
+def _attribution_tables(attribution: Attribution) -> tuple[ReportTable, ...]:
     columns = ("kind", "what", "predicted", "measured", "difference")
     return tuple(
-        Table(
+        ReportTable(
             columns,
             tuple(
                 (row.kind, row.subject, _ms(row.predicted_s), _ms(row.measured_s), _ms(row.difference_s))

@@ -32,7 +32,7 @@ MEASURED = "ranks"
 
 
 @dataclass(frozen=True)
-class Member:
+class RankDevice:
     """One rank: its host and the kind of its device."""
 
     host: str
@@ -74,16 +74,16 @@ def own_device(devices: Sequence[PhysicalDevice]) -> PhysicalDevice:
     return devices[rank_variable("LOCAL_RANK", 0)]
 
 
-def members(device: PhysicalDevice) -> list[Member]:
+def members(device: PhysicalDevice) -> list[RankDevice]:
     """Return all ranks, by rank; every rank must call it."""
-    found: list[Member] = gather_everywhere(Member(own_host(), device.kind))
+    found: list[RankDevice] = gather_everywhere(RankDevice(own_host(), device.kind))
     return found
 
 
 def cluster_target(
     store: Store,
     launched: LaunchedRanks,
-    ranks: Sequence[Member],
+    ranks: Sequence[RankDevice],
     devices: tuple[PhysicalDevice, ...],
     topology: str,
     wanted: int | None,
@@ -171,7 +171,7 @@ def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
     return summarize(gather_everywhere(probe_joined(device, plan)))
 
 
-def measured_links(ranks: Sequence[Member], probe: LinkProbe) -> LocalLinks:
+def measured_links(ranks: Sequence[RankDevice], probe: LinkProbe) -> LocalLinks:
     """Return what predictions take of a probe of all ranks."""
     places, kinds = range(len(ranks)), [member.kind.name for member in ranks]
     links = links_of(fit_records(probe, places, kinds, alike=False), places)
@@ -180,7 +180,7 @@ def measured_links(ranks: Sequence[Member], probe: LinkProbe) -> LocalLinks:
     return links
 
 
-def measured_topology(ranks: Sequence[Member], nodes: Sequence[int], probe: LinkProbe) -> Topology:
+def measured_topology(ranks: Sequence[RankDevice], nodes: Sequence[int], probe: LinkProbe) -> Topology:
     """Return the topology of the ranks: inside a host a link a pair, between hosts each host's two network links."""
     kinds = {member.kind.name: member.kind for member in ranks}
     local_index: dict[int, int] = {}
@@ -229,7 +229,7 @@ def measured_topology(ranks: Sequence[Member], nodes: Sequence[int], probe: Link
     )
 
 
-def _contention(ranks: Sequence[Member], probe: LinkProbe) -> list[tuple[str, float]]:
+def _contention(ranks: Sequence[RankDevice], probe: LinkProbe) -> list[tuple[str, float]]:
     """Return each device kind's contention: the median over the ranks that have it."""
     by_kind: dict[str, list[float]] = {}
     for member, factor in zip(ranks, probe.contentions, strict=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from app.db.records import ExecutionRecord
 from app.db.store import Store
-from app.services.costs.machine import Machine, Processor, default_processor
+from app.services.costs.machine import LocalMachine, Processor, default_processor
 from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
@@ -27,11 +27,12 @@ from runtime.ranks.ranks import is_rank
 
 if TYPE_CHECKING:
     from runtime.jobs.job import Job, JobResult
+    from runtime.jobs.verify import Deviation
     from runtime.launch.rank_leader import LaunchedRanks
     from search.simulate.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
-    Start = Callable[[Job, Machine, float], JobResult | None]
+    Start = Callable[[Job, LocalMachine, float], JobResult | None]
     # Why a signal came, where that was not to interrupt the run.
     Cause = Callable[[], RuntimeFailure | None]
 
@@ -59,21 +60,6 @@ class RunRequest:
     topology: str = LOCAL
     recorded: int = 0
     recompute: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """How far one tensor is from the graph's on one device; `relative` is relative to its largest value.
-
-    what: "loss", "gradient", "weight" (after one update) or "buffer" (likewise); name: of the parameter or buffer.
-    """
-
-    what: str
-    name: str
-    absolute: float
-    relative: float
-    allowed: float
-    ok: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +156,7 @@ class RunReport:
                 {
                     "what": d.what,
                     "name": d.name,
-                    "absolute": d.absolute,
+                    "absolute": d.largest,
                     "relative": d.relative,
                     "allowed": d.allowed,
                     "ok": d.ok,
@@ -312,7 +298,7 @@ def _lead(
     ranks = launched.execute(lambda: cluster.members(device))
     model, training = _import(request, progress)
 
-    def start(job: Job, _machine: Machine, timeout_s: float) -> JobResult | None:
+    def start(job: Job, _machine: LocalMachine, timeout_s: float) -> JobResult | None:
         return cluster.lead(launched, job, device, timeout_s)
 
     with Store.open(database) as store:
@@ -404,7 +390,7 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
     )
 
 
-def _launch(job: Job, machine: Machine, timeout_s: float) -> JobResult | None:
+def _launch(job: Job, machine: LocalMachine, timeout_s: float) -> JobResult | None:
     """Start a process for each of this machine's devices."""
     from runtime.launch.torchrun import launch
 
@@ -427,10 +413,7 @@ def _finish(
     if result.verification is not None:
         from runtime.jobs.verify import by_severity
 
-        deviations = tuple(
-            Deviation(d.what, d.name, d.largest, d.relative, d.allowed, d.ok)
-            for d in by_severity(result.verification.deviations)
-        )
+        deviations = tuple(by_severity(result.verification.deviations))
         failure = result.verification.failure
     record = store.finish_execution(
         execution_id,

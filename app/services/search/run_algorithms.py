@@ -18,7 +18,7 @@ from graph.strategy import Strategy
 from profiler.pinning import usable_cores
 from search.algorithms import registry
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
-from search.algorithms.registry import AlgorithmContext, AlgorithmResult
+from search.algorithms.registry import Context, Found
 from search.cost.calls_to_profile import rule_calls
 from search.cost.cost_table import CostTable
 from search.parallel.fork import can_fork
@@ -28,7 +28,7 @@ from search.space.placements import Origin
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SearchPlan:
     """A search about to begin: its algorithms, what they begin with and, of a walk that is resumed, its chains.
 
     workers: how many processes walk chains at most.
@@ -93,7 +93,7 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
     )
 
 
-def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tuple[AlgorithmResult, ...]:
+def find(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -> tuple[Found, ...]:
     """Run the algorithms; every proposal of the walk goes into the trace.
 
     Raises:
@@ -114,7 +114,7 @@ def find(store: Store, setting: Setting, plan: Plan, progress: Progress) -> tupl
             recorded=reader.recorded_after(steps),
             first_code=reader.next_code(),
         )
-        context = AlgorithmContext(
+        context = Context(
             plan.options,
             tuple(start.strategy for start in plan.known),
             plan.resumed,

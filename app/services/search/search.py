@@ -25,8 +25,8 @@ from app.services.costs.operator_costs import OnMiss
 from app.services.models.models import ImportedModel, ModelRequest, import_graph, stored_request
 from app.services.predict.predict import (
     LOCAL,
+    MemoryWalk,
     Setting,
-    Walk,
     cost_environments,
     find_target,
     named_topology,
@@ -40,7 +40,7 @@ from app.services.progress import Progress
 from app.services.search.fitting_starts import fitting_starts, recomputed_starts
 from app.services.search.lower_bound import bounding
 from app.services.search.memory_repair import made_to_fit
-from app.services.search.run_algorithms import Plan, find, worker_count
+from app.services.search.run_algorithms import SearchPlan, find, worker_count
 from app.services.search.start_strategies import KnownStart, given_starts, known_starts, start_of
 from app.services.trace.replay import TraceReader, resumed_chains
 from graph.errors import UsageError
@@ -252,7 +252,7 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
             return _search(
                 store,
                 setting,
-                Plan(
+                SearchPlan(
                     search_id,
                     names,
                     options,
@@ -302,7 +302,7 @@ def resume_search(
             if resumed:
                 # Those before the walk are what some of its chains started from.
                 names = names[names.index("mcmc") :]
-            plan = Plan(
+            plan = SearchPlan(
                 search_id,
                 names,
                 options,
@@ -491,8 +491,8 @@ def _options(request: SearchRequest) -> mcmc.SearchOptions:
     )
 
 
-def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> SearchReport:
-    """Walk, and store how it ended."""
+def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -> SearchReport:
+    """MemoryWalk, and store how it ended."""
     search_id = plan.search_id
     status: SearchStatus = "failed"
     outcome: SearchOutcome | None = None
@@ -557,7 +557,7 @@ def _search(store: Store, setting: Setting, plan: Plan, progress: Progress) -> S
 
 
 def _recomputation(
-    store: Store, setting: Setting, plan: Plan, best: Prediction
+    store: Store, setting: Setting, plan: SearchPlan, best: Prediction
 ) -> RecomputationReport | None:
     """Return what the best strategy makes again, with what that costs and saves; None: nothing."""
     from search.simulate.simulator import simulate
@@ -589,7 +589,7 @@ def _algorithm_report(found: registry.AlgorithmResult) -> AlgorithmReport:
 def _best(
     store: Store,
     setting: Setting,
-    plan: Plan,
+    plan: SearchPlan,
     strategy: Strategy,
     baseline_of: Mapping[str, Strategy],
     known: list[Prediction],
@@ -605,7 +605,7 @@ def _best(
         if found.feasible:
             break
 
-        def peaks(one: Strategy, walk: Walk) -> tuple[int, ...]:
+        def peaks(one: Strategy, walk: MemoryWalk) -> tuple[int, ...]:
             return _predicted("found", one, "search", store, setting, plan, walk).peak_memory_bytes
 
         strategy = made_to_fit(
@@ -631,7 +631,7 @@ def _best(
 
 
 def _baselines(
-    store: Store, setting: Setting, plan: Plan, progress: Progress
+    store: Store, setting: Setting, plan: SearchPlan, progress: Progress
 ) -> tuple[dict[str, Strategy], list[Prediction]]:
     """Predict the baselines, and store them: those that chains start from, or all that there are.
 
@@ -644,7 +644,7 @@ def _baselines(
         if plan.compare_baselines
         else baselines.starting_baselines(graph, count)
     )
-    walk: Walk = "nearly full" if plan.compare_baselines else "never"
+    walk: MemoryWalk = "nearly full" if plan.compare_baselines else "never"
     predictions = []
     for one in found:
         source = source_of(one.name)
@@ -659,8 +659,8 @@ def _predicted(
     source: StrategySource,
     store: Store,
     setting: Setting,
-    plan: Plan,
-    walk: Walk = "nearly full",
+    plan: SearchPlan,
+    walk: MemoryWalk = "nearly full",
 ) -> Prediction:
     """Predict a strategy's step, and store it."""
     predicted = predict(

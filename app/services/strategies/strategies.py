@@ -21,7 +21,7 @@ from app.services.models.models import ModelRequest, import_graph
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.stored import strategy_of
-from app.services.timeline.case import Case, imported_graph, simulated_case
+from app.services.timeline.simulated_step import SimulatedStep, imported_graph, simulated_step
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, read_document, strategy_from_json, strategy_text
@@ -34,7 +34,7 @@ NEWEST = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCost:
+class SimulatedCost:
     """Seconds of the simulated step: of computing on the busiest device, and of all messages."""
 
     compute_s: float
@@ -47,7 +47,7 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SimulationSetting:
     """Where and how a strategy's step was simulated: stored rows, and their names."""
 
     topology_id: int
@@ -65,7 +65,7 @@ class ShownOperator:
     target: str
     degrees: Mapping[str, int]
     devices: tuple[int, ...]
-    cost: OperatorCost | None
+    cost: SimulatedCost | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class ShownStrategy:
 
     record: StrategyRecord
     model: str
-    setting: Setting | None
+    setting: SimulationSetting | None
     step_s: float | None
     measured_s: float | None
     operators: tuple[ShownOperator, ...]
-    shared: Mapping[str, OperatorCost]
+    shared: Mapping[str, SimulatedCost]
     sharding: Mapping[str, str] = field(default_factory=dict)
     recomputation: RecomputationReport | None = None
 
@@ -268,7 +268,7 @@ def _named_graph(store: Store, document: Any, file: Path) -> GraphRecord:
     return found
 
 
-def _setting(store: Store, records: list[StrategyRecord], topology: str | None) -> Setting | None:
+def _setting(store: Store, records: list[StrategyRecord], topology: str | None) -> SimulationSetting | None:
     """Return where to simulate: as the newest prediction of one of them, else of another for the same graph.
 
     Raises:
@@ -285,7 +285,7 @@ def _setting(store: Store, records: list[StrategyRecord], topology: str | None) 
             seen.add(names[one.topology_id])
             if topology in (None, names[one.topology_id]) and counts[one.topology_id] >= needed:
                 training = required(store.training(one.training_id), "trainings", one.training_id)
-                return Setting(
+                return SimulationSetting(
                     one.topology_id, one.training_id, names[one.topology_id], training.batch_size, one
                 )
     if topology is not None:
@@ -305,7 +305,7 @@ def _devices_used(record: StrategyRecord) -> int:
 def _shown(
     store: Store,
     record: StrategyRecord,
-    setting: Setting | None,
+    setting: SimulationSetting | None,
     graph: OperatorGraph | None,
     progress: Progress,
 ) -> tuple[ShownStrategy, OperatorGraph]:
@@ -317,8 +317,8 @@ def _shown(
         and setting is not None
         and (run.topology_id, run.training_id) == (setting.topology_id, setting.training_id)
     ]
-    costs: Mapping[str, OperatorCost] = {}
-    shared: Mapping[str, OperatorCost] = {}
+    costs: Mapping[str, SimulatedCost] = {}
+    shared: Mapping[str, SimulatedCost] = {}
     step_s = None
     recomputation = None
     if setting is None:
@@ -326,7 +326,7 @@ def _shown(
         strategy = strategy_of(record, graph)
     else:
         environment = next((run.environment_id for run in runs), None) or _environment(store, setting)
-        case = simulated_case(
+        step = simulated_step(
             store,
             record,
             setting.topology_id,
@@ -336,10 +336,10 @@ def _shown(
             progress=progress,
             graph=graph,
         )
-        graph, strategy, step_s = case.graph, case.strategy, case.simulation.step_time_s
-        costs, shared = operator_costs(case)
-        if case.kept is not None:
-            recomputation = recomputation_report(graph, strategy, case.simulation, case.kept)
+        graph, strategy, step_s = step.graph, step.strategy, step.simulation.step_time_s
+        costs, shared = operator_costs(step)
+        if step.kept is not None:
+            recomputation = recomputation_report(graph, strategy, step.simulation, step.kept)
     return (
         ShownStrategy(
             record,
@@ -359,13 +359,13 @@ def _shown(
     )
 
 
-def _environment(store: Store, setting: Setting) -> int | None:
+def _environment(store: Store, setting: SimulationSetting) -> int | None:
     """Return the environment that last ran anything on the setting's topology, or None: the newest costs of any."""
     runs = store.executions(limit=NEWEST)
     return next((run.environment_id for run in runs if run.topology_id == setting.topology_id), None)
 
 
-def _operator(operator: Operator, configuration: Configuration, cost: OperatorCost | None) -> ShownOperator:
+def _operator(operator: Operator, configuration: Configuration, cost: SimulatedCost | None) -> ShownOperator:
     degrees = {
         axis.name: degree
         for axis, degree in zip(operator.space.axes, configuration.degrees, strict=True)
@@ -374,11 +374,11 @@ def _operator(operator: Operator, configuration: Configuration, cost: OperatorCo
     return ShownOperator(operator.name, operator.target, degrees, configuration.devices, cost)
 
 
-def operator_costs(case: Case) -> tuple[dict[str, OperatorCost], dict[str, OperatorCost]]:
+def operator_costs(step: SimulatedStep) -> tuple[dict[str, SimulatedCost], dict[str, SimulatedCost]]:
     """Return the cost of each operator, and of what the operators share: weights' updates and gradients, buffers."""
     from app.services.timeline.timeline import Subjects
 
-    simulation, graph = case.simulation, case.graph
+    simulation, graph = step.simulation, step.graph
     tasks, subjects = simulation.tasks, Subjects(simulation)
     computing: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     moving: dict[str, int] = defaultdict(int)
@@ -393,8 +393,8 @@ def operator_costs(case: Case) -> tuple[dict[str, OperatorCost], dict[str, Opera
         moving["buffers" if subject.startswith("new ") else subject if producer is None
                else graph.operators[producer[0]].name] += duration_ns  # fmt: skip
 
-    def cost(name: str) -> OperatorCost:
-        return OperatorCost(max(computing[name].values(), default=0) / 1e9, moving[name] / 1e9)
+    def cost(name: str) -> SimulatedCost:
+        return SimulatedCost(max(computing[name].values(), default=0) / 1e9, moving[name] / 1e9)
 
     names = [operator.name for operator in graph.operators]
     shared = [name for name in (WEIGHTS, WEIGHT_GRADIENTS, "buffers") if computing[name] or moving[name]]

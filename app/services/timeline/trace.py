@@ -10,8 +10,8 @@ from app.db.store import Store
 from app.services.files import checked_target, replacing
 from app.services.progress import Progress
 from app.services.timeline.attribution import Attribution, attribute
-from app.services.timeline.case import Case, execution_case, strategy_case
 from app.services.timeline.chrome import chrome_trace, write_trace
+from app.services.timeline.simulated_step import SimulatedStep, step_of_execution, step_of_strategy
 from app.services.timeline.store import Recording, find_recording, read_recording
 from app.services.timeline.timeline import Timeline, simulated_timeline, with_waits
 from graph.errors import UsageError
@@ -69,20 +69,20 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
         )
     with Store.open(database) as store:
         target = checked_target(request.output, store.database, "--output")
-        case, recording = _find(store, request, progress)
-    attribution = None if recording is None else attribute(case.simulation, recording)
-    document = chrome_trace(timelines_of(case, recording), _facts(case, recording))
+        step, recording = _find(store, request, progress)
+    attribution = None if recording is None else attribute(step.simulation, recording)
+    document = chrome_trace(timelines_of(step, recording), _facts(step, recording))
     with replacing(target, "--output") as temporary:
         write_trace(document, temporary)
     return TraceReport(
         file=request.output,
-        model=case.graph.name,
-        strategy_digest=case.record.digest,
-        topology=case.topology.name,
-        devices=len(case.topology.devices),
+        model=step.graph.name,
+        strategy_digest=step.record.digest,
+        topology=step.topology.name,
+        devices=len(step.topology.devices),
         execution_id=None if recording is None else recording.execution_id,
         events=sum(event["ph"] == "X" for event in document["traceEvents"]),
-        simulated_s=case.simulation.step_time_s,
+        simulated_s=step.simulation.step_time_s,
         attribution=attribution,
     )
 
@@ -97,25 +97,25 @@ def attribution_of(execution_id: int, database: str | None, progress: Progress) 
     with Store.open(database) as store:
         execution = store.execution(execution_id)
         recording = read_recording(store, execution)
-        return attribute(execution_case(store, execution, progress).simulation, recording)
+        return attribute(step_of_execution(store, execution, progress).simulation, recording)
 
 
-def _find(store: Store, request: TraceRequest, progress: Progress) -> tuple[Case, Recording | None]:
+def _find(store: Store, request: TraceRequest, progress: Progress) -> tuple[SimulatedStep, Recording | None]:
     if request.execution is not None:
         execution = store.execution(request.execution)
         recording = read_recording(store, execution)
-        return execution_case(store, execution, progress), recording
-    case = strategy_case(store, str(request.strategy), request.topology, progress)
-    return case, find_recording(store, case.record.id, case.topology_id, case.training_id)
+        return step_of_execution(store, execution, progress), recording
+    step = step_of_strategy(store, str(request.strategy), request.topology, progress)
+    return step, find_recording(store, step.record.id, step.topology_id, step.training_id)
 
 
-def _facts(case: Case, recording: Recording | None) -> dict[str, Any]:
+def _facts(step: SimulatedStep, recording: Recording | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "model": case.graph.name,
-        "strategy": case.record.digest,
-        "topology": case.topology.name,
-        "batch size": case.training.batch_size,
-        "simulated step (ms)": case.simulation.step_time_s * 1e3,
+        "model": step.graph.name,
+        "strategy": step.record.digest,
+        "topology": step.topology.name,
+        "batch size": step.training.batch_size,
+        "simulated step (ms)": step.simulation.step_time_s * 1e3,
     }
     if recording is not None:
         facts["execution"] = recording.execution_id
@@ -123,9 +123,9 @@ def _facts(case: Case, recording: Recording | None) -> dict[str, Any]:
     return facts
 
 
-def timelines_of(case: Case, recording: Recording | None) -> dict[str, Timeline]:
-    """Return the timelines of a case by name: simulated, and measured where there is a recording."""
-    timelines = {"simulated": with_waits(case.simulation, simulated_timeline(case.simulation))}
+def timelines_of(step: SimulatedStep, recording: Recording | None) -> dict[str, Timeline]:
+    """Return the timelines of a simulated step by name: simulated, and measured where there is a recording."""
+    timelines = {"simulated": with_waits(step.simulation, simulated_timeline(step.simulation))}
     if recording is not None:
         timelines["measured"] = recording.typical
     return timelines

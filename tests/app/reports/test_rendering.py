@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from app.services.report import figures
-from app.services.report.data import CostPoint, Costs, Pair, SearchCurve
-from app.services.report.report import Section, Table, render
+from app.services.report.data import CostPoint, Costs, MeasuredStrategy, SearchCurve
+from app.services.report.report import ReportTable, Section, render
 from app.services.timeline.timeline import Slice, Timeline
 from tests.app.reports.browser import browser, opened
 
@@ -37,8 +37,8 @@ def sections(name: str) -> list[Section]:
     """Return a section for each figure, with that name wherever the database has one."""
     curve = SearchCurve(1, name, name, name, "finished", 30, 0.4, 0.2, 2.0, (0, 10, 30), (0.4, 0.3, 0.2))
     pairs = [
-        Pair(name, name, name, "c0ffee", name, 0.2, 0.25),
-        Pair("other", "local", "8, float32, sgd", "ab", "search", 0.1, 0.1),
+        MeasuredStrategy(name, name, name, "c0ffee", name, 0.2, 0.25),
+        MeasuredStrategy("other", "local", "8, float32, sgd", "ab", "search", 0.1, 0.1),
     ]
     points = tuple(
         CostPoint(name, phase, size, 4 * size, size * 1e-9)
@@ -57,7 +57,7 @@ def sections(name: str) -> list[Section]:
         "timeline": figures.timeline({"simulated": both, "measured": both}),
         "memory": figures.memory({name: (2**20, 2**21), "expert": (2**20, 2**20)}, (2**30, 2**30)),
     }
-    table = Table((name, "step"), ((name, "1 ms"),))
+    table = ReportTable((name, "step"), ((name, "1 ms"),))
     return [Section(key, name, name, figure, (table,)) for key, figure in drawn.items()]
 
 

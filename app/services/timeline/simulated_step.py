@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Case:
+class SimulatedStep:
     """A strategy on a topology under a training, and its simulation.
 
     kept: that of the same strategy with all activations kept; None where none are made again.
@@ -50,9 +50,9 @@ class Case:
     kept: Simulation | None = None
 
 
-def execution_case(store: Store, execution: ExecutionRecord, progress: Progress) -> Case:
+def step_of_execution(store: Store, execution: ExecutionRecord, progress: Progress) -> SimulatedStep:
     """Return what an execution ran, simulated with the costs of its environment."""
-    return simulated_case(
+    return simulated_step(
         store,
         store.strategy(execution.strategy_id),
         execution.topology_id,
@@ -63,8 +63,8 @@ def execution_case(store: Store, execution: ExecutionRecord, progress: Progress)
     )
 
 
-def strategy_case(store: Store, reference: str, topology: str | None, progress: Progress) -> Case:
-    """Return the newest simulated case of a strategy: an id or digest, on the topology of that name.
+def step_of_strategy(store: Store, reference: str, topology: str | None, progress: Progress) -> SimulatedStep:
+    """Return the newest simulated step of a strategy: an id or digest, on the topology of that name.
 
     Costs are those of the environment that last ran anything on that topology, else the newest of any.
 
@@ -83,7 +83,7 @@ def strategy_case(store: Store, reference: str, topology: str | None, progress: 
         )
     runs = store.executions(strategy_id=record.id)
     environment = next((run.environment_id for run in runs if run.topology_id == chosen.topology_id), None)
-    return simulated_case(
+    return simulated_step(
         store,
         record,
         chosen.topology_id,
@@ -112,7 +112,7 @@ def imported_graph(record: GraphRecord) -> OperatorGraph:
     return graph
 
 
-def simulated_case(
+def simulated_step(
     store: Store,
     record: StrategyRecord,
     topology_id: int,
@@ -122,7 +122,7 @@ def simulated_case(
     *,
     progress: Progress,
     graph: OperatorGraph | None = None,
-) -> Case:
+) -> SimulatedStep:
     """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
     from search.simulate.simulator import simulate
 
@@ -152,7 +152,9 @@ def simulated_case(
             kept = simulate(graph, plain, topology, costs, training, links=links, order=order)
     finally:
         progress.end()
-    return Case(record, graph, topology, training, strategy, simulation, topology_id, training_id, kept)
+    return SimulatedStep(
+        record, graph, topology, training, strategy, simulation, topology_id, training_id, kept
+    )
 
 
 def _costs(
