@@ -11,7 +11,7 @@ from app.cli import options
 
 if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
-    from app.services.search.search import SearchReport
+    from app.services.search.report import SearchReport
 
 
 def search(
@@ -150,7 +150,8 @@ def search(
     from app.cli.output import TerminalProgress
     from app.services.costs.operator_costs import ON_MISS
     from app.services.models.models import name_own_model, requested_model
-    from app.services.search.search import SearchRequest, resume_search, run_search
+    from app.services.search.request import SearchRequest
+    from app.services.search.search import resume_search, run_search
     from graph.errors import UsageError
 
     if resume is not None:
@@ -277,7 +278,7 @@ def _print(report: SearchReport) -> None:
     )
     if report.resumed_at is not None:
         print_lines(f"resumed after {report.resumed_at} proposals")
-    for start in report.known:
+    for start in report.starts:
         print_lines(f"starts also from known strategy {start.digest[:12]}, found for {start.found_for}")
     for one in report.algorithms:
         if (one.name, one.proven) != ("mcmc", ""):

@@ -70,7 +70,8 @@ def database() -> Iterator[None]:
 def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
     from app.services.models.models import import_graph, requested_model
     from app.services.progress import Silent
-    from app.services.search.search import SearchRequest, run_search
+    from app.services.search.request import SearchRequest
+    from app.services.search.search import run_search
 
     model = requested_model(name, preset, batch_size)
     search = run_search(

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.services.progress import Progress
-from app.services.search.search import Prediction, SearchReport, SearchRequest
+from app.services.search.report import Prediction, SearchReport
+from app.services.search.request import SearchRequest
 from graph.errors import StrategyError, UsageError
 from scripts.studies import experts
 from scripts.studies.cells import RECURRENT, STARTS, StudyCell
@@ -163,7 +164,7 @@ def _found(cell: StudyCell, report: SearchReport, expert: Document | None, datab
     _add_compute(strategies, database)
     optcnn = next((entry for entry in report.algorithms if entry.name == "optcnn"), None)
     walk = report.algorithms[-1]
-    starts = [*STARTS[: cell.chains], *[experts.NAME] * len(report.known), *(["optcnn"] if optcnn else [])]
+    starts = [*STARTS[: cell.chains], *[experts.NAME] * len(report.starts), *(["optcnn"] if optcnn else [])]
     return {
         "search": report.search_id,
         "strategies": strategies,

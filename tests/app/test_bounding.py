@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from app.db.store import Store
 from app.services.models.models import ModelRequest, import_graph
 from app.services.predict.predict import Setting, find_target, prepare
 from app.services.progress import Silent
-from app.services.search.lower_bound import Bounding, bounding
+from app.services.search.lower_bound import LowerBoundTask
 from graph.training import Training
 from search.parallel import fork
 
@@ -37,8 +38,8 @@ def children() -> set[int]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_process_beside_finds_the_same(opened: tuple[Store, Setting], shared: bool) -> None:  # noqa: FBT001
     before = children()
-    here = Bounding(*opened).bound((), Silent(), shared=shared)
-    with bounding(*opened) as beside:
+    here = LowerBoundTask(*opened).bound((), Silent(), shared=shared)
+    with closing(LowerBoundTask(*opened)) as beside:
         beside.begin(shared=False)
         assert beside.bound((), Silent(), shared=shared) == here
     assert here.time_ns > 0
@@ -47,17 +48,17 @@ def test_a_process_beside_finds_the_same(opened: tuple[Store, Setting], shared: 
 
 def test_a_process_that_somebody_ends_is_not_needed(opened: tuple[Store, Setting]) -> None:
     before = children()
-    with bounding(*opened) as beside:
+    with closing(LowerBoundTask(*opened)) as beside:
         beside.begin(shared=False)
         (child,) = children() - before
         os.kill(child, signal.SIGKILL)
         found = beside.bound((), Silent(), shared=False)
-    assert found == Bounding(*opened).bound((), Silent(), shared=False)
+    assert found == LowerBoundTask(*opened).bound((), Silent(), shared=False)
 
 
 def test_an_end_before_the_bound_leaves_nobody_behind(opened: tuple[Store, Setting]) -> None:
     before = children()
-    with bounding(*opened) as beside:
+    with closing(LowerBoundTask(*opened)) as beside:
         beside.begin(shared=False)
         assert len(children() - before) == 1
     assert children() == before

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.db.store import Store
 from app.services.predict.predict import Setting, Target
-from app.services.search.memory_repair import made_to_fit
+from app.services.search.memory_repair import repair_memory
 from graph.strategy import Strategy
 from search.algorithms.mcmc import SearchOptions
 from search.algorithms.weight_sharding import share_weights
@@ -39,9 +39,9 @@ def test_as_much_is_shared_as_programs_take_beyond_the_sum(tmp_path: Path) -> No
 
     assert max(walked(found)) > most + 100
     options = SearchOptions(proposals=100)
-    fitted = made_to_fit(setting, found, share_weights, options, walked, lambda one: summed(setting, one))
+    fitted = repair_memory(setting, found, share_weights, options, walked, lambda one: summed(setting, one))
     assert fitted.sharding
     assert max(walked(fitted)) <= most + 100
     # What fits is left as it is.
-    again = made_to_fit(setting, fitted, share_weights, options, walked, lambda one: summed(setting, one))
+    again = repair_memory(setting, fitted, share_weights, options, walked, lambda one: summed(setting, one))
     assert again == fitted

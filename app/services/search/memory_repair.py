@@ -1,8 +1,8 @@
-"""Sharing more, or making more again, where what was found does not fit after all.
+"""More sharding, or more recomputation, of a strategy that does not fit after all.
 
 Algorithms `sharding` and `recomputation` go by the sum of memory that a search keeps, and do no more than must be. A
-device's program may take more than the sum says (`app.services.predict.peak_memory`): then by so much less memory is
-left to the sum.
+device's program may take more than that sum (`app.services.predict.peak_memory`): then the sum gets so much less
+memory.
 """
 
 from __future__ import annotations
@@ -18,53 +18,52 @@ from search.algorithms.greedy import TrialResult
 from search.algorithms.mcmc import SearchOptions
 
 ROUNDS = 3
-"""A strategy that is changed takes more beyond its sum by another amount, though seldom by much."""
+"""The changed strategy exceeds its sum by another amount, though seldom by much."""
 
-# The bytes that each device takes: by its program, or by the sum.
+# Peak memory of each device, in bytes.
 Peaks = Callable[[Strategy], Sequence[int]]
 
 
-def made_to_fit(
+def repair_memory(
     setting: Setting,
     strategy: Strategy,
     change: Callable[..., TrialResult],
     options: SearchOptions,
-    walked: Peaks,
-    summed: Peaks,
+    program_peaks: Peaks,
+    summed_peaks: Peaks,
 ) -> Strategy:
-    """Return the strategy changed so far that all programs fit, or the last that was tried.
+    """Return the strategy changed until all programs fit, or the last one that was tried.
 
     Args:
-        setting: what it is for.
-        strategy: the strategy.
+        setting: of the strategy.
+        strategy: does not fit.
         change: `search.algorithms.weight_sharding.share_weights` or
             `search.algorithms.activation_checkpointing.recompute`.
         options: of the search.
-        walked: the bytes of each device by its program.
-        summed: those by the sum.
+        program_peaks: by a walk over the devices' programs.
+        summed_peaks: by the search's sum.
 
     Raises:
         CostError: a local call has no cost.
     """
     for _ in range(ROUNDS):
-        beyond = [
-            max(0, most - least) for most, least in zip(walked(strategy), summed(strategy), strict=True)
-        ]
-        # Not the builder of the setting, which knows of all the memory.
-        problem = replace(problem_of(setting), topology=_with_less(setting.topology, beyond), builder=None)
-        tried = change(problem, (strategy,), most=max(1, options.proposals), order=options.order).strategy
-        if tried == strategy:
+        peaks = zip(program_peaks(strategy), summed_peaks(strategy), strict=True)
+        excesses = [max(0, program - summed) for program, summed in peaks]
+        # Without the builder of the setting, which has all the memory.
+        problem = replace(problem_of(setting), topology=_with_less(setting.topology, excesses), builder=None)
+        changed = change(problem, (strategy,), most=max(1, options.proposals), order=options.order).strategy
+        if changed == strategy:
             break
-        strategy = tried
-        if _fits(setting.topology, walked(strategy)):
+        strategy = changed
+        if _fits(setting.topology, program_peaks(strategy)):
             break
     return strategy
 
 
-def _with_less(topology: Topology, beyond: Sequence[int]) -> Topology:
-    """Return the topology with less memory: of each kind by the most that one of its devices takes beyond its sum."""
+def _with_less(topology: Topology, excesses: Sequence[int]) -> Topology:
+    """Return the topology with less memory: of each kind by the largest excess, in bytes, of a device of the kind."""
     most: dict[str, int] = {}
-    for device, size_bytes in zip(topology.devices, beyond, strict=True):
+    for device, size_bytes in zip(topology.devices, excesses, strict=True):
         most[device.kind_name] = max(most.get(device.kind_name, 0), size_bytes)
     kinds = tuple(
         replace(kind, memory_bytes=max(1, kind.memory_bytes - most.get(kind.name, 0)))

@@ -1,4 +1,4 @@
-"""The part of a search that looks for strategies: its algorithms, one after the other, and their progress."""
+"""The algorithms of a search, one after the other, with their progress and the trace of the walk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.db.store import Store
 from app.db.trace import ProposalTrace
 from app.services.predict.predict import Setting
 from app.services.progress import Progress
-from app.services.search.start_strategies import KnownStart
+from app.services.search.start_strategies import StartStrategy
 from app.services.trace.recorder import TraceRecorder, WalkBar, groups_text
 from app.services.trace.replay import TraceReader
 from graph.errors import UsageError
@@ -29,22 +29,22 @@ from search.space.placements import Origin
 
 @dataclass(frozen=True, slots=True)
 class SearchPlan:
-    """A search about to begin: its algorithms, what they begin with and, of a walk that is resumed, its chains.
+    """A search about to begin: its algorithms, their starts and, of a walk that is resumed, its chains.
 
-    workers: how many processes walk chains at most.
+    workers: processes that walk chains, at most.
     """
 
     search_id: int
     names: tuple[str, ...]
     options: SearchOptions
-    known: tuple[KnownStart, ...]
+    starts: tuple[StartStrategy, ...]
     resumed: tuple[ResumedChain, ...] = ()
     compare_baselines: bool = False
     workers: int = 1
 
 
 def worker_count(asked: int | None) -> int:
-    """Return how many processes may walk chains: as many as were asked for, or one for each usable core.
+    """Return the number of processes that may walk chains: as many as asked for, or one for each usable core.
 
     Raises:
         UsageError: more than one was asked for on an operating system where only one can.
@@ -58,8 +58,8 @@ def worker_count(asked: int | None) -> int:
     return 1
 
 
-class Bar:
-    """An observer that moves the bar and keeps nothing."""
+class ProgressObserver:
+    """An observer that moves the progress bar and keeps nothing."""
 
     def __init__(self, progress: Progress, text: str) -> None:
         self._bar = WalkBar(progress, text)
@@ -76,7 +76,7 @@ class Bar:
 
 
 def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
-    """Return what the algorithms solve, with the setting's costs if none are given."""
+    """Return the problem that the algorithms solve, with the setting's costs if none are given."""
     from graph.rules import first_call
     from graph.rules.least import least_work
 
@@ -93,33 +93,35 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
     )
 
 
-def find(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -> tuple[Found, ...]:
-    """Run the algorithms; every proposal of the walk goes into the trace.
+def run_algorithms(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -> tuple[Found, ...]:
+    """Run the algorithms and return their results; every proposal of the walk goes into the trace.
 
     Raises:
         SoapstoneError: as `search.algorithms.registry.run`.
     """
-    name_of_graph = setting.model.graph.name
+    model = setting.model.graph.name
     groups = find_groups(setting.model.graph)
     with ProposalTrace(store, plan.search_id, groups_text(groups)) as trace:
         reader = TraceReader(store, plan.search_id)
-        steps = {one.checkpoint.number: one.checkpoint.proposals for one in plan.resumed}
+        steps = {chain.checkpoint.number: chain.checkpoint.proposals for chain in plan.resumed}
         recorder = TraceRecorder(
             trace,
             groups,
             len(setting.topology.devices),
             progress,
-            name_of_graph,
+            model,
             resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
             recorded=reader.recorded_after(steps),
             first_code=reader.next_code(),
         )
         context = Context(
             plan.options,
-            tuple(start.strategy for start in plan.known),
+            tuple(start.strategy for start in plan.starts),
             plan.resumed,
             {
-                name: recorder if name == "mcmc" else Bar(progress, f"searching {name_of_graph} by {name}")
+                name: recorder
+                if name == "mcmc"
+                else ProgressObserver(progress, f"searching {model} by {name}")
                 for name in plan.names
             },
             plan.workers,
@@ -131,7 +133,7 @@ def find(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -
             nonlocal begun
             if begun:
                 progress.end()
-            text = f"searching {name_of_graph}" + ("" if name == "mcmc" else f" by {name}")
+            text = f"searching {model}" + ("" if name == "mcmc" else f" by {name}")
             progress.begin(text, _total(name, plan.options, start_count))
             begun = True
 
@@ -143,7 +145,7 @@ def find(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -
 
 
 def _total(name: str, options: SearchOptions, start_count: int) -> int | None:
-    """Return how many strategies an algorithm simulates at most; None where nobody knows."""
+    """Return the most strategies that an algorithm simulates; None where that is unknown."""
     if name == "mcmc":
         return options.proposals + start_count * (options.proposals // options.chains)
     return options.proposals if name in ("greedy", "random") else None

@@ -1,0 +1,120 @@
+"""Predictions of a search: of its baselines, of the best strategy, and of the recomputation in that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.db.records import StrategySource
+from app.db.store import Store
+from app.services.predict.predict import MemoryWalk, Setting, predict, source_of
+from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
+from app.services.progress import Progress
+from app.services.search.memory_repair import repair_memory
+from app.services.search.report import Prediction
+from app.services.search.run_algorithms import SearchPlan
+from app.services.search.start_strategies import start_of
+from graph.strategy import Strategy
+from search.algorithms.activation_checkpointing import recompute
+from search.algorithms.weight_sharding import share_weights
+from search.cost.cost_table import Origin
+from search.space import baselines
+
+
+class SearchPredictions:
+    """Predicts strategies of a search, and stores each with its prediction."""
+
+    def __init__(self, store: Store, setting: Setting, plan: SearchPlan) -> None:
+        self._store, self._setting, self._plan = store, setting, plan
+        named = baselines.all_baselines if plan.compare_baselines else baselines.starting_baselines
+        self._baselines = {
+            baseline.name: baseline.strategy
+            for baseline in named(setting.model.graph, len(setting.topology.devices))
+        }
+
+    def baselines(self, progress: Progress) -> list[Prediction]:
+        """Predict the baselines that chains start from; all baselines where the plan compares them.
+
+        Without a comparison their memory is the search's own sum: most are slower than the best strategy, and to walk
+        their programs would take longer than many a search.
+        """
+        walk: MemoryWalk = "nearly full" if self._plan.compare_baselines else "never"
+        predictions = []
+        for name, strategy in self._baselines.items():
+            predictions.append(self._predict(strategy, name, source_of(name), walk))
+            progress.advance(text=f"simulating the baselines: {name}")
+        return predictions
+
+    def best(self, strategy: Strategy, baseline_predictions: list[Prediction]) -> Prediction:
+        """Predict the algorithms' best strategy; return the prediction, or a baseline's that beats it.
+
+        The memory of a baseline that would beat it is walked first, and its prediction corrected in place. Where the
+        search's own sum of memory was too low, and the strategy does not fit, a known start that does is taken.
+        """
+        best = self._predict(strategy)
+        for name, change in (("sharding", share_weights), ("recomputation", recompute)):
+            if name in self._plan.names and not best.feasible:
+                strategy = repair_memory(
+                    self._setting,
+                    strategy,
+                    change,
+                    self._plan.options,
+                    lambda changed: self._predict(changed).peak_memory_bytes,
+                    lambda changed: self._predict(changed, walk="never").peak_memory_bytes,
+                )
+                best = self._predict(strategy)
+        if not best.feasible:
+            starts = dict.fromkeys(
+                start.strategy for start in self._plan.starts if start.strategy != strategy
+            )
+            best = min(
+                [best, *(self._predict(start) for start in starts)], key=lambda prediction: prediction.rank
+            )
+        for index, baseline in enumerate(baseline_predictions):
+            if baseline.feasible and baseline.rank < best.rank:
+                name = baseline.name
+                baseline_predictions[index] = self._predict(self._baselines[name], name, source_of(name))
+        best = min([best, *baseline_predictions], key=lambda prediction: prediction.rank)
+        return replace(best, name="found")
+
+    def recomputation(self, best: Prediction) -> RecomputationReport | None:
+        """Return the recomputation of the best strategy, with its time and memory; None where it has none."""
+        from search.simulate.simulator import simulate_tasks
+
+        strategy = start_of(self._setting, self._store.strategy(best.digest)).strategy
+        if not strategy.recomputation:
+            return None
+        recomputed, kept = (
+            simulate_tasks(self._setting.builder.build(simulated), self._plan.options.order)
+            for simulated in (strategy, replace(strategy, recomputation=()))
+        )
+        return recomputation_report(self._setting.model.graph, strategy, recomputed, kept)
+
+    def _predict(
+        self,
+        strategy: Strategy,
+        name: str = "found",
+        source: StrategySource = "search",
+        walk: MemoryWalk = "nearly full",
+    ) -> Prediction:
+        strategy_id, simulation = predict(
+            self._store,
+            self._setting,
+            strategy,
+            source,
+            order=self._plan.options.order,
+            search_id=self._plan.search_id,
+            walk=walk,
+        )
+        return Prediction(
+            name=name,
+            strategy_id=strategy_id,
+            digest=strategy.digest,
+            step_time_s=simulation.step_time_s,
+            throughput=self._setting.training.batch_size / simulation.step_time_s,
+            shares={origin.value: simulation.shares[origin] for origin in Origin},
+            bytes_moved=simulation.bytes_moved,
+            scheduling_efficiency=simulation.efficiency,
+            speedup_potential=simulation.speedup_potential,
+            peak_memory_bytes=simulation.peak_memory_bytes,
+            feasible=simulation.feasible,
+        )

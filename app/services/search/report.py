@@ -1,0 +1,139 @@
+"""The result of a search: its best strategy and the baselines, as predicted, and how it was found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from app.services.predict.recomputation_report import RecomputationReport
+from app.services.search.start_strategies import StartStrategy
+
+if TYPE_CHECKING:
+    from search.bounds.lower_bound import Bound
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmReport:
+    """The result of one algorithm of a search. `step_time_s`: None where no strategy fits the memory."""
+
+    name: str
+    step_time_s: float | None
+    proposals: int
+    seconds: float
+    proven: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One strategy's predicted step. Efficiency and potential are those of `search.simulate.simulator.Simulation`."""
+
+    name: str
+    strategy_id: int
+    digest: str
+    step_time_s: float
+    throughput: float
+    shares: dict[str, float]
+    bytes_moved: int
+    scheduling_efficiency: float
+    speedup_potential: float
+    peak_memory_bytes: tuple[int, ...]
+    feasible: bool
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The key by which strategies are compared: one that fits the memory is before one that does not."""
+        return not self.feasible, self.step_time_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the prediction as a JSON document."""
+        return {
+            "name": self.name,
+            "strategy": self.strategy_id,
+            "digest": self.digest,
+            "predicted_step_time_s": self.step_time_s,
+            "predicted_throughput_samples_per_s": self.throughput,
+            "shares": self.shares,
+            "bytes_moved": self.bytes_moved,
+            "scheduling_efficiency": self.scheduling_efficiency,
+            "speedup_potential": self.speedup_potential,
+            "peak_memory_bytes": list(self.peak_memory_bytes),
+            "feasible": self.feasible,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SearchReport:
+    """The result of a search. `predictions` holds the best strategy first, then the baselines."""
+
+    search_id: int
+    model: str
+    topology: str
+    devices: int
+    batch_size: int
+    proposals: int
+    accepted: int
+    interrupted: bool
+    seconds: float
+    predictions: tuple[Prediction, ...]
+    unsplit: tuple[tuple[str, str], ...] = ()
+    starts: tuple[StartStrategy, ...] = ()
+    resumed_at: int | None = None
+    algorithms: tuple[AlgorithmReport, ...] = ()
+    bound: Bound | None = None
+    estimate_errors: tuple[float, ...] = ()
+    cost_environments: tuple[Mapping[str, Any], ...] = ()
+    recomputation: RecomputationReport | None = None
+
+    @property
+    def estimate_error(self) -> float | None:
+        """The median error of the costs that were estimated, by leaving measurements out; None without any."""
+        return statistics.median(self.estimate_errors) if self.estimate_errors else None
+
+    @property
+    def gap(self) -> float | None:
+        """The largest share by which the best strategy may be above the optimum; None without a lower bound."""
+        return None if self.bound is None or not self.bound.time_ns else self.bound.gap(self.best.step_time_s)
+
+    @property
+    def best_baseline(self) -> Prediction:
+        """The fastest baseline that was simulated, one that fits if there is one."""
+        return min(self.predictions[1:], key=lambda baseline: baseline.rank)
+
+    @property
+    def best(self) -> Prediction:
+        """The strategy that was found."""
+        return self.predictions[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return {
+            "search": self.search_id,
+            "model": self.model,
+            "topology": self.topology,
+            "devices": self.devices,
+            "batch_size": self.batch_size,
+            "proposals": self.proposals,
+            "accepted": self.accepted,
+            "interrupted": self.interrupted,
+            "seconds": self.seconds,
+            "predictions": [prediction.to_json() for prediction in self.predictions],
+            "unsplit": dict(self.unsplit),
+            "known": [start.to_json() for start in self.starts],
+            "resumed_at": self.resumed_at,
+            "algorithms": [algorithm.to_json() for algorithm in self.algorithms],
+            "lower_bound_s": self.bound.seconds if self.bound is not None else None,
+            "lower_bound_by": self.bound.kind if self.bound is not None else None,
+            "gap": self.gap,
+            "estimated_costs": len(self.estimate_errors),
+            "estimate_error": self.estimate_error,
+            "cost_environments": [dict(environment) for environment in self.cost_environments],
+            "best_baseline": self.best_baseline.name,
+            "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
+            "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
+        }
