@@ -249,7 +249,7 @@ def diff_strategies(
     if as_json:
         print_json(found.to_json())
         return
-    for side, shown in (("A", found.one), ("B", found.other)):
+    for side, shown in (("A", found.first), ("B", found.second)):
         print_lines(f"{side}: {_headline(shown)}")
         if shown.recomputation is not None:
             print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
@@ -266,11 +266,11 @@ def diff_strategies(
         ]
         + [
             [name if side == "A" else "", side, "-", "-", *_cells(costs.get(name))]
-            for name in sorted({*found.one.shared, *found.other.shared})
-            for side, costs in (("A", found.one.shared), ("B", found.other.shared))
+            for name in sorted({*found.first.shared, *found.second.shared})
+            for side, costs in (("A", found.first.shared), ("B", found.second.shared))
         ],
     )
-    same = len(found.one.operators) - len(found.operators)
+    same = len(found.first.operators) - len(found.operators)
     print_lines(
         f"{len(found.operators)} operators differ, {same} do not; "
         f"shown are {len(chosen)}, the largest change of cost first",

@@ -103,7 +103,7 @@ def strategy_in(graph: GraphRecord, described: dict[str, Any], record: StrategyR
         shared = document.get("sharding", {})
         weights = [name for name, _, kind, _ in described["values"] if kind == ValueKind.WEIGHT]
         sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in weights)
-        places = {name: place for place, name in enumerate(names)}
+        places = {name: index for index, name in enumerate(names)}
         again = recomputation_from_json(document.get("recomputation", []), places)
         strategy = Strategy(graph.digest, configurations, sharding, again)
     check_digest(record, strategy)

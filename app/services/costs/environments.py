@@ -39,18 +39,18 @@ class HeldCosts:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        one = self.summary
+        summary = self.summary
         return {
-            "device_kind": one.device_kind.name,
-            "environment": one.environment.fingerprint,
-            "facts": dict(one.environment.facts),
-            "measured": one.measured,
-            "failed": one.failed,
-            "link_fits": one.link_fits,
-            "oldest": one.oldest.isoformat(),
-            "newest": one.newest.isoformat(),
-            "oldest_days": age_days(one.oldest),
-            "newest_days": age_days(one.newest),
+            "device_kind": summary.device_kind.name,
+            "environment": summary.environment.fingerprint,
+            "facts": dict(summary.environment.facts),
+            "measured": summary.measured,
+            "failed": summary.failed,
+            "link_fits": summary.link_fits,
+            "oldest": summary.oldest.isoformat(),
+            "newest": summary.newest.isoformat(),
+            "oldest_days": age_days(summary.oldest),
+            "newest_days": age_days(summary.newest),
             "current": self.is_current,
             "differences": None if self.differences is None else list(self.differences),
         }
@@ -63,18 +63,18 @@ def age_days(moment: datetime) -> float:
 
 def held_costs(store: Store) -> list[HeldCosts]:
     """Return what a database holds, by device kind and environment, the newest first."""
-    found = []
-    for one in store.cost_summaries():
-        facts = one.environment.facts
-        here = _facts_here(facts)
-        found.append(
+    held = []
+    for summary in store.cost_summaries():
+        facts = summary.environment.facts
+        current = _facts_here(facts)
+        held.append(
             HeldCosts(
-                one,
-                here is not None and dict(here) == dict(facts),
-                None if here is None else differences(facts, here),
+                summary,
+                current is not None and dict(current) == dict(facts),
+                None if current is None else differences(facts, current),
             )
         )
-    return found
+    return held
 
 
 def _facts_here(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -113,37 +113,37 @@ def _rank(name: str) -> int:
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return facts as text by name; of a list of named things, such as drivers, those of each of them."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in facts.items():
         name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{name} ")
-        elif isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
-            for one in value:
-                rest = {inner: text for inner, text in one.items() if inner != "name"}
-                found |= _flat(rest, f"{name} of {one.get('name', 'unnamed')}: ")
+            texts |= _flat(value, f"{name} ")
+        elif isinstance(value, list | tuple) and all(isinstance(entry, Mapping) for entry in value):
+            for entry in value:
+                rest = {inner: text for inner, text in entry.items() if inner != "name"}
+                texts |= _flat(rest, f"{name} of {entry.get('name', 'unnamed')}: ")
         else:
-            found[name] = str(value)
-    return found
+            texts[name] = str(value)
+    return texts
 
 
 def say_unused(store: Store, group: DeviceGroup, precision: str, progress: Progress) -> None:
     """Say that costs of a kind are there, but all of another environment than this one: they are not used."""
-    known = [
-        one
-        for one in store.cost_summaries()
-        if one.device_kind.name == group.kind.name
-        and one.measured
-        and is_measured_in(one.environment.facts, precision)
+    summaries = [
+        summary
+        for summary in store.cost_summaries()
+        if summary.device_kind.name == group.kind.name
+        and summary.measured
+        and is_measured_in(summary.environment.facts, precision)
     ]
-    if not known or any(one.environment.id == group.environment_id for one in known):
+    if not summaries or any(summary.environment.id == group.environment_id for summary in summaries):
         return
-    here = store.environment(group.environment_id)
-    differing = shortened(differences(known[0].environment.facts, here.facts if here else {}))
-    where = "another environment" if len(known) == 1 else f"{len(known)} other environments"
+    current = store.environment(group.environment_id)
+    differing = shortened(differences(summaries[0].environment.facts, current.facts if current else {}))
+    where = "another environment" if len(summaries) == 1 else f"{len(summaries)} other environments"
     progress.say(
-        f"{sum(one.measured for one in known):,} stored costs of {group.kind.name} are not used: they are of {where} "
-        f"({differing})"
+        f"{sum(summary.measured for summary in summaries):,} stored costs of {group.kind.name} are not used: they are "
+        f"of {where} ({differing})"
     )
 
 
@@ -159,8 +159,12 @@ def used_environments(
         return []
     ids = environments_of(store, precision) if environment_id is None else (environment_id,)
     counted = store.newest_cost_environments(kind.id, ids)
-    found = [(one, counted[one.id]) for one in store.environments() if one.id in counted]
-    return sorted(found, key=lambda entry: -entry[1])
+    used = [
+        (environment, counted[environment.id])
+        for environment in store.environments()
+        if environment.id in counted
+    ]
+    return sorted(used, key=lambda entry: -entry[1])
 
 
 def say_used(store: Store, kind_name: str, precision: str, progress: Progress) -> None:
@@ -172,9 +176,11 @@ def say_used(store: Store, kind_name: str, precision: str, progress: Progress) -
     if len(used) == 1:
         progress.say(f"{total:,} stored costs of {kind_name} are used, all of {_label(used[0][0])}")
         return
-    parts = ", ".join(f"{count:,} of {_label(one)}" for one, count in used)
-    newest, *others = sorted((one for one, _ in used), key=lambda one: one.created_at, reverse=True)
-    differing = shortened([text for one in others for text in differences(one.facts, newest.facts)])
+    parts = ", ".join(f"{count:,} of {_label(environment)}" for environment, count in used)
+    newest, *others = sorted(
+        (environment for environment, _ in used), key=lambda environment: environment.created_at, reverse=True
+    )
+    differing = shortened([text for other in others for text in differences(other.facts, newest.facts)])
     progress.warn(
         f"{total:,} stored costs of {kind_name} are used, of {len(used)} environments, of each cost the newest: "
         f"{parts}; {differing}"

@@ -251,28 +251,28 @@ def fit_records(
             devices, a group within one of them says nothing of groups across.
     """
     count = len(indices)
-    found = []
+    records = []
     for pattern, link in _named(result, indices, alike=alike):
         size = link.group_size
-        found.append(
+        records.append(
             LinkFitRecord(pattern, size, link.latency_s, link.bandwidth_bytes_per_s, residual=link.residual)
         )
         # A topology's link has one line.
         if link.large is not None and link.pattern != P2P and len(LARGE + pattern) <= LONGEST_PATTERN:
             line = link.large
-            found.append(
+            records.append(
                 LinkFitRecord(
                     LARGE + pattern, size, line.latency_s, line.bandwidth_bytes_per_s, residual=line.residual
                 )
             )
     for kind in sorted(set(kinds)) if len(set(kinds)) > 1 else ():
-        places = [place for place in range(count) if kinds[place] == kind]
-        pattern = f"{CONTENTION} {members_text([indices[place] for place in places])}"
+        places = [rank for rank in range(count) if kinds[rank] == kind]
+        pattern = f"{CONTENTION} {members_text([indices[rank] for rank in places])}"
         if len(pattern) <= LONGEST_PATTERN:
-            factor = statistics.median(result.contentions[place] for place in places)
-            found.append(LinkFitRecord(pattern, count, contention_factor=factor))
+            factor = statistics.median(result.contentions[rank] for rank in places)
+            records.append(LinkFitRecord(pattern, count, contention_factor=factor))
     return [
-        *found,
+        *records,
         LinkFitRecord(CONTENTION, count, contention_factor=result.contention),
         LinkFitRecord(EXCHANGE, count, latency_s=result.overhead_s),
     ]
@@ -290,7 +290,7 @@ def _named(
             yield pattern, min(links, key=lambda link: link.bandwidth_bytes_per_s)
         if len(links) > 1 or not alike:
             for link in links:
-                own = f"{pattern} {members_text([indices[place] for place in link.members])}"
+                own = f"{pattern} {members_text([indices[member] for member in link.members])}"
                 if len(own) <= LONGEST_PATTERN:
                     yield own, link
 
@@ -332,5 +332,5 @@ def topology_of(machine: LocalMachine, links: LocalLinks | None) -> Topology:
         link_kind="memory" if machine.processor == "cpu" else "nvlink",
         measured=links.pairs,
     )
-    factors = {kind.name: links.contentions.get(place, links.contention) for place, kind in enumerate(kinds)}
+    factors = {kind.name: links.contentions.get(index, links.contention) for index, kind in enumerate(kinds)}
     return replace(topology, contention=tuple((name, factor) for name, factor in factors.items() if factor))

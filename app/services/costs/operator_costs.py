@@ -144,9 +144,9 @@ class DatabaseCosts:
         used, errors = self._copied
         return dict(islice(self._used.items(), used, None)), dict(islice(self._errors.items(), errors, None))
 
-    def take(self, given: Given) -> None:
+    def take(self, costs: Given) -> None:
         """Keep what a copy has given out."""
-        used, errors = given
+        used, errors = costs
         self._used.update(used)
         self._errors.update(errors)
 
@@ -223,7 +223,7 @@ class DatabaseCosts:
                 estimates[0].time_s, estimates[1].time_s if len(estimates) > 1 else 0.0, origin
             )
             # Of the larger phase, which is most of the call's time.
-            error = max(estimates, key=lambda one: one.time_s).error
+            error = max(estimates, key=lambda estimate: estimate.time_s).error
             if origin is Origin.ESTIMATED and error is not None:
                 self._errors[call.digest] = error
         self._used[call.digest] = f"{cost.forward_s!r} {cost.backward_s!r}"
@@ -259,10 +259,10 @@ class CostsByKind:
         """Return, in a copy, what the sources keep of the costs given out since it was copied."""
         return {name: source.given() for name, source in self._sources.items()}
 
-    def take(self, given: dict[str, Given]) -> None:
+    def take(self, costs: dict[str, Given]) -> None:
         """Keep what the sources of a copy have given out."""
-        for name, one in given.items():
-            self._sources[name].take(one)
+        for name, of_kind in costs.items():
+            self._sources[name].take(of_kind)
 
     def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost]:
         """Return a cost for each call on devices of one kind."""

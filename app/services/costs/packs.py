@@ -96,7 +96,7 @@ def stored_groups(store: Store, device_kind: str | None = None) -> tuple[PackGro
             raise UsageError(
                 f"--device-kind: is {device_kind}, must be one that is stored: {names}; choose one of them"
             )
-    found = []
+    groups = []
     for kind in kinds:
         for environment in store.environments():
             costs = store.op_costs(kind.id, environment.id)
@@ -108,8 +108,8 @@ def stored_groups(store: Store, device_kind: str | None = None) -> tuple[PackGro
                 tuple(store.link_fits(kind.id, environment.id)),
             )
             if group.op_costs or group.link_costs or group.link_fits:
-                found.append(group)
-    return tuple(found)
+                groups.append(group)
+    return tuple(groups)
 
 
 def write_pack(store: Store, file: Path, device_kind: str | None = None) -> PackCounts:
@@ -142,8 +142,8 @@ def merge_pack(store: Store, groups: tuple[PackGroup, ...]) -> PackCounts:
     """
     before = PackCounts.stored(store)
     for group in groups:
-        known = store.device_kind(group.kind.name)
-        kind_id = store.put_device_kind(group.kind) if known is None else known.id
+        stored = store.device_kind(group.kind.name)
+        kind_id = store.put_device_kind(group.kind) if stored is None else stored.id
         environment_id = store.put_environment(group.environment)
         store.put_op_costs(kind_id, environment_id, group.op_costs)
         store.put_link_costs(kind_id, environment_id, group.link_costs)
@@ -276,25 +276,25 @@ def _grouped(file: Path, rows: list[dict[str, Any]]) -> tuple[PackGroup, ...]:
                 places[where] = (_kind(row), _environment(row))
             kind, environment = places[where]
             record = make(row)
-            known = kinds.setdefault(kind.name, kind)
-            _must(known == kind, f"device kind {kind.name} is described in two ways")
+            first = kinds.setdefault(kind.name, kind)
+            _must(first == kind, f"device kind {kind.name} is described in two ways")
         except _NoMeasurement as error:
             raise UsageError(
                 f"pack {file}: row {number}: {error}, must be as app db export wrote it; export it again"
             ) from None
-        _, found = groups.setdefault(
+        _, records = groups.setdefault(
             (kind.name, environment.fingerprint), (environment, {name: [] for name in _MAKERS})
         )
-        found[row["record"]].append(record)
+        records[row["record"]].append(record)
     return tuple(
         PackGroup(
             kinds[name],
             environment,
-            tuple(found["op_cost"]),
-            tuple(found["link_cost"]),
-            tuple(found["link_fit"]),
+            tuple(records["op_cost"]),
+            tuple(records["link_cost"]),
+            tuple(records["link_fit"]),
         )
-        for (name, _), (environment, found) in groups.items()
+        for (name, _), (environment, records) in groups.items()
     )
 
 
@@ -309,11 +309,14 @@ def _must(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - a condition
 
 def _mapping(row: Row, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(row[name] or "")
-        _must(isinstance(found, dict) and canonical_json(found) == row[name], f"{name} is no canonical JSON")
+        document = json.loads(row[name] or "")
+        _must(
+            isinstance(document, dict) and canonical_json(document) == row[name],
+            f"{name} is no canonical JSON",
+        )
     except (ValueError, RecursionError):
         raise _NoMeasurement(f"{name} is no JSON") from None
-    return dict(found)
+    return dict(document)
 
 
 def _kind(row: Row) -> DeviceKindRecord:
@@ -345,7 +348,8 @@ def _seconds(row: Row, name: str, *, least: float = 0.0) -> float:
 def _samples(row: Row) -> tuple[float, ...]:
     samples = row["samples_s"]
     _must(
-        bool(samples) and all(one is not None and isfinite(one) and 0 <= one <= LONGEST_S for one in samples),
+        bool(samples)
+        and all(sample is not None and isfinite(sample) and 0 <= sample <= LONGEST_S for sample in samples),
         "samples_s are no times",
     )
     return tuple(samples)
@@ -417,18 +421,18 @@ def _link_cost(row: Row) -> LinkCostRecord:
 
 
 def _link_fit(row: Row) -> LinkFitRecord:
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     for name in ("latency_s", "contention_factor", "residual"):
-        found[name] = None if row[name] is None else _seconds(row, name)
+        figures[name] = None if row[name] is None else _seconds(row, name)
     bandwidth = row["bandwidth_bytes_per_s"]
     _must(bandwidth is None or (isfinite(bandwidth) and bandwidth > 0), f"bandwidth is {bandwidth}")
     return LinkFitRecord(
         *_pattern(row),
-        found["latency_s"],
+        figures["latency_s"],
         bandwidth,
-        found["contention_factor"],
+        figures["contention_factor"],
         _moment(row, "measured_at"),
-        found["residual"],
+        figures["residual"],
     )
 
 

@@ -74,7 +74,7 @@ class KindReport:
             "measured": self.measured,
             "known": self.known,
             "failures": [{"operator": name, "reason": reason} for name, reason in self.failures],
-            "agreement": [agreement_json(one) for one in self.agreement],
+            "agreement": [agreement_json(device) for device in self.agreement],
         }
 
 
@@ -88,27 +88,27 @@ class ProfileReport:
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return sum(len(one.devices) for one in self.kinds)
+        return sum(len(kind.devices) for kind in self.kinds)
 
     @property
     def needed(self) -> int:
         """Number of costs that are needed."""
-        return sum(one.needed for one in self.kinds)
+        return sum(kind.needed for kind in self.kinds)
 
     @property
     def measured(self) -> int:
         """How many of them this run measured."""
-        return sum(one.measured for one in self.kinds)
+        return sum(kind.measured for kind in self.kinds)
 
     @property
     def known(self) -> int:
         """How many were stored before, or by another run meanwhile."""
-        return sum(one.known for one in self.kinds)
+        return sum(kind.known for kind in self.kinds)
 
     @property
     def failures(self) -> tuple[tuple[str, str], ...]:
         """Operator and reason of each call that could not be measured."""
-        return tuple(failure for one in self.kinds for failure in one.failures)
+        return tuple(failure for kind in self.kinds for failure in kind.failures)
 
     def to_json(self) -> dict[str, object]:
         """Return the report as a JSON document."""
@@ -120,18 +120,18 @@ class ProfileReport:
             "known": self.known,
             "failed": len(self.failures),
             "failed_operators": sorted({name for name, _ in self.failures}),
-            "kinds": [one.to_json() for one in self.kinds],
+            "kinds": [kind.to_json() for kind in self.kinds],
         }
 
 
-def agreement_json(one: DeviceConsistency) -> dict[str, object]:
+def agreement_json(agreement: DeviceConsistency) -> dict[str, object]:
     """Return how a device compares with its kind as a JSON document."""
     return {
-        "device": one.device.label,
-        "excess": {bound: one.excess(bound) for bound in one.excesses},
-        "rounds": {bound: list(shares) for bound, shares in one.excesses.items()},
-        "slow": bool(one.slow_in),
-        "failure": one.failure,
+        "device": agreement.device.label,
+        "excess": {bound: agreement.excess(bound) for bound in agreement.excesses},
+        "rounds": {bound: list(shares) for bound, shares in agreement.excesses.items()},
+        "slow": bool(agreement.slow_in),
+        "failure": agreement.failure,
     }
 
 
@@ -211,9 +211,9 @@ def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
     for device in devices:
         kinds.setdefault(device.kind.name, []).append(device)
     if max(map(len, kinds.values())) < 2:
-        there = ", ".join(f"{device.label} ({device.kind.name})" for device in devices)
+        shown = ", ".join(f"{device.label} ({device.kind.name})" for device in devices)
         raise UsageError(
-            f"--check: devices are {there}, must be two of a kind to be compared; name more of them"
+            f"--check: devices are {shown}, must be two of a kind to be compared; name more of them"
         )
     reports = []
     for name, alike in kinds.items():
@@ -221,7 +221,7 @@ def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
         if len(alike) > 1:
             with WorkerPool(alike) as pool:
                 agreement = _compare(pool, alike, progress)
-        reports.append(KindReport(name, tuple(one.label for one in alike), 0, 0, 0, (), agreement))
+        reports.append(KindReport(name, tuple(device.label for device in alike), 0, 0, 0, (), agreement))
     return ProfileReport(links_kind_name([device.kind.name for device in devices]), tuple(reports))
 
 
@@ -236,9 +236,9 @@ def _compare(
         agreement = compare(pool, devices)
     finally:
         progress.end()
-    for one in agreement:
-        if not one.is_sound:
-            progress.warn(f"{one.describe()}; see what else runs there, its cooling and its power limit")
+    for device in agreement:
+        if not device.is_sound:
+            progress.warn(f"{device.describe()}; see what else runs there, its cooling and its power limit")
     return agreement
 
 
@@ -274,16 +274,16 @@ def _devices_of(
         UsageError: there are none of any.
     """
     here = dict.fromkeys(device.kind.name for device in devices)
-    there = dict.fromkeys(kind.name for kind in topology.kinds)
-    elsewhere = [name for name in there if name not in here]
-    if len(elsewhere) == len(there):
+    wanted = dict.fromkeys(kind.name for kind in topology.kinds)
+    elsewhere = [name for name in wanted if name not in here]
+    if len(elsewhere) == len(wanted):
         raise UsageError(
-            f"--topology {topology.name}: its devices are {' and '.join(there)}, must include those measured on, which "
-            f"are {' and '.join(here)}; profile on a machine that has such devices, or name another topology"
+            f"--topology {topology.name}: its devices are {' and '.join(wanted)}, must include those measured on, "
+            f"which are {' and '.join(here)}; profile on a machine that has such devices, or name another topology"
         )
     if elsewhere:
         progress.say(f"{topology.name} has {' and '.join(elsewhere)} too: profile on a machine that has them")
-    return tuple(device for device in devices if device.kind.name in there)
+    return tuple(device for device in devices if device.kind.name in wanted)
 
 
 def profile(
@@ -360,8 +360,10 @@ def missing_calls(
     from profiler.measure import phases
 
     stored = store.op_cost_medians(group.kind_id, group.environment_id, [call.digest for call in calls])
-    known = {key for key, time_s in stored.items() if time_s is not None or not retry_failed}
-    return [call for call in calls if any((call.digest, phase) not in known for phase in phases(call))]
+    stored_phases = {key for key, time_s in stored.items() if time_s is not None or not retry_failed}
+    return [
+        call for call in calls if any((call.digest, phase) not in stored_phases for phase in phases(call))
+    ]
 
 
 class Measurer:
@@ -415,7 +417,7 @@ class Measurer:
             return Measured()
         group, pool = self._group, self._workers()
         self._compare(pool, len(calls))
-        unsound = {one.device for one in self._agreement if not one.is_sound}
+        unsound = {compared.device for compared in self._agreement if not compared.is_sound}
         sound = [device for device in group.devices if device not in unsound] or list(group.devices)
         succeeded, failures = 0, []
         where = f"{len(sound)} x {group.kind.name}"
@@ -433,7 +435,7 @@ class Measurer:
                 if visit.number > 1:
                     continue
                 outcomes = visit.result.outcomes
-                reasons = [one.reason for one in outcomes if isinstance(one, FailedMeasurement)]
+                reasons = [outcome.reason for outcome in outcomes if isinstance(outcome, FailedMeasurement)]
                 if reasons:
                     failures.append((visit.result.call.target, reasons[0]))
                 else:
@@ -454,11 +456,11 @@ class Measurer:
         """Compare the devices, once, where there are several and enough is to be measured."""
         if not self._agreement and len(self._group.devices) > 1 and calls >= self._compare_from:
             self._agreement = _compare(pool, self._group.devices, self._progress)
-            for one in self._agreement:
-                if not one.is_sound:
+            for compared in self._agreement:
+                if not compared.is_sound:
                     self._progress.warn(
-                        f"{one.device.label}: is left out of measuring; predictions take all devices of its kind for "
-                        "alike"
+                        f"{compared.device.label}: is left out of measuring; predictions take all devices of its kind "
+                        "for alike"
                     )
 
     def _is_wanted(self, call: LocalCall) -> bool:

@@ -50,8 +50,8 @@ def footprints(
         return None
     plan = build_plan(graph, strategy, [device.node for device in topology.devices])
     keys = [
-        (topology.kind_of(device.index).processor, one)
-        for device, one in zip(topology.devices, shares(plan, len(topology.devices)), strict=True)
+        (topology.kind_of(device.index).processor, share)
+        for device, share in zip(topology.devices, shares(plan, len(topology.devices)), strict=True)
     ]
     first = {key: device for device, key in reversed(list(enumerate(keys)))}
     if len(first) * len(graph.operators) > most_operators:
@@ -68,12 +68,12 @@ def footprints(
 
 def shares(plan: Plan, count: int) -> tuple[tuple[int, ...], ...]:
     """Return, for each of `count` devices, what tells its part of a plan from others': equal ones take equal memory."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    entries: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     # Few are distinct: numbers of them take a tenth of the memory.
     numbers: dict[object, int] = {}
-    for device, size_bytes, what in _entries(plan):
-        found[device].append((size_bytes, numbers.setdefault(what, len(numbers))))
-    return tuple(_weighty(one) for one in found)
+    for device, size_bytes, entry in _entries(plan):
+        entries[device].append((size_bytes, numbers.setdefault(entry, len(numbers))))
+    return tuple(_weighty(of_device) for of_device in entries)
 
 
 def _weighty(entries: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def _weighty(entries: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     sizes = sorted(size for size, _ in entries)
     nothing = sum(sizes) * NEXT_TO_NOTHING
     least = next((size for size, below in zip(sizes, accumulate(sizes), strict=True) if below > nothing), 0)
-    return tuple(what for size, what in entries if size >= least)
+    return tuple(entry for size, entry in entries if size >= least)
 
 
 def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
@@ -119,7 +119,7 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
             item_bytes = sizes[value]
             for assembly in assemblies:
                 pieces = [
-                    (_form(one.region), one.source_device == assembly.device) for one in assembly.pieces
+                    (_form(piece.region), piece.source_device == assembly.device) for piece in assembly.pieces
                 ]
                 read = volume(assembly.region) * item_bytes
                 yield assembly.device, read, (value, _form(assembly.region), assembly.direct, tuple(pieces))

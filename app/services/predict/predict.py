@@ -115,8 +115,8 @@ def find_target(
         return Target(topology, None, None)
     if nodes is not None:
         raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
-    found = local_devices(processor or default_processor(), devices)
-    return local_target(store, in_precision(found, precision), progress)
+    local = local_devices(processor or default_processor(), devices)
+    return local_target(store, in_precision(local, precision), progress)
 
 
 def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:
@@ -243,21 +243,21 @@ def _kind_source(
 
 def cost_environments(store: Store, setting: Setting) -> tuple[dict[str, Any], ...]:
     """Return, for each device kind, the environments that its stored costs are of, with how many; as JSON documents."""
-    found: list[dict[str, Any]] = []
+    environments: list[dict[str, Any]] = []
     for kind in setting.topology.kinds:
         group = setting.target.group(kind.name)
-        here = None if group is None else group.environment_id
-        found += [
+        current = None if group is None else group.environment_id
+        environments += [
             {
                 "device_kind": kind.name,
-                "environment": one.fingerprint,
-                "torch": one.facts.get("torch"),
+                "environment": environment.fingerprint,
+                "torch": environment.facts.get("torch"),
                 "costs": count,
                 "current": group is not None,
             }
-            for one, count in used_environments(store, kind.name, here, setting.training.precision)
+            for environment, count in used_environments(store, kind.name, current, setting.training.precision)
         ]
-    return tuple(found)
+    return tuple(environments)
 
 
 def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) -> None:
@@ -272,21 +272,23 @@ def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalC
 
     graph = setting.model.graph
     kinds = [device.kind_name for device in setting.topology.devices]
-    found: dict[str, dict[str, LocalCall]] = {}
-    met: set[tuple[int, Configuration]] = set()
+    calls_of: dict[str, dict[str, LocalCall]] = {}
+    seen: set[tuple[int, Configuration]] = set()
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
         # Equal layers have equal calls, but for what changes no cost.
-        if (cost_class(graph, operator), configuration) in met:
+        if (cost_class(graph, operator), configuration) in seen:
             continue
-        met.add((cost_class(graph, operator), configuration))
+        seen.add((cost_class(graph, operator), configuration))
         calls = local_calls(graph, operator, configuration.degrees)
-        here = {
+        distinct_calls = {
             (kinds[device], id(call)): call for call, device in zip(calls, configuration.devices, strict=True)
         }
-        distinct = {(kind_name, replace(call, bindings=())): None for (kind_name, _), call in here.items()}
+        distinct = {
+            (kind_name, replace(call, bindings=())): None for (kind_name, _), call in distinct_calls.items()
+        }
         for kind_name, call in distinct:
-            found.setdefault(kind_name, {})[call.digest] = call
-    return {kind_name: list(calls.values()) for kind_name, calls in found.items()}
+            calls_of.setdefault(kind_name, {})[call.digest] = call
+    return {kind_name: list(calls.values()) for kind_name, calls in calls_of.items()}
 
 
 def graph_record(model: ImportedModel) -> GraphRecord:
@@ -333,7 +335,7 @@ def predict(
     if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
         walked = footprints(setting.model.graph, strategy, setting.topology, setting.training)
         if walked is not None:
-            simulation = simulation.with_peaks([one.peak_bytes for one in walked])
+            simulation = simulation.with_peaks([footprint.peak_bytes for footprint in walked])
     strategy_id = store.put_strategy(
         StrategyRecord(
             digest=strategy.digest,
@@ -349,7 +351,9 @@ def predict(
             topology_id=setting.topology_id,
             training_id=setting.training_id,
             task_order=order,
-            cost_digest=setting.source.cost_digest(call.digest for some in calls.values() for call in some),
+            cost_digest=setting.source.cost_digest(
+                call.digest for of_kind in calls.values() for call in of_kind
+            ),
             step_time_s=simulation.step_time_s,
             measured_share=simulation.shares[Origin.MEASURED],
             estimated_share=simulation.shares[Origin.ESTIMATED],
@@ -381,15 +385,15 @@ def _tensor_degree(reference: str, count: int) -> int:
     Raises:
         UsageError: it does not divide the number of devices.
     """
-    _, _, given = reference.partition("-")
-    degree = int(given) if given.isdecimal() else 0
-    if not given and reference == "megatron":
+    _, _, degree_text = reference.partition("-")
+    degree = int(degree_text) if degree_text.isdecimal() else 0
+    if not degree_text and reference == "megatron":
         degree = count
     if degree < 1 or count % degree:
-        divisors = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        divisors = ", ".join(str(divisor) for divisor in range(1, count + 1) if count % divisor == 0)
         raise UsageError(
-            f"strategy {reference}: has tensor-parallel degree {given or 'none'}, must be one that divides {count} "
-            f"devices: {divisors}; name it as in megatron-{count}"
+            f"strategy {reference}: has tensor-parallel degree {degree_text or 'none'}, must be one that divides "
+            f"{count} devices: {divisors}; name it as in megatron-{count}"
         )
     return degree
 
@@ -420,13 +424,13 @@ def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[S
     """
     from search.space import baselines
 
-    found = {one.name: one for one in baselines.all_baselines(graph, count)}
-    if reference not in found:
+    named = {baseline.name: baseline for baseline in baselines.all_baselines(graph, count)}
+    if reference not in named:
         raise UsageError(
-            f"strategy {reference}: is none of {graph.name} on {count} devices, must be one of {', '.join(found)}; "
+            f"strategy {reference}: is none of {graph.name} on {count} devices, must be one of {', '.join(named)}; "
             "choose another"
         )
-    return found[reference].strategy, source_of(reference)
+    return named[reference].strategy, source_of(reference)
 
 
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:

@@ -164,8 +164,8 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
     best: list[float | None] = [initial_s]
     for count, fastest_ns in points:
         made.append(made[-1] + count)
-        known = [best[-1], None if fastest_ns is None else fastest_ns / 1e9]
-        best.append(min((time_s for time_s in known if time_s is not None), default=None))
+        candidates = [best[-1], None if fastest_ns is None else fastest_ns / 1e9]
+        best.append(min((time_s for time_s in candidates if time_s is not None), default=None))
     return SearchCurve(
         id=number,
         model=model,

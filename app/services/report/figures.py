@@ -79,7 +79,7 @@ def search_curves(curves: Sequence[SearchCurve]) -> Figure:
         )
     buttons = [
         {"label": label, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": label}]}
-        for label, columns in (("proposals", [one["x"] for one in data]), ("seconds", over_time))
+        for label, columns in (("proposals", [curve["x"] for curve in data]), ("seconds", over_time))
     ]
     return {
         "data": data,
@@ -112,13 +112,13 @@ def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
             "mode": "markers",
             "name": plain(name),
             "marker": {"size": 9},
-            "x": [one.predicted_s * 1e3 for one in group],
-            "y": [one.measured_s * 1e3 for one in group],
+            "x": [strategy.predicted_s * 1e3 for strategy in group],
+            "y": [strategy.measured_s * 1e3 for strategy in group],
             "text": [
-                f"{plain(one.source)} {one.strategy[:12]}, batch {plain(one.training)}<br>predicted "
-                f"{one.predicted_s * 1e3:.3f} ms, measured {one.measured_s * 1e3:.3f} ms<br>"
-                f"error {(one.predicted_s / one.measured_s - 1) * 100:+.1f} %"
-                for one in group
+                f"{plain(strategy.source)} {strategy.strategy[:12]}, batch {plain(strategy.training)}<br>predicted "
+                f"{strategy.predicted_s * 1e3:.3f} ms, measured {strategy.measured_s * 1e3:.3f} ms<br>"
+                f"error {(strategy.predicted_s / strategy.measured_s - 1) * 100:+.1f} %"
+                for strategy in group
             ],
             "hoverinfo": "text+name",
         }
@@ -138,13 +138,13 @@ def timeline(timelines: Mapping[str, Timeline]) -> Figure:
     """Return the devices' and links' slices as bars, the timelines of a device one below the other."""
     tracks = _tracks(timelines)[:TRACKS_SHOWN]
     by_kind: dict[str, dict[str, list[Any]]] = {}
-    slices = [(track, one) for track, (_, found) in enumerate(tracks) for one in found]
+    slices = [(track, span) for track, (_, spans) in enumerate(tracks) for span in spans]
     if len(slices) > SLICES_SHOWN:
         slices = sorted(slices, key=lambda item: -item[1].duration_ns)[:SLICES_SHOWN]
-    for track, one in slices:
-        column = by_kind.setdefault(one.kind, {"x": [], "y": [], "text": []})
-        start, end = one.start_ns / 1e6, one.end_ns / 1e6
-        text = f"{plain(one.name)}<br>{start:.3f} to {end:.3f} ms, {end - start:.3f} ms"
+    for track, span in slices:
+        column = by_kind.setdefault(span.kind, {"x": [], "y": [], "text": []})
+        start, end = span.start_ns / 1e6, span.end_ns / 1e6
+        text = f"{plain(span.name)}<br>{start:.3f} to {end:.3f} ms, {end - start:.3f} ms"
         # A line with a gap after it: one path holds all bars of a kind. Hover finds its points.
         column["x"] += [start, (start + end) / 2, end, None]
         column["y"] += [track, track, track, None]
@@ -172,15 +172,15 @@ def timeline(timelines: Mapping[str, Timeline]) -> Figure:
 
 
 def _tracks(timelines: Mapping[str, Timeline]) -> list[tuple[str, Sequence[Any]]]:
-    count = max(len(one.devices) for one in timelines.values())
+    count = max(len(timeline.devices) for timeline in timelines.values())
     tracks: list[tuple[str, Sequence[Any]]] = [
-        (f"device {device}, {name}", one.devices[device])
+        (f"device {device}, {name}", timeline.devices[device])
         for device in range(count)
-        for name, one in timelines.items()
-        if device < len(one.devices)
+        for name, timeline in timelines.items()
+        if device < len(timeline.devices)
     ]
-    for name, one in timelines.items():
-        tracks += [(f"{link}, {name}", slices) for link, slices in one.links.items() if slices]
+    for name, timeline in timelines.items():
+        tracks += [(f"{link}, {name}", slices) for link, slices in timeline.links.items() if slices]
     return tracks
 
 
@@ -218,16 +218,16 @@ def cost_curves(costs: Costs) -> Figure:
     by_size: dict[str, list[list[int]]] = {"bytes": [], "flops": []}
     for number, target in enumerate(shown):
         for phase in sorted({phase for name, phase in groups if name == target}):
-            points = sorted(groups[target, phase], key=lambda one: (one.bytes, one.flops, one.time_s))
+            points = sorted(groups[target, phase], key=lambda point: (point.bytes, point.flops, point.time_s))
             for size, columns in by_size.items():
-                columns.append([getattr(one, size) for one in points])
+                columns.append([getattr(point, size) for point in points])
             data.append(
                 {
                     "type": "scatter",
                     "mode": "lines+markers",
                     "name": plain(f"{target} {phase}"),
-                    "x": [one.bytes for one in points],
-                    "y": [one.time_s * 1e6 for one in points],
+                    "x": [point.bytes for point in points],
+                    "y": [point.time_s * 1e6 for point in points],
                     "marker": {"size": 6, "symbol": "circle" if phase == "forward" else "diamond-open"},
                     "line": {"width": 0.7},
                     "visible": True if number < TARGETS_SHOWN // 2 else "legendonly",

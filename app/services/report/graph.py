@@ -59,14 +59,16 @@ def strategy_on_graph(step: SimulatedStep, simulated: Timeline) -> Figure:
                 "x": [places[index][0] for index in indexes],
                 "y": [places[index][1] for index in indexes],
                 "marker": {
-                    "size": [6 + 18 * sqrt(times_ns.get(one.name, 0) / longest) for one in operators],
+                    "size": [
+                        6 + 18 * sqrt(times_ns.get(operator.name, 0) / longest) for operator in operators
+                    ],
                     "line": {"width": 0.5, "color": "#fff"},
                 },
                 "text": [
-                    f"{plain(one.name)}<br>{plain(one.target)}<br>"
-                    f"{plain(_configuration(one.space.axes, strategy.configurations[index]))}<br>"
-                    f"{times_ns.get(one.name, 0) / 1e6:.3f} ms over all devices"
-                    for index, one in zip(indexes, operators, strict=True)
+                    f"{plain(operator.name)}<br>{plain(operator.target)}<br>"
+                    f"{plain(_configuration(operator.space.axes, strategy.configurations[index]))}<br>"
+                    f"{times_ns.get(operator.name, 0) / 1e6:.3f} ms over all devices"
+                    for index, operator in zip(indexes, operators, strict=True)
                 ],
                 "hoverinfo": "text",
             }
@@ -108,7 +110,7 @@ def _places(step: SimulatedStep) -> list[tuple[float, float]]:
         members = sorted(columns[column], key=lambda index: (wished[index], index))
         for position, index in enumerate(members):
             rows[index] = position - (len(members) - 1) / 2
-    places = {index: (float(column), rows[index]) for column, found in columns.items() for index in found}
+    places = {index: (float(column), rows[index]) for column, members in columns.items() for index in members}
     # What neither reads nor is read (counters of steps) stands below, in as many columns as the others take.
     alone = [index for index in range(len(read)) if index not in places]
     width, lowest = len(columns) or ALONE_IN_A_ROW, min((row for _, row in places.values()), default=0.0)
@@ -149,7 +151,7 @@ def _configuration(axes: Any, configuration: Any) -> str:
 def _operator_times_ns(simulated: Timeline) -> dict[str, int]:
     times: dict[str, int] = defaultdict(int)
     for slices in simulated.devices:
-        for one in slices:
-            if one.kind in ("forward", "backward", "recompute"):
-                times[one.subject] += one.duration_ns
+        for span in slices:
+            if span.kind in ("forward", "backward", "recompute"):
+                times[span.subject] += span.duration_ns
     return times

@@ -113,8 +113,12 @@ def write_report(request: ReportRequest, database: str | None, progress: Progres
     return WrittenReport(
         request.output,
         len(text.encode()),
-        tuple(one.name for one in sections if one.figure is not None),
-        tuple((one.name, one.text) for one in sections if one.figure is None and not one.tables),
+        tuple(section.name for section in sections if section.figure is not None),
+        tuple(
+            (section.name, section.text)
+            for section in sections
+            if section.figure is None and not section.tables
+        ),
     )
 
 
@@ -163,15 +167,15 @@ def _checked(store: Store, request: ReportRequest) -> Filter:
     wanted = Filter(request.model, request.topology, request.search)
     if request.search is not None:
         search = store.search(request.search)
-        names = Referred("graphs", ((one.id, one.name) for one in store.graphs()))
+        names = Referred("graphs", ((graph.id, graph.name) for graph in store.graphs()))
         wanted = replace(wanted, model=wanted.model or names[search.graph_id])
-    for option, name, known in (
-        ("--model", request.model, {one.name for one in store.graphs()}),
-        ("--topology", request.topology, {one.name for one in store.topologies()}),
+    for option, name, stored in (
+        ("--model", request.model, {graph.name for graph in store.graphs()}),
+        ("--topology", request.topology, {topology.name for topology in store.topologies()}),
     ):
-        if name is not None and name not in known:
+        if name is not None and name not in stored:
             raise UsageError(
-                f"{option}: is {name}, must be stored; stored are {', '.join(sorted(known)) or 'none'}"
+                f"{option}: is {name}, must be stored; stored are {', '.join(sorted(stored)) or 'none'}"
             )
     return wanted
 
@@ -201,9 +205,9 @@ def _drawn(
 
 def _chosen(store: Store, wanted: Filter) -> str | None:
     """Return the id of the strategy to draw: that of the newest recorded run, else of the newest run, else search."""
-    graphs = Referred("graphs", ((one.id, one.name) for one in store.graphs()))
-    topologies = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
-    strategies = {one.id: one for one in store.strategies(limit=10_000)}
+    graphs = Referred("graphs", ((graph.id, graph.name) for graph in store.graphs()))
+    topologies = Referred("topologies", ((topology.id, topology.name) for topology in store.topologies()))
+    strategies = {strategy.id: strategy for strategy in store.strategies(limit=10_000)}
     runs = [
         run
         for run in store.executions(limit=1000)
@@ -231,9 +235,9 @@ def _with_peaks(store: Store, step: SimulatedStep, recording: Recording | None) 
     ranked = store.best_strategies(
         step.record.graph_id, step.topology_id, step.training_id, limit=STRATEGIES_COMPARED
     )
-    for one in ranked:
-        if one.strategy.id != step.record.id:
-            peaks[f"{one.strategy.source} {one.strategy.digest[:12]}"] = one.simulation.peak_bytes
+    for stored in ranked:
+        if stored.strategy.id != step.record.id:
+            peaks[f"{stored.strategy.source} {stored.strategy.digest[:12]}"] = stored.simulation.peak_bytes
     attribution = None if recording is None else attribute(step.simulation, recording)
     return DrawnStep(step, recording, attribution, peaks)
 
@@ -253,16 +257,16 @@ def _sections(data: ReportData) -> tuple[Section, ...]:
         ),
         tuple(
             (
-                one.model,
-                one.topology,
-                one.training,
-                str(one.strategies),
-                _ms(one.best_predicted_s),
-                _ratio(one.predicted_speedup),
-                _ms(one.best_measured_s),
-                _ratio(one.measured_speedup),
+                summary.model,
+                summary.topology,
+                summary.training,
+                str(summary.strategies),
+                _ms(summary.best_predicted_s),
+                _ratio(summary.predicted_speedup),
+                _ms(summary.best_measured_s),
+                _ratio(summary.measured_speedup),
             )
-            for one in data.summaries
+            for summary in data.summaries
         ),
     )
     costs = data.costs

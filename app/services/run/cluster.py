@@ -76,8 +76,8 @@ def own_device(devices: Sequence[PhysicalDevice]) -> PhysicalDevice:
 
 def members(device: PhysicalDevice) -> list[RankDevice]:
     """Return all ranks, by rank; every rank must call it."""
-    found: list[RankDevice] = gather_everywhere(RankDevice(own_host(), device.kind))
-    return found
+    ranks: list[RankDevice] = gather_everywhere(RankDevice(own_host(), device.kind))
+    return ranks
 
 
 def cluster_target(
@@ -198,8 +198,8 @@ def measured_topology(ranks: Sequence[RankDevice], nodes: Sequence[int], probe: 
         else:
             # Half of the latency at each end; the first host's own links are those of the fastest pair.
             for node in (first, second):
-                known = outside.get(node, (0.0, float("inf")))
-                outside[node] = (max(known[0], bandwidth), min(known[1], latency / 2))
+                fastest = outside.get(node, (0.0, float("inf")))
+                outside[node] = (max(fastest[0], bandwidth), min(fastest[1], latency / 2))
     links: list[Link] = []
     network = {}
     for node, (bandwidth, latency) in outside.items():
@@ -269,8 +269,8 @@ def _execute(job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | 
     from runtime.jobs.job import run_job
     from runtime.launch.processes import occupy
 
-    place = device.core if device.processor == "cpu" else device.index
-    return run_job(job, occupy(place, device.processor), timeout_s)
+    core_or_gpu = device.core if device.processor == "cpu" else device.index
+    return run_job(job, occupy(core_or_gpu, device.processor), timeout_s)
 
 
 def _of_this_host(job: Job) -> Job:

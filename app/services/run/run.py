@@ -115,7 +115,7 @@ class RunReport:
     @property
     def fullest(self) -> int | None:
         """The device whose step took most memory, None where that was not measured."""
-        return max(range(len(self.memory)), key=lambda one: self.memory[one].measured, default=None)
+        return max(range(len(self.memory)), key=lambda device: self.memory[device].measured, default=None)
 
     @property
     def verified(self) -> bool:
@@ -143,12 +143,12 @@ class RunReport:
             "memory": [
                 {
                     "device": device,
-                    "predicted_peak_bytes": one.predicted,
-                    "measured_peak_bytes": one.measured,
-                    "relative_error": one.relative_error,
-                    "process_bytes": one.process,
+                    "predicted_peak_bytes": memory.predicted,
+                    "measured_peak_bytes": memory.measured,
+                    "relative_error": memory.relative_error,
+                    "process_bytes": memory.process,
                 }
-                for device, one in enumerate(self.memory)
+                for device, memory in enumerate(self.memory)
             ],
             "deviations": None
             if self.deviations is None
@@ -419,8 +419,8 @@ def _finish(
         execution_id,
         result.step_times_s,
         largest_deviation=None if not deviations else deviations[0].relative,
-        peak_bytes=[one.tensor_bytes for one in result.peaks] or None,
-        process_bytes=[one.process_bytes for one in result.peaks] or None,
+        peak_bytes=[peak.tensor_bytes for peak in result.peaks] or None,
+        process_bytes=[peak.process_bytes for peak in result.peaks] or None,
     )
     if result.recorded:
         write_recording(store, record, result.recorded)

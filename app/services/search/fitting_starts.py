@@ -46,11 +46,11 @@ def fitting_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Sta
 
 def sharded_starts(store: Store, setting: Setting, starts: Sequence[StartStrategy]) -> list[StartStrategy]:
     """Return the baselines that share weights, stored, but for those among the starts."""
-    known = {start.strategy for start in starts}
+    strategies = {start.strategy for start in starts}
     return [
         _stored(store, setting, strategy, source, f"baseline {name}")
         for source, name, strategy in _sharded(setting.model.graph, len(setting.topology.devices))
-        if strategy.sharding and strategy not in known
+        if strategy.sharding and strategy not in strategies
     ]
 
 

@@ -12,7 +12,7 @@ from app.services.predict.predict import Setting, without_measuring
 from app.services.progress import Progress
 from app.services.search.run_algorithms import problem_of
 from graph.errors import UsageError
-from search.algorithms.registry import AlgorithmResult
+from search.algorithms.registry import Found
 from search.bounds.lower_bound import Bound, lower_bound
 from search.parallel.fork import ForkedProcess, fork
 from search.problem import Problem
@@ -43,7 +43,7 @@ class LowerBoundTask:
             self._process = None
 
     def bound(
-        self, found: Sequence[AlgorithmResult], progress: Progress, *, shared: bool, recomputed: bool = False
+        self, results: Sequence[Found], progress: Progress, *, shared: bool, recomputed: bool = False
     ) -> Bound:
         """Return the highest bound: this one, or one that an algorithm proved over the whole space.
 
@@ -61,7 +61,7 @@ class LowerBoundTask:
                 best = lower_bound(problem_of(self._setting, costs), shared=shared)
         finally:
             progress.end()
-        for result in found if not shared and not recomputed else ():
+        for result in results if not shared and not recomputed else ():
             if result.bound_s is not None and result.bound_s > best.seconds:
                 best = Bound(
                     round(result.bound_s * 1e9), f"{result.algorithm} over the whole space", whole=True

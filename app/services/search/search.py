@@ -203,23 +203,23 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
             predictions = SearchPredictions(store, setting, plan)
             baselines = predictions.baselines(progress)
             progress.end()
-            found = run_algorithms(store, setting, plan, progress)
-            best = predictions.best(registry.best_of(found).strategy, baselines)
+            results = run_algorithms(store, setting, plan, progress)
+            best = predictions.best(registry.best_of(results).strategy, baselines)
             shared = shared or any(
                 baseline.digest == best.digest and baseline.name in ("zero", "fsdp") for baseline in baselines
             )
             recomputed = "recomputation" in plan.names or any(
-                result.strategy.recomputation for result in found
+                result.strategy.recomputation for result in results
             )
             # Whoever interrupts a search does not wait for more.
-            interrupted = found[-1].interrupted
+            interrupted = results[-1].interrupted
             bound = None
             if not interrupted:
-                bound = lower_bound.bound(found, progress, shared=shared, recomputed=recomputed)
-        chains = [chain for result in found for chain in result.chains]
+                bound = lower_bound.bound(results, progress, shared=shared, recomputed=recomputed)
+        chains = [chain for result in results for chain in result.chains]
         outcome = SearchOutcome(
-            proposals=sum(result.proposals for result in found),
-            accepted=sum(result.accepted for result in found),
+            proposals=sum(result.proposals for result in results),
+            accepted=sum(result.accepted for result in results),
             initial_time_s=chains[0].initial_s if chains else None,
             best_time_s=best.step_time_s,
             best_strategy_id=best.strategy_id,
@@ -243,12 +243,12 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
         proposals=outcome.proposals,
         accepted=outcome.accepted,
         interrupted=interrupted,
-        seconds=sum(result.seconds for result in found),
+        seconds=sum(result.seconds for result in results),
         predictions=(best, *baselines),
         unsplit=setting.model.graph.unsplit,
         starts=plan.starts,
         resumed_at=sum(chain.checkpoint.proposals for chain in plan.resumed) if plan.resumed else None,
-        algorithms=tuple(_algorithm_report(result) for result in found),
+        algorithms=tuple(_algorithm_report(result) for result in results),
         bound=bound,
         estimate_errors=setting.source.estimate_errors,
         cost_environments=cost_environments(store, setting),

@@ -96,7 +96,7 @@ def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
         "operators": [operator["name"] for operator in described["operators"]],
         "sharding": [value[0] for value in described["values"]],
     }
-    orders = {key: {name: place for place, name in enumerate(of)} for key, of in names.items()}
+    orders = {key: {name: index for index, name in enumerate(of)} for key, of in names.items()}
     ordered = {
         key: dict(sorted(entries.items(), key=lambda entry: orders[key].get(entry[0], len(orders[key]))))
         if key in orders

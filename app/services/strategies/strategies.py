@@ -101,13 +101,13 @@ class ShownStrategy:
             "measured_median_s": self.measured_s,
             "operators": [
                 {
-                    "name": one.name,
-                    "target": one.target,
-                    "degrees": dict(one.degrees),
-                    "devices": list(one.devices),
-                    "cost": None if one.cost is None else asdict(one.cost),
+                    "name": operator.name,
+                    "target": operator.target,
+                    "degrees": dict(operator.degrees),
+                    "devices": list(operator.devices),
+                    "cost": None if operator.cost is None else asdict(operator.cost),
                 }
-                for one in self.operators
+                for operator in self.operators
             ],
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
             "sharding": dict(self.sharding),
@@ -119,19 +119,19 @@ class ShownStrategy:
 class StrategyDifference:
     """Two strategies for one graph, and the operators that they configure differently, the dearest change first."""
 
-    one: ShownStrategy
-    other: ShownStrategy
+    first: ShownStrategy
+    second: ShownStrategy
     operators: tuple[tuple[ShownOperator, ShownOperator], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        sides = [shown.to_json() for shown in (self.one, self.other)]
-        by_name = [{one["name"]: one for one in side.pop("operators")} for side in sides]
+        sides = [shown.to_json() for shown in (self.first, self.second)]
+        by_name = [{operator["name"]: operator for operator in side.pop("operators")} for side in sides]
         return {
             "strategies": sides,
             "operators": [
-                {"name": one.name, "strategies": [side[one.name] for side in by_name]}
-                for one, _ in self.operators
+                {"name": operator.name, "strategies": [side[operator.name] for side in by_name]}
+                for operator, _ in self.operators
             ],
         }
 
@@ -170,15 +170,15 @@ def diff_strategies(
                 f"{names[records[0].graph_id]} as strategy {references[0]} is; choose two for one graph"
             )
         setting = _setting(store, records, topology)
-        one, graph = _shown(store, records[0], setting, None, progress)
-        other, _ = _shown(store, records[1], setting, graph, progress)
+        first, graph = _shown(store, records[0], setting, None, progress)
+        second, _ = _shown(store, records[1], setting, graph, progress)
     pairs = [
         pair
-        for pair in zip(one.operators, other.operators, strict=True)
+        for pair in zip(first.operators, second.operators, strict=True)
         if (pair[0].degrees, pair[0].devices) != (pair[1].degrees, pair[1].devices)
     ]
     pairs.sort(key=lambda pair: -abs(_total_s(pair[1]) - _total_s(pair[0])))
-    return StrategyDifference(one, other, tuple(pairs))
+    return StrategyDifference(first, second, tuple(pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def import_strategy(
             # Only now: a file that does not fit leaves nothing behind.
             graph_id = store.put_graph(graph_record(imported))
         assert graph_id is not None
-        known = _is_stored(store, strategy.digest)
+        was_stored = _is_stored(store, strategy.digest)
         number = store.put_strategy(
             StrategyRecord(
                 digest=strategy.digest,
@@ -246,7 +246,7 @@ def import_strategy(
                 source="import",
             )
         )
-        return ImportedStrategy(store.strategy(number), name, known)
+        return ImportedStrategy(store.strategy(number), name, was_stored)
 
 
 def _is_stored(store: Store, digest: str) -> bool:
@@ -258,14 +258,14 @@ def _is_stored(store: Store, digest: str) -> bool:
 
 def _named_graph(store: Store, document: Any, file: Path) -> GraphRecord:
     digest = document.get("graph") if isinstance(document, dict) else None
-    found = store.graph_by_digest(digest) if isinstance(digest, str) else None
-    if found is None:
+    record = store.graph_by_digest(digest) if isinstance(digest, str) else None
+    if record is None:
         shown = digest[:12] if isinstance(digest, str) else digest
         raise UsageError(
             f"strategy file {file}: is for graph {shown}, which is not stored; name its network by --model, and its "
             "sizes by --preset and --batch-size"
         )
-    return found
+    return record
 
 
 def _setting(store: Store, records: list[StrategyRecord], topology: str | None) -> SimulationSetting | None:
@@ -274,19 +274,25 @@ def _setting(store: Store, records: list[StrategyRecord], topology: str | None) 
     Raises:
         UsageError: there is none on the topology that was asked for.
     """
-    names = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
-    counts = {one.id: one.device_count for one in store.topologies()}
-    needed = max(_devices_used(one) for one in records)
+    names = Referred("topologies", ((topology.id, topology.name) for topology in store.topologies()))
+    counts = {topology.id: topology.device_count for topology in store.topologies()}
+    needed = max(_devices_used(record) for record in records)
     seen: set[str] = set()
-    own = [one.id for one in records]
-    others = [one.id for one in store.strategies(graph_id=records[0].graph_id, limit=NEWEST)]
-    for strategy_id in (*own, *(one for one in others if one not in own)):
-        for one in store.simulations(strategy_id=strategy_id):
-            seen.add(names[one.topology_id])
-            if topology in (None, names[one.topology_id]) and counts[one.topology_id] >= needed:
-                training = required(store.training(one.training_id), "trainings", one.training_id)
+    own = [record.id for record in records]
+    others = [strategy.id for strategy in store.strategies(graph_id=records[0].graph_id, limit=NEWEST)]
+    for strategy_id in (*own, *(other for other in others if other not in own)):
+        for simulation in store.simulations(strategy_id=strategy_id):
+            seen.add(names[simulation.topology_id])
+            if topology in (None, names[simulation.topology_id]) and counts[simulation.topology_id] >= needed:
+                training = required(
+                    store.training(simulation.training_id), "trainings", simulation.training_id
+                )
                 return SimulationSetting(
-                    one.topology_id, one.training_id, names[one.topology_id], training.batch_size, one
+                    simulation.topology_id,
+                    simulation.training_id,
+                    names[simulation.topology_id],
+                    training.batch_size,
+                    simulation,
                 )
     if topology is not None:
         raise UsageError(

@@ -109,8 +109,8 @@ def _filled(step: Timeline, count: int) -> Timeline:
 
 def _times(timeline: Timeline) -> Iterable[tuple[tuple[str, str], int]]:
     for slices in timeline.devices:
-        for one in slices:
-            yield (one.kind, one.subject), one.duration_ns
+        for span in slices:
+            yield (span.kind, span.subject), span.duration_ns
 
 
 def _sorted(rows: Iterable[Difference]) -> tuple[Difference, ...]:

@@ -68,21 +68,21 @@ def _thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _metadata(what: str, process: int, thread: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": dict(values)}
+def _metadata(name: str, process: int, thread: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": dict(values)}
 
 
 def _slices(process: int, thread: int, slices: Iterable[Slice]) -> list[dict[str, Any]]:
     return [
         {
             "ph": "X",
-            "name": one.name,
-            "cat": one.kind,
+            "name": span.name,
+            "cat": span.kind,
             "pid": process,
             "tid": thread,
-            "ts": one.start_ns / 1000,
-            "dur": one.duration_ns / 1000,
-            "args": {"about": one.subject, **one.details},
+            "ts": span.start_ns / 1000,
+            "dur": span.duration_ns / 1000,
+            "args": {"about": span.subject, **span.details},
         }
-        for one in slices
+        for span in slices
     ]

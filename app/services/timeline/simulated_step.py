@@ -73,13 +73,17 @@ def step_of_strategy(store: Store, reference: str, topology: str | None, progres
     """
     record = store.strategy(reference)
     simulations = store.simulations(strategy_id=record.id)
-    names = Referred("topologies", ((one.id, one.name) for one in store.topologies()))
-    chosen = next((one for one in simulations if topology in (None, names[one.topology_id])), None)
+    names = Referred("topologies", ((topology.id, topology.name) for topology in store.topologies()))
+    chosen = next(
+        (simulation for simulation in simulations if topology in (None, names[simulation.topology_id])), None
+    )
     if chosen is None:
-        known = ", ".join(sorted({names[one.topology_id] for one in simulations})) or "none"
+        simulated_on = (
+            ", ".join(sorted({names[simulation.topology_id] for simulation in simulations})) or "none"
+        )
         raise UsageError(
             f"strategy {record.digest[:12]}: has no simulation on topology {topology or 'any'}, must have one; "
-            f"it has on {known}"
+            f"it has on {simulated_on}"
         )
     runs = store.executions(strategy_id=record.id)
     environment = next((run.environment_id for run in runs if run.topology_id == chosen.topology_id), None)

@@ -152,14 +152,14 @@ def read_file(path: Path) -> tuple[Timeline, ...]:
 
 
 def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[Timeline, ...]:
-    found: dict[int, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
+    steps: dict[int, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
     for step, rank, *values in zip(*(columns[name] for name in _schema().names), strict=True):
-        found[step][rank].append(Slice(*values))
+        steps[step][rank].append(Slice(*values))
     return tuple(
         Timeline(
             max(slices[-1].end_ns for slices in ranks.values()),
             # A rank that had nothing to do has no row.
             tuple(tuple(ranks.get(rank, ())) for rank in range(max(ranks) + 1)),
         )
-        for _, ranks in sorted(found.items())
+        for _, ranks in sorted(steps.items())
     )

@@ -53,7 +53,7 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
     tasks = simulation.tasks
     names, resources = tasks.names(), tasks.resource_names()
     critical, subjects = set(simulation.critical_path), Subjects(simulation)
-    found: dict[int, list[Slice]] = defaultdict(list)
+    slices_of: dict[int, list[Slice]] = defaultdict(list)
     for task in range(tasks.task_count):
         kind, subject = subjects.kind_and_subject(task)
         details: dict[str, object] = {
@@ -62,7 +62,7 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
         }
         if tasks.size_bytes_T[task]:
             details["bytes"] = int(tasks.size_bytes_T[task])
-        one = Slice(
+        span = Slice(
             kind,
             subject,
             names[task],
@@ -71,8 +71,8 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
             details,
         )
         for resource in tasks.resources(task):
-            found[resource].append(one)
-    ordered = [_in_order(found[resource]) for resource in range(tasks.resource_count)]
+            slices_of[resource].append(span)
+    ordered = [_in_order(slices_of[resource]) for resource in range(tasks.resource_count)]
     count = len(tasks.topology.devices)
     return Timeline(
         simulation.step_time_ns,
@@ -98,11 +98,11 @@ def with_waits(simulation: Simulation, timeline: Timeline) -> Timeline:
     for device, slices in enumerate(timeline.devices):
         filled: list[Slice] = []
         now = 0
-        for one in slices:
-            if one.start_ns > now:
-                filled.append(wait(waited_for[device, one.start_ns], now, one.start_ns))
-            filled.append(one)
-            now = one.end_ns
+        for span in slices:
+            if span.start_ns > now:
+                filled.append(wait(waited_for[device, span.start_ns], now, span.start_ns))
+            filled.append(span)
+            now = span.end_ns
         if now < timeline.step_ns:
             filled.append(wait(END_OF_STEP, now, timeline.step_ns))
         devices.append(tuple(filled))
@@ -115,7 +115,7 @@ def wait(subject: str, start_ns: int, end_ns: int) -> Slice:
 
 
 def _in_order(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-    return tuple(sorted(slices, key=lambda one: (one.start_ns, one.end_ns)))
+    return tuple(sorted(slices, key=lambda span: (span.start_ns, span.end_ns)))
 
 
 class Subjects:
