@@ -79,8 +79,8 @@ def recognize(assemblies: Sequence[Assembly], *, summable: bool) -> tuple[Collec
         assemblies: of one value, as `graph.exchange.exchange` returns them.
         summable: whether the value's dtype is one of `SUMMABLE`.
     """
-    found = (_match(assemblies, numbers, summable=summable) for numbers in _connected(assemblies))
-    return tuple(collective for collective in found if collective is not None)
+    collectives = (_match(assemblies, numbers, summable=summable) for numbers in _connected(assemblies))
+    return tuple(collective for collective in collectives if collective is not None)
 
 
 def _connected(assemblies: Sequence[Assembly]) -> list[list[int]]:
@@ -96,9 +96,9 @@ def _connected(assemblies: Sequence[Assembly]) -> list[list[int]]:
     for number in remote:
         first = assemblies[number].readers[0]
         for piece in assemblies[number].pieces:
-            here = find((first.operator, first.slot, assemblies[number].device))
-            there = find((first.operator, first.slot, piece.source_device))
-            leader[there] = here
+            reader = find((first.operator, first.slot, assemblies[number].device))
+            source = find((first.operator, first.slot, piece.source_device))
+            leader[source] = reader
     groups: dict[tuple[int, int, int], list[int]] = {}
     for number in remote:
         first = assemblies[number].readers[0]

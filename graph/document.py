@@ -26,15 +26,15 @@ def graph_to_document(graph: OperatorGraph) -> dict[str, Any]:
     spaces: dict[IterationSpace, int] = {}
     operators = [
         [
-            one.name,
-            one.target,
-            [[name, argument_to_json(value)] for name, value in one.arguments],
-            list(one.inputs),
-            list(one.outputs),
-            spaces.setdefault(one.space, len(spaces)),
-            one.splittable,
+            operator.name,
+            operator.target,
+            [[name, argument_to_json(value)] for name, value in operator.arguments],
+            list(operator.inputs),
+            list(operator.outputs),
+            spaces.setdefault(operator.space, len(spaces)),
+            operator.splittable,
         ]
-        for one in graph.operators
+        for operator in graph.operators
     ]
     return {
         "digest": graph.digest,
@@ -42,7 +42,8 @@ def graph_to_document(graph: OperatorGraph) -> dict[str, Any]:
         "spaces": [_space_to_json(space) for space in spaces],
         "operators": operators,
         "values": [
-            [one.name, one.spec.to_json(), one.kind.value, one.requires_gradient] for one in graph.values
+            [value.name, value.spec.to_json(), value.kind.value, value.requires_gradient]
+            for value in graph.values
         ],
         "inputs": list(graph.inputs),
         "loss": graph.loss,
@@ -116,7 +117,8 @@ def _space_from_json(document: Sequence[Any]) -> IterationSpace:
 
 def _operand_to_json(operand: OperandMap) -> list[Any]:
     return [
-        [[one.size, one.axis, one.start, one.stride, one.extent] for one in factors] for factors in operand
+        [[factor.size, factor.axis, factor.start, factor.stride, factor.extent] for factor in factors]
+        for factors in operand
     ]
 
 

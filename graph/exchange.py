@@ -86,7 +86,7 @@ def choose_replica(tasks: Sequence[int], devices: Sequence[int], device: int, no
 
 
 ExchangeCache = dict[object, dict[tuple[int, Region], tuple[tuple[Piece, ...], bool]]]
-"""What was found of assemblies: pieces and `direct`, by the producer's form and configuration, device and region."""
+"""Pieces and `direct` of assemblies, by the producer's axes, output and configuration, and by device and region."""
 
 
 def exchange(
@@ -95,7 +95,7 @@ def exchange(
     configuration: Configuration,
     consumers: Sequence[Consumer],
     node_of: Sequence[int],
-    known: ExchangeCache | None = None,
+    cache: ExchangeCache | None = None,
 ) -> tuple[Assembly, ...]:
     """Return the assemblies of one value, ordered by first reader.
 
@@ -105,7 +105,7 @@ def exchange(
         configuration: the producer's configuration.
         consumers: the operators that read the value, in the order of execution.
         node_of: for each device, its node.
-        known: what was found for other values on the same nodes, and is added to: equal layers have equal exchanges.
+        cache: of other values on the same nodes, which is added to: equal layers have equal exchanges.
     """
     readers: dict[tuple[int, Region], list[Reader]] = {}
     for consumer in consumers:
@@ -114,17 +114,15 @@ def exchange(
         )
         for task, (region, device) in enumerate(zip(needed, consumer.configuration.devices, strict=True)):
             readers.setdefault((device, region), []).append(Reader(consumer.operator, task, consumer.slot))
-    known = {} if known is None else known
     form = (producer.axes, producer.outputs[output], configuration)
-    found = known.setdefault(form, {})
+    cached = {} if cache is None else cache.setdefault(form, {})
     sources: Sources | None = None
     assemblies = []
     for key, reading_tasks in readers.items():
-        put_together = found.get(key)
-        if put_together is None:
+        if key not in cached:
             sources = Sources(producer, output, configuration) if sources is None else sources
-            put_together = found[key] = sources.pieces(*key, node_of)
-        pieces, direct = put_together
+            cached[key] = sources.pieces(*key, node_of)
+        pieces, direct = cached[key]
         assemblies.append(Assembly(*key, pieces, tuple(reading_tasks), direct))
     return tuple(assemblies)
 
@@ -136,20 +134,20 @@ class Sources:
         self._regions = operand_regions(producer.axes, producer.outputs[output], configuration.degrees)
         self._groups = source_groups(producer, configuration)
         self._devices = configuration.devices
-        # Of each dim: groups by the index set that they have there.
+        # Of each dim: the replica groups by their index set of that dim.
         self._by_dim: list[dict[IndexSet, list[int]]] = []
         for dim in range(len(self._regions[0])):
             by_set: dict[IndexSet, list[int]] = {}
-            for place, group in enumerate(self._groups):
-                by_set.setdefault(self._regions[group[0]][dim], []).append(place)
+            for number, group in enumerate(self._groups):
+                by_set.setdefault(self._regions[group[0]][dim], []).append(number)
             self._by_dim.append(by_set)
-        self._met: dict[tuple[int, IndexSet], list[int]] = {}
+        self._overlaps: dict[tuple[int, IndexSet], list[int]] = {}
 
     def pieces(self, device: int, region: Region, node_of: Sequence[int]) -> tuple[tuple[Piece, ...], bool]:
-        """Return what a region on a device is put together from, and whether it is just one local task's output."""
+        """Return the pieces of a region on a device, and whether it is just one local task's output."""
         pieces = []
-        for place in self._meeting(region):
-            group = self._groups[place]
+        for number in self._overlapping(region):
+            group = self._groups[number]
             common = intersect_regions(self._regions[group[0]], region)
             if common is not None:
                 task = choose_replica(group, self._devices, device, node_of)
@@ -161,17 +159,20 @@ class Sources:
         )
         return tuple(pieces), direct
 
-    def _meeting(self, region: Region) -> Sequence[int]:
-        """Return the groups, ascending, that have something of a region in the dim that is cut most."""
+    def _overlapping(self, region: Region) -> Sequence[int]:
+        """Return the replica groups, ascending, that overlap a region in the dim that is cut most."""
         if not self._by_dim:
             return range(len(self._groups))
-        dim = max(range(len(self._by_dim)), key=lambda one: len(self._by_dim[one]))
+        dim = max(range(len(self._by_dim)), key=lambda dim: len(self._by_dim[dim]))
         key = (dim, region[dim])
-        known = self._met.get(key)
-        if known is None:
-            met = (places for mine, places in self._by_dim[dim].items() if intersect(mine, region[dim]))
-            known = self._met[key] = sorted(place for places in met for place in places)
-        return known
+        if key not in self._overlaps:
+            self._overlaps[key] = sorted(
+                number
+                for indexes, numbers in self._by_dim[dim].items()
+                if intersect(indexes, region[dim])
+                for number in numbers
+            )
+        return self._overlaps[key]
 
 
 def piece_bytes(piece: Piece, item_bytes: int) -> int:

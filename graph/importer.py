@@ -130,10 +130,10 @@ def _lower(lowering: Lowering, node: fx.Node) -> None:
     try:
         lowering.lower(node)
     except ImportFailure as error:
-        place = locations.of_node(node)
-        if not place:
+        location = locations.of_node(node)
+        if not location:
             raise
-        raise type(error)(f"{error} (at {place})") from None
+        raise type(error)(f"{error} (at {location})") from None
 
 
 def _place_values(
@@ -210,7 +210,8 @@ def _require_own_memory(builder: GraphBuilder, module: nn.Module, renewed: set[s
         of_storage = taken.setdefault(tensor.untyped_storage()._cdata, [])
         for other_first, other_last, other in of_storage:
             changes = any(
-                one in renewed or builder.values[one].kind is ValueKind.WEIGHT for one in (name, other)
+                changed in renewed or builder.values[changed].kind is ValueKind.WEIGHT
+                for changed in (name, other)
             )
             if changes and first <= other_last and other_first <= last:
                 raise ImportFailure(

@@ -266,7 +266,7 @@ class OperatorGraph:
         for index, names in enumerate(self.weights_read):
             for name in names:
                 readers[name].append(index)
-        return {name: tuple(found) for name, found in readers.items()}
+        return {name: tuple(indexes) for name, indexes in readers.items()}
 
     @cached_property
     def weight_dtype(self) -> str:
@@ -275,13 +275,13 @@ class OperatorGraph:
         Raises:
             GraphError: they are of several, which no update is priced for.
         """
-        found = sorted({value.spec.dtype for value in self.weights})
-        if len(found) > 1:
+        dtypes = sorted({value.spec.dtype for value in self.weights})
+        if len(dtypes) > 1:
             raise GraphError(
-                f"graph {self.name}: its weights are {' and '.join(found)}, must be of one dtype; convert the module "
+                f"graph {self.name}: its weights are {' and '.join(dtypes)}, must be of one dtype; convert the module "
                 "(--precision bfloat16 or float16 does, or .float() in its factory)"
             )
-        return found[0] if found else "float32"
+        return dtypes[0] if dtypes else "float32"
 
     @cached_property
     def digest(self) -> str:
@@ -334,15 +334,15 @@ class OperatorGraph:
         Raises:
             GraphError: naming the operator or value at fault.
         """
-        known = {value.name for value in self.values if value.kind is not ValueKind.OPERATOR}
+        made = {value.name for value in self.values if value.kind is not ValueKind.OPERATOR}
         for operator in self.operators:
             for name in operator.inputs:
-                if name not in known:
+                if name not in made:
                     raise GraphError(
                         f"operator {operator.name}: input {name} is not made before it, must come from an earlier "
                         "operator or be an input; check the import"
                     )
-            known.update(operator.outputs)
+            made.update(operator.outputs)
         loss = self.value_by_name.get(self.loss)
         if loss is None or loss.spec.shape != ():
             raise GraphError(

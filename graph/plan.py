@@ -157,17 +157,17 @@ class Plan:
 
         Of a cell that is shared these are the shares, else it is the first of the devices that hold the cell.
         """
-        found: list[tuple[int, Region]] = []
+        regions: list[tuple[int, Region]] = []
         for cell in cells(self.held[weight]) if self.held[weight] else ():
             if not cell_elements(cell):
                 continue
             if self.sharding[weight] is Sharding.NONE or len(cell.devices) == 1:
-                found.append((cell.devices[0], cell.region))
+                regions.append((cell.devices[0], cell.region))
                 continue
             for device, region in zip(cell.devices, shares(cell), strict=True):
                 if region is not None:
-                    found.append((device, region))
-        return found
+                    regions.append((device, region))
+        return regions
 
     @cached_property
     def buckets_after(self) -> dict[int, tuple[int, ...]]:
@@ -183,8 +183,8 @@ class Plan:
         collectives = [*self.collectives.values(), *self.buffer_collectives.values()]
         groups = [tuple(range(self.strategy.device_count))]
         groups += [bucket.devices for bucket in self.buckets]
-        groups += [gather.devices for found in self.forward_gathers.values() for gather in found]
-        groups += [collective.devices for found in collectives for collective in found]
+        groups += [gather.devices for gathers in self.forward_gathers.values() for gather in gathers]
+        groups += [collective.devices for of_value in collectives for collective in of_value]
         return tuple(dict.fromkeys(groups))
 
 
@@ -207,13 +207,13 @@ def build_plan(
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
     """
-    known: ExchangeCache = {}
+    cache: ExchangeCache = {}
     exchanges = {
-        value.name: value_exchange(graph, strategy, value.name, node_of, known)
+        value.name: value_exchange(graph, strategy, value.name, node_of, cache)
         for value in graph.values
         if value.kind is ValueKind.OPERATOR
     }
-    collectives = {name: _recognized(graph, name, found) for name, found in exchanges.items()}
+    collectives = {name: _recognized(graph, name, assemblies) for name, assemblies in exchanges.items()}
     buffer_exchanges = _buffer_exchanges(graph, strategy, node_of)
     active, active_assemblies, seeds = _backward_activity(graph, strategy, exchanges)
     together, alone = _gradient_exchanges(exchanges, collectives, active, active_assemblies, graph)
@@ -253,10 +253,10 @@ def gathers_begun(gathers: Gathers, index: int) -> list[tuple[int, Gather]]:
     if index not in gathers:
         return []
     operators = list(gathers)
-    here = operators.index(index)
+    position = operators.index(index)
     return [
         (other, gather)
-        for other in operators[(0 if here == 0 else here + 1) : here + 2]
+        for other in operators[(0 if position == 0 else position + 1) : position + 2]
         for gather in gathers[other]
     ]
 
@@ -278,9 +278,9 @@ def value_exchange(
     strategy: Strategy,
     value: str,
     node_of: Sequence[int],
-    known: ExchangeCache | None = None,
+    cache: ExchangeCache | None = None,
 ) -> tuple[Assembly, ...]:
-    """Return the assemblies of one operator's value; `known`: of others on the same nodes, see `graph.exchange`."""
+    """Return the assemblies of one operator's value; `cache`: of others on the same nodes, see `graph.exchange`."""
     index, output = graph.producer[value]
     return exchange(
         graph.operators[index].space,
@@ -288,7 +288,7 @@ def value_exchange(
         strategy.configurations[index],
         consumers_of(graph, strategy, value),
         node_of,
-        known,
+        cache,
     )
 
 
@@ -392,8 +392,8 @@ def _gradient_exchanges(
             if last is not None and position not in served:
                 alone.setdefault(last, []).append(GradientTransfer(value, position))
     return (
-        {operator: tuple(found) for operator, found in together.items()},
-        {operator: tuple(found) for operator, found in alone.items()},
+        {operator: tuple(exchanges) for operator, exchanges in together.items()},
+        {operator: tuple(exchanges) for operator, exchanges in alone.items()},
     )
 
 
@@ -475,16 +475,16 @@ def _units(
 
     Smaller gathers would cost latency, and where each begins a segment of the backward, what crosses its end is kept.
     """
-    found: Gathers = {}
+    gathers: Gathers = {}
     together: list[str] = []
     first = -1
     for index, names in weights.items():
         first = index if not together else first
         together += names
-        found[first] = _gathers_of(graph, held, together)
-        if sum(gather.size_bytes for gather in found[first]) >= least_bytes:
+        gathers[first] = _gathers_of(graph, held, together)
+        if sum(gather.size_bytes for gather in gathers[first]) >= least_bytes:
             together = []
-    return found
+    return gathers
 
 
 def _gathers_of(
@@ -498,10 +498,11 @@ def _gathers_of(
     return tuple(
         Gather(
             devices,
-            tuple(found),
+            tuple(of_devices),
             sum(
-                gathered_elements(one.cell) * graph.value_by_name[one.weight].spec.item_bytes for one in found
+                gathered_elements(entry.cell) * graph.value_by_name[entry.weight].spec.item_bytes
+                for entry in of_devices
             ),
         )
-        for devices, found in entries.items()
+        for devices, of_devices in entries.items()
     )

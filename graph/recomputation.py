@@ -55,11 +55,11 @@ def check_recomputation(graph: OperatorGraph, groups: Recomputation) -> None:
 
 def group_numbers(graph: OperatorGraph, groups: Recomputation) -> list[int]:
     """Return, for each operator, the number of its group, or -1."""
-    found = [-1] * len(graph.operators)
+    numbers = [-1] * len(graph.operators)
     for number, group in enumerate(groups):
         for index in range(group.first, group.last + 1):
-            found[index] = number
-    return found
+            numbers[index] = number
+    return numbers
 
 
 def needed_at(groups: Recomputation, index: int) -> int:

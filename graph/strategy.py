@@ -246,7 +246,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     configurations = tuple(
         _configuration(operator, entries.get(operator.name)) for operator in graph.operators
     )
-    places = {operator.name: place for place, operator in enumerate(graph.operators)}
+    places = {operator.name: index for index, operator in enumerate(graph.operators)}
     strategy = Strategy(
         str(document.get("graph")),
         configurations,
@@ -268,11 +268,11 @@ def check_format(document: object, where: str) -> None:
             f"{where}: is no strategy, but {'other JSON' if isinstance(document, Mapping) else shown(document)}; must "
             "be a file that app strategy export wrote; check the path"
         )
-    given = document.get("format")
-    if not _is_integer(given) or given != FORMAT:
-        version = "no version (an entry format)" if given is None else f"version {shown(given)}"
+    version = document.get("format")
+    if not _is_integer(version) or version != FORMAT:
+        given = "no version (an entry format)" if version is None else f"version {shown(version)}"
         raise StrategyError(
-            f"{where}: has {version} of the format of strategies, must have {FORMAT}; export it with this Soapstone"
+            f"{where}: has {given} of the format of strategies, must have {FORMAT}; export it with this Soapstone"
         )
 
 
@@ -311,26 +311,26 @@ def _configuration(operator: Operator, entry: object) -> Configuration:
         raise StrategyError(
             f"operator {operator.name}: devices is not a list, must list whole numbers; correct it"
         )
-    known = [axis.name for axis in operator.space.axes]
+    names = [axis.name for axis in operator.space.axes]
     for axis in named:
-        if axis not in known:
+        if axis not in names:
             raise StrategyError(
-                f"operator {operator.name}: axis {shown(axis)} is unknown, must be of {', '.join(known)}; correct it"
+                f"operator {operator.name}: axis {shown(axis)} is unknown, must be of {', '.join(names)}; correct it"
             )
-    return Configuration(tuple(named.get(axis, 1) for axis in known), tuple(devices))
+    return Configuration(tuple(named.get(axis, 1) for axis in names), tuple(devices))
 
 
-def _check_keys(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_keys(where: str, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
     """Check that a document says nothing that would be passed over in silence, such as a key that is misspelt.
 
     Raises:
         StrategyError: naming the key, and the known one that it is like.
     """
     for key in entry:
-        if key not in known:
+        if key not in allowed:
             raise StrategyError(
-                f"{where}: key {shown(key)} is unknown, must be one of {', '.join(known)}; "
-                f"{meant(str(key), known, 'leave it out')}"
+                f"{where}: key {shown(key)} is unknown, must be one of {', '.join(allowed)}; "
+                f"{meant(str(key), allowed, 'leave it out')}"
             )
 
 
@@ -380,13 +380,13 @@ def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strate
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; one that names a key twice would silently lose the first."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         twice = next(
             key for position, (key, _) in enumerate(pairs) if key in {name for name, _ in pairs[:position]}
         )
         raise ValueError(f"{twice} is there twice")
-    return found
+    return entries
 
 
 def strategy_text(strategy: Strategy, graph: OperatorGraph) -> str:

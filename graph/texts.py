@@ -28,9 +28,9 @@ def shown(item: object, longest: int = LONGEST) -> str:
 
 def meant(name: str, names: Iterable[str], otherwise: str = "choose one") -> str:
     """Return the advice for a mistyped name: the one of `names` that it is most like, `otherwise` for none."""
-    known = list(names)
-    begun = [one for one in known if name and one.startswith(name.lower())]
-    close = begun if len(begun) == 1 else get_close_matches(name.lower(), known, n=1)
+    candidates = list(names)
+    begun = [candidate for candidate in candidates if name and candidate.startswith(name.lower())]
+    close = begun if len(begun) == 1 else get_close_matches(name.lower(), candidates, n=1)
     return f"did you mean {close[0]}?" if close else otherwise
 
 

@@ -35,19 +35,19 @@ LARGEST_MEMORY_BYTES = 1 << 60
 LARGEST_CONTENTION = 1e6
 
 
-def _require_at_most(where: str, what: str, value: float, most: float, unit: str) -> None:
+def _require_at_most(where: str, quantity: str, value: float, most: float, unit: str) -> None:
     if value > most:
-        raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be at most {most:g}; correct it")
+        raise TopologyError(f"{where}: {quantity} is {value:g} {unit}, must be at most {most:g}; correct it")
 
 
-def _require_positive(where: str, what: str, value: float, unit: str) -> None:
+def _require_positive(where: str, quantity: str, value: float, unit: str) -> None:
     if not (isfinite(value) and value > 0):
-        raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be > 0; correct it")
+        raise TopologyError(f"{where}: {quantity} is {value:g} {unit}, must be > 0; correct it")
 
 
-def _require_not_negative(where: str, what: str, value: float, unit: str) -> None:
+def _require_not_negative(where: str, quantity: str, value: float, unit: str) -> None:
     if not (isfinite(value) and value >= 0):
-        raise TopologyError(f"{where}: {what} is {value:g} {unit}, must be >= 0; correct it")
+        raise TopologyError(f"{where}: {quantity} is {value:g} {unit}, must be >= 0; correct it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,12 @@ class DeviceKind:
         Raises:
             TopologyError: the kind has no such precision.
         """
-        for known, flops_per_s in self.peak_flops:
-            if known == precision:
-                return flops_per_s
-        known_names = ", ".join(name for name, _ in self.peak_flops)
-        raise TopologyError(
-            f"device kind {self.name}: no peak for precision {precision}, it has {known_names}"
-        )
+        peaks = dict(self.peak_flops)
+        if precision not in peaks:
+            raise TopologyError(
+                f"device kind {self.name}: no peak for precision {precision}, it has {', '.join(peaks)}"
+            )
+        return peaks[precision]
 
     def multiplying_in(self, precision: str) -> DeviceKind:
         """Return the kind as it computes in a precision: with tf32, float32 tensors take the peak of tf32."""
@@ -243,8 +242,8 @@ class Topology:
         for kind in self.kinds:
             if kind.name == name:
                 return kind
-        known = ", ".join(kind.name for kind in self.kinds)
-        raise TopologyError(f"topology {self.name}: no device kind {name}, it has {known}")
+        names = ", ".join(kind.name for kind in self.kinds)
+        raise TopologyError(f"topology {self.name}: no device kind {name}, it has {names}")
 
     def kind_of(self, device: int) -> DeviceKind:
         """Return the kind of the device at index `device`."""
@@ -409,10 +408,10 @@ def local_topology(
     return Topology(
         name=name,
         kinds=tuple(named.values()),
-        devices=tuple(Device(index, one.name, 0, index) for index, one in enumerate(kinds)),
+        devices=tuple(Device(index, device_kind.name, 0, index) for index, device_kind in enumerate(kinds)),
         links=tuple(links),
         routes={pair: (index,) for index, pair in enumerate(pairs)},
-        contention=tuple((one, contention) for one in named) if contention else (),
+        contention=tuple((kind_name, contention) for kind_name in named) if contention else (),
     )
 
 

@@ -35,14 +35,14 @@ class Training:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise TrainingError(f"batch size: is {self.batch_size}, must be at least 1; set --batch-size")
-        for name, value, known in (
+        for name, value, choices in (
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("batch norm", self.batch_norm, BATCH_NORMS),
         ):
-            if value not in known:
+            if value not in choices:
                 raise TrainingError(
-                    f"{name}: is {value}, must be one of {', '.join(known)}; choose one of them"
+                    f"{name}: is {value}, must be one of {', '.join(choices)}; choose one of them"
                 )
         if self.precision == "float16" and self.optimizer == "adam":
             # Moments have the weights' dtype: of gradients below 1.7e-4 the square is 0 in float16, and so is epsilon.

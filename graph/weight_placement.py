@@ -30,9 +30,9 @@ def held_regions(needed: Iterable[tuple[int, Region]]) -> dict[int, Region]:
     """Return, for each device, the product of index sets that covers all its needed regions, by device."""
     regions: dict[int, list[Region]] = {}
     for device, region in needed:
-        known = regions.setdefault(device, [])
-        if region not in known:
-            known.append(region)
+        of_device = regions.setdefault(device, [])
+        if region not in of_device:
+            of_device.append(region)
     return {device: cover(regions[device]) for device in sorted(regions)}
 
 
@@ -48,8 +48,8 @@ def cover(regions: Sequence[Region]) -> Region:
 def _classes(index_sets: Sequence[IndexSet]) -> list[tuple[int, IndexSet]]:
     """Return the indexes of one dim by which of `index_sets` contain them: the places of these as bits."""
     placed: dict[IndexSet, int] = {}
-    for place, indexes in enumerate(index_sets):
-        placed[indexes] = placed.get(indexes, 0) | 1 << place
+    for number, indexes in enumerate(index_sets):
+        placed[indexes] = placed.get(indexes, 0) | 1 << number
     # One sweep over all bounds: at each, some of the distinct sets begin or end, and with them their places.
     turns: dict[int, int] = {}
     for indexes, places in placed.items():
@@ -83,17 +83,17 @@ def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
     if all(held[device] == first for device in devices):
         return (Cell(first, tuple(devices)),)
     # Dim by dim, what is left of the holders (bits) with each combination so far.
-    found: list[tuple[int, Region]] = [((1 << len(devices)) - 1, ())]
+    products: list[tuple[int, Region]] = [((1 << len(devices)) - 1, ())]
     for dim in range(len(first)):
         classes = _classes([held[device][dim] for device in devices])
-        found = [
+        products = [
             (both, (*region, indexes))
-            for members, region in found
+            for members, region in products
             for inside, indexes in classes
             if (both := members & inside)
         ]
     return tuple(
-        [Cell(region, tuple([devices[place] for place in _bits(members)])) for members, region in found]
+        [Cell(region, tuple([devices[bit] for bit in _bits(members)])) for members, region in products]
     )
 
 
@@ -126,8 +126,8 @@ def share_elements(sizes: Sequence[int], holders: int) -> tuple[int, ...]:
     dim = share_dim(sizes, holders)
     if dim < 0:
         return (1, *(0,) * (holders - 1))
-    others = prod(size for place, size in enumerate(sizes) if place != dim)
-    bounds = (part(sizes[dim], holders, place) for place in range(holders))
+    others = prod(size for other, size in enumerate(sizes) if other != dim)
+    bounds = (part(sizes[dim], holders, number) for number in range(holders))
     return tuple((stop - start) * others for start, stop in bounds)
 
 
@@ -139,8 +139,8 @@ def shares(cell: Cell) -> tuple[Region | None, ...]:
     if dim < 0:
         return (cell.region, *(None,) * (holders - 1))
     result: list[Region | None] = []
-    for place in range(holders):
-        indexes = slice_of(cell.region[dim], *part(sizes[dim], holders, place))
+    for number in range(holders):
+        indexes = slice_of(cell.region[dim], *part(sizes[dim], holders, number))
         region = (*cell.region[:dim], indexes, *cell.region[dim + 1 :])
         result.append(region if indexes else None)
     return tuple(result)

@@ -60,22 +60,22 @@ def compare(
     from app.db.store import Store
 
     with Store.open(database) as store:
-        found = compare_stored(store.database, model, topology, search)
-        if not found.rows and (model is not None or topology is not None):
+        comparison = compare_stored(store.database, model, topology, search)
+        if not comparison.rows and (model is not None or topology is not None):
             _refuse_filter(compare_stored(store.database).rows, model, topology)
     if as_json:
         print_json(
             {
-                "strategies": [asdict(row) for row in found.rows],
-                "accuracy": [asdict(one) for one in found.accuracy],
+                "strategies": [asdict(row) for row in comparison.rows],
+                "accuracy": [asdict(row) for row in comparison.accuracy],
             }
         )
-    elif not found.rows:
+    elif not comparison.rows:
         print_lines("no strategy is stored yet: app search, then app run")
     else:
-        _print_rows(found.rows)
-        if found.accuracy:
-            _print_accuracy(found.accuracy)
+        _print_rows(comparison.rows)
+        if comparison.accuracy:
+            _print_accuracy(comparison.accuracy)
 
 
 def _print_attribution(
@@ -150,29 +150,29 @@ def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
          "tau", "pairs", "choice"],
         [
             [
-                one.model,
-                one.topology,
-                _training(one),
-                one.strategies,
-                percent(one.mean_error),
-                percent(one.median_error),
-                percent(one.p95_error),
-                percent(one.worst_error),
-                percent(one.bias),
-                percent(one.noise),
-                ratio(one.kendall_tau),
-                one.pairs,
-                percent(one.loss_of_choice),
+                row.model,
+                row.topology,
+                _training(row),
+                row.strategies,
+                percent(row.mean_error),
+                percent(row.median_error),
+                percent(row.p95_error),
+                percent(row.worst_error),
+                percent(row.bias),
+                percent(row.noise),
+                ratio(row.kendall_tau),
+                row.pairs,
+                percent(row.loss_of_choice),
             ]
-            for one in accuracy
+            for row in accuracy
         ],
         title="errors of the predictions of strategies that were run",
     )  # fmt: skip
-    known = [one.kendall_tau for one in accuracy if one.kendall_tau is not None]
+    taus = [row.kendall_tau for row in accuracy if row.kendall_tau is not None]
     if len(accuracy) > 1:
-        mean = sum(one.mean_error for one in accuracy) / len(accuracy)
-        worst = max(one.mean_error for one in accuracy)
-        tau = f"; tau: mean {ratio(sum(known) / len(known))}, worst {ratio(min(known))}" if known else ""
+        mean = sum(row.mean_error for row in accuracy) / len(accuracy)
+        worst = max(row.mean_error for row in accuracy)
+        tau = f"; tau: mean {ratio(sum(taus) / len(taus))}, worst {ratio(min(taus))}" if taus else ""
         print_lines(f"over {len(accuracy)} networks: mean error {percent(mean)}, worst {percent(worst)}{tau}")
     print_lines(
         "tau: Kendall's, over pairs of strategies that differ by more than their noise;",
@@ -185,11 +185,11 @@ def _refuse_filter(rows: Sequence[ComparisonRow], model: str | None, topology: s
     """Raise an error that names what is stored, if anything is."""
     from graph.errors import UsageError
 
-    for option, given, known in (
+    for option, name, stored in (
         ("--model", model, sorted({row.model for row in rows})),
         ("--topology", topology, sorted({row.topology for row in rows})),
     ):
-        if rows and given is not None and given not in known:
+        if rows and name is not None and name not in stored:
             raise UsageError(
-                f"{option}: is {given}, must have a stored strategy; strategies are stored for {', '.join(known)}"
+                f"{option}: is {name}, must have a stored strategy; strategies are stored for {', '.join(stored)}"
             )

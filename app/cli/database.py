@@ -75,7 +75,7 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
                 "revision": current,
                 "newest_revision": head,
                 "tables": counts,
-                "op_costs": [one.to_json() for one in held],
+                "op_costs": [costs.to_json() for costs in held],
             }
         )
         return
@@ -112,37 +112,37 @@ def check_database(
     from app.services.database.repair import repair as save
 
     if repair is None:
-        found, saved = check(database), None
+        findings, saved = check(database), None
     else:
-        found, saved = save(database, repair)
+        findings, saved = save(database, repair)
     if as_json:
-        print_json({**found.to_json(), "repaired": None if saved is None else asdict(saved)})
+        print_json({**findings.to_json(), "repaired": None if saved is None else asdict(saved)})
     else:
-        _print_findings(found, saved)
-    if found.damages and saved is None:
+        _print_findings(findings, saved)
+    if findings.damages and saved is None:
         raise typer.Exit(1)
 
 
-def _print_findings(found: Findings, saved: Repaired | None) -> None:
+def _print_findings(findings: Findings, saved: Repaired | None) -> None:
     from app.cli.output import print_lines
 
-    shown = found.damages[:_MOST_SHOWN]
-    print_lines(*(f"{found.name}: {one}" for one in shown))
-    if len(found.damages) > len(shown):
-        print_lines(f"... and {len(found.damages) - len(shown)} more; --json lists all")
-    print_lines(*(f"{path}: belongs to nothing that is stored, is not looked at" for path in found.strays))
-    rows, sound = sum(found.rows.values()), sum(len(ids) for ids in found.sound.values())
-    held = f"{sound} of {rows} rows, {found.sound_chunks} of {found.chunk_count} chunks of traces"
-    if not found.damages:
-        print_lines(f"{found.name}: revision {found.revision}, {held}: all as they were written")
+    shown = findings.damages[:_MOST_SHOWN]
+    print_lines(*(f"{findings.name}: {damage}" for damage in shown))
+    if len(findings.damages) > len(shown):
+        print_lines(f"... and {len(findings.damages) - len(shown)} more; --json lists all")
+    print_lines(*(f"{path}: belongs to nothing that is stored, is not looked at" for path in findings.strays))
+    rows, sound = sum(findings.rows.values()), sum(len(ids) for ids in findings.sound.values())
+    held = f"{sound} of {rows} rows, {findings.sound_chunks} of {findings.chunk_count} chunks of traces"
+    if not findings.damages:
+        print_lines(f"{findings.name}: revision {findings.revision}, {held}: all as they were written")
     else:
-        print_lines(f"{found.name}: {len(found.damages)} damages; {held} can be saved")
+        print_lines(f"{findings.name}: {len(findings.damages)} damages; {held} can be saved")
     if saved is not None:
         print_lines(
             f"{saved.name}: {sum(saved.rows.values())} rows, {saved.chunks} chunks of traces and {saved.recordings} "
             "recorded executions saved"
         )
-    elif found.damages:
+    elif findings.damages:
         print_lines("save them by: app db check --repair NEW")
 
 
@@ -154,26 +154,28 @@ def _print_held(held: Sequence[HeldCosts]) -> None:
         ["device kind", "environment", "torch", "measured", "failed", "link fits", "oldest", "newest"],
         [
             [
-                one.summary.device_kind.name,
-                one.summary.environment.fingerprint[:12] + (" (current)" if one.is_current else ""),
-                one.summary.environment.facts.get("torch", "-"),
-                one.summary.measured,
-                one.summary.failed,
-                one.summary.link_fits,
-                f"{age_days(one.summary.oldest):.1f} days",
-                f"{age_days(one.summary.newest):.1f} days",
+                costs.summary.device_kind.name,
+                costs.summary.environment.fingerprint[:12] + (" (current)" if costs.is_current else ""),
+                costs.summary.environment.facts.get("torch", "-"),
+                costs.summary.measured,
+                costs.summary.failed,
+                costs.summary.link_fits,
+                f"{age_days(costs.summary.oldest):.1f} days",
+                f"{age_days(costs.summary.newest):.1f} days",
             ]
-            for one in held
+            for costs in held
         ],
     )
-    if not any(one.is_current for one in held):
+    if not any(costs.is_current for costs in held):
         print_lines("nothing is held for this machine's current environment")
-    for one in {one.summary.environment.fingerprint: one for one in held if not one.is_current}.values():
+    for costs in {
+        costs.summary.environment.fingerprint: costs for costs in held if not costs.is_current
+    }.values():
         differing = (
-            "this machine has no such device" if one.differences is None else shortened(one.differences)
+            "this machine has no such device" if costs.differences is None else shortened(costs.differences)
         )
         print_lines(
-            f"environment {one.summary.environment.fingerprint[:12]} is not this machine's: {differing}"
+            f"environment {costs.summary.environment.fingerprint[:12]} is not this machine's: {differing}"
         )
 
 
@@ -234,28 +236,28 @@ def import_pack(
             "them; name a file, or give --shipped"
         )
     # All are read before anything is stored.
-    packs = {one: read_pack(one) for one in ([file] if file is not None else shipped_packs())}
+    packs = {pack: read_pack(pack) for pack in ([file] if file is not None else shipped_packs())}
     with Store.open(database) as store:
-        new = {one: merge_pack(store, groups) for one, groups in packs.items()}
+        new = {pack: merge_pack(store, groups) for pack, groups in packs.items()}
     documents = [
-        {"file": str(one), "given": asdict(PackCounts.of(groups)), "new": asdict(new[one])}
-        for one, groups in packs.items()
+        {"file": str(pack), "given": asdict(PackCounts.of(groups)), "new": asdict(new[pack])}
+        for pack, groups in packs.items()
     ]
     if as_json:
         print_json(documents[0] if file is not None else {"packs": documents})
         return
-    for one, groups in packs.items():
-        _print_imported(one, groups, new[one])
+    for pack, groups in packs.items():
+        _print_imported(pack, groups, new[pack])
 
 
 def _print_imported(file: Path, groups: tuple[PackGroup, ...], new: PackCounts) -> None:
     from app.cli.output import print_lines
     from app.services.costs.packs import PackCounts
 
-    given = PackCounts.of(groups)
+    exported = PackCounts.of(groups)
     print_lines(
-        f"{file}: {given.op_costs} operator costs ({new.op_costs} new), {given.link_costs} link costs "
-        f"({new.link_costs} new), {given.link_fits} fits ({new.link_fits} new)"
+        f"{file}: {exported.op_costs} operator costs ({new.op_costs} new), {exported.link_costs} link costs "
+        f"({new.link_costs} new), {exported.link_fits} fits ({new.link_fits} new)"
     )
     for group in groups:
         print_lines(f"{group.kind.name}, environment {group.environment.fingerprint[:12]}")

@@ -233,16 +233,16 @@ def _tracker() -> int | None:
 
 
 def _children() -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     try:
         for task in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{task}/children") as file:
-                found += [int(number) for number in file.read().split()]
+                children += [int(number) for number in file.read().split()]
     except OSError:  # not Linux
         processes = sys.modules.get("multiprocessing.process")
-        known = processes.active_children() if processes is not None else []
-        return [child.pid for child in known]
-    return found
+        active = processes.active_children() if processes is not None else []
+        return [child.pid for child in active]
+    return children
 
 
 def _reap(processes: list[int]) -> None:

@@ -110,8 +110,8 @@ def _refuse(error: Any) -> int:
         return MISUSED
     # Typer does not say whose option lacks its value.
     command = "app" if error.ctx is None else error.ctx.command_path
-    said = _misfit(error) or shown(f"{text[:1].lower()}{text[1:].rstrip('.')}", LONGEST_MISTAKE)
-    return _fail(f"{command}: {said}; see {command} --help", MISUSED)
+    reason = _misfit(error) or shown(f"{text[:1].lower()}{text[1:].rstrip('.')}", LONGEST_MISTAKE)
+    return _fail(f"{command}: {reason}; see {command} --help", MISUSED)
 
 
 def _misfit(error: Any) -> str | None:

@@ -27,19 +27,19 @@ def list_models(as_json: options.AsJson = False) -> None:
         print_json(
             [
                 {
-                    "name": one.name,
-                    "title": one.title,
-                    "paper": one.paper,
-                    "batch_size": one.batch_size,
-                    "extra": one.extra or None,
+                    "name": entry.name,
+                    "title": entry.title,
+                    "paper": entry.paper,
+                    "batch_size": entry.batch_size,
+                    "extra": entry.extra or None,
                 }
-                for one in entries
+                for entry in entries
             ]
         )
         return
     print_table(
         ["name", "network", "batch size", "extra", "source"],
-        [[one.name, one.title, one.batch_size, one.extra or "-", one.paper] for one in entries],
+        [[entry.name, entry.title, entry.batch_size, entry.extra or "-", entry.paper] for entry in entries],
     )
 
 
@@ -82,10 +82,10 @@ def show_model(
             ["operator", "type", "axis", "kind", "size"],
             [
                 [operator.name, operator.target, axis.name, axis.kind, axis.size]
-                if place == 0
+                if number == 0
                 else ["", "", axis.name, axis.kind, axis.size]
                 for operator in report.axes
-                for place, axis in enumerate(operator.axes or (NO_AXIS,))
+                for number, axis in enumerate(operator.axes or (NO_AXIS,))
             ],
         )
         return

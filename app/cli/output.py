@@ -91,10 +91,10 @@ def print_table(
         _print_blocks(console, names, cells, heading, cut=cut)
         return
     table = Table(title=heading, title_justify="left")
-    for place, (name, width) in enumerate(zip(names, widths, strict=True)):
+    for number, (name, width) in enumerate(zip(names, widths, strict=True)):
         table.add_column(
             name,
-            justify="right" if place in right else "left",
+            justify="right" if number in right else "left",
             width=width,
             no_wrap=cut,
             overflow="ellipsis" if cut else "fold",
@@ -115,9 +115,11 @@ def _widths(names: list[Text], cells: list[list[Text]], width: int, *, cut: bool
     if sum(least) > left:
         return None
     widest = max(wanted, default=0)
-    while sum(found := [max(low, min(want, widest)) for low, want in zip(least, wanted, strict=True)]) > left:
+    while (
+        sum(fitted := [max(low, min(want, widest)) for low, want in zip(least, wanted, strict=True)]) > left
+    ):
         widest -= 1
-    return found
+    return fitted
 
 
 def _longest_word(text: Text) -> int:

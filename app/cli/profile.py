@@ -104,21 +104,21 @@ def profile(
     if as_json:
         print_json(report.to_json())
         return
-    for one in report.kinds:
+    for kind in report.kinds:
         if not check:
-            _print_counts(one)
-        _print_agreement(one)
+            _print_counts(kind)
+        _print_agreement(kind)
 
 
 def _print_counts(report: KindReport) -> None:
     from app.cli.output import print_lines
 
-    what = f"{report.needed} operator costs on {len(report.devices)} x {report.device_kind}"
+    calls = f"{report.needed} operator costs on {len(report.devices)} x {report.device_kind}"
     if report.measured == 0 and not report.failures:
-        print_lines(f"{what}: all known already, nothing measured")
+        print_lines(f"{calls}: all known already, nothing measured")
     else:
         print_lines(
-            f"{what}: {report.measured} measured, {report.known} known already, {len(report.failures)} failed"
+            f"{calls}: {report.measured} measured, {report.known} known already, {len(report.failures)} failed"
         )
     counted = Counter(report.failures).most_common()
     for (name, reason), count in counted[:MOST_FAILURES]:
@@ -133,13 +133,13 @@ def _print_agreement(report: KindReport) -> None:
     from app.cli.output import percent, print_lines
     from profiler.device_consistency import SLOW_SHARE
 
-    for one in report.agreement:
-        if not one.is_sound:
-            print_lines(f"not as the others: {one.describe()}")
-    sound = [one for one in report.agreement if one.is_sound]
+    for device in report.agreement:
+        if not device.is_sound:
+            print_lines(f"not as the others: {device.describe()}")
+    sound = [device for device in report.agreement if device.is_sound]
     if not sound:
         return
-    furthest = {bound: max(abs(one.excess(bound)) for one in sound) for bound in sound[0].excesses}
+    furthest = {bound: max(abs(device.excess(bound)) for device in sound) for bound in sound[0].excesses}
     shown = " and ".join(f"{percent(share)} in calls bound by {bound}" for bound, share in furthest.items())
     devices = f"{len(sound)} x {report.device_kind}"
     if max(furthest.values()) > SLOW_SHARE:

@@ -109,18 +109,18 @@ def _print_table(answer: Answer, limit: int) -> None:
     from app.analytics.formats import rows
     from app.cli.output import print_lines, print_table
 
-    found = list(islice(rows(answer), limit + 1))
-    shown = found[:limit]
+    lines = list(islice(rows(answer), limit + 1))
+    shown = lines[:limit]
     names = answer.schema.names
     if names:
-        numeric = {place for place in range(len(names)) if any(_is_number(row[place]) for row in shown)}
+        numeric = {column for column in range(len(names)) if any(_is_number(row[column]) for row in shown)}
         print_table(names, [[_cell(value) for value in row] for row in shown], right=numeric, cut=True)
-    if len(found) > limit:
+    if len(lines) > limit:
         print_lines(
             f"the first {limit} rows; --rows N shows more, --format csv, json or parquet with --output all"
         )
-    elif len(found) != 1:
-        print_lines(f"{len(found)} rows")
+    elif len(lines) != 1:
+        print_lines(f"{len(lines)} rows")
 
 
 def _cell(value: Any) -> str:

@@ -239,7 +239,7 @@ def _print_next(report: SearchReport, model: ModelRequest, device: str | None, d
     """Print the command that runs what was found."""
     from app.cli.output import print_lines
 
-    given = [
+    differing = [
         ("--preset", model.preset if model.preset != "paper" else None),
         ("--batch-size", model.batch_size),
         ("--precision", model.precision if model.precision != "float32" else None),
@@ -249,7 +249,7 @@ def _print_next(report: SearchReport, model: ModelRequest, device: str | None, d
     words = [
         "app run --model",
         model.name,
-        *(f"{name} {value}" for name, value in given if value is not None),
+        *(f"{name} {value}" for name, value in differing if value is not None),
     ]
     print_lines("run it: " + " ".join([*words, f"--strategy {report.best.digest[:12]}"]))
 
@@ -280,15 +280,17 @@ def _print(report: SearchReport) -> None:
         print_lines(f"resumed after {report.resumed_at} proposals")
     for start in report.starts:
         print_lines(f"starts also from known strategy {start.digest[:12]}, found for {start.found_for}")
-    for one in report.algorithms:
-        if (one.name, one.proven) != ("mcmc", ""):
-            time_s = one.step_time_s
-            found = "does not fit the memory" if time_s is None else f"found {milliseconds(time_s)}"
-            simulated = f"{one.proposals} {'strategy' if one.proposals == 1 else 'strategies'} simulated"
-            print_lines(f"{one.name}: {found}, {simulated}, {one.seconds:.1f} s")
-            if one.proven:
-                print_lines(f"  proven: {one.proven}")
-    reference = next(one for one in report.predictions if one.name == "data-parallel")
+    for algorithm in report.algorithms:
+        if (algorithm.name, algorithm.proven) != ("mcmc", ""):
+            time_s = algorithm.step_time_s
+            result = "does not fit the memory" if time_s is None else f"found {milliseconds(time_s)}"
+            simulated = (
+                f"{algorithm.proposals} {'strategy' if algorithm.proposals == 1 else 'strategies'} simulated"
+            )
+            print_lines(f"{algorithm.name}: {result}, {simulated}, {algorithm.seconds:.1f} s")
+            if algorithm.proven:
+                print_lines(f"  proven: {algorithm.proven}")
+    reference = next(prediction for prediction in report.predictions if prediction.name == "data-parallel")
     print_table(
         [
             "strategy",
@@ -304,18 +306,19 @@ def _print(report: SearchReport) -> None:
         ],
         [
             [
-                one.name,
-                one.strategy_id,
-                milliseconds(one.step_time_s),
-                f"{one.throughput:.1f}",
-                f"{reference.step_time_s / one.step_time_s:.2f} x",
-                percent(one.shares["measured"]),
-                percent(one.shares["estimated"]),
-                percent(one.shares["datasheet"]),
-                mebibytes(one.bytes_moved),
-                mebibytes(max(one.peak_memory_bytes)) + ("" if one.feasible else " (does not fit)"),
+                prediction.name,
+                prediction.strategy_id,
+                milliseconds(prediction.step_time_s),
+                f"{prediction.throughput:.1f}",
+                f"{reference.step_time_s / prediction.step_time_s:.2f} x",
+                percent(prediction.shares["measured"]),
+                percent(prediction.shares["estimated"]),
+                percent(prediction.shares["datasheet"]),
+                mebibytes(prediction.bytes_moved),
+                mebibytes(max(prediction.peak_memory_bytes))
+                + ("" if prediction.feasible else " (does not fit)"),
             ]
-            for one in report.predictions
+            for prediction in report.predictions
         ],
     )
     print_lines(

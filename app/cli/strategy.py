@@ -102,23 +102,23 @@ def rebuild(
     from app.services.trace.replay import rebuild as rebuild_strategy
 
     with Store.open(database) as store:
-        found = rebuild_strategy(store, search, chain, step)
-    simulated_s = None if found.simulated_ns is None else found.simulated_ns / 1e9
+        visited = rebuild_strategy(store, search, chain, step)
+    simulated_s = None if visited.simulated_ns is None else visited.simulated_ns / 1e9
     if as_json:
         print_json(
             {
-                "search": found.search_id,
-                "chain": found.chain,
-                "step": found.step,
-                "strategy": found.record.id,
-                "digest": found.record.digest,
+                "search": visited.search_id,
+                "chain": visited.chain,
+                "step": visited.step,
+                "strategy": visited.record.id,
+                "digest": visited.record.digest,
                 "simulated_step_time_s": simulated_s,
             }
         )
         return
     print_lines(
-        f"strategy {found.record.id}: {found.record.digest[:12]}, chain {found.chain} of search {found.search_id} "
-        f"after {found.step} proposals, simulated step {milliseconds(simulated_s)}"
+        f"strategy {visited.record.id}: {visited.record.digest[:12]}, chain {visited.chain} of search "
+        f"{visited.search_id} after {visited.step} proposals, simulated step {milliseconds(simulated_s)}"
     )
 
 
@@ -206,11 +206,20 @@ def show_strategy(
     if shown.recomputation is not None:
         print_lines(recomputation_line(shown.recomputation))
         print_lines(*(f"  {first} to {last}" for first, last in shown.recomputation.groups[: rows or None]))
-    chosen = sorted(shown.operators, key=lambda one: -(one.cost.total_s if one.cost else 0.0))
+    chosen = sorted(shown.operators, key=lambda operator: -(operator.cost.total_s if operator.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
         ["operator", "type", "degrees", "devices", "computing", "messages"],
-        [[one.name, one.target, _degrees(one), _devices(one.devices), *_cells(one.cost)] for one in chosen]
+        [
+            [
+                operator.name,
+                operator.target,
+                _degrees(operator),
+                _devices(operator.devices),
+                *_cells(operator.cost),
+            ]
+            for operator in chosen
+        ]
         + [[name, "-", "-", "-", *_cells(cost)] for name, cost in shown.shared.items()],
     )
     if len(chosen) < len(shown.operators):
@@ -245,18 +254,18 @@ def diff_strategies(
 
     name_own_model(model)
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
-        found = strategies.diff_strategies(database, (one, other), topology, progress)
+        difference = strategies.diff_strategies(database, (one, other), topology, progress)
     if as_json:
-        print_json(found.to_json())
+        print_json(difference.to_json())
         return
-    for side, shown in (("A", found.first), ("B", found.second)):
+    for side, shown in (("A", difference.first), ("B", difference.second)):
         print_lines(f"{side}: {_headline(shown)}")
         if shown.recomputation is not None:
             print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
-    if not found.operators:
+    if not difference.operators:
         print_lines("no operator differs")
         return
-    chosen = found.operators[: rows or None]
+    chosen = difference.operators[: rows or None]
     print_table(
         ["operator", "", "degrees", "devices", "computing", "messages"],
         [
@@ -266,13 +275,13 @@ def diff_strategies(
         ]
         + [
             [name if side == "A" else "", side, "-", "-", *_cells(costs.get(name))]
-            for name in sorted({*found.first.shared, *found.second.shared})
-            for side, costs in (("A", found.first.shared), ("B", found.second.shared))
+            for name in sorted({*difference.first.shared, *difference.second.shared})
+            for side, costs in (("A", difference.first.shared), ("B", difference.second.shared))
         ],
     )
-    same = len(found.first.operators) - len(found.operators)
+    same = len(difference.first.operators) - len(difference.operators)
     print_lines(
-        f"{len(found.operators)} operators differ, {same} do not; "
+        f"{len(difference.operators)} operators differ, {same} do not; "
         f"shown are {len(chosen)}, the largest change of cost first",
         _LEGEND,
     )
@@ -358,7 +367,7 @@ def _headline(shown: ShownStrategy) -> str:
 def _sharing(shown: ShownStrategy) -> str:
     """Return how many weights are shared, and what of them."""
     counts = Counter(shown.sharding.values())
-    return "".join(f", {what} of {count} weights shared" for what, count in sorted(counts.items()))
+    return "".join(f", {level} of {count} weights shared" for level, count in sorted(counts.items()))
 
 
 def _degrees(operator: ShownOperator) -> str:

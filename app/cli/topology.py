@@ -26,22 +26,30 @@ def list_topologies(as_json: options.AsJson = False) -> None:
     from app.cli.output import print_json, print_table
     from graph.topology import load_topology, packaged_topologies
 
-    found = [load_topology(name) for name in packaged_topologies()]
+    topologies = [load_topology(name) for name in packaged_topologies()]
     rows = [
         {
-            "name": one.name,
-            "devices": len(one.devices),
-            "nodes": one.node_count,
-            "kinds": [kind.name for kind in one.kinds],
+            "name": topology.name,
+            "devices": len(topology.devices),
+            "nodes": topology.node_count,
+            "kinds": [kind.name for kind in topology.kinds],
         }
-        for one in found
+        for topology in topologies
     ]
     if as_json:
         print_json(rows)
         return
     print_table(
         ["name", "nodes", "devices", "kinds"],
-        [[one.name, one.node_count, len(one.devices), ", ".join(k.name for k in one.kinds)] for one in found],
+        [
+            [
+                topology.name,
+                topology.node_count,
+                len(topology.devices),
+                ", ".join(k.name for k in topology.kinds),
+            ]
+            for topology in topologies
+        ],
     )
 
 
@@ -104,8 +112,8 @@ def probe_topology(
     with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
         machine = describe(store, found_devices)
         links = local_links(store, machine, progress, again=True)
-        found = topology_of(machine, links)
-    _show(found, links, as_json=as_json)
+        measured = topology_of(machine, links)
+    _show(measured, links, as_json=as_json)
 
 
 def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> None:
@@ -124,7 +132,7 @@ def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> Non
         [
             [
                 kind.name,
-                sum(one.kind_name == kind.name for one in topology.devices),
+                sum(device.kind_name == kind.name for device in topology.devices),
                 f"{kind.peak_flops_per_s('float32') / 1e12:.3g} TFLOP/s",
                 f"{kind.memory_bytes / 2**30:.1f} GiB",
                 f"{kind.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s",

@@ -128,8 +128,8 @@ def cost_class(graph: OperatorGraph, operator: Operator) -> int:
     classes: dict[str, int] = graph._cache.setdefault("rules.cost_classes", {})
     if not classes:
         numbers: dict[object, int] = {}
-        for one in graph.operators:
-            classes[one.name] = numbers.setdefault(_form(graph, one), len(numbers))
+        for member in graph.operators:
+            classes[member.name] = numbers.setdefault(_form(graph, member), len(numbers))
     return classes[operator.name]
 
 

@@ -32,8 +32,8 @@ def _spelled(term: str, rank: int) -> Labels:
 
 def _einsum(equation: str, ranks: Sequence[int]) -> _Equation:
     """Return the labels of an equation, its result written out as torch.einsum would."""
-    given, arrow, wanted = equation.replace(" ", "").partition("->")
-    operands = tuple(_spelled(term, rank) for term, rank in zip(given.split(","), ranks, strict=True))
+    terms, arrow, wanted = equation.replace(" ", "").partition("->")
+    operands = tuple(_spelled(term, rank) for term, rank in zip(terms.split(","), ranks, strict=True))
     counts = Counter(label for labels in operands for label in labels)
     dotted = sorted((label for label in counts if label.startswith("...")), reverse=True)
     if not arrow:

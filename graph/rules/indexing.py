@@ -49,21 +49,21 @@ class _Indexed:
 def _indexed(signature: Signature) -> _Indexed | None:
     """Return how an operator's `indices` index its first input; None where one of them is a mask."""
     indices = signature.argument("indices")
-    given = {dim: index.index for dim, index in enumerate(indices) if isinstance(index, Slot)}
-    dims = tuple(given)
-    specs = [signature.inputs[slot] for slot in given.values()]
+    indexed = {dim: index.index for dim, index in enumerate(indices) if isinstance(index, Slot)}
+    dims = tuple(indexed)
+    specs = [signature.inputs[slot] for slot in indexed.values()]
     if not dims or any(spec.dtype in _MASKS for spec in specs):
         return None
     rank = max(len(spec.shape) for spec in specs)
     padded = [(1,) * (rank - len(spec.shape)) + spec.shape for spec in specs]
     # A dim of one point broadcasts to any size, none included.
     shape = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
-    free = [dim for dim in range(len(signature.inputs[0].shape)) if dim not in given]
+    free = [dim for dim in range(len(signature.inputs[0].shape)) if dim not in indexed]
     # Indexes of adjacent dims stand where these did, others at the front.
     adjacent = dims[-1] - dims[0] + 1 == len(dims)
     before = tuple(dim for dim in free if adjacent and dim < dims[0])
     after = tuple(dim for dim in free if dim not in before)
-    return _Indexed(dims, tuple(given.values()), shape, before, after)
+    return _Indexed(dims, tuple(indexed.values()), shape, before, after)
 
 
 def _bounds(call: LocalCall) -> dict[int, int]:
@@ -84,19 +84,19 @@ class IndexRule(BaseRule):
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim."""
-        found = _indexed(signature)
-        if found is None:
+        indexed = _indexed(signature)
+        if indexed is None:
             return whole_space(signature)
         shape, result = signature.inputs[0].shape, signature.outputs[0].shape
         builder = SpaceBuilder()
         dims = activation_dims(builder, result)
-        first = len(found.before)
-        own = dims[first : first + len(found.shape)]
+        first = len(indexed.before)
+        own = dims[first : first + len(indexed.shape)]
         free = dict(
-            zip((*found.before, *found.after), (*dims[:first], *dims[first + len(own) :]), strict=True)
+            zip((*indexed.before, *indexed.after), (*dims[:first], *dims[first + len(own) :]), strict=True)
         )
         inputs: list[OperandMap] = [tuple(free.get(dim, whole(size)) for dim, size in enumerate(shape))]
-        inputs += [broadcast_operand(own, spec.shape, found.shape) for spec in signature.inputs[1:]]
+        inputs += [broadcast_operand(own, spec.shape, indexed.shape) for spec in signature.inputs[1:]]
         return builder.space(inputs, [tuple(dims)])
 
     def unsplit_reason(self, signature: Signature) -> str | None:
@@ -135,8 +135,8 @@ class IndexPutRule(BaseRule):
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis a free dim of `self`, and of the indexes where they add up."""
-        found = _indexed(signature)
-        if found is None:
+        indexed = _indexed(signature)
+        if indexed is None:
             return whole_space(signature)
         shape, values = signature.inputs[0].shape, signature.inputs[-1].shape
         builder = SpaceBuilder()
@@ -146,20 +146,20 @@ class IndexPutRule(BaseRule):
                 shape[dim],
                 AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE,
             )
-            for dim in (*found.before, *found.after)
+            for dim in (*indexed.before, *indexed.after)
         }
-        own: list[Dim] = [whole(size) for size in found.shape]
+        own: list[Dim] = [whole(size) for size in indexed.shape]
         if signature.argument("accumulate"):
-            own = [builder.add("index", size, AxisKind.REDUCTION) for size in found.shape]
+            own = [builder.add("index", size, AxisKind.REDUCTION) for size in indexed.shape]
         target = tuple(free.get(dim, whole(size)) for dim, size in enumerate(shape))
-        written = (*(free[dim] for dim in found.before), *own, *(free[dim] for dim in found.after))
+        written = (*(free[dim] for dim in indexed.before), *own, *(free[dim] for dim in indexed.after))
         written_shape = (
-            *(shape[dim] for dim in found.before),
-            *found.shape,
-            *(shape[dim] for dim in found.after),
+            *(shape[dim] for dim in indexed.before),
+            *indexed.shape,
+            *(shape[dim] for dim in indexed.after),
         )
         inputs: list[OperandMap] = [target]
-        inputs += [broadcast_operand(own, spec.shape, found.shape) for spec in signature.inputs[1:-1]]
+        inputs += [broadcast_operand(own, spec.shape, indexed.shape) for spec in signature.inputs[1:-1]]
         inputs.append(broadcast_operand(written, values, written_shape))
         return builder.space(inputs, [target])
 
@@ -174,11 +174,11 @@ class IndexPutRule(BaseRule):
 
     def shuffled(self, signature: Signature) -> tuple[tuple[int, int, int], ...]:
         """Return the dim that one vector of indexes writes as a whole: an inverse permutation."""
-        found = _indexed(signature)
-        if found is None or len(found.dims) != 1 or len(found.shape) != 1:
+        indexed = _indexed(signature)
+        if indexed is None or len(indexed.dims) != 1 or len(indexed.shape) != 1:
             return ()
-        dim = found.dims[0]
-        return ((found.slots[0], 0, dim),) if found.shape[0] == signature.inputs[0].shape[dim] else ()
+        dim = indexed.dims[0]
+        return ((indexed.slots[0], 0, dim),) if indexed.shape[0] == signature.inputs[0].shape[dim] else ()
 
     def flops(self, call: LocalCall) -> float:
         """Return one addition a value where they are accumulated."""

@@ -30,13 +30,13 @@ class PadRule(DimwiseRule):
         shape, result = signature.inputs[0].shape, signature.outputs[0].shape
         builder = SpaceBuilder()
         dims = activation_dims(builder, result)
-        given: list[Dim] = []
+        inputs: list[Dim] = []
         for dim, (before, after) in enumerate(_pairs(signature)):
             if before == after == 0:
-                given.append(dims[dim])
+                inputs.append(dims[dim])
             else:
-                given.append((DimFactor(shape[dim], axis_of(dims[dim]), -before, 1, 1),))
-        return builder.space([tuple(given)], [tuple(dims)])
+                inputs.append((DimFactor(shape[dim], axis_of(dims[dim]), -before, 1, 1),))
+        return builder.space([tuple(inputs)], [tuple(dims)])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the padding that is left to do around the local input."""

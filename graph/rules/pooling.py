@@ -57,8 +57,8 @@ class PoolingRule(BaseRule):
     def _own_divisor(self, signature: Signature) -> bool:
         """True where a shorter last window is divided by its own size, padding included."""
         counts = argument_or(signature, "count_include_pad", default=False)
-        given = argument_or(signature, "divisor_override", None) is not None
-        return bool(counts) and not given and self._shorter_last_window(signature)
+        has_divisor = argument_or(signature, "divisor_override", None) is not None
+        return bool(counts) and not has_divisor and self._shorter_last_window(signature)
 
     def unsplit_reason(self, signature: Signature) -> str | None:
         """Say where `ceil_mode` keeps the spatial dims whole."""

@@ -19,8 +19,8 @@ class RepeatRule(BaseRule):
 
     def _repeats(self, signature: Signature) -> tuple[int, ...]:
         """Return the repetitions of each output dim; tile's may be fewer than the dims."""
-        given = signature.argument(self.argument)
-        return (1,) * (len(signature.outputs[0].shape) - len(given)) + tuple(given)
+        repeats = signature.argument(self.argument)
+        return (1,) * (len(signature.outputs[0].shape) - len(repeats)) + tuple(repeats)
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return an axis for each dim, and one for its repetitions."""

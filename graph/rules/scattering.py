@@ -60,11 +60,11 @@ class GatherRule(BaseRule):
         dims[dim] = builder.add(
             dim_name(len(index), dim), index[dim], AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE
         )
-        place = whole(shape[dim])
+        indexed = whole(shape[dim])
         if signature.inputs[0].dtype in FLOATING:
-            place = builder.add("place", shape[dim], AxisKind.REDUCTION)
+            indexed = builder.add("place", shape[dim], AxisKind.REDUCTION)
         source = [dims[d] if same[d] else whole(size) for d, size in enumerate(shape)]
-        source[dim] = place
+        source[dim] = indexed
         return builder.space([tuple(source), tuple(dims)], [tuple(dims)])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
@@ -147,14 +147,14 @@ class ScatterRule(BaseRule):
         if adds_self and everywhere:
             return local_call(signature, part, gradients)
         dim = _indexed_dim(signature, len(part.outputs[0]))
-        given = dict(signature.arguments)
+        whole_call = dict(signature.arguments)
         arguments: tuple[tuple[str, Argument], ...] = (
-            ("self", given["self"] if adds_self else None),
+            ("self", whole_call["self"] if adds_self else None),
             ("dim", dim),
-            ("index", given["index"]),
-            ("src", given.get("src", given.get("value"))),
-            ("reduce", given.get("reduce", "sum" if self.adds else None)),
-            ("include_self", given.get("include_self", True)),
+            ("index", whole_call["index"]),
+            ("src", whole_call.get("src", whole_call.get("value"))),
+            ("reduce", whole_call.get("reduce", "sum" if self.adds else None)),
+            ("include_self", whole_call.get("include_self", True)),
             ("size", intervals.shape(part.outputs[0])),
             ("places", signature.inputs[0].shape[dim]),
         )

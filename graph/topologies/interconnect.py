@@ -44,8 +44,8 @@ def all_pairs(device_count: int) -> list[Pair]:
     return [(i, j) for i in range(device_count) for j in range(device_count) if i != j]
 
 
-def nvlink_mesh(device_count: int, connections: Mapping[Pair, int], one: Capacity) -> Interconnect | Pair:
-    """Return a mesh in which `connections[i, j]` NVLinks of capacity `one` join the unordered pair (i, j).
+def nvlink_mesh(device_count: int, connections: Mapping[Pair, int], nvlink: Capacity) -> Interconnect | Pair:
+    """Return a mesh in which `connections[i, j]` NVLinks of capacity `nvlink` join the unordered pair (i, j).
 
     A pair that is not joined is routed over the fewest other devices; among those routes over the widest,
     then over the devices of the lowest index. Where there is no route, the first such pair is returned.
@@ -55,7 +55,7 @@ def nvlink_mesh(device_count: int, connections: Mapping[Pair, int], one: Capacit
         width[i, j] = width[j, i] = count
     ordered = sorted(width)
     links = tuple(
-        Link(f"nvlink/{i}->{j}", "nvlink", one.bandwidth_bytes_per_s * width[i, j], one.latency_s)
+        Link(f"nvlink/{i}->{j}", "nvlink", nvlink.bandwidth_bytes_per_s * width[i, j], nvlink.latency_s)
         for i, j in ordered
     )
     index_of = {pair: index for index, pair in enumerate(ordered)}

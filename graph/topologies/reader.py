@@ -174,8 +174,8 @@ class _Entry:
         self.where, self.key, self.value = where, key, value
 
     def fail(self, key: str, problem: str) -> NoReturn:
-        place = ".".join(part for part in (self.key, key) if part) or "the file"
-        raise TopologyError(f"{self.where}: {place}: {problem}")
+        path = ".".join(part for part in (self.key, key) if part) or "the file"
+        raise TopologyError(f"{self.where}: {path}: {problem}")
 
     def child(self, key: str) -> _Entry:
         return _Entry(self.where, f"{self.key}.{key}" if self.key else key, self.value[key])
@@ -236,7 +236,7 @@ class _Entry:
     def items(self) -> list[_Entry]:
         if not isinstance(self.value, list) or not self.value:
             self.fail("", f"is {_describe(self.value)}, must be a list")
-        return [_Entry(self.where, f"{self.key}[{place}]", item) for place, item in enumerate(self.value)]
+        return [_Entry(self.where, f"{self.key}[{index}]", item) for index, item in enumerate(self.value)]
 
     def integers(self, minimum: int = 0) -> tuple[int, ...]:
         return tuple(item.integer(minimum) for item in self.items())
@@ -302,13 +302,13 @@ def _read_groups(entry: _Entry, kinds: Sequence[DeviceKind], nodes: int | None) 
     return groups
 
 
-def _read_devices(entry: _Entry, known: Sequence[str]) -> tuple[str, ...]:
+def _read_devices(entry: _Entry, kind_names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(entry.value, list):
-        return tuple(item.one_of(known) for item in entry.items())
+        return tuple(item.one_of(kind_names) for item in entry.items())
     names: list[str] = []
     for name in entry.mapping():
-        if name not in known:
-            entry.fail(name, f"is no kind of this file, those are {', '.join(known)}")
+        if name not in kind_names:
+            entry.fail(name, f"is no kind of this file, those are {', '.join(kind_names)}")
         count = entry.child(name).integer(1)
         if count > MOST_DEVICES:
             entry.fail(name, f"is {count}, must be at most {MOST_DEVICES}")

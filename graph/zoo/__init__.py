@@ -320,10 +320,10 @@ def build(name: str, preset: str = "paper", batch_size: int | None = None, **ove
             f"model {name}: preset {shown(preset)} is unknown, must be {', '.join(entry.presets)}; choose one"
         )
     factory = entry.load_factory()
-    known = [size for size in inspect.signature(factory).parameters if size != "batch_size"]
+    own_sizes = [size for size in inspect.signature(factory).parameters if size != "batch_size"]
     for size in overrides:
-        if size not in known:
-            raise UsageError(f"model {name}: size {size} is unknown, known are {', '.join(known)}")
+        if size not in own_sizes:
+            raise UsageError(f"model {name}: size {size} is unknown, known are {', '.join(own_sizes)}")
     sizes = {"batch_size": entry.batch_size, **entry.presets[preset], **overrides}
     if batch_size is not None:
         sizes["batch_size"] = batch_size
