@@ -108,13 +108,6 @@ class IterationSpace:
     inputs: tuple[OperandMap, ...]
     outputs: tuple[OperandMap, ...]
 
-    def axis_index(self, name: str) -> int:
-        """Return the position of the axis called `name`; raises KeyError where there is none."""
-        for index, axis in enumerate(self.axes):
-            if axis.name == name:
-                return index
-        raise KeyError(name)
-
 
 Degrees = tuple[int, ...]
 
@@ -136,7 +129,7 @@ def part_of(axis: Axis, degree: int, index: int) -> Interval:
     return intervals.part(axis.size, degree, index)
 
 
-def parts(space: IterationSpace, degrees: Degrees, coordinate: Sequence[int]) -> tuple[Interval, ...]:
+def task_points(space: IterationSpace, degrees: Degrees, coordinate: Sequence[int]) -> tuple[Interval, ...]:
     """Return, for each axis, the points that the task at `coordinate` iterates over."""
     return tuple(
         part_of(axis, degree, index)

@@ -31,10 +31,7 @@ class LocalCall:
 
     def argument(self, name: str) -> Argument:
         """Return the argument called `name`; raises KeyError where there is none."""
-        for key, value in self.arguments:
-            if key == name:
-                return value
-        raise KeyError(name)
+        return dict(self.arguments)[name]
 
     @cached_property
     def document(self) -> dict[str, Any]:

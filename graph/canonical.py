@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
-
-Json = Any
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph.axes import AxisKind, IterationSpace, coordinates, operand_regions
-from graph.intervals import IndexSet, Region, intersect, intersect_regions, volume
+from graph.intervals import IndexSet, Region, intersect, intersect_regions
 from graph.strategy import Configuration
 
 
@@ -173,8 +173,3 @@ class Sources:
                 for number in numbers
             )
         return self._overlaps[key]
-
-
-def piece_bytes(piece: Piece, item_bytes: int) -> int:
-    """Return the bytes that a piece takes on a link."""
-    return volume(piece.region) * item_bytes

@@ -128,10 +128,7 @@ class Operator:
 
     def argument(self, name: str) -> Argument:
         """Return the argument called `name`; raises KeyError where the schema has none."""
-        for key, value in self.arguments:
-            if key == name:
-                return value
-        raise KeyError(name)
+        return dict(self.arguments)[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, tasks
+from graph.axes import Degrees, coordinates, operand_region, operand_regions, task_points, tasks
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.rules.base import Signature, TaskPart
@@ -58,10 +58,7 @@ def parts(operator: Operator, degrees: Degrees) -> tuple[TaskPart, ...]:
     return tuple(
         TaskPart(
             space,
-            tuple(
-                part_of(axis, degree, index)
-                for axis, degree, index in zip(space.axes, degrees, coordinate, strict=True)
-            ),
+            task_points(space, degrees, coordinate),
             tuple(regions[task] for regions in inputs),
             tuple(regions[task] for regions in outputs),
         )
@@ -71,15 +68,11 @@ def parts(operator: Operator, degrees: Degrees) -> tuple[TaskPart, ...]:
 
 def part(operator: Operator, degrees: Degrees, task_index: int) -> TaskPart:
     """Return the part of one task of a configuration."""
-    axes = operator.space.axes
     coordinate: list[int] = []
     for degree in reversed(degrees):
         task_index, index = divmod(task_index, degree)
         coordinate.append(index)
-    points = tuple(
-        part_of(axis, degree, index)
-        for axis, degree, index in zip(axes, degrees, reversed(coordinate), strict=True)
-    )
+    points = task_points(operator.space, degrees, coordinate[::-1])
     return TaskPart(
         operator.space,
         points,

@@ -30,10 +30,7 @@ class Signature:
 
     def argument(self, name: str) -> Argument:
         """Return the argument called `name`; raises KeyError where there is none."""
-        for key, value in self.arguments:
-            if key == name:
-                return value
-        raise KeyError(name)
+        return dict(self.arguments)[name]
 
 
 @dataclass(frozen=True, slots=True)

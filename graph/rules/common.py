@@ -118,10 +118,7 @@ def positive(dim: int, rank: int) -> int:
 
 def argument_or(signature: Signature | LocalCall, name: str, default: Argument) -> Argument:
     """Return an argument, or `default` where the schema has none of that name."""
-    for key, value in signature.arguments:
-        if key == name:
-            return value
-    return default
+    return dict(signature.arguments).get(name, default)
 
 
 def slot_of(signature: Signature | LocalCall, name: str) -> int | None:

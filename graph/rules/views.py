@@ -18,11 +18,11 @@ from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
     activation_dims,
-    broadcast_operand,
     dim_name,
     local_call,
     whole_space,
 )
+from graph.rules.generic import PointwiseRule
 
 
 class ViewRule(BaseRule):
@@ -159,13 +159,8 @@ class ExpandRule(ViewRule):
     """aten.expand(self, size): dims of one are repeated."""
 
     by_size = True
-
-    def space(self, signature: Signature) -> IterationSpace:
-        """Return one axis an output dim; repeated input dims are whole."""
-        shape = signature.outputs[0].shape
-        builder = SpaceBuilder()
-        dims = activation_dims(builder, shape)
-        return builder.space([broadcast_operand(dims, signature.inputs[0].shape, shape)], [tuple(dims)])
+    # Repeated input dims are whole.
+    space = PointwiseRule.space
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the expansion to the local shape."""

@@ -21,9 +21,9 @@ from graph.axes import (
     followed_axes,
     operand_regions,
     partial_axes,
-    parts,
     refinable,
     refine,
+    task_points,
     tasks,
     whole,
 )
@@ -96,9 +96,6 @@ def test_outputs_that_lack_an_axis_are_partial_sums_over_it() -> None:
     space = _space()
     assert partial_axes(space, 0) == (2,)
     assert followed_axes(space.inputs[1]) == {1, 2}
-    assert space.axis_index("in") == 2
-    with pytest.raises(KeyError):
-        space.axis_index("height")
 
 
 def test_tasks_are_in_row_major_order_and_replicas_share_a_region() -> None:
@@ -106,7 +103,7 @@ def test_tasks_are_in_row_major_order_and_replicas_share_a_region() -> None:
     assert tasks(degrees) == 8
     assert coordinates(degrees)[:3] == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0)]
     space = _space()
-    assert parts(space, degrees, (1, 0, 1, 1)) == ((3, 6), (0, 8), (2, 4), (0, 1))
+    assert task_points(space, degrees, (1, 0, 1, 1)) == ((3, 6), (0, 8), (2, 4), (0, 1))
     regions = operand_regions(space.axes, space.inputs[0], degrees)
     assert regions[0] == regions[1] == (((0, 3),), ((0, 2),))
     assert regions[6] == (((3, 6),), ((2, 4),))

@@ -7,7 +7,7 @@ from math import prod
 from graph.axes import Degrees
 from graph.calls import LocalCall
 from graph.collectives import BACKWARD, Collective, CollectiveKind, moved, sent
-from graph.exchange import Assembly, piece_bytes
+from graph.exchange import Assembly
 from graph.intervals import volume
 from graph.operators import Operator, OperatorGraph, ValueKind
 from graph.plan import Gather, Plan, build_plan, weight_placement
@@ -285,7 +285,7 @@ class Deriver:
                         (kind, name, position, number),
                         piece.source_device,
                         assembly.device,
-                        piece_bytes(piece, item_bytes),
+                        volume(piece.region) * item_bytes,
                         frozenset({("forward", index, piece.source_task)}),
                     )
 
@@ -360,7 +360,7 @@ class Deriver:
                         ("gradient", back.value, back.assembly, number),
                         assembly.device,
                         piece.source_device,
-                        piece_bytes(piece, item_bytes),
+                        volume(piece.region) * item_bytes,
                         self.reading_backwards(assembly),
                     )
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph.collectives import CollectiveKind
-from graph.exchange import piece_bytes
+from graph.intervals import volume
 from graph.plan import build_plan
 from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
@@ -252,7 +252,7 @@ def test_collectives_but_all_reduces_send_what_messages_would(seed: int) -> None
             for number in collective.assemblies
             for piece in plan.exchanges[value.name][number].remote_pieces
         ]
-        messages = sum(piece_bytes(piece, value.spec.item_bytes) for piece in pieces)
+        messages = sum(volume(piece.region) * value.spec.item_bytes for piece in pieces)
         if collective.kind is CollectiveKind.ALL_REDUCE:
             messages = 2 * messages // len(collective.devices)
         assert simulation.sent_bytes(task) == messages, collective

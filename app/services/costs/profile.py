@@ -189,7 +189,6 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
             models,
             [request.optimizer],
             progress,
-            precision=request.precision,
             retry_failed=request.retry_failed,
             topology=topology,
             products=request.products,
@@ -293,7 +292,6 @@ def profile(
     optimizers: Sequence[str],
     progress: Progress,
     *,
-    precision: str = "float32",
     retry_failed: bool = False,
     topology: Topology | None = None,
     products: int = 0,
@@ -308,6 +306,7 @@ def profile(
     one that could not be measured. Each measurement is stored as soon as it is done, so that an interrupted run
     continues where it was, and runs at the same time share the work.
     """
+    precision = "tf32" if machine.devices[0].tf32 else "float32"
     for group in machine.groups:
         say_unused(store, group, precision, progress)
     if topology is None:
