@@ -1,4 +1,4 @@
-"""The user's folders, in which Soapstone keeps files: the same ones wherever a command is run.
+"""The user's folders, in which Soapstone keeps files: the same wherever a command is run.
 
 A relative one would lie in whatever folder the user is in, which may be somebody else's: what is found there would be
 taken for the user's own.

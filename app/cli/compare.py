@@ -130,7 +130,7 @@ def _title(row: ComparisonRow) -> str:
 
 
 def _training(row: ComparisonRow | Accuracy) -> str:
-    """Return what a step is beside its network: "64, float32, sgd"; the usual batch norm goes without saying."""
+    """Return batch size, precision and optimizer of a row's step: "64, float32, sgd"; a batch norm if it is unusual."""
     usual = row.batch_norm == "synchronized"
     return f"{row.batch_size}, {row.precision}, {row.optimizer}{'' if usual else f', {row.batch_norm} batch norm'}"
 
@@ -182,7 +182,7 @@ def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
 
 
 def _refuse_filter(rows: Sequence[ComparisonRow], model: str | None, topology: str | None) -> None:
-    """Raise an error that names what is stored, if anything is."""
+    """Raise an error that names the stored networks or topologies, if there are any."""
     from graph.errors import UsageError
 
     for option, name, stored in (

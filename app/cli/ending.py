@@ -1,4 +1,4 @@
-"""How a command's process ends, and what a signal does to it; `docs/cli.md` has the rule.
+"""The end of a command's process, and the effect of a signal on it; `docs/cli.md` has the rule.
 
 The first request to end is an exception in the main thread, so that what is under way is ended and recorded. A thread
 looks on: where the main thread is somewhere that no exception reaches, or asked again, it ends the process itself.
@@ -37,7 +37,7 @@ RETRY_S = 0.05
 
 
 class Listener:
-    """Takes the signals that end a command while it runs. `first` is the one that came first, if any."""
+    """Handles the signals that end a command while it runs. `first` is the one that came first, if any."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -50,7 +50,7 @@ class Listener:
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def start(self, *, watched: bool) -> None:
-        """Take signals, but for those that the process was started to ignore (nohup, a shell's background).
+        """Handle signals, but for those that the process was started to ignore (nohup, a shell's background).
 
         watched: with the thread that ends the process where it is asked twice, or does not end.
         """
@@ -71,7 +71,7 @@ class Listener:
         self._thread.join()
 
     def finish(self) -> None:
-        """Let a signal disturb the end of the process no more, unless it comes twice."""
+        """Ignore signals from now on, unless one comes twice."""
         self._done = True
 
     def say(self, number: int) -> None:
@@ -101,7 +101,7 @@ class Listener:
         again.start()
 
     def _watch(self) -> None:
-        """See every signal as it arrives, whatever the main thread does."""
+        """Read every signal as it arrives, even while the main thread does not return to Python."""
         deadline: float | None = None
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -149,7 +149,7 @@ def listening() -> Iterator[Listener]:
 
 
 def hear() -> None:
-    """Let signals reach this process; those that came before are raised here."""
+    """Unblock signals in this process; those that came before are raised here."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WORDS)
 
 
@@ -207,7 +207,7 @@ def open_standard_streams() -> None:
 
 
 def end_children() -> None:
-    """End every process that this one has started, and wait for their ends."""
+    """Kill every process that this one has started, and wait for their ends."""
     tracker = _tracker()
     children = [child for child in _children() if child != tracker]
     for child in children:
@@ -217,7 +217,7 @@ def end_children() -> None:
 
 
 def end_tracker() -> None:
-    """Let the process end that multiprocessing keeps beside this one, and wait for it: nobody else may."""
+    """End multiprocessing's resource tracker, and wait for it."""
     process = _tracker()
     if process is not None:
         tracker = sys.modules["multiprocessing.resource_tracker"]._resource_tracker

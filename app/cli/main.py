@@ -1,4 +1,4 @@
-"""The command `app`: what it says at its end, and its exit code, see `docs/cli.md`.
+"""The command `app`: its last line and its exit code, see `docs/cli.md`.
 
 Little is imported before signals are taken: a command may be ended at any moment.
 """
@@ -57,7 +57,7 @@ def _invoke() -> int:
 
 
 def _explained(error: BaseException) -> int:
-    """Say in a line why the command ends; return its exit code. What is a bug of ours is raised again."""
+    """Print in a line why the command ends, and return its exit code. What is a bug of ours is raised again."""
     if isinstance(error, TeamFailure):
         return _fail(str(error), error.exit_code, silent=not _speaks())
     number = ending.came()
@@ -101,7 +101,7 @@ def _say_signal(number: int) -> None:
 
 
 def _refuse(error: Any) -> int:
-    """Say in a line why a command line cannot be parsed; with the help where it is empty."""
+    """Print in a line why a command line cannot be parsed, with the help where it is empty; return the exit code."""
     text = error.format_message()
     if not _speaks():
         return MISUSED
@@ -115,7 +115,7 @@ def _refuse(error: Any) -> int:
 
 
 def _misfit(error: Any) -> str | None:
-    """Return what an option's value is and must be, where Typer had pydantic read it; None: it says so itself."""
+    """Return an option's value and its allowed values, where Typer had pydantic read it; None where Typer says so."""
     details = getattr(error.__cause__, "errors", lambda: None)()
     if not details or error.param is None:
         return None

@@ -39,7 +39,7 @@ WIDTH_OF_FILES = 160
 
 
 def speaks() -> bool:
-    """True in the process that tells the user: of those that torchrun started, rank 0 alone."""
+    """Return whether this process prints for the user: of those that torchrun started, rank 0 alone."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
@@ -54,7 +54,7 @@ def print_lines(*lines: str) -> None:
 
 
 def data_output() -> TextIO:
-    """Return the file for CSV and JSON as they are: standard output; a terminal gets what only shows of them."""
+    """Return the file for CSV and JSON: standard output; on a terminal, text without control characters."""
     return cast(TextIO, _Terminal()) if sys.stdout.isatty() else sys.stdout
 
 
@@ -167,7 +167,7 @@ def mebibytes(size_bytes: float | None) -> str:
 
 
 def recomputation_line(report: RecomputationReport) -> str:
-    """Return in a line what is made again in the backward, what that costs and what it saves."""
+    """Return in a line the extent of recomputation, its time and the memory that it saves."""
     count = len(report.groups)
     return (
         f"made again in the backward: {count} group{'' if count == 1 else 's'}, {report.operators} of "
@@ -214,7 +214,7 @@ class TerminalProgress:
         self._console.print(warning, style="yellow", markup=False, emoji=False, soft_wrap=True)
 
     def begin(self, text: str, total: int | None) -> None:
-        """Show a bar, below those of stages that this one is part of; off a terminal, one line."""
+        """Show a bar, below those of the stages that it is part of; off a terminal, one line."""
         if self._bars.disable:
             self.say(text if total is None else f"{text}: {total}")
         self._tasks.append(self._bars.add_task(printable(text), total=total))

@@ -203,7 +203,7 @@ def search(
 
 
 def _refuse_beside_resume(context: typer.Context) -> None:
-    """A search that goes on has its options already.
+    """Refuse options beside --resume: a search that goes on has its own.
 
     Raises:
         UsageError: another option is given.
@@ -236,7 +236,7 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
 
 
 def _print_next(report: SearchReport, model: ModelRequest, device: str | None, devices: int | None) -> None:
-    """Print the command that runs what was found."""
+    """Print the command that runs the best strategy."""
     from app.cli.output import print_lines
 
     differing = [

@@ -365,7 +365,7 @@ def _headline(shown: ShownStrategy) -> str:
 
 
 def _sharing(shown: ShownStrategy) -> str:
-    """Return how many weights are shared, and what of them."""
+    """Return the numbers of weights that are shared, by level of sharding."""
     counts = Counter(shown.sharding.values())
     return "".join(f", {level} of {count} weights shared" for level, count in sorted(counts.items()))
 
@@ -375,7 +375,7 @@ def _degrees(operator: ShownOperator) -> str:
 
 
 def _devices(devices: Sequence[int]) -> str:
-    """Return devices in the order of the tasks, runs of consecutive ones as first-last."""
+    """Return devices in the order of the tasks, runs of consecutive devices as first-last."""
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][1] + 1:

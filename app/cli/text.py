@@ -1,4 +1,4 @@
-"""Text that files, databases and other people brought in, before a terminal sees it."""
+"""Text from files, databases and other people, made safe for a terminal."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> Non
 
 
 def _fits(links: LocalLinks) -> list[dict[str, Any]]:
-    """Return the lines fitted to what was measured, and the other figures of a probe."""
+    """Return the lines fitted to measurements, and the other figures of a probe."""
     return [
         {
             "pattern": fit.pattern,

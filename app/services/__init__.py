@@ -1,1 +1,1 @@
-"""Use cases: each loads what it needs from the store, calls the layers below, and stores what they return."""
+"""Use cases: each loads rows from the store, calls the layers below, and stores their results."""

@@ -1,4 +1,4 @@
-"""Files that commands write: never over what belongs to a database, and as a whole or not at all."""
+"""Files that commands write: as a whole or not at all, and never over a database's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _IN_TRACES = ("search-*", "executions")
 
 
 def checked_target(path: Path, database: Database, name: str) -> Path:
-    """Return where to write: not over what is stored, nor over what is no file. `name` is what an error calls it.
+    """Return the path to write: not that of a stored file, nor of anything but a file. `name` is what an error calls
+    it.
 
     What is stored is any database with its logs, and any folder of traces, whether opened here or not. Ask before the
     work of which the result is to be written.

@@ -1,4 +1,4 @@
-"""How a service tells what it is doing; the command line draws it, other callers may ignore it."""
+"""Progress of a service: the command line draws it, other callers may ignore it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives what a long use case reports while it runs."""
+    """Receives the progress of a long use case while it runs."""
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -1,1 +1,1 @@
-"""What is measured, and what the database has of it: operators, links, environments, packs."""
+"""Measurements and their rows in the database: operators, links, environments, packs."""

@@ -1,4 +1,4 @@
-"""Which environments the stored costs are of, how they differ from this machine's, and what must be said about it.
+"""The environments of the stored costs, their differences from this machine's, and the messages about these.
 
 A cost holds for its environment: the driver, torch, the processor. Costs of this machine's devices are taken from its
 own environment alone. Costs of devices that are not here are taken from any, of each the newest, and that is said.
@@ -27,7 +27,7 @@ SECONDS_A_DAY = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class HeldCosts:
-    """What a database holds of one device kind in one environment.
+    """The costs of one device kind in one environment, as a database holds them.
 
     `is_current`: it is that of this machine's devices now. `differences`: from it to the current one, see
     `differences`; None where this machine has no device of that processor to compare with.
@@ -38,7 +38,7 @@ class HeldCosts:
     differences: tuple[str, ...] | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON document."""
+        """Return the costs as a JSON document."""
         summary = self.summary
         return {
             "device_kind": summary.device_kind.name,
@@ -62,7 +62,7 @@ def age_days(moment: datetime) -> float:
 
 
 def held_costs(store: Store) -> list[HeldCosts]:
-    """Return what a database holds, by device kind and environment, the newest first."""
+    """Return the costs of a database, by device kind and environment, the newest first."""
     held = []
     for summary in store.cost_summaries():
         facts = summary.environment.facts
@@ -78,7 +78,7 @@ def held_costs(store: Store) -> list[HeldCosts]:
 
 
 def _facts_here(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the facts of this machine's devices of the same processor and precision; None where it has none."""
+    """Return the facts of this machine's devices of the same processor and precision; None without such devices."""
     from profiler.devices import available_devices
     from profiler.environment import environment
 
@@ -89,7 +89,7 @@ def _facts_here(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return each fact in which two environments differ, in words such as "torch 2.12.0 -> 2.13.0"."""
+    """Return each fact in which two environments differ, as text such as "torch 2.12.0 -> 2.13.0"."""
     old, new = _flat(before), _flat(now)
     names = sorted(old.keys() | new.keys(), key=lambda name: (_rank(name), name))
     return tuple(
@@ -112,7 +112,7 @@ def _rank(name: str) -> int:
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return facts as text by name; of a list of named things, such as drivers, those of each of them."""
+    """Return facts as text by name; the facts of each entry of a list of named things, such as drivers."""
     texts: dict[str, str] = {}
     for key, value in facts.items():
         name = f"{prefix}{key}".replace("_", " ")
@@ -128,7 +128,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def say_unused(store: Store, group: DeviceGroup, precision: str, progress: Progress) -> None:
-    """Say that costs of a kind are there, but all of another environment than this one: they are not used."""
+    """Say that the stored costs of a kind are all of other environments than this one, and so are not used."""
     summaries = [
         summary
         for summary in store.cost_summaries()
@@ -150,7 +150,7 @@ def say_unused(store: Store, group: DeviceGroup, precision: str, progress: Progr
 def used_environments(
     store: Store, kind_name: str, environment_id: int | None, precision: str
 ) -> list[tuple[EnvironmentRecord, int]]:
-    """Return the environments whose costs of a kind predictions take, with how many each, the most first.
+    """Return the environments whose costs of a kind predictions use, each with its number of costs, the most first.
 
     With `environment_id` None they are taken from all environments of a precision, of each cost the newest.
     """
@@ -168,7 +168,7 @@ def used_environments(
 
 
 def say_used(store: Store, kind_name: str, precision: str, progress: Progress) -> None:
-    """Say which environments the costs of a kind are of that this machine does not have; warn where they are mixed."""
+    """Say of which environments the used costs of a kind are that this machine lacks; warn where they are mixed."""
     used = used_environments(store, kind_name, None, precision)
     if not used:
         return

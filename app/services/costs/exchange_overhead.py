@@ -1,4 +1,4 @@
-"""What an exchange costs a rank of a training step beyond its messages: measured in steps of a small network.
+"""The overhead of an exchange in a training step, beyond its messages: measured in steps of a small network.
 
 A link's latency, measured with bare messages, lacks what the runtime does about them: cutting and putting together,
 starting, leaving autograd's backward and entering it again, and waiting for a rank that is late. So a network whose
@@ -32,7 +32,7 @@ EXCHANGES = 2 * BLOCKS - 1
 
 @dataclass(frozen=True, slots=True)
 class OverheadJobs:
-    """The network's step on two ranks, which exchange, and on one, which does not; executed one after the other.
+    """The network's step on two ranks, which exchange, and on one rank; executed one after the other.
 
     A picklable function of a rank's device, for processes that form a group.
     """
@@ -76,7 +76,7 @@ def network(batch_size: int = BATCH_SIZE) -> tuple[Any, tuple[Any, ...], dict[st
 
 
 def overhead_jobs(timeout_s: float) -> OverheadJobs:
-    """Return what the ranks of a probe are to execute."""
+    """Return the jobs that the ranks of a probe execute."""
     from graph.importer import import_module
     from graph.training import Training
     from search.space.baselines import data_parallel, single_device
@@ -107,7 +107,7 @@ def overhead_jobs(timeout_s: float) -> OverheadJobs:
 
 
 def exchange_s(split: JobResult, whole: JobResult) -> float:
-    """Return the seconds that one exchange takes a rank, from the recorded steps of both jobs.
+    """Return the seconds that one exchange takes a rank beyond its messages, from the recorded steps of both jobs.
 
     What a rank spends on copies, on waits and inside autograd, less what autograd takes where nothing is exchanged;
     the median over the steps of the mean over the ranks.

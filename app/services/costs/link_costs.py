@@ -73,18 +73,18 @@ def is_of_one_group(pattern: str) -> bool:
 
 
 def stored_links(store: Store, machine: LocalMachine) -> LocalLinks | None:
-    """Return what an earlier probe of as many devices measured in this environment, or None."""
+    """Return the links that an earlier probe of as many devices measured in this environment, or None."""
     fits = store.link_fits(machine.links_kind_id, machine.environment_id)
     return links_of(fits, [device.index for device in machine.devices])
 
 
 def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) -> LocalLinks | None:
-    """Return what a probe of the first `count` devices of a kind measured in an environment, or None."""
+    """Return the links that a probe of the first `count` devices of a kind measured in an environment, or None."""
     return links_of(store.link_fits(kind_id, environment_id), range(count))
 
 
 def links_of(fits: Iterable[LinkFitRecord], indices: Sequence[int]) -> LocalLinks | None:
-    """Return what predictions take of fits to measurements between the devices of these indices.
+    """Return the links between the devices of these indices, from fits to measurements.
 
     None where messages, an all-reduce over all of them, contention, or the cost of an exchange is not among the fits;
     collectives of other kinds and sizes may be missing.
@@ -162,7 +162,7 @@ def _later(fitted: tuple[float, float], seconds: float) -> Line:
 
 
 def members_text(indices: Sequence[int]) -> str:
-    """Return the devices of a group as rows name them: "0,3", "4-7", "0-6/2" (every second), "0,1,4"."""
+    """Return the pattern's text of a group of devices: "0,3", "4-7", "0-6/2" (every second), "0,1,4"."""
     steps = {after - before for before, after in itertools.pairwise(indices)}
     if len(indices) > 2 and len(steps) == 1:
         (step,) = steps
@@ -185,7 +185,7 @@ def places_named(text: str, indices: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def undisturbed_probe(measure: Callable[[], LinkProbe], progress: Progress) -> LinkProbe:
-    """Return what `measure` returns, the least disturbed of several times where others use the devices meanwhile."""
+    """Return the least disturbed of several probes, taken until one is undisturbed by other processes."""
     results: list[LinkProbe] = []
     while len(results) < MOST_PROBES:
         results.append(measure())
@@ -223,7 +223,7 @@ def probe(store: Store, machine: LocalMachine, progress: Progress) -> LocalLinks
 
 
 def cost_records(result: LinkProbe, indices: Sequence[int]) -> list[LinkCostRecord]:
-    """Return the rows of a probe's raw samples; `indices` are those of its devices, by rank."""
+    """Return the rows of a probe's raw samples; `indices` are its devices' indices, by rank."""
     return [
         LinkCostRecord(
             pattern=pattern,
@@ -241,7 +241,7 @@ def cost_records(result: LinkProbe, indices: Sequence[int]) -> list[LinkCostReco
 def fit_records(
     result: LinkProbe, indices: Sequence[int], kinds: Sequence[str], *, alike: bool = True
 ) -> list[LinkFitRecord]:
-    """Return the rows of what was fitted to a probe.
+    """Return the rows of the lines fitted to a probe.
 
     Args:
         result: the probe.
@@ -298,7 +298,7 @@ def _named(
 def local_links(
     store: Store, machine: LocalMachine, progress: Progress, *, again: bool = False, complete: bool = False
 ) -> LocalLinks | None:
-    """Return the machine's links from the database, measuring them where nobody has; None for a single device.
+    """Return the machine's links from the database, else measured now; None for a single device.
 
     Args:
         store: the database.

@@ -22,7 +22,7 @@ DEVICES_PER_CORE = 8
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices of one kind on this machine, and the rows under which what they measure is kept."""
+    """Devices of one kind on this machine, and the ids of the rows of their kind and environment."""
 
     kind: DeviceKind
     devices: tuple[PhysicalDevice, ...]
@@ -55,7 +55,7 @@ class LocalMachine:
 
     @property
     def processor(self) -> Processor:
-        """What all its devices are."""
+        """The processor type of all its devices."""
         return self.devices[0].processor
 
     @property
@@ -64,7 +64,7 @@ class LocalMachine:
         return " + ".join(group.name for group in self.groups)
 
     def group(self, kind_name: str) -> DeviceGroup | None:
-        """Return the devices of a kind, or None where it has none."""
+        """Return the devices of a kind, or None without such devices."""
         return next((group for group in self.groups if group.kind.name == kind_name), None)
 
 
@@ -76,7 +76,7 @@ def default_processor() -> Processor:
 
 
 def local_devices(processor: Processor, count: int | None) -> tuple[PhysicalDevice, ...]:
-    """Return the first `count` devices of this machine; all of them where None.
+    """Return the first `count` devices of this machine; all devices where None.
 
     CPU devices may share cores where there are too few: a machine with one core works.
 

@@ -76,7 +76,7 @@ def cost_records(result: CallResult) -> list[OpCostRecord]:
 
 
 def model_time_s(record: OpCostRecord) -> float | None:
-    """Return the value of a measurement that predictions use: the median, as of steps; None where it failed."""
+    """Return the seconds of a measurement that predictions use: the median, as of steps; None where it failed."""
     return record.median_s
 
 
@@ -131,7 +131,7 @@ class DatabaseCosts:
                 self._least_measured_s = min(self._least_measured_s, time_s)
 
     def copies(self) -> bool:
-        """Get ready to be copied with this process; return whether copies may be asked: not where one measures."""
+        """Prepare for a fork; return whether forked copies may be asked for costs: not where it measures."""
         if self._on_miss == "measure" and self._measure is not None:
             return False
         if self._on_miss == "estimate" or self._failed:
@@ -140,12 +140,12 @@ class DatabaseCosts:
         return True
 
     def given(self) -> Given:
-        """Return, in a copy, what is kept of the costs given out since it was copied."""
+        """Return, in a forked copy, the costs and errors given out since the fork."""
         used, errors = self._copied
         return dict(islice(self._used.items(), used, None)), dict(islice(self._errors.items(), errors, None))
 
     def take(self, costs: Given) -> None:
-        """Keep what a copy has given out."""
+        """Add the costs and errors that a forked copy has given out."""
         used, errors = costs
         self._used.update(used)
         self._errors.update(errors)
@@ -160,7 +160,7 @@ class DatabaseCosts:
         return [self._cost(call) for call in calls]
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
-        """Return seconds that no calls into which a call may be cut take together, measured or estimated."""
+        """Return seconds, measured or estimated, that the calls into which a call may be cut take together at least."""
         # What took no time at all says nothing of how little others take.
         if kind_name != self._kind.name or self._least_measured_s <= 0:
             return 0.0
@@ -179,7 +179,7 @@ class DatabaseCosts:
         return update_s_per_element(time_s), Origin.MEASURED
 
     def _obtain(self, calls: Sequence[LocalCall], kind_name: str) -> None:
-        """Measure what is missing, or refuse it, as `on_miss` says."""
+        """Measure missing costs, or refuse them, as `on_miss` says."""
         if kind_name != self._kind.name:
             raise CostError(
                 f"costs: are of {self._kind.name}, must be of {kind_name}; profile devices of that kind"
@@ -196,12 +196,12 @@ class DatabaseCosts:
             )
 
     def used_costs(self, digests: Iterable[str]) -> list[tuple[str, str]]:
-        """Return (call digest, cost) of those calls that this source gave a cost for, in order of digest."""
+        """Return (call digest, cost) of the calls for which this source gave a cost, in order of digest."""
         return [(name, self._used[name]) for name in sorted(set(digests)) if name in self._used]
 
     @property
     def estimate_errors(self) -> tuple[float, ...]:
-        """Of each estimated cost that was given out: the median error of estimates like it, ascending."""
+        """The median error of the estimates like each estimated cost that was given out, ascending."""
         return tuple(sorted(self._errors.values()))
 
     def _has(self, call: LocalCall) -> bool:
@@ -252,15 +252,15 @@ class CostsByKind:
         self._sources = sources
 
     def copies(self) -> bool:
-        """Get ready to be copied with this process; return whether copies of all sources may be asked."""
+        """Prepare for a fork; return whether forked copies of all sources may be asked for costs."""
         return all(source.copies() for source in self._sources.values())
 
     def given(self) -> dict[str, Given]:
-        """Return, in a copy, what the sources keep of the costs given out since it was copied."""
+        """Return, in a forked copy, the costs and errors that each source has given out since the fork."""
         return {name: source.given() for name, source in self._sources.items()}
 
     def take(self, costs: dict[str, Given]) -> None:
-        """Keep what the sources of a copy have given out."""
+        """Add the costs and errors that the sources of a forked copy have given out."""
         for name, of_kind in costs.items():
             self._sources[name].take(of_kind)
 
@@ -269,7 +269,7 @@ class CostsByKind:
         return self._sources[kind_name].resolve(calls, kind_name)
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
-        """Return seconds that no calls into which a call may be cut take together on devices of one kind."""
+        """Return seconds that the calls into which a call may be cut take together at least on devices of one kind."""
         return self._sources[kind_name].least_s(call, phase, work, kind_name)
 
     def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:
@@ -278,11 +278,11 @@ class CostsByKind:
 
     @property
     def estimate_errors(self) -> tuple[float, ...]:
-        """Of each estimated cost that was given out: the median error of estimates like it, ascending."""
+        """The median error of the estimates like each estimated cost that was given out, ascending."""
         return tuple(sorted(error for source in self._sources.values() for error in source.estimate_errors))
 
     def cost_digest(self, digests: Iterable[str]) -> str:
-        """Return the digest of the costs that were given out for some calls: it names what a prediction rests on."""
+        """Return the digest of the costs that were given out for some calls."""
         wanted = list(digests)
         return digest([[name, self._sources[name].used_costs(wanted)] for name in sorted(self._sources)])
 

@@ -1,4 +1,4 @@
-"""Packs: what was measured, as one Parquet file that another database takes in (`app db export`, `app db import`).
+"""Packs: measurements as one Parquet file that another database imports (`app db export`, `app db import`).
 
 A row is a measurement with the device kind and the environment that it was made with, so that a pack explains itself to
 anybody who reads Parquet. Nothing in a pack is executed, and nothing of it is believed that can be found out: digests,
@@ -49,7 +49,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PackGroup:
-    """All that was measured on one kind of device in one environment."""
+    """All measurements on one kind of device in one environment."""
 
     kind: DeviceKindRecord
     environment: EnvironmentRecord
@@ -68,7 +68,7 @@ class PackCounts:
 
     @classmethod
     def of(cls, groups: tuple[PackGroup, ...]) -> PackCounts:
-        """Return how much there is in some groups."""
+        """Return the numbers of rows in some groups."""
         return cls(
             sum(len(group.op_costs) for group in groups),
             sum(len(group.link_costs) for group in groups),
@@ -77,13 +77,13 @@ class PackCounts:
 
     @classmethod
     def stored(cls, store: Store) -> PackCounts:
-        """Return how much a database holds."""
+        """Return the numbers of rows in a database."""
         counts = store.table_counts()
         return cls(counts["op_costs"], counts["link_costs"], counts["link_fits"])
 
 
 def stored_groups(store: Store, device_kind: str | None = None) -> tuple[PackGroup, ...]:
-    """Return what a database holds of one device kind, or of all, a group for each environment that has any.
+    """Return a database's measurements on one device kind, or on all, a group for each environment with any.
 
     Raises:
         UsageError: there is no such device kind.
@@ -113,7 +113,7 @@ def stored_groups(store: Store, device_kind: str | None = None) -> tuple[PackGro
 
 
 def write_pack(store: Store, file: Path, device_kind: str | None = None) -> PackCounts:
-    """Write what a database holds of one device kind, or of all, into a file; return how much that is.
+    """Write a database's measurements on one device kind, or on all, into a file; return their numbers.
 
     Raises:
         UsageError: nothing is stored, there is no such device kind, or the file cannot be written.
@@ -163,7 +163,7 @@ def shipped_packs() -> tuple[Path, ...]:
 
 
 def read_pack(file: Path) -> tuple[PackGroup, ...]:
-    """Return what a pack holds.
+    """Return the measurements of a pack.
 
     Raises:
         UsageError: it cannot be read, is no pack, or a row of it cannot be a measurement.
@@ -299,7 +299,7 @@ def _grouped(file: Path, rows: list[dict[str, Any]]) -> tuple[PackGroup, ...]:
 
 
 class _NoMeasurement(Exception):
-    """What a row of a pack lacks."""
+    """The reason why a row of a pack cannot be a measurement."""
 
 
 def _must(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - a condition

@@ -1,4 +1,4 @@
-"""Which devices compute in a number format, and the environments whose measurements are of it."""
+"""Devices that compute in a precision, and the environments whose measurements are in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_WITH_TF32 = (8, 0)
 
 
 def in_precision(devices: Sequence[PhysicalDevice], precision: str) -> tuple[PhysicalDevice, ...]:
-    """Return devices of this machine as they compute in a precision.
+    """Return this machine's devices, set to compute in a precision.
 
     Raises:
         UsageError: one of them does not.
@@ -38,7 +38,7 @@ def in_precision(devices: Sequence[PhysicalDevice], precision: str) -> tuple[Phy
 
 
 def check_topology(topology: Topology, precision: str) -> None:
-    """Check that the devices of a topology have a precision; all but tf32 run everywhere, if slowly.
+    """Check that the devices of a topology support a precision; all but tf32 run everywhere, if slowly.
 
     Raises:
         UsageError: one of them has not.
@@ -57,10 +57,10 @@ def _no_tf32(where: str, why: str) -> UsageError:
 
 
 def is_measured_in(facts: Mapping[str, Any], precision: str) -> bool:
-    """True where measurements under such facts are of a precision: tf32 is a setting that no call shows."""
+    """Return whether measurements in an environment are in a precision: tf32 is a setting that no call shows."""
     return all(bool(facts.get(name)) == (precision == "tf32") for name in _TF32_FACTS)
 
 
 def environments_of(store: Store, precision: str) -> tuple[int, ...]:
-    """Return the ids of the stored environments whose measurements are of a precision."""
+    """Return the ids of the stored environments whose measurements are in a precision."""
     return tuple(one.id for one in store.environments() if is_measured_in(one.facts, precision))

@@ -1,4 +1,4 @@
-"""`app profile`: measure what a search over given models and devices needs, once."""
+"""`app profile`: measure the costs that a search over given models and devices needs, once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PRODUCTS_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What measuring some calls gave: how many have costs now, and of those that failed the operator and the reason.
+    """The result of measuring some calls: the number that have costs now, and operator and reason of each failure.
 
     `agreement`: how devices of one kind compare, where they were compared.
     """
@@ -55,7 +55,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class KindReport:
-    """What a profile run did on the devices of one kind: numbers of calls, and how the devices compare."""
+    """The result of a profile run on the devices of one kind: numbers of calls, and how the devices compare."""
 
     device_kind: str
     devices: tuple[str, ...]
@@ -80,7 +80,7 @@ class KindReport:
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """What a profile run did; the numbers are sums over its kinds of devices."""
+    """The result of a profile run; the numbers are sums over its kinds of devices."""
 
     device_kind: str
     kinds: tuple[KindReport, ...]
@@ -97,12 +97,12 @@ class ProfileReport:
 
     @property
     def measured(self) -> int:
-        """How many of them this run measured."""
+        """Number of costs that this run measured."""
         return sum(kind.measured for kind in self.kinds)
 
     @property
     def known(self) -> int:
-        """How many were stored before, or by another run meanwhile."""
+        """Number of costs that were stored before, or by another run meanwhile."""
         return sum(kind.known for kind in self.kinds)
 
     @property
@@ -125,7 +125,7 @@ class ProfileReport:
 
 
 def agreement_json(agreement: DeviceConsistency) -> dict[str, object]:
-    """Return how a device compares with its kind as a JSON document."""
+    """Return the comparison of a device with its kind as a JSON document."""
     return {
         "device": agreement.device.label,
         "excess": {bound: agreement.excess(bound) for bound in agreement.excesses},
@@ -137,7 +137,7 @@ def agreement_json(agreement: DeviceConsistency) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What `app profile` was asked for.
+    """The options of `app profile`.
 
     `topology`: for searches over which one; None: over this machine's devices. `products`: so many matrix products of
     sizes between those of the models are measured too.
@@ -227,7 +227,7 @@ def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
 def _compare(
     pool: WorkerPool, devices: Sequence[PhysicalDevice], progress: Progress
 ) -> tuple[DeviceConsistency, ...]:
-    """Compare devices of one kind, and warn of those that are not as the others."""
+    """Compare devices of one kind, and warn of those that differ from the others."""
     from profiler.device_consistency import compare
 
     progress.begin(f"comparing {len(devices)} x {devices[0].kind.name}", None)
@@ -252,7 +252,7 @@ def _topology(request: ProfileRequest) -> Topology | None:
 
 
 def _devices(request: ProfileRequest, topology: Topology | None = None) -> tuple[PhysicalDevice, ...]:
-    """Return the devices that were asked for; by default those of the processor that the topology's devices have."""
+    """Return the devices asked for; by default those with the processor of the topology's devices."""
     if request.gpus is None:
         is_of_cpus = topology is not None and all(kind.processor == "cpu" for kind in topology.kinds)
         processor = request.processor or ("cpu" if is_of_cpus else default_processor())
@@ -267,7 +267,7 @@ def _devices(request: ProfileRequest, topology: Topology | None = None) -> tuple
 def _devices_of(
     topology: Topology, devices: Sequence[PhysicalDevice], progress: Progress
 ) -> tuple[PhysicalDevice, ...]:
-    """Return those of this machine's devices whose kind the topology has; say of which kinds there are none here.
+    """Return this machine's devices of the topology's kinds; say which of these kinds are not here.
 
     Raises:
         UsageError: there are none of any.
@@ -355,7 +355,7 @@ def calls_of(
 def missing_calls(
     store: Store, group: DeviceGroup, calls: Sequence[LocalCall], *, retry_failed: bool = False
 ) -> list[LocalCall]:
-    """Return the calls whose cost is not stored for this kind and environment; a failure counts as one, or not."""
+    """Return the calls without a stored cost for this kind and environment; a failure counts as a cost, or not."""
     from profiler.measure import phases
 
     stored = store.op_cost_medians(group.kind_id, group.environment_id, [call.digest for call in calls])
@@ -403,7 +403,7 @@ class Measurer:
             self._pool.close()
 
     def measure(self, calls: Sequence[LocalCall]) -> Measured:
-        """Measure and store calls, but those that another run stores meanwhile; return what came of it.
+        """Measure and store calls, except those that another run stores meanwhile; return the result.
 
         Raises:
             RuntimeFailure: no worker can be started.

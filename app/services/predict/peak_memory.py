@@ -1,4 +1,4 @@
-"""The memory of a strategy's devices as far as it is found by walking their programs (`runtime.observe.memory_trace`).
+"""The peak memory of a strategy's devices, from walks over their programs (`runtime.observe.memory_trace`).
 
 Devices that do the same share a walk. Where devices differ so much, or the network is so large, that walking them would
 take long, there is none, and what counts is the sum that the search itself keeps
@@ -41,7 +41,7 @@ def footprints(
     *,
     most_operators: int = MOST_OPERATORS,
 ) -> tuple[PredictedPeak, ...] | None:
-    """Return what a step takes on each device; None where that is not found."""
+    """Return the memory that a step takes on each device; None where a walk would take too long."""
     from graph.plan import build_plan
     from runtime.observe.memory_trace import UNUSED, trace_memory
 
@@ -67,7 +67,7 @@ def footprints(
 
 
 def shares(plan: Plan, count: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each of `count` devices, what tells its part of a plan from others': equal ones take equal memory."""
+    """Return, for each of `count` devices, its part of a plan; devices with equal parts take equal memory."""
     entries: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     # Few are distinct: numbers of them take a tenth of the memory.
     numbers: dict[object, int] = {}
@@ -85,7 +85,7 @@ def _weighty(entries: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
-    """Yield devices, bytes of what they make, hold or send, and what tells it from other such things."""
+    """Yield devices, bytes that they make, hold or send, and a key of each such tensor."""
     from graph.rules import local_calls
 
     for index, (operator, configuration) in enumerate(
@@ -130,5 +130,6 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
 
 
 def _form(region: Region) -> Sequence[object]:
-    """Return sizes, and whether each dim is one interval: others are copied to be read."""
+    """Return the sizes of a region, and the number of intervals of each dim: regions of several are copied to be read.
+    """
     return shape(region), tuple(len(indexes) for indexes in region)

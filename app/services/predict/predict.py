@@ -1,4 +1,4 @@
-"""What a prediction rests on (topology, costs, links), and predictions of single strategies."""
+"""The setting of a prediction (topology, costs, links), and predictions of single strategies."""
 
 from __future__ import annotations
 
@@ -65,24 +65,24 @@ MemoryWalk = Literal["always", "nearly full", "never"]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a strategy is to run: a topology, and this machine where the topology is `local`."""
+    """The devices that a strategy is to run on: a topology, and this machine where the topology is `local`."""
 
     topology: Topology
     machine: LocalMachine | None
     links: LocalLinks | None
 
     def group(self, kind_name: str) -> DeviceGroup | None:
-        """Return this machine's devices of a kind, or None where the topology has none of them."""
+        """Return this machine's devices of a kind, or None where the topology has none."""
         return None if self.machine is None else self.machine.group(kind_name)
 
     @property
     def link_costs(self) -> LinkCosts:
-        """Measured collectives where there are some, and what the topology's links rest on."""
+        """Costs of measured collectives, and the origin of the topology's links."""
         return LinkCosts(transfers=Origin.DATASHEET) if self.links is None else self.links.costs
 
 
 def named_topology(name: str, *, devices: int | None, nodes: int | None) -> Topology:
-    """Return a packaged topology or a YAML file's, or the first `devices` of it.
+    """Return a packaged topology or that of a YAML file, or its first `devices`.
 
     Raises:
         TopologyError: there is no such topology, or it has fewer devices.
@@ -120,7 +120,7 @@ def find_target(
 
 
 def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:
-    """Return the topology `local` of some devices of this machine; links that nobody measured are measured."""
+    """Return the topology `local` of some devices of this machine; links that are not stored are measured."""
     machine = describe(store, devices)
     links = local_links(store, machine, progress)
     return Target(topology_of(machine, links), machine, links)
@@ -128,7 +128,7 @@ def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Prog
 
 @dataclass(frozen=True)
 class Setting:
-    """All that predictions of one model on one target share, and the ids of its rows."""
+    """The model, target and training that predictions share, with their costs and the ids of their rows."""
 
     model: ImportedModel
     target: Target
@@ -146,7 +146,7 @@ class Setting:
 
     @cached_property
     def builder(self) -> TaskGraphBuilder:
-        """Makes the task graphs of all that is simulated in this setting: what strategies share is derived once."""
+        """The builder of all task graphs of this setting: fragments that strategies share are derived once."""
         from search.simulate.task_graph import TaskGraphBuilder
 
         return TaskGraphBuilder(
@@ -155,7 +155,7 @@ class Setting:
 
 
 def without_measuring(store: Store, setting: Setting) -> CostTable:
-    """Return a table of the costs that the setting's has, and of estimates for the rest: it measures nothing."""
+    """Return a cost table with the setting's costs, and with estimates for missing ones: it measures nothing."""
     sources = {
         kind.name: _kind_source(
             store, setting.target, kind.name, setting.training.precision, "estimate", None
@@ -174,7 +174,7 @@ def prepare(
     on_miss: OnMiss,
     progress: Progress,
 ) -> Iterator[Setting]:
-    """Store the graph, topology and training, and give them with a cost table over the database.
+    """Store graph, topology and training, and yield the setting, with a cost table over the database.
 
     Workers that measured missing costs end with the context.
     """
@@ -261,7 +261,7 @@ def cost_environments(store: Store, setting: Setting) -> tuple[dict[str, Any], .
 
 
 def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) -> None:
-    """Ask for the costs of many calls, by device kind, at once: what is missing is then measured in one go."""
+    """Resolve the costs of many calls, by device kind, at once: missing costs are then measured in one go."""
     for kind_name, wanted in calls.items():
         setting.table.costs(wanted, kind_name)
 
@@ -412,12 +412,12 @@ _SOURCES: tuple[StrategySource, ...] = (
 
 
 def source_of(baseline: str) -> StrategySource:
-    """Return what a baseline is stored as: megatron-4 and megatron-8 are both of megatron."""
+    """Return the source under which a baseline is stored: megatron-4 and megatron-8 are both of megatron."""
     return next(source for source in _SOURCES if baseline == source or baseline.startswith(f"{source}-"))
 
 
 def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[Strategy, StrategySource]:
-    """Return one of the baselines that not every network and number of devices has.
+    """Return a baseline that not every network and number of devices has.
 
     Raises:
         UsageError: this network has none of that name on so many devices.
@@ -434,7 +434,7 @@ def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[S
 
 
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
-    """Return the strategy that a user means: a baseline's name, `best`, a file, an id or a digest.
+    """Return the strategy of a user's reference: a baseline's name, `best`, a file, an id or a digest.
 
     `megatron-4` is tensor parallel on 4 devices, and data parallel over the rest.
 

@@ -1,4 +1,4 @@
-"""What a strategy makes again in its backward, what that costs, and what it saves."""
+"""The recomputation of a strategy: its operators, the time that it adds, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHOICES = ("all", "none")
 
 @dataclass(frozen=True, slots=True)
 class RecomputationReport:
-    """Groups of operators that are made again, by the names of the first and the last of each.
+    """Groups of operators that are recomputed, by the names of the first and the last operator of each.
 
     operators: how many have a backward, and so are made again, in all groups; of `all_operators`.
     added_s: seconds that the step takes longer than with all activations kept, as simulated.
@@ -38,7 +38,7 @@ class RecomputationReport:
 def recomputation_report(
     graph: OperatorGraph, strategy: Strategy, made_again: Simulation, kept: Simulation
 ) -> RecomputationReport:
-    """Return what a strategy makes again.
+    """Return the recomputation of a strategy.
 
     Args:
         graph: its graph.
@@ -61,7 +61,7 @@ def recomputation_report(
 
 
 def check_choice(choice: str | None) -> None:
-    """Refuse what `--recompute` of `app run` does not know.
+    """Refuse unknown values of `--recompute` of `app run`.
 
     Raises:
         UsageError: it is neither of the choices.
@@ -71,7 +71,7 @@ def check_choice(choice: str | None) -> None:
 
 
 def with_choice(graph: OperatorGraph, strategy: Strategy, choice: str | None) -> Strategy:
-    """Return a strategy with all activations made again, in as many groups as take little memory; none; or as it is."""
+    """Return a strategy with all activations recomputed, in memory-saving groups; with none; or as it is."""
     from search.algorithms.activation_checkpointing import everything
 
     if choice is None:

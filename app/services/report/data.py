@@ -1,4 +1,4 @@
-"""What the report shows of the database: DuckDB queries over its views."""
+"""The report's data from the database: DuckDB queries over its views."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COSTS_SHOWN = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which rows: of a network, a topology or a search; None means all."""
+    """A filter of rows: of a network, a topology or a search; None means all."""
 
     model: str | None = None
     topology: str | None = None
@@ -28,7 +28,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class SearchCurve:
-    """A search, and the best step time after so many proposals; `seconds` is its whole length, if it is known.
+    """A search, and the best step time after so many proposals; `seconds` is its whole length, where it is stored.
 
     training: batch size, number format and optimizer as text, here and below.
     """

@@ -53,7 +53,7 @@ def layout(height: int, x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def search_curves(curves: Sequence[SearchCurve]) -> Figure:
-    """Return the best step time over proposals, a line a search; a button shows it over time."""
+    """Return the figure of the best step time over proposals, a line a search; a button shows it over time."""
     data, over_time = [], []
     for curve in curves:
         best = [None if time_s is None else time_s * 1e3 for time_s in curve.best_so_far_s]
@@ -91,7 +91,7 @@ def search_curves(curves: Sequence[SearchCurve]) -> Figure:
 
 
 def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
-    """Return a point a strategy that was run; the line is where prediction and measurement agree."""
+    """Return the figure of predicted and measured step times, a point a strategy; the diagonal is agreement."""
     groups: dict[str, list[MeasuredStrategy]] = defaultdict(list)
     for pair in pairs:
         groups[f"{pair.model} on {pair.topology}"].append(pair)
@@ -135,7 +135,7 @@ def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
 
 
 def timeline(timelines: Mapping[str, Timeline]) -> Figure:
-    """Return the devices' and links' slices as bars, the timelines of a device one below the other."""
+    """Return the figure of the devices' and links' slices as bars, the timelines of a device one below the other."""
     tracks = _tracks(timelines)[:TRACKS_SHOWN]
     by_kind: dict[str, dict[str, list[Any]]] = {}
     slices = [(track, span) for track, (_, spans) in enumerate(tracks) for span in spans]
@@ -185,7 +185,7 @@ def _tracks(timelines: Mapping[str, Timeline]) -> list[tuple[str, Sequence[Any]]
 
 
 def memory(peaks: Mapping[str, Sequence[int]], capacities: Sequence[int]) -> Figure:
-    """Return the predicted peak memory of every device, a bar a strategy; capacity is a mark in the text."""
+    """Return the figure of the predicted peak memory of every device, a bar a strategy."""
     names = [f"device {device}" for device in range(len(capacities))]
     data = [
         {
@@ -206,7 +206,7 @@ def memory(peaks: Mapping[str, Sequence[int]], capacities: Sequence[int]) -> Fig
 
 
 def cost_curves(costs: Costs) -> Figure:
-    """Return measured operator costs over their size, a line a type and phase; a button changes the measure of size."""
+    """Return the figure of measured operator costs over size, a line a type and phase; buttons choose the size."""
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for point in costs.points:
         groups[point.target, point.phase].append(point)
