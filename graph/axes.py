@@ -1,4 +1,4 @@
-"""Axes of an operator, and how the dims of its operands follow them.
+"""Axes of an operator, and the maps from them to the dims of its operands.
 
 An operator iterates over a box of axes. A dim of an operand is an ordered product of factors, outermost first; a
 factor follows one axis (perhaps through a window) or is fixed. So a flatten is (batch, sequence), a fused QKV
@@ -22,7 +22,7 @@ from graph.intervals import IndexSet, Interval, Region
 
 
 class AxisKind(StrEnum):
-    """What splitting an axis means, in FlexFlow's words plus Unity's reduction and our replica."""
+    """The meaning of a split of an axis, in FlexFlow's words plus Unity's reduction and our replica."""
 
     SAMPLE = "sample"
     ATTRIBUTE = "attribute"
@@ -175,12 +175,12 @@ def operand_regions(axes: tuple[Axis, ...], operand: OperandMap, degrees: Degree
 
 
 def is_gapless(operand: OperandMap) -> bool:
-    """Return whether the parts of any split touch together what the whole touches."""
+    """Return whether the parts of any split together touch all that the whole touches."""
     return all(factor.axis is None or factor.stride <= factor.extent for dim in operand for factor in dim)
 
 
 def read_elements(space: IterationSpace, slot: int) -> int:
-    """Return how many elements of an input all tasks together read at least; 0 where a stride leaves some out."""
+    """Return the least number of elements of an input that all tasks read together; 0 where a stride leaves gaps."""
     operand = space.inputs[slot]
     if not is_gapless(operand):
         return 0
@@ -246,7 +246,7 @@ def refine(space: IterationSpace, factors: Mapping[int, Sequence[int]]) -> Itera
 
 
 def refinable(space: IterationSpace) -> frozenset[int]:
-    """Return the axes that only identity factors of their own size follow, so that products may replace them.
+    """Return the axes followed by identity factors of their own size alone, so that products may replace them.
 
     A shorter factor is clipped; a longer one is a slice from 0 on. Neither is a product of the axis's factors.
     """

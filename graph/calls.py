@@ -1,4 +1,4 @@
-"""A local call: what one task of an operator executes, on dense local tensors.
+"""A local call: one task's operator call, on dense local tensors.
 
 It is what the profiler measures and what the runtime runs. Its `key` holds exactly what its cost depends on.
 """
@@ -35,7 +35,7 @@ class LocalCall:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The key as JSON: operator type, every attribute, shapes, dtypes, what is differentiated."""
+        """The key as JSON: operator type, every attribute, shapes, dtypes, differentiated inputs."""
         return {
             "target": self.target,
             "arguments": [[name, argument_to_json(value)] for name, value in self.arguments],
@@ -61,7 +61,7 @@ class LocalCall:
 
 
 def call_from_json(document: dict[str, Any]) -> LocalCall:
-    """Return the call whose `document` this is (without bindings)."""
+    """Return the call of a `document` (without bindings)."""
     return LocalCall(
         target=document["target"],
         arguments=tuple((name, argument_from_json(value)) for name, value in document["arguments"]),

@@ -1,4 +1,4 @@
-"""Exchanges of a value that are collectives: what all their devices do at once is one operation, not many messages.
+"""Exchanges of a value that are collectives: one operation of all their devices, instead of many messages.
 
 An exchange (`graph.exchange`) lists pieces. Here the assemblies whose pieces form one of six patterns over a set of
 devices D are recognized; all others stay point-to-point. With a piece, partial sums over one region add up:
@@ -33,7 +33,7 @@ FEWEST_DEVICES = 3
 
 
 class CollectiveKind(StrEnum):
-    """What a collective does; the order is that of the codes in `search.kernels`."""
+    """The kinds of collectives, in the order of the codes in `search.kernels`."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -156,7 +156,7 @@ def _kind(members: Sequence[Assembly], sources: set[int], *, summable: bool) -> 
 
 
 def sent(collective: Collective, assemblies: Sequence[Assembly], device: int) -> tuple[Piece, ...]:
-    """Return the pieces that a device puts into a collective, in the order of its devices.
+    """Return the pieces that a device contributes to a collective, in the order of its devices.
 
     Backward, these are what its gradient comes back for.
     """
@@ -199,7 +199,7 @@ def assembly_on(collective: Collective, assemblies: Sequence[Assembly], device: 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """How much a collective moves, in elements.
+    """The elements that a collective moves.
 
     whole: of an all-reduce, broadcast or reduce the region; of an all-gather or reduce-scatter all its chunks
         together; of an all-to-all what crosses devices.
@@ -212,7 +212,7 @@ class Volume:
 
 
 def moved(collective: Collective, assemblies: Sequence[Assembly]) -> Volume:
-    """Return how much a collective moves."""
+    """Return the elements that a collective moves."""
     members = [assemblies[number] for number in collective.assemblies]
     if collective.kind is CollectiveKind.ALL_TO_ALL:
         crossing = [volume(piece.region) for member in members for piece in member.remote_pieces]

@@ -1,4 +1,4 @@
-"""An operator graph as one JSON document that holds all of it, and back: no import is needed to have it again.
+"""An operator graph as one JSON document that holds all of it: it can be read back without an import.
 
 `OperatorGraph.to_json` holds what a strategy depends on; this document also holds how operands follow the axes, what
 could not be split and why, and the names of tied weights. Operators of equal iteration spaces share one.

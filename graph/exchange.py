@@ -1,4 +1,4 @@
-"""Who sends which part of a value to whom, under given configurations of its producer and its readers.
+"""The pieces of a value that devices send each other, under given configurations of its producer and its readers.
 
 A reader task needs a region of the value on its own device: an assembly. An assembly is put together from pieces of
 the producer's tasks. Partial sums are added up while assembling. Of replicas (tasks that compute the same region)
@@ -37,7 +37,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A region of a value on one device, where it comes from, and who reads it there.
+    """A region of a value on one device, with its pieces and its readers there.
 
     `direct` holds where the assembly is exactly one local task's output, so that nothing is copied.
     """

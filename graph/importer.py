@@ -74,7 +74,7 @@ def import_with_outputs(
     name: str,
     batch_norm: str = "synchronized",
 ) -> tuple[OperatorGraph, Outputs]:
-    """Return the graph that `import_module` returns, and how some of the module's other results follow from its values.
+    """Return the graph of `import_module`, and how other results of the module follow from its values.
 
     Args:
         module: as for `import_module`.
@@ -94,7 +94,7 @@ def import_with_outputs(
 def _imported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, batch_norm: str
 ) -> tuple[OperatorGraph, ExportedProgram, Mapping[fx.Node, Lowered]]:
-    """Return the graph, the program that it is made from, and for each node of that the value that it stands for."""
+    """Return the graph, the exported program, and for each node of the program its value in the graph."""
     if batch_norm not in BATCH_NORM_MODES:
         raise ImportFailure(
             f"model {name}: batch norm mode {batch_norm} is unknown, must be one of {', '.join(BATCH_NORM_MODES)}"
@@ -222,7 +222,7 @@ def _require_own_memory(builder: GraphBuilder, module: nn.Module, renewed: set[s
 
 
 def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, target: str) -> str:
-    """Add a small tensor that the forward makes from numbers, as an operator that holds them."""
+    """Add a small tensor that the forward makes from numbers, as an operator that holds these."""
     tensor = program.constants[target]
     model = lowering.builder.model
     no_values = not isinstance(tensor, torch.Tensor) or (tensor.numel() > 0 and _has_no_data(tensor))
@@ -269,7 +269,7 @@ def _results(program: ExportedProgram, lowering: Lowering) -> tuple[str, tuple[t
 
 
 def _copied(builder: GraphBuilder, updates: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the updates, through a copy into the buffer where no operator reads it whole or none makes its new value.
+    """Return the updates, through a copy into the buffer where no operator reads it whole or makes its new value.
 
     Devices hold of a buffer what their operators read, so that the copy, which the module makes too, is where all of
     it is kept.

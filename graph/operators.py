@@ -1,4 +1,4 @@
-"""The operator graph G: operators, the tensors between them, and where the tensors come from.
+"""The operator graph G: operators, and the tensors between them.
 
 Source: FlexFlow (arXiv:1807.05358) section 3: nodes are operators, edges are tensors.
 """
@@ -133,7 +133,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
-    """The order in which every device executes operators: those that the loss depends on, then those for buffers alone.
+    """The order in which every device executes operators: first those of the loss, then those for buffers alone.
 
     Statistics of a whole batch, which only renew buffers, would otherwise make every device wait at every layer.
     """
@@ -220,7 +220,7 @@ class OperatorGraph:
 
     @cached_property
     def summed_slots(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator: the input slots whose gradient is added to one that a later reader has given.
+        """For each operator: the input slots whose gradient is added to that of a later reader.
 
         Backwards go in the opposite order of forwards, so the last reader of a tensor gives its first gradient.
         """
@@ -239,7 +239,7 @@ class OperatorGraph:
 
     @cached_property
     def weights_behind(self) -> dict[str, frozenset[str]]:
-        """For each value, the weights of whose memory it may be: a weight itself, and views of views of weights."""
+        """For each value, the weights whose memory it may share: a weight itself, and views of views of weights."""
         result = {value.name: frozenset[str]() for value in self.values}
         result.update({weight.name: frozenset({weight.name}) for weight in self.weights})
         for operator in self.operators:
@@ -250,7 +250,7 @@ class OperatorGraph:
 
     @cached_property
     def weights_read(self) -> tuple[tuple[str, ...], ...]:
-        """For each operator: the weights whose memory it may read, by themselves or through views, by name."""
+        """For each operator: the weights whose memory it may read, directly or through views, by name."""
         return tuple(
             tuple(sorted(frozenset[str]().union(*(self.weights_behind[name] for name in operator.inputs))))
             for operator in self.operators
@@ -258,7 +258,7 @@ class OperatorGraph:
 
     @cached_property
     def weight_readers(self) -> dict[str, tuple[int, ...]]:
-        """For each weight: the operators that may read its memory, by itself or through views, ascending."""
+        """For each weight: the operators that may read its memory, directly or through views, ascending."""
         readers: dict[str, list[int]] = {weight.name: [] for weight in self.weights}
         for index, names in enumerate(self.weights_read):
             for name in names:

@@ -1,4 +1,4 @@
-"""The static plan of one training step: what every device does, in one order that all share.
+"""The static plan of one training step: the instructions of every device, in one common order.
 
 The runtime walks this order, each rank doing its own share, and the simulator's `program` order is this order.
 So nothing can deadlock: a wait on one rank is always for something that stands earlier in the common order.
@@ -100,7 +100,7 @@ class GradientCollective:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that follows from a graph, a strategy and the devices' nodes.
+    """The exchanges, collectives, buckets and gathers that follow from a graph, a strategy and the devices' nodes.
 
     The order of execution is the graph's (`OperatorGraph.order`).
 
@@ -137,14 +137,14 @@ class Plan:
 
     @cached_property
     def sharding(self) -> dict[str, Sharding]:
-        """For each weight, what its holders share."""
+        """For each weight, its level of sharding."""
         return {
             weight.name: self.strategy.sharding_of(number) for number, weight in enumerate(self.graph.weights)
         }
 
     @cached_property
     def recomputed_before(self) -> dict[int, tuple[int, ...]]:
-        """For each operator before whose backward a group is made again, the group's operators that have a backward."""
+        """For each operator before whose backward a group is recomputed, the group's operators with a backward."""
         return {
             group.last: tuple(
                 index for index in range(group.first, group.last + 1) if any(self.active[index])
@@ -153,7 +153,7 @@ class Plan:
         }
 
     def updated(self, weight: str) -> list[tuple[int, Region]]:
-        """Return disjoint regions that make up all that is held of a weight, each with the device that counts for it.
+        """Return disjoint regions that make up all held elements of a weight, each with the device that updates it.
 
         Of a cell that is shared these are the shares, else it is the first of the devices that hold the cell.
         """
@@ -179,7 +179,7 @@ class Plan:
 
     @cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of devices that communicate as one, in an order that is the same everywhere: all, then others."""
+        """The sets of devices that communicate together, in the same order on all ranks: all devices first."""
         collectives = [*self.collectives.values(), *self.buffer_collectives.values()]
         groups = [tuple(range(self.strategy.device_count))]
         groups += [bucket.devices for bucket in self.buckets]
@@ -362,7 +362,7 @@ def _gradient_exchanges(
     active_assemblies: dict[str, tuple[bool, ...]],
     graph: OperatorGraph,
 ) -> tuple[dict[int, tuple[GradientCollective, ...]], dict[int, tuple[GradientTransfer, ...]]]:
-    """Return, by operator, the gradients that go back as collectives and those that go back one by one.
+    """Return, by operator, the gradients that go back as collectives and the gradients sent one by one.
 
     A collective goes back as one where all its assemblies' gradients are complete after the same operator.
     """
@@ -444,7 +444,7 @@ def _gathers(
     active: tuple[tuple[bool, ...], ...],
     least_bytes: int,
 ) -> tuple[Gathers, Gathers]:
-    """Return what is gathered before which operators' forward and backward: one gather a set of holders."""
+    """Return the gathers before operators' forward and backward: one gather a set of holders."""
     forward: dict[int, list[str]] = {}
     backward: dict[int, list[str]] = {}
     for number, weight in enumerate(graph.weights):
@@ -471,7 +471,7 @@ def _units(
     weights: Mapping[int, Sequence[str]],
     least_bytes: int,
 ) -> Gathers:
-    """Gather the weights of operators that follow each other together, before the first, until they are so many bytes.
+    """Gather the weights of successive operators together, before the first, in gathers of at least `least_bytes`.
 
     Smaller gathers would cost latency, and where each begins a segment of the backward, what crosses its end is kept.
     """

@@ -1,4 +1,4 @@
-"""Groups of operators whose activations are not kept in the forward but made again in the backward.
+"""Recomputation: groups of operators whose activations are dropped in the forward and made again in the backward.
 
 A group is a run of operators that follow each other in the graph's order, so that what leaves it never comes back: in
 the backward it is made again as a whole, just before the backward of its last operator. What is made again are the
@@ -63,8 +63,8 @@ def group_numbers(graph: OperatorGraph, groups: Recomputation) -> list[int]:
 
 
 def needed_at(groups: Recomputation, index: int) -> int:
-    """Return the operator before whose backward what an operator reads must be there: the last one of its group."""
-    return next((one.last for one in groups if one.first <= index <= one.last), index)
+    """Return the operator before whose backward an operator's inputs are needed: the last of its group, or itself."""
+    return next((group.last for group in groups if group.first <= index <= group.last), index)
 
 
 def recomputation_to_json(names: Sequence[str], groups: Recomputation) -> list[list[str]]:
@@ -73,7 +73,7 @@ def recomputation_to_json(names: Sequence[str], groups: Recomputation) -> list[l
 
 
 def recomputation_from_json(document: object, places: Mapping[str, int]) -> Recomputation:
-    """Return the groups of a document (`recomputation_to_json`); `places` are those of all operators, by name.
+    """Return the groups of a document (`recomputation_to_json`); `places` are operators' positions by name.
 
     Raises:
         StrategyError: it is no list of pairs, or names an operator that is not there.

@@ -1,5 +1,4 @@
-"""Strategy S: one configuration for every operator, for every weight whether its holders share it, and which
-activations are made again in the backward (`graph.recomputation`).
+"""Strategy S: every operator's configuration, every weight's sharding, and recomputation (`graph.recomputation`).
 
 Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
 (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
@@ -45,7 +44,7 @@ class Configuration:
 
 
 class Sharding(StrEnum):
-    """What the devices that hold the same elements of a weight share among each other.
+    """The tensors of a weight that its holders, the devices with the same elements, share among each other.
 
     NONE: nothing; each sums all gradients, keeps all optimizer state, and makes the whole update.
     OPTIMIZER: gradients and optimizer state (ZeRO-2): gradients are reduce-scattered, each device updates its share of
@@ -78,11 +77,11 @@ class Strategy:
             object.__setattr__(self, "sharding", ())
 
     def sharding_of(self, weight: int) -> Sharding:
-        """Return what is shared of the weight of that number, in the graph's order."""
+        """Return the sharding of the weight of that number, in the graph's order."""
         return self.sharding[weight] if self.sharding else Sharding.NONE
 
     def with_configurations(self, configurations: tuple[Configuration, ...]) -> Strategy:
-        """Return a strategy of other configurations; weights are shared, and activations made again, alike."""
+        """Return a strategy of other configurations, with the same sharding and recomputation."""
         return replace(self, configurations=configurations)
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
@@ -120,7 +119,7 @@ class Strategy:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over graph digest, degrees and devices, and over what is shared or made again where anything is."""
+        """The sha256 over graph digest, degrees and devices, and over sharding and recomputation if there are any."""
         document: list[Any] = [
             FORMAT,
             self.graph_digest,
@@ -138,7 +137,7 @@ class Strategy:
         return 1 + max(device for configuration in self.configurations for device in configuration.devices)
 
     def validate(self, graph: OperatorGraph, device_count: int) -> None:
-        """Check every configuration against its operator and the devices that are there.
+        """Check every configuration against its operator and the number of devices.
 
         Raises:
             StrategyError: naming the operator and what does not fit.
@@ -160,7 +159,7 @@ class Strategy:
 
 
 def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None:
-    """Check what is shared against the graph's weights.
+    """Check the sharding against the graph's weights.
 
     Raises:
         StrategyError: naming the weight and what does not fit.
@@ -179,7 +178,7 @@ def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None
 
 
 def stays_whole(graph: OperatorGraph) -> frozenset[str]:
-    """Return the weights whose memory is read when of others there are shares alone: after the last forward.
+    """Return the weights whose memory is read after the last forward, when sharded weights are no longer gathered.
 
     By operators that renew buffers, themselves or through views; or as the loss or a buffer's new value, where these
     are views of a weight.
@@ -258,7 +257,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
 
 
 def check_format(document: object, where: str) -> None:
-    """Check that a document is that of a strategy at all, and of a version that is known here.
+    """Check that a document is a strategy's, of a known version.
 
     Raises:
         StrategyError: naming what it is.
@@ -321,7 +320,7 @@ def _configuration(operator: Operator, entry: object) -> Configuration:
 
 
 def _check_keys(where: str, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Check that a document says nothing that would be passed over in silence, such as a key that is misspelt.
+    """Check that a document has no unknown keys, such as misspelt ones.
 
     Raises:
         StrategyError: naming the key, and the known one that it is like.
@@ -339,7 +338,7 @@ def _is_integer(item: object) -> bool:
 
 
 def read_document(path: Path) -> Any:
-    """Return the document of a strategy file; what it says is not looked at.
+    """Return the document of a strategy file; its content is not checked.
 
     Raises:
         StrategyError: the file cannot be read, is too large or is no JSON.
@@ -379,7 +378,7 @@ def read_strategy(path: Path, graph: OperatorGraph, device_count: int) -> Strate
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; one that names a key twice would silently lose the first."""
+    """Return a JSON object of pairs; a key that is there twice is an error."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         twice = next(

@@ -1,4 +1,4 @@
-"""How messages show what was given: names and values from a file or a command line, whatever their size."""
+"""Names and values from a file or a command line, as messages show them, whatever their size."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def local_topology(
         raise TopologyError(
             f"topology {name}: {len(kinds)} kinds are given for {device_count} devices, must be one for each"
         )
-    named = {one.name: one for one in kinds}
+    named = {kind.name: kind for kind in kinds}
     pairs = [(i, j) for i in range(device_count) for j in range(device_count) if i != j]
     links = []
     for source, destination in pairs:

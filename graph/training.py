@@ -1,4 +1,4 @@
-"""Training: what is executed beside the strategy; stored with every simulation and execution."""
+"""Training: batch size, precision, optimizer and batch norm; stored with every simulation and execution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device holds which part of a weight, and which parts must be synchronized among whom.
+"""The placement of weights: the region of a weight that each device holds, and the regions to synchronize.
 
 A device holds the smallest product of index sets that covers what its tasks read. Elements held by the same set of
 devices form a cell; a cell's gradient is the sum over its holders, found by one all-reduce. Shared weights (forty
@@ -27,7 +27,7 @@ class Cell:
 
 
 def held_regions(needed: Iterable[tuple[int, Region]]) -> dict[int, Region]:
-    """Return, for each device, the product of index sets that covers all its needed regions, by device."""
+    """Return, for each device, the product of index sets that covers all its needed regions."""
     regions: dict[int, list[Region]] = {}
     for device, region in needed:
         of_device = regions.setdefault(device, [])
@@ -46,7 +46,7 @@ def cover(regions: Sequence[Region]) -> Region:
 
 
 def _classes(index_sets: Sequence[IndexSet]) -> list[tuple[int, IndexSet]]:
-    """Return the indexes of one dim by which of `index_sets` contain them: the places of these as bits."""
+    """Return the indexes of one dim by the sets of `index_sets` that contain them: the positions of these as bits."""
     placed: dict[IndexSet, int] = {}
     for number, indexes in enumerate(index_sets):
         placed[indexes] = placed.get(indexes, 0) | 1 << number
@@ -98,7 +98,7 @@ def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
 
 
 def with_every_element(held: Mapping[int, Region], sizes: Sequence[int]) -> dict[int, Region]:
-    """Return holdings in which some device holds each element: the first holder takes all, where one is missing."""
+    """Return a placement in which every element is held: the first holder takes all, where one is missing."""
     result = dict(held)
     if held and sum(cell_elements(cell) for cell in cells(held)) < prod(sizes):
         result[min(held)] = full_region(sizes)
@@ -132,7 +132,7 @@ def share_elements(sizes: Sequence[int], holders: int) -> tuple[int, ...]:
 
 
 def shares(cell: Cell) -> tuple[Region | None, ...]:
-    """Return the share of each of a cell's holders; None where it has no element."""
+    """Return the share of each of a cell's holders; None where the share is empty."""
     holders = len(cell.devices)
     sizes = shape(cell.region)
     dim = share_dim(sizes, holders)
@@ -147,6 +147,6 @@ def shares(cell: Cell) -> tuple[Region | None, ...]:
 
 
 def gathered_elements(cell: Cell) -> int:
-    """Return the elements of a cell whose shares travel as equal slices: as many as the largest, of each holder."""
+    """Return the elements of a cell's shares as equal slices: as many as the largest share, for each holder."""
     holders = len(cell.devices)
     return holders * share_elements(shape(cell.region), holders)[0]

@@ -1,4 +1,4 @@
-"""Stored strategies, topologies and trainings as objects: what a row holds is what was written, or it is damage."""
+"""Stored strategies, topologies and trainings as objects; a row that does not hold what was written is damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graph.training import Training, training_from_json
 
 
 def strategy_of(record: StrategyRecord, graph: OperatorGraph, device_count: int | None = None) -> Strategy:
-    """Return a stored strategy, on as many devices as it was stored for or on others.
+    """Return a stored strategy, on the devices that it was stored for or on others.
 
     Raises:
         StrategyError: it is for another graph, or needs more devices.
@@ -43,7 +43,7 @@ def strategy_of(record: StrategyRecord, graph: OperatorGraph, device_count: int 
 
 
 def check_digest(record: StrategyRecord, strategy: Strategy) -> None:
-    """Check that a stored strategy is the one that its digest names.
+    """Check that a stored strategy has the digest of its row.
 
     Raises:
         DamagedDataError: it is another.

@@ -1,4 +1,4 @@
-"""What is known about operator types: axes, operand maps, local calls and their costs.
+"""The rules of operator types: axes, operand maps, local calls and their costs.
 
 Every function here is pure and needs no torch. Local calls are memoised per graph, since a search asks for the same
 configurations again and again, and shared between like operators (forty unrolled steps).
@@ -82,14 +82,14 @@ def part(operator: Operator, degrees: Degrees, task_index: int) -> TaskPart:
 
 
 def local_gradients(graph: OperatorGraph, operator: Operator) -> tuple[bool, ...]:
-    """For each input slot: whether the operator's backward makes a gradient of it."""
+    """Return, for each input slot, whether the operator's backward computes its gradient."""
     if not graph.has_backward(operator):
         return (False,) * len(operator.inputs)
     return graph.gradient_inputs(operator)
 
 
 def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> tuple[LocalCall, ...]:
-    """Return what every task of a configuration executes, in task order; equal calls are one object."""
+    """Return the local calls of all tasks of a configuration, in task order; equal calls are one object."""
     cache: OrderedDict[tuple[int, Degrees], tuple[LocalCall, ...]] = graph._cache.setdefault(
         "rules.local_calls", OrderedDict()
     )
@@ -106,7 +106,7 @@ def local_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> t
 
 
 def operator_class(graph: OperatorGraph, operator: Operator) -> int:
-    """Return a number that two operators of a graph share where equal degrees make equal local calls of them."""
+    """Return the number of the operator's class: equal degrees make equal local calls of its members."""
     classes: dict[str, int] = graph._cache.setdefault("rules.classes", {})
     if not classes:
         classes.update(_operator_classes(graph))
@@ -114,7 +114,7 @@ def operator_class(graph: OperatorGraph, operator: Operator) -> int:
 
 
 def cost_class(graph: OperatorGraph, operator: Operator) -> int:
-    """Return a number that two operators of a graph share where equal degrees make local calls of equal cost of them.
+    """Return the number of the operator's cost class: equal degrees make local calls of equal cost of its members.
 
     Beside those of a class (`operator_class`) these are operators that differ in what they draw alone.
     """
@@ -127,12 +127,12 @@ def cost_class(graph: OperatorGraph, operator: Operator) -> int:
 
 
 def whole_call(graph: OperatorGraph, operator: Operator) -> LocalCall:
-    """Return what one task executes that runs the operator whole."""
+    """Return the call of the one task that runs the operator whole."""
     return local_calls(graph, operator, (1,) * len(operator.space.axes))[0]
 
 
 def _operator_classes(graph: OperatorGraph) -> dict[str, int]:
-    """Number operators so that like ones share a number; one whose calls name it (dropout) has its own."""
+    """Number the classes of operators; an operator whose calls name it (dropout) has its own class."""
     numbers: dict[object, int] = {}
     result: dict[str, int] = {}
     for operator in graph.operators:
@@ -178,12 +178,12 @@ def _make_calls(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> t
 
 
 def first_call(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> LocalCall:
-    """Return what the first task of a configuration executes, without making the others' calls."""
+    """Return the call of the first task of a configuration, without making the others' calls."""
     return call_of(graph, operator, degrees, 0)
 
 
 def call_of(graph: OperatorGraph, operator: Operator, degrees: Degrees, task: int) -> LocalCall:
-    """Return what one task of a configuration executes, made for it alone."""
+    """Return the call of one task of a configuration, made for it alone."""
     piece = part(operator, degrees, task)
     return _call(graph, operator, signature(graph, operator), piece, local_gradients(graph, operator))
 

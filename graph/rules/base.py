@@ -1,4 +1,4 @@
-"""What a rule is: one per operator type.
+"""The interface of rules: one rule per operator type.
 
 A rule says, for an operator's shapes and arguments, which axes it iterates over, how its operands' dims follow them,
 how to rewrite the call for one task's part, and how many flops and bytes a local call takes.
@@ -18,7 +18,7 @@ from graph.operators import Argument, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """An operator without its name: what a rule looks at.
+    """An operator without its name: target, arguments and global shapes, as rules see it.
 
     Shapes are global. `arguments` are complete, by schema name, with `Slot`s for tensors.
     """
@@ -65,7 +65,7 @@ class Rule(Protocol):
         ...
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return what the task executes; its inputs are dense tensors of `part.inputs`' shapes.
+        """Return the task's call; its inputs are dense tensors of `part.inputs`' shapes.
 
         `part.space` may be refined: use `part.inputs` and `part.outputs`, or factors of the maps, not fixed axes.
         """

@@ -1,4 +1,4 @@
-"""What rules share: building spaces, following broadcasts, rewriting calls, default costs."""
+"""Parts that rules share: building spaces, following broadcasts, rewriting calls, default costs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def activation_dims(
 
 
 def broadcast_operand(dims: Sequence[Dim], shape: Sequence[int], result: Sequence[int]) -> OperandMap:
-    """Return how an operand of `shape` follows the `dims` of the `result` shape to which it is broadcast."""
+    """Return the map of an operand of `shape` that is broadcast to the `result` shape with these `dims`."""
     offset = len(result) - len(shape)
     return tuple(
         dims[offset + position] if size == result[offset + position] else whole(size)
@@ -137,7 +137,7 @@ def slots_in(argument: Argument) -> list[int]:
 
 
 def used_slots(call: LocalCall) -> frozenset[int]:
-    """Return the inputs that a call reads; the others are in its part, but their gradient is zero."""
+    """Return the inputs that a call reads; the gradient of others is zero."""
     return frozenset(slot for _, value in call.arguments for slot in slots_in(value))
 
 
@@ -150,12 +150,12 @@ def whole_axis(part: TaskPart, axis: int) -> bool:
 
 
 def sums_whole(part: TaskPart, output: int = 0) -> bool:
-    """True where an output is complete, not a partial sum: all axes that it lacks are covered."""
+    """Return whether an output is complete, not a partial sum: all axes that it lacks are covered."""
     return all(whole_axis(part, axis) for axis in partial_axes(part.space, output))
 
 
 def owns_additions(part: TaskPart, output: int = 0) -> bool:
-    """True for the one part of each partial sum that adds what must be added exactly once (a bias)."""
+    """Return whether a part is the one of each partial sum that adds terms due exactly once (a bias)."""
     return all(part.points[axis][0] == 0 for axis in partial_axes(part.space, output))
 
 
@@ -219,7 +219,7 @@ class BaseRule(ABC):
     inherits_names = False
 
     def __init_subclass__(cls) -> None:
-        """Let a rule say for its own `localize` that it goes by sizes; that of this class does."""
+        """Clear `by_size` of a rule with a `localize` of its own, unless the rule sets it."""
         super().__init_subclass__()
         if "localize" in cls.__dict__:
             cls.by_size = cls.__dict__.get("by_size", False)

@@ -17,7 +17,7 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Equation:
-    """One label a dim of each operand and of the result; those of an ellipsis are "...0", the last, "...1", ..."""
+    """One label for each dim of the operands and of the result; ellipsis dims are "...0", the last, "...1", ..."""
 
     operands: tuple[Labels, ...]
     result: Labels
@@ -116,7 +116,7 @@ def _splits(equation: _Equation) -> bool:
 
 
 def _kind(label: str, position: int, equation: _Equation) -> AxisKind:
-    """Return SAMPLE for the first dim, PARAMETER for one that the first operand lacks, else ATTRIBUTE."""
+    """Return SAMPLE for the first dim, PARAMETER for a dim that the first operand lacks, else ATTRIBUTE."""
     if position == 0:
         return AxisKind.SAMPLE
     return AxisKind.ATTRIBUTE if label in equation.operands[0] else AxisKind.PARAMETER

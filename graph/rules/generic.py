@@ -22,7 +22,7 @@ from graph.rules.common import (
 
 
 class WholeRule(BaseRule):
-    """Runs whole, or replicated: operators without a rule, and those that have no dims worth splitting."""
+    """Runs whole, or replicated: operators without a rule, or without dims worth splitting."""
 
     def __init__(self, reason: str | None = None) -> None:
         self.reason = reason

@@ -1,4 +1,4 @@
-"""Reading and writing at indexes that are data (index, index_put, index_add), and sorting, which makes such indexes.
+"""Reading and writing at indexes that are data (index, index_put, index_add), and sorting, which makes indexes.
 
 Dims that indexes run over stay whole, since nobody knows where an index points; the dims of the indexes themselves and
 all other dims split. Where values are added up, parts of the indexes give partial sums.
@@ -47,7 +47,7 @@ class _Indexed:
 
 
 def _indexed(signature: Signature) -> _Indexed | None:
-    """Return how an operator's `indices` index its first input; None where one of them is a mask."""
+    """Return the dims that an operator's `indices` index, with their shapes; None where an index is a mask."""
     indices = signature.argument("indices")
     indexed = {dim: index.index for dim, index in enumerate(indices) if isinstance(index, Slot)}
     dims = tuple(indexed)

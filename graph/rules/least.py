@@ -1,4 +1,4 @@
-"""What the tasks of an operator have to do together at least, in any configuration.
+"""The least work of an operator's tasks together, in any configuration.
 
 Whatever the split: each operation of the whole is done by some task, each element that the whole reads or makes is read
 or made by some task. A task may do more (an overlap of windows, a partial sum), and replicas do all of it again.

@@ -1,4 +1,4 @@
-"""Padding with a constant, and ranges of numbers: what a part of them is depends on where it starts."""
+"""Padding with a constant, and ranges of numbers: a part of them depends on its offset."""
 
 from __future__ import annotations
 

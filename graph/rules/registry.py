@@ -256,7 +256,7 @@ def is_known(target: str) -> bool:
 
 
 def rule_name(target: str) -> str:
-    """Return what to call the rule of an operator type in a report; "none" where it has no rule."""
+    """Return the name of an operator type's rule for a report; "none" where it has no rule."""
     if not is_known(target):
         return "none"
     words = re.findall("[A-Z][a-z]*", type(rule_for(target)).__name__.removesuffix("Rule"))

@@ -72,7 +72,7 @@ def symmetric_padding(
     strides: Sequence[int],
     reaches: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """Return one number a dim where padding both ends alike gives the same windows; None where it does not.
+    """Return one number a dim where equal padding at both ends gives the same windows; None where it does not.
 
     Padding too much at the end is harmless as long as the stride keeps a further window from fitting. Windows that lie
     in the padding altogether read nothing; torch's kernels refuse such an input, so that it is padded beforehand.

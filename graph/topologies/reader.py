@@ -143,7 +143,7 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which a key that stands twice is an error; the first would silently be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Return the mapping of a node whose keys differ."""
+        """Return the mapping of a node; equal keys are an error."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for position, key in enumerate(keys):
             if key in keys[:position]:
@@ -404,7 +404,7 @@ def _read_network(entry: _Entry | None) -> tuple[int, Capacity] | None:
 
 
 class _Builder:
-    """Lays out nodes one after the other: devices, their links, then NICs and routes between nodes."""
+    """Builds a topology node by node: devices, their links, then NICs and routes between nodes."""
 
     def __init__(
         self, name: str, kinds: tuple[DeviceKind, ...], contention: tuple[tuple[str, float], ...]
@@ -451,7 +451,7 @@ class _Builder:
                         Link(name, "nic", capacity.bandwidth_bytes_per_s, capacity.latency_s / 2)
                     )
 
-        nic_of = [first + 2 * (one.node * nics + one.local_index % nics) for one in self.devices]
+        nic_of = [first + 2 * (device.node * nics + device.local_index % nics) for device in self.devices]
         # Pairs that leave by one NIC and arrive by another share a route.
         between = {(out, into): (out, into + 1) for out in set(nic_of) for into in set(nic_of)}
         for source in self.devices:

@@ -1,4 +1,4 @@
-"""What the image classifiers share: example batches, and channel counts scaled by a width."""
+"""Example batches of the image classifiers, and channel counts scaled by a width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recurrent networks share: LSTM layers unrolled step by step, all steps with the same weights.
+"""LSTM layers of the recurrent networks, unrolled step by step, all steps with the same weights.
 
 Unrolled by cell, so that the steps of one layer can sit on different devices.
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graph.weight_placement import share_elements, shares
 from graph.intervals import Region, shape
 from graph.plan import BucketEntry, Gather, Gathers, Plan, gathers_begun
 from graph.strategy import Sharding
+from graph.weight_placement import share_elements, shares
 from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import (

@@ -130,6 +130,5 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
 
 
 def _form(region: Region) -> Sequence[object]:
-    """Return the sizes of a region, and the number of intervals of each dim: regions of several are copied to be read.
-    """
+    """Return the sizes of a region, and the number of intervals of each dim: regions with several are copied."""
     return shape(region), tuple(len(indexes) for indexes in region)

@@ -120,7 +120,7 @@ def _places(step: SimulatedStep) -> list[tuple[float, float]]:
 
 
 def _columns(read: Sequence[Sequence[int]], readers: Sequence[set[int]]) -> dict[int, list[int]]:
-    """Return the connected operators by column; one that reads no other stands just before its first reader."""
+    """Return the connected operators by column; an operator that reads no other stands just before its first reader."""
     depth = [0] * len(read)
     for index, sources in enumerate(read):  # operators are in topological order
         depth[index] = 1 + max((depth[source] for source in sources), default=-1)

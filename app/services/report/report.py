@@ -1,4 +1,4 @@
-"""`app report`: one HTML file that opens offline, with what was searched, predicted and measured."""
+"""`app report`: one HTML file that opens offline, with searches, predictions and measurements."""
 
 from __future__ import annotations
 

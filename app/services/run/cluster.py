@@ -1,4 +1,4 @@
-"""`app run` under torchrun: which devices the ranks are, and the topology that they form.
+"""`app run` under torchrun: the devices of the ranks, and the topology that they form.
 
 Device r of a strategy is rank r. On one host the topology is `local`, as without torchrun; over several it is a file
 that the user names, or is measured between the ranks themselves.
@@ -172,7 +172,7 @@ def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
 
 
 def measured_links(ranks: Sequence[RankDevice], probe: LinkProbe) -> LocalLinks:
-    """Return what predictions take of a probe of all ranks."""
+    """Return the links measured by a probe of all ranks."""
     places, kinds = range(len(ranks)), [member.kind.name for member in ranks]
     links = links_of(fit_records(probe, places, kinds, alike=False), places)
     if links is None:
@@ -238,7 +238,7 @@ def _contention(ranks: Sequence[RankDevice], probe: LinkProbe) -> list[tuple[str
 
 
 def follow(launched: LaunchedRanks, processor: Processor | None) -> None:
-    """Do what rank 0 orders, until it has no more; for all ranks but it."""
+    """Execute the orders of rank 0, until it has no more; for all other ranks."""
     devices = own_devices(processor)
     device = own_device(devices)
     members(device)
@@ -274,6 +274,6 @@ def _execute(job: Job, device: PhysicalDevice, timeout_s: float) -> JobResult | 
 
 
 def _of_this_host(job: Job) -> Job:
-    """Return the job with its model looked for in this rank's own folder: hosts need not have equal paths."""
+    """Return the job with its model's folder replaced by this rank's own: hosts need not have equal paths."""
     keywords = {**job.model.keywords, "folder": str(Path.cwd())}
     return replace(job, model=replace(job.model, keywords=keywords))

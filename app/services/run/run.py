@@ -1,4 +1,4 @@
-"""`app run`: execute a strategy on this machine's devices, and keep prediction and measurement side by side."""
+"""`app run`: execute a strategy on this machine's devices, and store prediction and measurement side by side."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONGEST_TIMEOUT_S = 1e8
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What `app run` was asked for. `recompute`: one of `recomputation_report.CHOICES`; None: as the strategy says."""
+    """The options of `app run`. `recompute`: one of `recomputation_report.CHOICES`; None: as the strategy says."""
 
     model: ModelRequest
     strategy: str
@@ -64,7 +64,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device: what a step was predicted to take at most, what it took, and what its process has held.
+    """Bytes of one device: the predicted and the measured peak of a step, and the peak of its process.
 
     See `docs/memory.md` for what is counted.
     """
@@ -352,7 +352,7 @@ def run_on(
 
 @contextmanager
 def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[None]:
-    """Store why the body failed, in the words in which it is said."""
+    """Store the reason of the body's failure, in the words of its message."""
     try:
         yield
     except SoapstoneError as error:

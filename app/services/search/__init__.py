@@ -1,1 +1,1 @@
-"""`app search`: starts, algorithms, bound, and what is stored of what they find."""
+"""`app search`: starts, algorithms, lower bound, and the rows of a search."""

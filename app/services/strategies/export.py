@@ -90,7 +90,7 @@ def _checked(record: StrategyRecord, source: str) -> str:
 
 
 def _in_order(document: dict[str, Any], graph: GraphRecord) -> dict[str, Any]:
-    """Return a strategy's document with operators and weights in the order of the graph, for people who read it."""
+    """Return a strategy's document with operators and weights in the order of the graph, for human readers."""
     described = json.loads(graph.document)
     names = {
         "operators": [operator["name"] for operator in described["operators"]],

@@ -1,4 +1,4 @@
-"""`app strategy show`, `diff` and `import`: what a stored strategy is, what its operators cost, and files of others.
+"""`app strategy show`, `diff` and `import`: stored strategies with the costs of their operators, and strategy files.
 
 An operator's cost is of the simulated step: its tasks on the device that they keep longest, and the messages that carry
 its outputs and their gradients, added up; other work may hide both. A strategy that was never simulated itself is
@@ -48,7 +48,7 @@ class SimulatedCost:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetting:
-    """Where and how a strategy's step was simulated: stored rows, and their names."""
+    """The stored rows of a simulation (topology, training, the simulation itself), and their names."""
 
     topology_id: int
     training_id: int
@@ -59,7 +59,7 @@ class SimulationSetting:
 
 @dataclass(frozen=True, slots=True)
 class ShownOperator:
-    """An operator's configuration, and what it costs; degrees of one are left out."""
+    """An operator's configuration and cost; degrees of one are left out."""
 
     name: str
     target: str
@@ -87,7 +87,7 @@ class ShownStrategy:
     recomputation: RecomputationReport | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON document."""
+        """Return the strategy as a JSON document."""
         return {
             "id": self.record.id,
             "digest": self.record.digest,
@@ -124,7 +124,7 @@ class StrategyDifference:
     operators: tuple[tuple[ShownOperator, ShownOperator], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON document."""
+        """Return both strategies and their differing operators as a JSON document."""
         sides = [shown.to_json() for shown in (self.first, self.second)]
         by_name = [{operator["name"]: operator for operator in side.pop("operators")} for side in sides]
         return {
@@ -139,7 +139,7 @@ class StrategyDifference:
 def show_strategy(
     database: str | None, reference: str, topology: str | None, progress: Progress
 ) -> ShownStrategy:
-    """Return a stored strategy with what its operators cost, on the topology of that name (None: the newest).
+    """Return a stored strategy with its operators' costs, on the topology of that name (None: the newest).
 
     Raises:
         UsageError: there is no such strategy, or nothing of its graph was simulated on that topology.
@@ -153,7 +153,7 @@ def show_strategy(
 def diff_strategies(
     database: str | None, references: tuple[str, str], topology: str | None, progress: Progress
 ) -> StrategyDifference:
-    """Return which operators two strategies for one graph configure differently, and what each costs.
+    """Return the operators that two strategies for one graph configure differently, with their costs.
 
     Raises:
         UsageError: there is no such strategy, they are for different graphs, or as `show_strategy`.
@@ -183,7 +183,7 @@ def diff_strategies(
 
 @dataclass(frozen=True, slots=True)
 class ImportedStrategy:
-    """A file's strategy as it is stored; `known` says that it was stored before."""
+    """A file's strategy as it is stored; `known` tells whether it was stored before."""
 
     record: StrategyRecord
     model: str
@@ -269,7 +269,7 @@ def _named_graph(store: Store, document: Any, file: Path) -> GraphRecord:
 
 
 def _setting(store: Store, records: list[StrategyRecord], topology: str | None) -> SimulationSetting | None:
-    """Return where to simulate: as the newest prediction of one of them, else of another for the same graph.
+    """Return the setting to simulate in: of the newest prediction of one of the records, else of their graph.
 
     Raises:
         UsageError: there is none on the topology that was asked for.
@@ -381,7 +381,7 @@ def _operator(operator: Operator, configuration: Configuration, cost: SimulatedC
 
 
 def operator_costs(step: SimulatedStep) -> tuple[dict[str, SimulatedCost], dict[str, SimulatedCost]]:
-    """Return the cost of each operator, and of what the operators share: weights' updates and gradients, buffers."""
+    """Return the costs of the operators, and of weights' updates and gradients and of buffers, which they share."""
     from app.services.timeline.timeline import Subjects
 
     simulation, graph = step.simulation, step.graph

@@ -1,1 +1,1 @@
-"""Timelines of steps, simulated and measured, and where a step's time goes."""
+"""Timelines of steps, simulated and measured, and the attribution of a step's time."""

@@ -1,4 +1,4 @@
-"""Where a step takes longer, or shorter, than predicted: operator by operator, and by kind.
+"""Attribution of a step's prediction error: operator by operator, and by kind.
 
 The time of every device is split, in both timelines, into what it did: tasks of operators, the update, waits for what
 comes from other devices, and, measured alone, copies and the runtime's own work. The parts of a device add up to the
@@ -33,7 +33,7 @@ class Difference:
 
     @property
     def difference_s(self) -> float:
-        """How much longer it took than predicted."""
+        """Measured seconds minus predicted seconds."""
         return self.measured_s - self.predicted_s
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Attribution:
 
 
 def attribute(simulation: Simulation, recording: Recording) -> Attribution:
-    """Compare a simulated step with recorded ones of the same strategy."""
+    """Return the attribution of the error of a simulated step, against recorded steps of the same strategy."""
     predicted = with_waits(simulation, simulated_timeline(simulation))
     steps = [_filled(step, len(predicted.devices)) for step in recording.steps]
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -98,7 +98,7 @@ def attribute(simulation: Simulation, recording: Recording) -> Attribution:
 
 
 def _filled(step: Timeline, count: int) -> Timeline:
-    """Return a recorded step of so many devices, each of which waits for its end once it is ready."""
+    """Return a recorded step of `count` devices, each of which waits for the end of the step once it is ready."""
     devices = []
     for slices in (*step.devices, *((),) * (count - len(step.devices))):
         ready_ns = slices[-1].end_ns if slices else 0

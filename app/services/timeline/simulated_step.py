@@ -51,7 +51,7 @@ class SimulatedStep:
 
 
 def step_of_execution(store: Store, execution: ExecutionRecord, progress: Progress) -> SimulatedStep:
-    """Return what an execution ran, simulated with the costs of its environment."""
+    """Return an execution's step, simulated with the costs of its environment."""
     return simulated_step(
         store,
         store.strategy(execution.strategy_id),

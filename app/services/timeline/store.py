@@ -105,7 +105,7 @@ def find_recording(store: Store, strategy_id: int, topology_id: int, training_id
 
 
 def recording_path(store: Store, execution: ExecutionRecord) -> Path:
-    """Return where the recorded steps of an execution are, if it has any."""
+    """Return the path of the recorded steps of an execution, which need not exist."""
     digest = store.strategy(execution.strategy_id).digest
     return store.database.trace_folder / FOLDER / recording_name(execution.id, digest)
 

@@ -1,4 +1,4 @@
-"""Timelines: what each device and link did when, simulated or measured, in slices that bear the same names."""
+"""Timelines: the slices of each device and link, simulated or measured, under the same names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END_OF_STEP = "the end of the step"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One thing that a device or link did.
+    """An interval of a device's or link's time, and the operator, value or bucket that it is spent on.
 
     kind: forward, backward, recompute, update, wait, transfer, collective, or what else the runtime spends time on.
     subject: the operator, value or bucket that it is about. `name`: for people, the same in both timelines.
@@ -33,7 +33,7 @@ class Slice:
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
+        """The length of the slice in nanoseconds."""
         return self.end_ns - self.start_ns
 
 
@@ -47,7 +47,7 @@ class Timeline:
 
 
 def simulated_timeline(simulation: Simulation) -> Timeline:
-    """Return a simulation as a timeline: devices compute, links carry; what is on the critical path says so."""
+    """Return a simulation as a timeline, with devices' and links' slices; the critical path is marked."""
     from search.cost.cost_table import ORIGINS
 
     tasks = simulation.tasks
@@ -82,7 +82,7 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
 
 
 def with_waits(simulation: Simulation, timeline: Timeline) -> Timeline:
-    """Return a simulated timeline whose devices' gaps are slices too: each a wait, for what ended it.
+    """Return a simulated timeline whose devices' gaps are slices too: waits for the tasks that ended them.
 
     The slices of a device then fill the whole step, as those of a measured one do.
     """
@@ -119,7 +119,7 @@ def _in_order(slices: Sequence[Slice]) -> tuple[Slice, ...]:
 
 
 class Subjects:
-    """What the tasks of a simulation are about."""
+    """The operators, values and buckets that the tasks of a simulation are about."""
 
     def __init__(self, simulation: Simulation) -> None:
         from search.simulate.arrays import operator_values

@@ -1,4 +1,4 @@
-"""`app trace`: the timeline of a strategy's step, simulated and, where a run recorded it, measured, in one file."""
+"""`app trace`: the timeline of a strategy's step, simulated and, if a run recorded it, measured, in one file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graph.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """What `app trace` was asked for: an execution, or a strategy (its id or digest) on a topology of some name."""
+    """The options of `app trace`: an execution, or a strategy (its id or digest) on a topology of some name."""
 
     execution: int | None
     strategy: str | None
@@ -57,7 +57,7 @@ class TraceReport:
 
 
 def trace(request: TraceRequest, database: str | None, progress: Progress) -> TraceReport:
-    """Simulate a stored strategy again and write its timeline, beside the one that its newest profiled run recorded.
+    """Simulate a stored strategy again and write its timeline, beside that of its newest profiled run.
 
     Raises:
         UsageError: nothing such is stored, or the file cannot be written.
@@ -88,7 +88,7 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
 
 
 def attribution_of(execution_id: int, database: str | None, progress: Progress) -> Attribution:
-    """Return where a profiled run's step took longer or shorter than predicted.
+    """Return the attribution of a profiled run's prediction error.
 
     Raises:
         DatabaseError: there is no such execution.
