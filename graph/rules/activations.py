@@ -29,6 +29,9 @@ class SlopeRule(BaseRule):
 class GatedRule(BaseRule):
     """aten.glu(self, dim): the first half of a dim times the sigmoid of the second; the dim is (2, half)."""
 
+    # An exponential and a few operations.
+    flops_per_output = 10.0
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim."""
         result = signature.outputs[0].shape
@@ -37,7 +40,3 @@ class GatedRule(BaseRule):
         dims = activation_dims(builder, result)
         halves = (*whole(2), *dims[dim])
         return builder.space([(*dims[:dim], halves, *dims[dim + 1 :])], [tuple(dims)])
-
-    def flops(self, call: LocalCall) -> float:
-        """Return an exponential and a few operations an output element."""
-        return 10.0 * call.outputs[0].elements

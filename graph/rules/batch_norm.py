@@ -26,15 +26,13 @@ def _image(builder: SpaceBuilder, shape: tuple[int, ...], kind: AxisKind) -> tup
 class MomentsRule(BaseRule):
     """soapstone.moments(input [N, C, ...]) -> [2, C]."""
 
+    flops_per_input = 3.0
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an input dim; all but the channels are summed."""
         builder = SpaceBuilder()
         dims = _image(builder, signature.inputs[0].shape, AxisKind.ATTRIBUTE)
         return builder.space([dims], [(whole(2), dims[1])])
-
-    def flops(self, call: LocalCall) -> float:
-        """Return three operations an input element."""
-        return 3.0 * call.inputs[0].elements
 
     def backward_flops(self, call: LocalCall) -> float:
         """Return two operations an input element."""
@@ -54,6 +52,9 @@ class FixedMomentsRule(BaseRule):
 class BatchNormApplyRule(BaseRule):
     """soapstone.batch_norm_apply(input [N, C, ...], moments [2, C], weight [C], bias [C]; count, eps)."""
 
+    flops_per_input = 2.0
+    backward_flops_per_input = 5.0
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an input dim; statistics and weights follow the channels."""
         builder = SpaceBuilder()
@@ -62,17 +63,12 @@ class BatchNormApplyRule(BaseRule):
         vectors = [(channel,)] * (len(signature.inputs) - 2)
         return builder.space([dims, (whole(2), channel), *vectors], [dims])
 
-    def flops(self, call: LocalCall) -> float:
-        """Return two operations an input element."""
-        return 2.0 * call.inputs[0].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return five operations an input element: two sums and the data gradient."""
-        return 5.0 * call.inputs[0].elements if any(call.gradients) else 0.0
-
 
 class BatchNormLocalRule(BaseRule):
     """soapstone.batch_norm(input [N, C, ...], weight [C], bias [C]; eps) -> (output, moments [2, C])."""
+
+    flops_per_input = 5.0
+    backward_flops_per_input = 7.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an input dim. A split of anything but channels changes the statistics, by definition."""
@@ -80,14 +76,6 @@ class BatchNormLocalRule(BaseRule):
         dims = _image(builder, signature.inputs[0].shape, AxisKind.PARAMETER)
         vectors = [(dims[1],)] * (len(signature.inputs) - 1)
         return builder.space([dims, *vectors], [dims, (whole(2), dims[1])])
-
-    def flops(self, call: LocalCall) -> float:
-        """Return five operations an input element."""
-        return 5.0 * call.inputs[0].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return seven operations an input element."""
-        return 7.0 * call.inputs[0].elements if any(call.gradients) else 0.0
 
 
 class RunningStatisticsRule(BaseRule):

@@ -217,6 +217,11 @@ class BaseRule(ABC):
     adds_up = True
     # True where axes are best called what the producer of the input calls them.
     inherits_names = False
+    # Floating-point operations for each element of the first input, or of the first output, if they are proportional.
+    flops_per_input: float | None = None
+    flops_per_output: float | None = None
+    # Likewise backward, for each element of the first input, where anything is differentiated.
+    backward_flops_per_input: float | None = None
 
     def __init_subclass__(cls) -> None:
         """Clear `by_size` of a rule with a `localize` of its own, unless the rule sets it."""
@@ -229,11 +234,17 @@ class BaseRule(ABC):
         return local_call(signature, part, gradients)
 
     def flops(self, call: LocalCall) -> float:
-        """Return one operation an output element, or zero where nothing is computed."""
+        """Return the operations by element that the rule names; else one an output element, or zero for copies."""
+        if self.flops_per_input is not None:
+            return self.flops_per_input * call.inputs[0].elements
+        if self.flops_per_output is not None:
+            return self.flops_per_output * call.outputs[0].elements
         return 0.0 if self.computes_nothing else float(sum(spec.elements for spec in call.outputs))
 
     def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for every differentiated input."""
+        """Return the operations by element that the rule names; else the forward's for every differentiated input."""
+        if self.backward_flops_per_input is not None:
+            return self.backward_flops_per_input * call.inputs[0].elements if any(call.gradients) else 0.0
         return self.flops(call) * sum(call.gradients)
 
     def bytes_moved(self, call: LocalCall) -> int:

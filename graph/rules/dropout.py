@@ -18,6 +18,9 @@ from graph.rules.generic import FactoryRule, PointwiseRule
 class DropoutRule(PointwiseRule):
     """soapstone.dropout(input; p): pointwise, with global positions bound."""
 
+    # Of the counter-based generator, about.
+    flops_per_output = 20.0
+
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with its region and the whole shape bound."""
         return local_call(
@@ -26,10 +29,6 @@ class DropoutRule(PointwiseRule):
             gradients,
             bindings=_positions(signature, part),
         )
-
-    def flops(self, call: LocalCall) -> float:
-        """Return the operations of the counter-based generator, about twenty an element."""
-        return 20.0 * call.outputs[0].elements
 
     def backward_flops(self, call: LocalCall) -> float:
         """Return one operation an element."""
@@ -40,6 +39,8 @@ class RandomRule(FactoryRule):
     """soapstone.random(distribution, size, dtype): a factory, with global positions bound."""
 
     computes_nothing = False
+    # Of the generator and of a distribution, about.
+    flops_per_output = 40.0
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with the local size, its region and the whole shape bound."""
@@ -50,10 +51,6 @@ class RandomRule(FactoryRule):
             replace={"size": intervals.shape(part.outputs[0])},
             bindings=_positions(signature, part),
         )
-
-    def flops(self, call: LocalCall) -> float:
-        """Return the operations of the generator and of a distribution, about forty an element."""
-        return 40.0 * call.outputs[0].elements
 
 
 def _positions(signature: Signature, part: TaskPart) -> tuple[tuple[str, Any], ...]:

@@ -56,6 +56,8 @@ class GroupedProductRule(BaseRule):
 class HistogramRule(BaseRule):
     """aten.histc(self, bins, min, max): parts give partial counts; a range that data decides keeps it whole."""
 
+    flops_per_input = 1.0
+
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an input dim."""
         if self.unsplit_reason(signature) is not None:
@@ -69,7 +71,3 @@ class HistogramRule(BaseRule):
         if signature.argument("min") == signature.argument("max"):
             return "runs whole: the range of its bins is the range of its input"
         return None
-
-    def flops(self, call: LocalCall) -> float:
-        """Return one operation an input element."""
-        return float(call.inputs[0].elements)

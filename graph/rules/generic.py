@@ -103,10 +103,10 @@ class DimwiseRule(BaseRule):
 
     inherits_names = True
 
-    def __init__(self, dims_of: DimsOf, *, reduces: bool = False, flops_per_element: float = 1.0) -> None:
+    def __init__(self, dims_of: DimsOf, *, reduces: bool = False, flops_per_input: float = 1.0) -> None:
         self.dims_of = dims_of
         self.reduces = reduces
-        self.flops_per_element = flops_per_element
+        self.flops_per_input = flops_per_input
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis for each dim that the operator does not work along."""
@@ -125,10 +125,6 @@ class DimwiseRule(BaseRule):
             else:
                 result.append(tuple(dims[dim] for dim in range(len(shape)) if dim not in fixed))
         return builder.space([tuple(dims)], result)
-
-    def flops(self, call: LocalCall) -> float:
-        """Return a constant number of operations an input element."""
-        return self.flops_per_element * call.inputs[0].elements
 
 
 def dims_from(first: int) -> DimsOf:
@@ -163,7 +159,3 @@ class SampleRule(BaseRule):
         first = (sample, *(whole(size) for size in signature.inputs[0].shape[1:]))
         outputs = [(sample, *(whole(size) for size in spec.shape[1:])) for spec in signature.outputs]
         return builder.space([first, *(whole_operand(spec) for spec in signature.inputs[1:])], outputs)
-
-    def flops(self, call: LocalCall) -> float:
-        """Return a constant number of operations an output element."""
-        return self.flops_per_output * call.outputs[0].elements

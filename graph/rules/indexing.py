@@ -193,7 +193,7 @@ class SortRule(DimwiseRule):
     """aten.sort(self, stable, dim, descending): the sorted dim is whole, all others split."""
 
     def __init__(self) -> None:
-        super().__init__(dims_argument(), flops_per_element=10.0)
+        super().__init__(dims_argument(), flops_per_input=10.0)
 
     def shuffled(self, signature: Signature) -> tuple[tuple[int, int, int], ...]:
         """Return the sorted dim."""

@@ -21,6 +21,8 @@ class LikelihoodRule(BaseRule):
     """
 
     rigid = frozenset({"class"})  # a part of it must be one interval
+    # Of the gradient, most of whose elements are zeros.
+    backward_flops_per_input = 1.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""
@@ -57,10 +59,6 @@ class LikelihoodRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return two operations a target."""
         return 2.0 * call.inputs[1].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return one operation an element of the gradient, most of which are zeros."""
-        return float(call.inputs[0].elements) if any(call.gradients) else 0.0
 
     def index_bounds(self, call: LocalCall) -> dict[int, int]:
         """Return the number of classes of the whole."""

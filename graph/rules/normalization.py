@@ -22,6 +22,8 @@ class LayerNormRule(BaseRule):
     """aten.layer_norm and aten.rms_norm: the normalized dims and the weights are whole, all others split."""
 
     inherits_names = True
+    flops_per_input = 8.0
+    backward_flops_per_input = 12.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis a leading dim."""
@@ -32,14 +34,6 @@ class LayerNormRule(BaseRule):
         weights = [whole_operand(spec) for spec in signature.inputs[1:]]
         return builder.space([tuple(dims), *weights], [tuple(dims)])
 
-    def flops(self, call: LocalCall) -> float:
-        """Return eight operations an element."""
-        return 8.0 * call.inputs[0].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return twelve operations an element."""
-        return 12.0 * call.inputs[0].elements if any(call.gradients) else 0.0
-
 
 class GroupNormRule(BaseRule):
     """aten.group_norm(input [N, C, ...], num_groups, weight [C], bias [C]).
@@ -48,6 +42,8 @@ class GroupNormRule(BaseRule):
     """
 
     by_size = True
+    flops_per_input = 8.0
+    backward_flops_per_input = 12.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""
@@ -64,14 +60,6 @@ class GroupNormRule(BaseRule):
         size = signature.inputs[0].shape[1] // signature.argument("num_groups")
         groups = count(part.inputs[0][1]) // size
         return local_call(signature, part, gradients, replace={"num_groups": groups})
-
-    def flops(self, call: LocalCall) -> float:
-        """Return eight operations an element."""
-        return 8.0 * call.inputs[0].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return twelve operations an element."""
-        return 12.0 * call.inputs[0].elements if any(call.gradients) else 0.0
 
 
 class InstanceNormRule(GroupNormRule):

@@ -21,7 +21,7 @@ class PadRule(DimwiseRule):
     computes_nothing = True
 
     def __init__(self) -> None:
-        super().__init__(padded_dims, flops_per_element=0.0)
+        super().__init__(padded_dims, flops_per_input=0.0)
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim; the input follows it with an offset."""

@@ -138,6 +138,7 @@ class AdaptiveAveragePoolingRule(BaseRule):
     """aten.adaptive_avg_poolNd. A spatial dim splits where the input size is a multiple of the output size."""
 
     by_size = True
+    flops_per_input = 1.0
 
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
@@ -180,7 +181,3 @@ class AdaptiveAveragePoolingRule(BaseRule):
         """Return the pooling to the local output size."""
         size: Argument = intervals.shape(part.outputs[0])[-self.spatial :]
         return local_call(signature, part, gradients, replace={"output_size": size})
-
-    def flops(self, call: LocalCall) -> float:
-        """Return one operation an input element."""
-        return float(call.inputs[0].elements)

@@ -31,6 +31,8 @@ class SumRule(BaseRule):
     by_size = True
 
     inherits_names = True
+    flops_per_input = 1.0
+    backward_flops_per_input = 1.0
 
     def __init__(self, *, mean: bool) -> None:
         self.mean = mean
@@ -69,14 +71,6 @@ class SumRule(BaseRule):
             signature.outputs,
         )
         return local_call(call, part, gradients)
-
-    def flops(self, call: LocalCall) -> float:
-        """Return one operation an input element."""
-        return float(call.inputs[0].elements)
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return one operation an input element."""
-        return self.flops(call) if any(call.gradients) else 0.0
 
 
 class ElementwiseLossRule(BaseRule):
@@ -149,6 +143,9 @@ class CrossEntropyRule(BaseRule):
     """
 
     inherits_names = True
+    # Of each logit: maximum, subtraction, exponential, sum, logarithm.
+    flops_per_input = 5.0
+    backward_flops_per_input = 2.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis a batch dim; the class dim is whole."""
@@ -157,14 +154,6 @@ class CrossEntropyRule(BaseRule):
             return builder.space(inputs, [(whole(2),)])
         kept = signature.argument("reduction") == NONE
         return builder.space(inputs, [batch if kept else ()])
-
-    def flops(self, call: LocalCall) -> float:
-        """Return five operations a logit: maximum, subtraction, exponential, sum, logarithm."""
-        return 5.0 * call.inputs[0].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return two operations a logit."""
-        return 2.0 * call.inputs[0].elements if any(call.gradients) else 0.0
 
     def index_bounds(self, call: LocalCall) -> dict[int, int]:
         """Return the number of classes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from graph.calls import LocalCall
 from graph.rules.activations import GatedRule, SlopeRule
 from graph.rules.attention import OURS as ATTENTION
 from graph.rules.attention import AttentionRule
@@ -62,12 +61,8 @@ UNKNOWN = WholeRule("runs whole: {target} has no rule")
 class CostlyPointwiseRule(PointwiseRule):
     """A pointwise operator that takes several operations an element."""
 
-    def __init__(self, flops_per_element: float) -> None:
-        self.flops_per_element = flops_per_element
-
-    def flops(self, call: LocalCall) -> float:
-        """Return a constant number of operations an output element."""
-        return self.flops_per_element * call.outputs[0].elements
+    def __init__(self, flops_per_output: float) -> None:
+        self.flops_per_output = flops_per_output
 
 
 def _table() -> dict[str, BaseRule]:
@@ -78,7 +73,7 @@ def _table() -> dict[str, BaseRule]:
     added = AddedProductRule()
     cross_entropy = CrossEntropyRule()
     attention = AttentionRule()
-    softmax = DimwiseRule(dims_argument(), flops_per_element=10.0)
+    softmax = DimwiseRule(dims_argument(), flops_per_input=10.0)
     cumulative = DimwiseRule(dims_argument())
     reduced = DimwiseRule(dims_argument(), reduces=True)
     triangle = DimwiseRule(last_dims(2))
@@ -158,7 +153,7 @@ def _table() -> dict[str, BaseRule]:
         "aten.cumprod.default": cumulative,
         "aten.sort.stable": SortRule(),
         "aten.topk.default": cumulative,
-        "aten.flip.default": DimwiseRule(dims_argument("dims"), flops_per_element=0.0),
+        "aten.flip.default": DimwiseRule(dims_argument("dims"), flops_per_input=0.0),
         "aten.tril.default": triangle,
         "aten.triu.default": triangle,
     }
@@ -177,17 +172,17 @@ def _table() -> dict[str, BaseRule]:
     for target in ("amax.default", "amin.default", "logsumexp.default", "argmax.default", "argmin.default"):
         table[f"aten.{target}"] = reduced
     for target in ("var.correction", "var.dim", "std.correction", "std.dim"):
-        table[f"aten.{target}"] = DimwiseRule(dims_argument(), reduces=True, flops_per_element=4.0)
+        table[f"aten.{target}"] = DimwiseRule(dims_argument(), reduces=True, flops_per_input=4.0)
     for target in ("max.dim", "min.dim", "prod.dim_int", "linalg_vector_norm.default"):
         table[f"aten.{target}"] = reduced
     for mode in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d"):
-        table[f"aten.upsample_{mode}.vec"] = DimwiseRule(dims_from(2), flops_per_element=4.0)
+        table[f"aten.upsample_{mode}.vec"] = DimwiseRule(dims_from(2), flops_per_input=4.0)
     for spatial in (1, 2, 3):
         table[f"aten.adaptive_max_pool{spatial}d.default"] = DimwiseRule(dims_from(2))
         overload = "default" if spatial == 1 else "input"
         table[f"aten.conv_transpose{spatial}d.{overload}"] = TransposedConvolutionRule(spatial)
         table[f"soapstone.conv_transpose{spatial}d"] = TransposedConvolutionRule(spatial)
-    table["aten.roll.default"] = DimwiseRule(dims_argument("dims"), flops_per_element=0.0)
+    table["aten.roll.default"] = DimwiseRule(dims_argument("dims"), flops_per_input=0.0)
     table["aten.pad.default"] = PadRule()
     table["aten.constant_pad_nd.default"] = table["aten.pad.default"]
     table["aten.pixel_shuffle.default"] = SampleRule()
