@@ -177,14 +177,7 @@ def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> Non
 
 def _fits(links: LocalLinks) -> list[dict[str, Any]]:
     """Return the lines fitted to measurements, and the other figures of a probe."""
-    return [
-        {
-            "pattern": fit.pattern,
-            "group_size": fit.group_size,
-            "latency_s": fit.latency_s,
-            "bandwidth_bytes_per_s": fit.bandwidth_bytes_per_s,
-            "residual": fit.residual,
-            "contention_factor": fit.contention_factor,
-        }
-        for fit in links.fits
-    ]
+    from app.services.costs.packs import LINK_FIT
+
+    names = [name for name in LINK_FIT if name != "measured_at"]
+    return [{name: getattr(fit, name) for name in names} for fit in links.fits]

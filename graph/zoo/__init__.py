@@ -55,19 +55,18 @@ def _entry(
     batch_size: int,
     paper_sizes: dict[str, Any],
     small_sizes: dict[str, Any],
-    *,
-    factory: str = "",
-    extra: str = "",
     xl_sizes: dict[str, Any] | None = None,
 ) -> ZooEntry:
-    module = name.replace("-", "_")
     presets = {
         "paper": MappingProxyType(paper_sizes),
         "small": MappingProxyType({"batch_size": 4, **small_sizes}),
         **({} if xl_sizes is None else {"xl": MappingProxyType(xl_sizes)}),
     }
-    made_by = f"graph.zoo.{factory or f'{module}:{module}'}"
-    return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), made_by, extra)
+    module = name.replace("-", "_")
+    factory, extra = f"graph.zoo.{module}:{module}", ""
+    if name.startswith("hf-"):
+        factory, extra = f"graph.zoo.huggingface:{name.removeprefix('hf-')}", "hf"
+    return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), factory, extra)
 
 
 # Batch sizes of the first six: FlexFlow (arXiv:1807.05358), evaluation.
@@ -188,57 +187,42 @@ _ENTRIES = (
 _TEXT = {"sequence": 10, "layers": 2, "hidden": 24, "vocabulary": 53}
 _GROUPED_HEADS = {"heads": 6, "key_value_heads": 2, "intermediate": 20}
 
-
-def _hugging_face(
-    name: str,
-    title: str,
-    paper: str,
-    batch_size: int,
-    paper_sizes: dict[str, Any],
-    small_sizes: dict[str, Any],
-) -> ZooEntry:
-    factory = f"huggingface:{name}"
-    return _entry(
-        f"hf-{name}", title, paper, batch_size, paper_sizes, small_sizes, factory=factory, extra="hf"
-    )
-
-
-# Batch sizes are of our own: what a node of eight accelerators would train at once.
+# Batch sizes are of our own: those that a node of eight accelerators would train at once.
 _HUGGING_FACE = (
-    _hugging_face(
-        "bert",
+    _entry(
+        "hf-bert",
         "BERT-base, masked language model",
         "Devlin et al., BERT, arXiv:1810.04805",
         128,
         {},
         {**_TEXT, "heads": 3, "intermediate": 20},
     ),
-    _hugging_face(
-        "gpt2",
+    _entry(
+        "hf-gpt2",
         "GPT-2 small",
         "Radford et al., Language Models are Unsupervised Multitask Learners (2019)",
         64,
         {},
         {**_TEXT, "heads": 3, "dropout": 0.0},
     ),
-    _hugging_face(
-        "llama",
+    _entry(
+        "hf-llama",
         "Llama-3-8B: grouped-query attention, RMSNorm, rotary positions",
         "Grattafiori et al., The Llama 3 Herd of Models, arXiv:2407.21783",
         8,
         {},
         {**_TEXT, **_GROUPED_HEADS},
     ),
-    _hugging_face(
-        "t5",
+    _entry(
+        "hf-t5",
         "T5-base, text to text",
         "Raffel et al., Exploring the Limits of Transfer Learning, arXiv:1910.10683",
         128,
         {},
         {**_TEXT, "target_sequence": 7, "heads": 3, "head_size": 4, "intermediate": 20, "dropout": 0.0},
     ),
-    _hugging_face(
-        "vit",
+    _entry(
+        "hf-vit",
         "ViT-B/16",
         "Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929",
         256,
@@ -253,24 +237,24 @@ _HUGGING_FACE = (
             "classes": 10,
         },
     ),
-    _hugging_face(
-        "resnet",
+    _entry(
+        "hf-resnet",
         "ResNet-50",
         "He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385",
         256,
         {},
         {"image_size": 33, "stem": 6, "widths": (12, 20), "blocks": (1, 2), "classes": 10},
     ),
-    _hugging_face(
-        "convnext",
+    _entry(
+        "hf-convnext",
         "ConvNeXt-T",
         "Liu et al., A ConvNet for the 2020s, arXiv:2201.03545",
         256,
         {},
         {"image_size": 44, "widths": (6, 10), "blocks": (1, 2), "classes": 10},
     ),
-    _hugging_face(
-        "mixtral",
+    _entry(
+        "hf-mixtral",
         "Mixtral-8x7B: a mixture of experts",
         "Jiang et al., Mixtral of Experts, arXiv:2401.04088",
         8,

@@ -9,7 +9,7 @@ instruction's time recorded.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from runtime.jobs.job import Job, JobResult, run_job
@@ -93,17 +93,7 @@ def overhead_jobs(timeout_s: float) -> OverheadJobs:
         warmup=WARM_UP_STEPS,
         recorded=RECORDED_STEPS,
     ).without_caches()
-    whole = Job(
-        graph=split.graph,
-        strategy=single_device(graph),
-        node_of=(0,),
-        training=split.training,
-        model=split.model,
-        iterations=0,
-        warmup=WARM_UP_STEPS,
-        recorded=RECORDED_STEPS,
-    )
-    return OverheadJobs(split, whole, timeout_s)
+    return OverheadJobs(split, replace(split, strategy=single_device(graph), node_of=(0,)), timeout_s)
 
 
 def exchange_s(split: JobResult, whole: JobResult) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.services.timeline.timeline import END_OF_STEP, Timeline, simulated_timeline, wait, with_waits
@@ -38,13 +38,7 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as a JSON document."""
-        return {
-            "kind": self.kind,
-            "subject": self.subject,
-            "predicted_s": self.predicted_s,
-            "measured_s": self.measured_s,
-            "difference_s": self.difference_s,
-        }
+        return {**asdict(self), "difference_s": self.difference_s}
 
 
 @dataclass(frozen=True, slots=True)
