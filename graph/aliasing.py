@@ -12,7 +12,7 @@ VIEW_TARGETS = frozenset(
         "select", "alias", "detach", "flatten", "unflatten", "unbind", "split", "split_with_sizes", "chunk",
     }
 )  # fmt: skip
-# Those whose output may be, as torch's schemas say; some of them copy where they must.
+# Operators whose output may alias, as torch's schemas say; some of them copy where they must.
 _MAY_ALIAS = VIEW_TARGETS | frozenset(
     """
     _conj _neg_view _reshape_alias _sparse_broadcast_to adjoint as_strided broadcast_to coalesce conj contiguous

@@ -51,9 +51,9 @@ BACKWARD: Mapping[CollectiveKind, CollectiveKind] = {
     CollectiveKind.BROADCAST: CollectiveKind.REDUCE,
     CollectiveKind.REDUCE: CollectiveKind.BROADCAST,
 }
-# Each of these adds up as it goes; what arrives is one region. The others only move pieces.
+# Each of these sums pieces; one region arrives. The others only move pieces.
 SUMMING = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE})
-# Sums of these are what a communication library gives; others (bool) are added up by who assembles them.
+# Dtypes that communication libraries sum; others (bool) are added up by the device that assembles them.
 SUMMABLE = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "int32"})
 
 

@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 Pair = tuple[int, int]
 
 
-# What a simulation counts in whole bytes and parts per million, in words of 64 bits.
+# Limits of a simulation, which counts in whole bytes and parts per million, in words of 64 bits.
 LARGEST_MEMORY_BYTES = 1 << 60
 LARGEST_CONTENTION = 1e6
 

@@ -82,7 +82,7 @@ def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
     first = held[devices[0]]
     if all(held[device] == first for device in devices):
         return (Cell(first, tuple(devices)),)
-    # Dim by dim, what is left of the holders (bits) with each combination so far.
+    # Dim by dim, the remaining holders (bits) of each combination of index sets so far.
     products: list[tuple[int, Region]] = [((1 << len(devices)) - 1, ())]
     for dim in range(len(first)):
         classes = _classes([held[device][dim] for device in devices])

@@ -98,7 +98,7 @@ def _print_attribution(
 def _print_rows(rows: Sequence[ComparisonRow]) -> None:
     from app.cli.output import milliseconds, percent, print_lines, print_table
 
-    # A table for what can be compared with each other: one of all would be wider than terminals.
+    # A table for each model, topology and training: one table of all would be wider than terminals.
     for title, alike in groupby(rows, _title):
         print_table(
             ["strategy", "source", "predicted", "measured", "noise", "error", "samples/s", "speedup", "runs"],

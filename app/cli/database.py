@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from app.services.database.check import Findings
     from app.services.database.repair import Repaired
 
-# Of what is damaged.
+# Damages that are printed.
 _MOST_SHOWN = 50
 
 application = typer.Typer(help="The database: where it is, its schema, what it holds.", no_args_is_help=True)
@@ -65,7 +65,7 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
     counts: dict[str, int] = {}
     held = []
     if current is not None:
-        # Says what to do about a schema that is older or newer.
+        # Raises the advice for a schema that is older or newer.
         with Store.open(database) as store:
             counts, held = store.table_counts(), held_costs(store)
     if as_json:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-# What is said when a signal ends a command.
+# The last line of a command that a signal ends.
 WORDS = {
     getattr(signal, name): text
     for name, text in (("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up"))
@@ -28,11 +28,11 @@ WORDS = {
 INTERRUPTED, BROKEN_PIPE = 130, 141
 # One request may be sent twice: to the process and to its group, by a shell and by the terminal that is closed.
 AGAIN_S = 0.5
-# So long may what is under way take to end once SIGTERM or SIGHUP has come; whoever sends them may soon use SIGKILL.
+# The time to end running work after SIGTERM or SIGHUP; SIGKILL may soon follow from the sender.
 GRACE_S = 5.0
 # For a child that was killed, or has nothing left to do.
 REAP_S = 1.0
-# Until a request is made again that came where no exception gets out; less than `AGAIN_S`.
+# Until a signal is sent again whose exception was dropped; less than `AGAIN_S`.
 RETRY_S = 0.05
 
 
@@ -138,7 +138,7 @@ def listening() -> Iterator[Listener]:
     Not among the ranks that torchrun started: it sends more than one signal, and the team finds out what they mean.
     """
     global _listener
-    # What comes while handlers are set up waits until `hear`.
+    # Signals that come while handlers are set up wait until `hear`.
     signal.pthread_sigmask(signal.SIG_BLOCK, WORDS)
     _listener = listener = Listener()
     listener.start(watched=not is_rank())

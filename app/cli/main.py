@@ -32,7 +32,7 @@ def main() -> NoReturn:
     except BaseException as error:
         code = _explained(error)
     number = ending.came()
-    # Ctrl-C is up to the command: a search shows the best so far. What else asks it to end has the last word.
+    # Ctrl-C is up to the command: a search shows the best so far. Other signals decide the exit code.
     if code == 0 and number is not None and 128 + number != ending.INTERRUPTED:
         code = _signalled(number)
     sys.exit(code)
@@ -44,7 +44,7 @@ def _invoke() -> int:
 
     from app.cli.application import application
 
-    # What Typer raises for a command line that it cannot parse; it exports only this class's children.
+    # The exception of Typer for a command line that it cannot parse; it exports only this class's children.
     misuse: type[Exception] = typer.BadParameter.__bases__[0]
     try:
         # Not standalone: Typer would print a mistake in several lines, and an interrupt not at all.
@@ -71,7 +71,7 @@ def _explained(error: BaseException) -> int:
             return _signalled(error.code - 128)
         return error.code if isinstance(error.code, int) else 0 if error.code is None else FAILED
     if isinstance(error, SoapstoneError):
-        # What is wrong with the command, or happened to the team, rank 0 says for all processes that torchrun started.
+        # Errors of the command and of the whole team are printed by rank 0 for all processes that torchrun started.
         alone = isinstance(error, RuntimeFailure)
         return _fail(str(error), error.exit_code, silent=not (alone or _speaks()))
     if isinstance(error, ending.OutputFailure):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-# Of a row: what every database can hold.
+# Of a row, in every database.
 LARGEST_ID = 2**63 - 1
 
 Database = Annotated[

@@ -13,7 +13,7 @@ from app.db.engine import LOG_SUFFIXES, Database, begins_as_sqlite, sqlite_files
 from app.db.failures import full, is_full
 from graph.errors import UsageError
 
-# What shows that a folder called *.traces is one of Soapstone's.
+# Entries of a folder called *.traces that is one of Soapstone's.
 _IN_TRACES = ("search-*", "executions")
 
 

@@ -32,7 +32,7 @@ def least_work(graph: OperatorGraph, operator: Operator) -> tuple[LeastWork, Lea
     if not rule.adds_up:
         return LeastWork(0.0, 0), LeastWork(0.0, 0)
     moved = written = 0
-    # Other counts of bytes follow what is in the operands; and a view moves nothing.
+    # Other counts of bytes depend on the operands' data; and a view moves nothing.
     if type(rule).bytes_moved is BaseRule.bytes_moved and rule.bytes_moved(call):
         sizes = [
             read_elements(operator.space, slot) * spec.item_bytes for slot, spec in enumerate(call.inputs)

@@ -188,7 +188,7 @@ def _table() -> dict[str, BaseRule]:
     table["aten.pixel_shuffle.default"] = SampleRule()
     table["aten.pixel_unshuffle.default"] = SampleRule()
     _add_places(table)
-    # What rules rewrite a part to has the costs of what it was.
+    # Operators that rules rewrite a part to have the costs of the original.
     table["soapstone.embedding"] = table["aten.embedding.default"]
     for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
         table[f"soapstone.{name}"] = table[f"aten.{name}.default"]

@@ -88,7 +88,7 @@ def read_topology(name_or_path: str | Path, nodes: int | None = None) -> Topolog
         content = resources.files("graph.topologies").joinpath(f"{text}.yaml").read_text(encoding="utf-8")
         return parse_topology(content, text, f"{text}.yaml", nodes)
     path = Path(name_or_path)
-    # A name may be longer than paths can be: nothing is there then.
+    # A name may be longer than paths can be: there is no such file then.
     if not os.path.isfile(path):
         problem = "is no regular file" if os.path.exists(path) else "is neither a file nor packaged"
         raise TopologyError(
@@ -114,7 +114,7 @@ def parse_topology(text: str, name: str, where: str, nodes: int | None = None) -
     """
     try:
         content = yaml.load(text, _Loader)  # a SafeLoader: it makes plain data only
-    # What looks like a date may have a thirteenth month.
+    # Text like a date may have a thirteenth month.
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise TopologyError(f"{where}: is not YAML ({unreadable(error)}); correct it") from error
     root = _Entry(where, "", content)

@@ -19,7 +19,7 @@ from app.services.progress import Progress
 if TYPE_CHECKING:
     from app.services.costs.machine import DeviceGroup
 
-# What changes most often comes first; of all others the names' order counts.
+# The facts that change most often come first; the others in the order of their names.
 FIRST_FACTS = ("torch", "cuda", "cudnn", "driver", "python", "operating_system", "processor", "cores")
 MOST_DIFFERENCES = 4
 SECONDS_A_DAY = 86400.0

@@ -26,7 +26,7 @@ IMAGE = 28
 BATCH_SIZE = 2
 WARM_UP_STEPS = 2
 RECORDED_STEPS = 5
-# Forward and backward, each batch norm exchanges its moments; nobody asks for the gradient of the first.
+# Forward and backward, each batch norm exchanges its moments; the gradient of the first is not needed.
 EXCHANGES = 2 * BLOCKS - 1
 
 

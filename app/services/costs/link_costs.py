@@ -32,11 +32,11 @@ P2P = "p2p"
 CONTENTION = "contention"
 EXCHANGE = "exchange"
 LARGE = "large "
-# From here on a probe is taken again: others' work delays messages, and their times would stay for good.
+# A probe is repeated beyond this share: others' work delays messages, and their times would stay for good.
 RESTLESS_SHARE = 0.2
 MOST_PROBES = 3
 KIND_OF: Mapping[str, CollectiveKind] = {kind.value.replace("-", "_"): kind for kind in CollectiveKind}
-# What the column holds; a group whose devices do not fit into it has no rows of its own.
+# The length of the column; a group whose devices do not fit into it has no rows of its own.
 LONGEST_PATTERN = 32
 
 

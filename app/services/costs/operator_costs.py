@@ -114,14 +114,14 @@ class DatabaseCosts:
         self._estimator: Estimator | None = None
         self._used: dict[str, str] = {}
         self._errors: dict[str, float] = {}
-        # How many were there when this process was copied.
+        # The numbers of costs and errors when this process was forked.
         self._copied = 0, 0
         self._load()
 
     def _load(self, digests: Iterable[str] | None = None) -> None:
         if self._kind_id is None:
             return
-        # What predictions use, see `model_time_s`.
+        # As in `model_time_s`.
         stored = self._store.op_cost_medians(self._kind_id, self._environments, digests)
         for (name, phase), time_s in stored.items():
             if time_s is None:
@@ -161,7 +161,7 @@ class DatabaseCosts:
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds, measured or estimated, that the calls into which a call may be cut take together at least."""
-        # What took no time at all says nothing of how little others take.
+        # A measurement of zero seconds bounds nothing.
         if kind_name != self._kind.name or self._least_measured_s <= 0:
             return 0.0
         return self._fitted().least_s(call, phase, work)

@@ -171,7 +171,7 @@ def read_pack(file: Path) -> tuple[PackGroup, ...]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    # A name may be longer than paths can be: nothing is there then.
+    # A name may be longer than paths can be: there is no such file then.
     if not os.path.isfile(file):
         problem = "is no regular file" if os.path.exists(file) else "is not there"
         raise UsageError(f"pack {file}: {problem}, must be a file that app db export wrote; check the path")
@@ -241,7 +241,7 @@ def _rows(group: PackGroup) -> Iterator[dict[str, Any]]:
         yield {"record": "link_fit", **shared, **_named(fit, LINK_FIT)}
 
 
-# Columns of what a measurement was made on.
+# Columns of the device kind and environment of a measurement.
 WHERE = (
     "device_kind", "processor", "memory_bytes", "kind_description", "environment", "environment_created_at",
 )  # fmt: skip

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # A search that lacks so many costs compares the devices before it measures them, as every profile run does.
 WORTH_COMPARING = 200
-# Which products of other sizes are drawn: always the same, so that what is measured already is found again.
+# The seed of products of other sizes: always the same ones, so that stored measurements serve.
 PRODUCTS_SEED = 0
 
 

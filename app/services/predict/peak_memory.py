@@ -92,7 +92,7 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
         zip(plan.graph.operators, plan.strategy.configurations, strict=True)
     ):
         calls = local_calls(plan.graph, operator, configuration.degrees)
-        # Equal calls are one object, as a rule; those that read and make the same have one number.
+        # Equal calls are one object, as a rule; calls with equal inputs and outputs have one number.
         numbers: dict[object, int] = {}
         of_call = {
             id(call): (
@@ -126,7 +126,7 @@ def _entries(plan: Plan) -> Iterator[tuple[int, int, object]]:
                 for piece in assembly.remote_pieces:
                     sent = volume(piece.region) * item_bytes
                     yield piece.source_device, sent, (value, _form(piece.region))
-    # What collectives bring is among the assemblies; one more or less changes when it is there, not how much.
+    # Regions that collectives bring are among the assemblies; a collective changes when they arrive, not their sizes.
 
 
 def _form(region: Region) -> Sequence[object]:

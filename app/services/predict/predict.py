@@ -275,7 +275,7 @@ def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalC
     calls_of: dict[str, dict[str, LocalCall]] = {}
     seen: set[tuple[int, Configuration]] = set()
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
-        # Equal layers have equal calls, but for what changes no cost.
+        # Equal layers have calls of equal cost.
         if (cost_class(graph, operator), configuration) in seen:
             continue
         seen.add((cost_class(graph, operator), configuration))

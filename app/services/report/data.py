@@ -117,7 +117,7 @@ def read_report_data(database: Database, wanted: Filter) -> ReportData:
         )
 
 
-# What a step is beside its network: batch size, number format, optimizer.
+# The training of a step: batch size, precision, optimizer.
 _TRAINING = (
     "coalesce(batch_size || ', ' || precision || ', ' || optimizer, "
     "error('table trainings, row ' || training_id || ' lacks what it must say'))"

@@ -111,7 +111,7 @@ def _places(step: SimulatedStep) -> list[tuple[float, float]]:
         for position, index in enumerate(members):
             rows[index] = position - (len(members) - 1) / 2
     places = {index: (float(column), rows[index]) for column, members in columns.items() for index in members}
-    # What neither reads nor is read (counters of steps) stands below, in as many columns as the others take.
+    # Operators without readers and inputs (counters of steps) stand below, in as many columns as the others take.
     alone = [index for index in range(len(read)) if index not in places]
     width, lowest = len(columns) or ALONE_IN_A_ROW, min((row for _, row in places.values()), default=0.0)
     for number, index in enumerate(alone):

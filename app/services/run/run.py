@@ -325,7 +325,7 @@ def run_on(
     machine = target.machine
     if machine is None:
         raise UsageError("app run: the topology has no device of this machine, must have; choose another")
-    # Workers that measure what the prediction lacks end here: the run needs their cores.
+    # Workers that measure missing costs end here: the run needs their cores.
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
         strategy = with_choice(model.graph, strategy, request.recompute)

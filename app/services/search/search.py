@@ -163,7 +163,7 @@ def _setting(
     on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
     with prepare(store, model, target, training, on_miss, progress) as setting:
         if on_miss == "measure":
-            # As `app profile` does; the walk then seldom meets a call that nobody measured.
+            # As `app profile` does; the walk then seldom meets a call without a cost.
             calls = needed_calls(model.graph, len(target.topology.devices))
             resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
         yield setting
@@ -211,7 +211,7 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
             recomputed = "recomputation" in plan.names or any(
                 result.strategy.recomputation for result in results
             )
-            # Whoever interrupts a search does not wait for more.
+            # A user who interrupts a search does not wait for a bound.
             interrupted = results[-1].interrupted
             bound = None
             if not interrupted:

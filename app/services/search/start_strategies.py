@@ -115,7 +115,7 @@ def _by_distance(others: Sequence[SearchedSetting], setting: Setting) -> list[Se
             doublings,
             other.topology != setting.topology.name,
             other.training_id != setting.training_id,
-            # Digests, so that the order does not depend on who stored what first.
+            # Digests, so that the order does not depend on the order of storing.
             other.graph_digest,
             other.topology_digest,
             other.training_digest,

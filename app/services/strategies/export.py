@@ -123,7 +123,7 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
         factory = "graph.zoo:build"
         keywords = {"name": request.name, "preset": request.preset, **keywords}
     if request.precision != "float32":
-        # What converts the module; a user's own is found on the path, as by its name alone.
+        # It converts the module; a user's own is found on the path, as by its name alone.
         factory = "app.services.models.models:build_model"
         keywords = {**request.factory_keywords, "folder": ""}
     if strategy.sharding:
