@@ -12,7 +12,7 @@ from app.services.predict.predict import Setting, without_measuring
 from app.services.progress import Progress
 from app.services.search.run_algorithms import problem_of
 from graph.errors import UsageError
-from search.algorithms.registry import Found
+from search.algorithms.registry import AlgorithmResult
 from search.bounds.lower_bound import Bound, lower_bound
 from search.parallel.fork import ForkedProcess, fork
 from search.problem import Problem
@@ -43,7 +43,12 @@ class LowerBoundTask:
             self._process = None
 
     def bound(
-        self, results: Sequence[Found], progress: Progress, *, shared: bool, recomputed: bool = False
+        self,
+        results: Sequence[AlgorithmResult],
+        progress: Progress,
+        *,
+        shared: bool,
+        recomputed: bool = False,
     ) -> Bound:
         """Return the highest bound: this one, or one that an algorithm proved over the whole space.
 

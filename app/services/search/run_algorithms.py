@@ -18,7 +18,7 @@ from graph.strategy import Strategy
 from profiler.pinning import usable_cores
 from search.algorithms import registry
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
-from search.algorithms.registry import Context, Found
+from search.algorithms.registry import AlgorithmContext, AlgorithmResult
 from search.cost.calls_to_profile import rule_calls
 from search.cost.cost_table import CostTable
 from search.parallel.fork import can_fork
@@ -93,7 +93,9 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
     )
 
 
-def run_algorithms(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -> tuple[Found, ...]:
+def run_algorithms(
+    store: Store, setting: Setting, plan: SearchPlan, progress: Progress
+) -> tuple[AlgorithmResult, ...]:
     """Run the algorithms and return their results; every proposal of the walk goes into the trace.
 
     Raises:
@@ -114,7 +116,7 @@ def run_algorithms(store: Store, setting: Setting, plan: SearchPlan, progress: P
             recorded=reader.recorded_after(steps),
             first_code=reader.next_code(),
         )
-        context = Context(
+        context = AlgorithmContext(
             plan.options,
             tuple(start.strategy for start in plan.starts),
             plan.resumed,

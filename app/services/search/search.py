@@ -256,6 +256,6 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
     )
 
 
-def _algorithm_report(result: registry.Found) -> AlgorithmReport:
+def _algorithm_report(result: registry.AlgorithmResult) -> AlgorithmReport:
     time_s = result.step_time_s if result.step_time_s < float("inf") else None
     return AlgorithmReport(result.algorithm, time_s, result.proposals, result.seconds, result.proven)
