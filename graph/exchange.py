@@ -116,18 +116,18 @@ def exchange(
             readers.setdefault((device, region), []).append(Reader(consumer.operator, task, consumer.slot))
     form = (producer.axes, producer.outputs[output], configuration)
     cached = {} if cache is None else cache.setdefault(form, {})
-    sources: Sources | None = None
+    sources: ProducedRegions | None = None
     assemblies = []
     for key, reading_tasks in readers.items():
         if key not in cached:
-            sources = Sources(producer, output, configuration) if sources is None else sources
+            sources = ProducedRegions(producer, output, configuration) if sources is None else sources
             cached[key] = sources.pieces(*key, node_of)
         pieces, direct = cached[key]
         assemblies.append(Assembly(*key, pieces, tuple(reading_tasks), direct))
     return tuple(assemblies)
 
 
-class Sources:
+class ProducedRegions:
     """The parts of one value that its producer's tasks make."""
 
     def __init__(self, producer: IterationSpace, output: int, configuration: Configuration) -> None:

@@ -18,7 +18,7 @@ from graph.rules.common import (
     slot_of,
     whole_space,
 )
-from graph.rules.windows import SPATIAL_NAMES, Pair, local_padding, repeat, symmetric_padding, window_dim
+from graph.rules.windows import SPATIAL_NAMES, Padding, local_padding, repeat, symmetric_padding, window_dim
 
 
 class ConvolutionRule(BaseRule):
@@ -34,7 +34,7 @@ class ConvolutionRule(BaseRule):
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
 
-    def _paddings(self, signature: Signature) -> tuple[Pair, ...]:
+    def _paddings(self, signature: Signature) -> tuple[Padding, ...]:
         padding = signature.argument("padding")
         if isinstance(padding, str):
             if padding == "valid":

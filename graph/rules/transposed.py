@@ -19,7 +19,7 @@ from graph.rules.common import (
     slot_of,
     whole_space,
 )
-from graph.rules.windows import SPATIAL_NAMES, Pair, repeat
+from graph.rules.windows import SPATIAL_NAMES, Padding, repeat
 
 
 class TransposedConvolutionRule(BaseRule):
@@ -126,7 +126,9 @@ def _block_dims(
     )
 
 
-def _cut(read: intervals.IndexSet, made: intervals.IndexSet, stride: int, padding: int, reach: int) -> Pair:
+def _cut(
+    read: intervals.IndexSet, made: intervals.IndexSet, stride: int, padding: int, reach: int
+) -> Padding:
     """Return how many positions to add before and after an unpadded result; negative to cut off."""
     low, high = made[0][0], made[-1][1]
     if not read:

@@ -14,7 +14,7 @@ from graph.rules.base import TaskPart
 from graph.rules.common import SpaceBuilder, axis_of
 
 # Padding before and after, of one dim.
-Pair = tuple[int, int]
+Padding = tuple[int, int]
 
 SPATIAL_NAMES: dict[int, tuple[str, ...]] = {
     1: ("length",),
@@ -53,7 +53,7 @@ def window_dim(
     return (DimFactor(size, axis, -before, stride if axis is not None else 1, reach + slack),), output
 
 
-def local_padding(part: TaskPart, operand: int, dim: int) -> Pair:
+def local_padding(part: TaskPart, operand: int, dim: int) -> Padding:
     """Return how far a part's windows reach over the ends of a dim of an input."""
     factors = part.space.inputs[operand][dim]
     if len(factors) != 1:
@@ -66,7 +66,7 @@ def local_padding(part: TaskPart, operand: int, dim: int) -> Pair:
 
 
 def symmetric_padding(
-    paddings: Sequence[Pair],
+    paddings: Sequence[Padding],
     sizes: Sequence[int],
     positions: Sequence[int],
     strides: Sequence[int],

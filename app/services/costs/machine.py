@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from app.db.records import DeviceKindRecord, EnvironmentRecord
 from app.db.store import Store
 from graph.errors import UsageError
-from graph.topology import DeviceKind
+from graph.topology import DeviceKind, Processor
 
 if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
 
-Processor = Literal["cpu", "cuda"]
 # Each device is a process; beyond this, they would do nothing but take turns, and memory would run out.
 DEVICES_PER_CORE = 8
 

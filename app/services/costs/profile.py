@@ -13,7 +13,6 @@ from app.services.costs.link_costs import local_links
 from app.services.costs.machine import (
     DeviceGroup,
     LocalMachine,
-    Processor,
     default_processor,
     describe,
     links_kind_name,
@@ -25,7 +24,7 @@ from app.services.models.models import ImportedModel, import_graph, requested_mo
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.errors import UsageError
-from graph.topology import Topology, load_topology
+from graph.topology import Processor, Topology, load_topology
 from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
 from profiler.products import products_between

@@ -27,7 +27,6 @@ from app.services.costs.link_costs import LocalLinks, local_links, topology_of
 from app.services.costs.machine import (
     DeviceGroup,
     LocalMachine,
-    Processor,
     default_processor,
     describe,
     local_devices,
@@ -43,7 +42,7 @@ from graph.canonical import canonical_json
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy, strategy_text
-from graph.topology import Topology, load_topology
+from graph.topology import Processor, Topology, load_topology
 from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
 from search.cost.link_costs import LinkCosts

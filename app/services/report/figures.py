@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from app.services.report.data import Costs, MeasuredStrategy, SearchCurve
-from app.services.timeline.timeline import Timeline
+from app.services.timeline.timeline import StepTimeline
 
 Figure = dict[str, Any]
 
@@ -134,7 +134,7 @@ def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
     }  # fmt: skip
 
 
-def timeline(timelines: Mapping[str, Timeline]) -> Figure:
+def timeline(timelines: Mapping[str, StepTimeline]) -> Figure:
     """Return the figure of the devices' and links' slices as bars, the timelines of a device one below the other."""
     tracks = _tracks(timelines)[:TRACKS_SHOWN]
     by_kind: dict[str, dict[str, list[Any]]] = {}
@@ -171,7 +171,7 @@ def timeline(timelines: Mapping[str, Timeline]) -> Figure:
     }  # fmt: skip
 
 
-def _tracks(timelines: Mapping[str, Timeline]) -> list[tuple[str, Sequence[Any]]]:
+def _tracks(timelines: Mapping[str, StepTimeline]) -> list[tuple[str, Sequence[Any]]]:
     count = max(len(timeline.devices) for timeline in timelines.values())
     tracks: list[tuple[str, Sequence[Any]]] = [
         (f"device {device}, {name}", timeline.devices[device])

@@ -13,14 +13,14 @@ from typing import Any
 
 from app.services.report.figures import Figure, layout, plain
 from app.services.timeline.simulated_step import SimulatedStep
-from app.services.timeline.timeline import Timeline
+from app.services.timeline.timeline import StepTimeline
 
 CONFIGURATIONS_SHOWN = 12
 ALONE_IN_A_ROW = 20
 _OTHERS = "other configurations"
 
 
-def strategy_on_graph(step: SimulatedStep, simulated: Timeline) -> Figure:
+def strategy_on_graph(step: SimulatedStep, simulated: StepTimeline) -> Figure:
     """Return the operator graph of a simulated step, each operator with its degrees, devices and simulated time."""
     graph, strategy = step.graph, step.strategy
     places = _places(step)
@@ -148,7 +148,7 @@ def _configuration(axes: Any, configuration: Any) -> str:
     return f"{' x '.join(degrees) or 'whole'} on device{'s' if len(devices) > 1 else ''} {shown}"
 
 
-def _operator_times_ns(simulated: Timeline) -> dict[str, int]:
+def _operator_times_ns(simulated: StepTimeline) -> dict[str, int]:
     times: dict[str, int] = defaultdict(int)
     for slices in simulated.devices:
         for span in slices:

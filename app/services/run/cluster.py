@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from app.db.store import Store
 from app.services.costs.exchange_overhead import OverheadJobs, overhead_jobs
 from app.services.costs.link_costs import LocalLinks, fit_records, links_of
-from app.services.costs.machine import Processor, default_processor, describe, local_devices
+from app.services.costs.machine import default_processor, describe, local_devices
 from app.services.predict.predict import LOCAL, Target, find_target
 from app.services.progress import Progress
 from graph.errors import UsageError
-from graph.topology import Device, DeviceKind, Link, Topology, load_topology
+from graph.topology import Device, DeviceKind, Link, Processor, Topology, load_topology
 from runtime.launch.rank_leader import LaunchedRanks
 from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
 

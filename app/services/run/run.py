@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from app.db.records import ExecutionRecord
 from app.db.store import Store
-from app.services.costs.machine import LocalMachine, Processor, default_processor
+from app.services.costs.machine import LocalMachine, default_processor
 from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
@@ -22,6 +22,7 @@ from app.services.progress import Progress
 from app.services.timeline.store import write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
 from graph.strategy import Strategy
+from graph.topology import Processor
 from graph.training import Training
 from runtime.ranks.ranks import is_rank
 

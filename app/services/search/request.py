@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 
 from app.db.failures import as_written
 from app.db.records import TASK_ORDERS, SearchRecord, TaskOrder
-from app.services.costs.machine import Processor
 from app.services.costs.operator_costs import OnMiss
 from app.services.models.models import ModelRequest, stored_request
 from app.services.predict.predict import Setting
 from app.services.search.start_strategies import StartStrategy
 from graph.errors import UsageError
+from graph.topology import Processor
 from search.algorithms import registry
 from search.algorithms.mcmc import SearchOptions
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.services.timeline.timeline import END_OF_STEP, Timeline, simulated_timeline, wait, with_waits
+from app.services.timeline.timeline import END_OF_STEP, StepTimeline, simulated_timeline, wait, with_waits
 
 if TYPE_CHECKING:
     from app.services.timeline.store import Recording
@@ -91,17 +91,17 @@ def attribute(simulation: Simulation, recording: Recording) -> Attribution:
     )
 
 
-def _filled(step: Timeline, count: int) -> Timeline:
+def _filled(step: StepTimeline, count: int) -> StepTimeline:
     """Return a recorded step of `count` devices, each of which waits for the end of the step once it is ready."""
     devices = []
     for slices in (*step.devices, *((),) * (count - len(step.devices))):
         ready_ns = slices[-1].end_ns if slices else 0
         rest = (wait(END_OF_STEP, ready_ns, step.step_ns),) if ready_ns < step.step_ns else ()
         devices.append((*slices, *rest))
-    return Timeline(step.step_ns, tuple(devices))
+    return StepTimeline(step.step_ns, tuple(devices))
 
 
-def _times(timeline: Timeline) -> Iterable[tuple[tuple[str, str], int]]:
+def _times(timeline: StepTimeline) -> Iterable[tuple[tuple[str, str], int]]:
     for slices in timeline.devices:
         for span in slices:
             yield (span.kind, span.subject), span.duration_ns

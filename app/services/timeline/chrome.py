@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.services.timeline.timeline import Slice, Timeline
+from app.services.timeline.timeline import Slice, StepTimeline
 
 LINKS = "links"
 
 
-def chrome_trace(timelines: Mapping[str, Timeline], facts: Mapping[str, Any]) -> dict[str, Any]:
+def chrome_trace(timelines: Mapping[str, StepTimeline], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return a trace document of timelines of one strategy, side by side.
 
     Args:

@@ -20,7 +20,7 @@ from app.db.chunks import check_no_link
 from app.db.failures import unwritable
 from app.db.records import ExecutionRecord
 from app.db.store import Store
-from app.services.timeline.timeline import Slice, Timeline
+from app.services.timeline.timeline import Slice, StepTimeline
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Recording:
     """The recorded steps of an execution."""
 
     execution_id: int
-    steps: tuple[Timeline, ...]
+    steps: tuple[StepTimeline, ...]
 
     @cached_property
-    def typical(self) -> Timeline:
+    def typical(self) -> StepTimeline:
         """The step of median length (of an even number, the lower one)."""
         median = statistics.median_low([step.step_ns for step in self.steps])
         return next(step for step in self.steps if step.step_ns == median)
@@ -132,7 +132,7 @@ def _schema() -> pa.Schema:
     )
 
 
-def read_file(path: Path) -> tuple[Timeline, ...]:
+def read_file(path: Path) -> tuple[StepTimeline, ...]:
     """Return the recorded steps of a file.
 
     Raises:
@@ -151,12 +151,12 @@ def read_file(path: Path) -> tuple[Timeline, ...]:
         return _timelines(columns)
 
 
-def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[Timeline, ...]:
+def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[StepTimeline, ...]:
     steps: dict[int, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
     for step, rank, *values in zip(*(columns[name] for name in _schema().names), strict=True):
         steps[step][rank].append(Slice(*values))
     return tuple(
-        Timeline(
+        StepTimeline(
             max(slices[-1].end_ns for slices in ranks.values()),
             # A rank that had nothing to do has no row.
             tuple(tuple(ranks.get(rank, ())) for rank in range(max(ranks) + 1)),

@@ -38,7 +38,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class StepTimeline:
     """One training step. Slices of a device, or of a link, are in order and do not overlap."""
 
     step_ns: int
@@ -46,7 +46,7 @@ class Timeline:
     links: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
 
 
-def simulated_timeline(simulation: Simulation) -> Timeline:
+def simulated_timeline(simulation: Simulation) -> StepTimeline:
     """Return a simulation as a timeline, with devices' and links' slices; the critical path is marked."""
     from search.cost.cost_table import ORIGINS
 
@@ -74,14 +74,14 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
             slices_of[resource].append(span)
     ordered = [_in_order(slices_of[resource]) for resource in range(tasks.resource_count)]
     count = len(tasks.topology.devices)
-    return Timeline(
+    return StepTimeline(
         simulation.step_time_ns,
         tuple(ordered[:count]),
         dict(zip(resources[count:], ordered[count:], strict=True)),
     )
 
 
-def with_waits(simulation: Simulation, timeline: Timeline) -> Timeline:
+def with_waits(simulation: Simulation, timeline: StepTimeline) -> StepTimeline:
     """Return a simulated timeline whose devices' gaps are slices too: waits for the tasks that ended them.
 
     The slices of a device then fill the whole step, as those of a measured one do.
@@ -106,7 +106,7 @@ def with_waits(simulation: Simulation, timeline: Timeline) -> Timeline:
         if now < timeline.step_ns:
             filled.append(wait(END_OF_STEP, now, timeline.step_ns))
         devices.append(tuple(filled))
-    return Timeline(timeline.step_ns, tuple(devices), timeline.links)
+    return StepTimeline(timeline.step_ns, tuple(devices), timeline.links)
 
 
 def wait(subject: str, start_ns: int, end_ns: int) -> Slice:

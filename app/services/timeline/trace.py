@@ -13,7 +13,7 @@ from app.services.timeline.attribution import Attribution, attribute
 from app.services.timeline.chrome import chrome_trace, write_trace
 from app.services.timeline.simulated_step import SimulatedStep, step_of_execution, step_of_strategy
 from app.services.timeline.store import Recording, find_recording, read_recording
-from app.services.timeline.timeline import Timeline, simulated_timeline, with_waits
+from app.services.timeline.timeline import StepTimeline, simulated_timeline, with_waits
 from graph.errors import UsageError
 
 
@@ -123,7 +123,7 @@ def _facts(step: SimulatedStep, recording: Recording | None) -> dict[str, Any]:
     return facts
 
 
-def timelines_of(step: SimulatedStep, recording: Recording | None) -> dict[str, Timeline]:
+def timelines_of(step: SimulatedStep, recording: Recording | None) -> dict[str, StepTimeline]:
     """Return the timelines of a simulated step by name: simulated, and measured where there is a recording."""
     timelines = {"simulated": with_waits(step.simulation, simulated_timeline(step.simulation))}
     if recording is not None:

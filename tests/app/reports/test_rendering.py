@@ -13,7 +13,7 @@ import pytest
 from app.services.report import figures
 from app.services.report.data import CostPoint, Costs, MeasuredStrategy, SearchCurve
 from app.services.report.report import ReportTable, Section, render
-from app.services.timeline.timeline import Slice, Timeline
+from app.services.timeline.timeline import Slice, StepTimeline
 from tests.app.reports.browser import browser, opened
 
 HOSTILE = (
@@ -49,7 +49,7 @@ def sections(name: str) -> list[Section]:
         Slice("forward", name, f"forward {name}[0]", 0, 400_000),
         Slice("wait", name, name, 400_000, 900_000),
     )
-    both = Timeline(1_000_000, (slices, slices), {name: (Slice("transfer", name, name, 0, 5),)})
+    both = StepTimeline(1_000_000, (slices, slices), {name: (Slice("transfer", name, name, 0, 5),)})
     drawn = {
         "searches": figures.search_curves([curve]),
         "scatter": figures.predicted_against_measured(pairs),
@@ -126,7 +126,7 @@ def test_the_figures_stay_one_json_document(name: str) -> None:
 
 def test_a_long_timeline_keeps_its_longest_slices() -> None:
     slices = tuple(Slice("forward", "fc", "fc", 10 * n, 10 * n + 1 + n % 7) for n in range(30_000))
-    (trace,) = figures.timeline({"simulated": Timeline(300_000, (slices,))})["data"]
+    (trace,) = figures.timeline({"simulated": StepTimeline(300_000, (slices,))})["data"]
     starts = trace["x"][::4]
     assert len(starts) == figures.SLICES_SHOWN
     longest = {n * 10 / 1e6 for n in range(30_000) if n % 7 >= 3}

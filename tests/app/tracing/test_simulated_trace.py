@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.services.timeline.chrome import chrome_trace
-from app.services.timeline.timeline import Slice, Timeline, simulated_timeline, with_waits
+from app.services.timeline.timeline import Slice, StepTimeline, simulated_timeline, with_waits
 from graph.training import Training
 from search.cost.cost_table import CostTable
 from search.orders import Order
@@ -77,8 +77,8 @@ def test_a_wait_is_for_what_ended_it() -> None:
 
 
 def test_timelines_of_one_device_are_threads_of_one_process() -> None:
-    def timeline(name: str) -> Timeline:
-        return Timeline(5, ((Slice("forward", "fc", f"forward fc[{name}]", 0, 5),),) * 2, {})
+    def timeline(name: str) -> StepTimeline:
+        return StepTimeline(5, ((Slice("forward", "fc", f"forward fc[{name}]", 0, 5),),) * 2, {})
 
     document = chrome_trace({"simulated": timeline("0"), "measured": timeline("1")}, {"model": "mlp"})
     assert check_trace(json.loads(json.dumps(document))) == {
