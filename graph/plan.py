@@ -33,7 +33,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.recomputation import needed_at
 from graph.strategy import Sharding, Strategy
 from graph.weight_placement import (
-    Cell,
+    WeightCell,
     cell_elements,
     cells,
     gathered_elements,
@@ -52,7 +52,7 @@ class BucketEntry:
     """A cell of one weight inside a bucket."""
 
     weight: str
-    cell: Cell
+    cell: WeightCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +433,7 @@ def _buckets(
     return tuple(buckets)
 
 
-def _travelling(cell: Cell, level: Sharding) -> int:
+def _travelling(cell: WeightCell, level: Sharding) -> int:
     return cell_elements(cell) if level is Sharding.NONE else gathered_elements(cell)
 
 

@@ -19,7 +19,7 @@ from graph.intervals import IndexSet, Region, count, full_region, normalize, par
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class WeightCell:
     """A region of a weight and the devices (ascending) that hold it."""
 
     region: Region
@@ -76,12 +76,12 @@ def _bits(number: int) -> Iterator[int]:
         number ^= lowest
 
 
-def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
+def cells(held: Mapping[int, Region]) -> tuple[WeightCell, ...]:
     """Return the cells of a weight: disjoint, covering every held element, each with its exact holders."""
     devices = sorted(held)
     first = held[devices[0]]
     if all(held[device] == first for device in devices):
-        return (Cell(first, tuple(devices)),)
+        return (WeightCell(first, tuple(devices)),)
     # Dim by dim, the remaining holders (bits) of each combination of index sets so far.
     products: list[tuple[int, Region]] = [((1 << len(devices)) - 1, ())]
     for dim in range(len(first)):
@@ -93,7 +93,7 @@ def cells(held: Mapping[int, Region]) -> tuple[Cell, ...]:
             if (both := members & inside)
         ]
     return tuple(
-        [Cell(region, tuple([devices[bit] for bit in _bits(members)])) for members, region in products]
+        [WeightCell(region, tuple([devices[bit] for bit in _bits(members)])) for members, region in products]
     )
 
 
@@ -105,7 +105,7 @@ def with_every_element(held: Mapping[int, Region], sizes: Sequence[int]) -> dict
     return result
 
 
-def cell_elements(cell: Cell) -> int:
+def cell_elements(cell: WeightCell) -> int:
     """Return the number of elements of a cell."""
     result = 1
     for indexes in cell.region:
@@ -131,7 +131,7 @@ def share_elements(sizes: Sequence[int], holders: int) -> tuple[int, ...]:
     return tuple((stop - start) * others for start, stop in bounds)
 
 
-def shares(cell: Cell) -> tuple[Region | None, ...]:
+def shares(cell: WeightCell) -> tuple[Region | None, ...]:
     """Return the share of each of a cell's holders; None where the share is empty."""
     holders = len(cell.devices)
     sizes = shape(cell.region)
@@ -146,7 +146,7 @@ def shares(cell: Cell) -> tuple[Region | None, ...]:
     return tuple(result)
 
 
-def gathered_elements(cell: Cell) -> int:
+def gathered_elements(cell: WeightCell) -> int:
     """Return the elements of a cell's shares as equal slices: as many as the largest share, for each holder."""
     holders = len(cell.devices)
     return holders * share_elements(shape(cell.region), holders)[0]

@@ -16,7 +16,7 @@ from graph.importer import import_module
 from graph.intervals import IndexSet, Region, count, intersect_regions, normalize, slice_of, volume
 from graph.plan import build_plan
 from graph.strategy import FORMAT, Sharding, stays_whole, strategy_from_json
-from graph.weight_placement import Cell, gathered_elements, share_elements, shares
+from graph.weight_placement import WeightCell, gathered_elements, share_elements, shares
 from search.space.baselines import data_parallel, fsdp, zero
 from tests.search.builders import statistics, two_layers
 
@@ -39,7 +39,7 @@ def test_a_slice_of_indexes_is_that_of_their_list(indexes: IndexSet, data: st.Da
 @given(st.lists(index_sets, max_size=3), st.integers(2, 6))
 def test_shares_make_up_a_cell_and_overlap_nowhere(dims: list[IndexSet], holders: int) -> None:
     region: Region = tuple(dims)
-    cell = Cell(region, tuple(range(holders)))
+    cell = WeightCell(region, tuple(range(holders)))
     found = shares(cell)
     there = [one for one in found if one is not None]
     assert sum(volume(one) for one in there) == volume(region)

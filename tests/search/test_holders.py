@@ -9,7 +9,7 @@ from graph.axes import operand_regions
 from graph.intervals import IndexSet, Region, normalize, shape, volume
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
-from graph.weight_placement import Cell, cells, held_regions
+from graph.weight_placement import WeightCell, cells, held_regions
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
 from search.simulate.arrays import HoldStore, static_values
@@ -36,7 +36,7 @@ def random_set(rng: np.random.Generator) -> IndexSet:
     return normalize([(int(start), int(start + rng.integers(1, 3))) for start in starts])
 
 
-def shared(held: dict[int, Region]) -> list[Cell]:
+def shared(held: dict[int, Region]) -> list[WeightCell]:
     return [cell for cell in cells(held) if len(cell.devices) > 1] if held else []
 
 
