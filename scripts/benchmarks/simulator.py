@@ -319,7 +319,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
     from scripts.benchmarks.moves import started as started_at_random
     from search.algorithms.mcmc import SearchOptions, start_chain
     from search.algorithms.moves import Moves, shares_for
-    from search.parallel.gc_pause import leaving_alone_what_is_there
+    from search.parallel.gc_pause import frozen_heap
     from search.space.baselines import starting_baselines
 
     moves = Moves(graph, WHOLE_DEVICES, shares_for(WHOLE_DEVICES))
@@ -329,7 +329,7 @@ def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
     def seconds(*, in_full: bool) -> float:
         builder = builder_of(graph, WHOLE_DEVICES)
         began = time.perf_counter()
-        with leaving_alone_what_is_there():
+        with frozen_heap():
             for number, strategy in enumerate(starts):
                 rng, options = np.random.default_rng(number), SearchOptions(proposals=10**12)
                 chain = start_chain(builder, number, "", strategy, rng, options, in_full=in_full)

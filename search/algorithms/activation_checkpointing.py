@@ -61,18 +61,18 @@ def blocks(graph: OperatorGraph, count: int) -> Recomputation:
     for number in range(1, count):
         ideal = number * before[-1] / count
         within = [
-            place
-            for place in operators[ends[-1] + 1 :]
-            if abs(before[place] - ideal) * 2 * count <= before[-1]
+            index
+            for index in operators[ends[-1] + 1 :]
+            if abs(before[index] - ideal) * 2 * count <= before[-1]
         ]
         if within:
-            ends.append(min(within, key=lambda place: (crossing[place], abs(before[place] - ideal), place)))
-    found = []
+            ends.append(min(within, key=lambda index: (crossing[index], abs(before[index] - ideal), index)))
+    recomputed = []
     for first, last in pairwise([*ends, len(graph.operators)]):
         reached = [index for index in operators[first:last] if graph.has_backward(graph.operators[index])]
         if reached:
-            found.append(Recomputed(reached[0], reached[-1]))
-    return tuple(found)
+            recomputed.append(Recomputed(reached[0], reached[-1]))
+    return tuple(recomputed)
 
 
 def _crossing_bytes(graph: OperatorGraph) -> list[int]:
@@ -113,13 +113,15 @@ def recompute(
     require_one("recomputation", most)
     search = _BlockSearch(problem, order, observer, most)
     try:
-        known: dict[Strategy, Outcome] = {}
+        outcomes: dict[Strategy, Outcome] = {}
         for strategy in (*starts, data_parallel(graph, count), expert(graph, count)):
-            for one in (strategy, replace(strategy, recomputation=())):
-                if one not in known and search.left:
-                    known[one] = search.simulate(one).outcome
-        exceeding = [one for one, cost in known.items() if cost.excess_bytes and not one.recomputation]
-        exceeding.sort(key=lambda one: known[one].step_time_ns)
+            for variant in (strategy, replace(strategy, recomputation=())):
+                if variant not in outcomes and search.left:
+                    outcomes[variant] = search.simulate(variant).outcome
+        exceeding = [
+            variant for variant, cost in outcomes.items() if cost.excess_bytes and not variant.recomputation
+        ]
+        exceeding.sort(key=lambda variant: outcomes[variant].step_time_ns)
         for base in exceeding[:MOST_BASES]:
             for candidates in _cuts(graph):
                 search.fit(base, candidates)
@@ -136,8 +138,8 @@ def _cuts(graph: OperatorGraph) -> list[Recomputation]:
     while count <= min(MOST_BLOCKS, max(FEWEST_BLOCKS, len(graph.operators) // 2)):
         counts.append(count)
         count *= 2
-    counts.sort(key=lambda one: abs(np.log2(one / max(1, middle))))
-    return list(dict.fromkeys(blocks(graph, one) for one in counts))
+    counts.sort(key=lambda number: abs(np.log2(number / max(1, middle))))
+    return list(dict.fromkeys(blocks(graph, number) for number in counts))
 
 
 class _BlockSearch:
@@ -183,17 +185,17 @@ class _BlockSearch:
 
     def _is_promising(self, base: Strategy) -> bool:
         """Return whether a strategy, as it is, would be faster than the best that fits."""
-        found = self.best.found
-        if found is None or found[0].excess_bytes:
+        best = self.best.found
+        if best is None or best[0].excess_bytes:
             return True
-        return self.simulate(base).outcome.step_time_ns < found[0].step_time_ns
+        return self.simulate(base).outcome.step_time_ns < best[0].step_time_ns
 
     def _leave_out(self, base: Strategy, chosen: list[Recomputed]) -> None:
         """Keep the activations of blocks, the dearest for their bytes first, as long as the strategy fits."""
         for block in reversed(chosen[:-1]):
             if not self.left:
                 return
-            fewer = [one for one in chosen if one != block]
+            fewer = [other for other in chosen if other != block]
             if self.simulate(_with(base, fewer)).outcome.excess_bytes == 0:
                 chosen.remove(block)
 

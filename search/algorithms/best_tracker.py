@@ -57,7 +57,11 @@ class BestTracker:
             self._layout.recompute(strategy.recomputation)
             self._layout.share(dict(enumerate(self.builder.sharding(strategy))))
             self._layout.change(
-                {place: one for place, one in enumerate(strategy.configurations) if before[place] != one}
+                {
+                    index: configuration
+                    for index, configuration in enumerate(strategy.configurations)
+                    if before[index] != configuration
+                }
             )
         self.simulated += 1
         cost = self.latest = outcome(self._layout, self._order)

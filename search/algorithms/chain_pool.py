@@ -66,7 +66,7 @@ class ChainPool:
         self._workers: list[PoolWorker] = []
         # Chains that nobody walks now, the one that waits longest first; each one's worker; those that may move.
         self._waiting = [chain for chain in chains if not chain.done]
-        self._worker_of = {chain.number: place % worker_count for place, chain in enumerate(self._waiting)}
+        self._worker_of = {chain.number: turn % worker_count for turn, chain in enumerate(self._waiting)}
         self._parked: dict[int, ResumedChain] = {}
         # By chain: seconds of a proposal, of its last turn.
         self._pace_s: dict[int, float] = {}

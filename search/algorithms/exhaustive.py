@@ -125,10 +125,10 @@ class _BranchAndBound:
     def additive(self) -> list[Strategy]:
         """Return the strategy of the least additive cost, to begin with; the first one where that is too much work."""
         try:
-            found = minimize([len(choices) for choices in self.space.choices], factors(self.tables))
+            minimum = minimize([len(choices) for choices in self.space.choices], factors(self.tables))
         except TooWide:
             return [self.space.strategy([0] * len(self.space.groups))]
-        return [self.space.strategy(found.chosen)]
+        return [self.space.strategy(minimum.chosen)]
 
     @property
     def below_ns(self) -> int:

@@ -52,7 +52,7 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.evaluate.evaluator import outcome
 from search.outcome import Outcome
-from search.parallel.gc_pause import leaving_alone_what_is_there
+from search.parallel.gc_pause import frozen_heap
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
@@ -136,7 +136,8 @@ def search(
     """
     options = options if options is not None else SearchOptions()
     began = time.monotonic()
-    for strategy in (*starts, *known, *(one for chain in resumed for one in (chain.current, chain.best))):
+    of_chains = [strategy for chain in resumed for strategy in (chain.current, chain.best)]
+    for strategy in (*starts, *known, *of_chains):
         strategy.validate(graph, len(topology.devices))
     if builder is None:
         builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
@@ -148,7 +149,7 @@ def search(
     context = WalkContext(builder, moves, options, observer is not None, deadline)
     try:
         if resumed:
-            chains += [resumed_chain(builder, one, options) for one in resumed]
+            chains += [resumed_chain(builder, chain, options) for chain in resumed]
             recorder.proposals = sum(chain.proposals for chain in chains)
             recorder.accepted = sum(chain.accepted for chain in chains)
         else:
@@ -212,7 +213,7 @@ def _starts(
 ) -> list[Start]:
     """Return the start of every chain. A chain's generator depends on the seed and its number alone."""
     generators = [_generator(options, number) for number in range(options.chains)]
-    named = [(f"given {place}", start) for place, start in enumerate(given)][: options.chains]
+    named = [(f"given {number}", start) for number, start in enumerate(given)][: options.chains]
     if len(named) < options.chains:
         named += _named_starts(builder, options)
     named = named[: options.chains]
@@ -220,8 +221,8 @@ def _starts(
     starts += [_random_start(moves, rng) for rng in generators[len(starts) :]]
     # One number further: that between is of the polishing chain.
     first = options.chains + 1
-    for place, strategy in enumerate(known):
-        starts.append(Start(f"known {place}", strategy, _generator(options, first + place)))
+    for number, strategy in enumerate(known):
+        starts.append(Start(f"known {number}", strategy, _generator(options, first + number)))
     return starts
 
 
@@ -232,18 +233,21 @@ def _named_starts(builder: TaskGraphBuilder, options: SearchOptions) -> list[tup
     all of them again: random strategies are hopeless there, and take long to be derived.
     """
     graph, device_count = builder.graph, len(builder.topology.devices)
-    found = [(one.name.replace("-", "_"), one.strategy) for one in starting_baselines(graph, device_count)]
-    if device_count <= FEW_DEVICES:
-        return found
-    costs = [outcome(builder.layout(strategy), options.order) for _, strategy in found]
-    ranked = sorted(range(1, len(found)), key=costs.__getitem__)
-    good = [place for place in ranked if place == ranked[0] or costs[place] <= costs[0]]
-    again = [
-        (f"{found[place][0]} {turn}", found[place][1])
-        for turn in range(2, options.chains + 1)
-        for place in (*good, 0)
+    baselines = [
+        (baseline.name.replace("-", "_"), baseline.strategy)
+        for baseline in starting_baselines(graph, device_count)
     ]
-    return [found[0], *(found[place] for place in good), *again]
+    if device_count <= FEW_DEVICES:
+        return baselines
+    costs = [outcome(builder.layout(strategy), options.order) for _, strategy in baselines]
+    ranked = sorted(range(1, len(baselines)), key=costs.__getitem__)
+    good = [index for index in ranked if index == ranked[0] or costs[index] <= costs[0]]
+    again = [
+        (f"{baselines[index][0]} {turn}", baselines[index][1])
+        for turn in range(2, options.chains + 1)
+        for index in (*good, 0)
+    ]
+    return [baselines[0], *(baselines[index] for index in good), *again]
 
 
 def _generator(options: SearchOptions, number: int) -> np.random.Generator:
@@ -269,7 +273,7 @@ def _polishing(builder: TaskGraphBuilder, chains: Sequence[Chain], options: Sear
     )
 
 
-@leaving_alone_what_is_there()
+@frozen_heap()
 def _walk(context: WalkContext, chains: Sequence[Chain], recorder: Recorder, workers: int) -> None:
     """Let the chains take turns until all are done or the time is up.
 
@@ -286,9 +290,9 @@ def _walk(context: WalkContext, chains: Sequence[Chain], recorder: Recorder, wor
             now = time.monotonic()
             if now >= context.deadline:
                 return
-            count = min(workers, sum(not one.done for one in chains))
+            count = min(workers, sum(not other.done for other in chains))
             pace_s = (now - began) / (chain.proposals - before)
-            left_s = min(pace_s * sum(one.left for one in chains), context.deadline - now)
+            left_s = min(pace_s * sum(other.left for other in chains), context.deadline - now)
             if count > 1 and left_s > WORKERS_PAY_S:
                 from search.algorithms.chain_pool import ChainPool
 

@@ -241,14 +241,14 @@ class Moves:
         for other in places:
             if other != place:
                 alike.setdefault(hybrid.configurations[other], []).append(other)
-        found = []
+        changes = []
         for configuration, given in alike.items():
             head = self.groups[given[0]].head
-            found.append(Part((head,), configuration, hybrid.origins[given[0]]))
+            changes.append(Part((head,), configuration, hybrid.origins[given[0]]))
             if len(given) > 1:
                 heads = tuple(self.groups[other].head for other in given[1:])
-                found.append(Part(heads, configuration, Copied(head, None)))
-        return self._move(*found)
+                changes.append(Part(heads, configuration, Copied(head, None)))
+        return self._move(*changes)
 
     def _move(self, first: Part, *others: Part) -> Move:
         changed: dict[int, Configuration] = {}

@@ -50,13 +50,13 @@ def optcnn(problem: Problem, space: Space | None = None, *, limit: int = LARGEST
     tables = Tables(problem, space)
     sizes = [len(choices) for choices in space.choices]
     try:
-        found = minimize(sizes, factors(tables), limit)
+        minimum = minimize(sizes, factors(tables), limit)
     except TooWide as error:
         raise UsageError(
             f"optcnn: eliminations leave {error.left} of {len(sizes)} groups, whose tables need {error.entries} "
             f"entries, must be at most {limit}; take fewer devices or algorithm mcmc"
         ) from None
-    return Additive(space.strategy(found.chosen), found.value, space, found.widest)
+    return Additive(space.strategy(minimum.chosen), minimum.value, space, minimum.widest)
 
 
 def default_space(problem: Problem) -> Space:
@@ -70,7 +70,7 @@ def default_space(problem: Problem) -> Space:
     if all(count_whole(graph.operators[group.head], count) <= MOST_WHOLE for group in groups):
         return whole_space(graph, count)
     compact = contiguous_space(graph, count)
-    if max(len(found) for found in compact.choices) <= MOST_WHOLE:
+    if max(len(configurations) for configurations in compact.choices) <= MOST_WHOLE:
         return compact
     choices = [
         tuple(
@@ -88,20 +88,20 @@ def default_space(problem: Problem) -> Space:
         "degrees on a divisor of the devices, the first of them, without replicas",
         whole=False,
     )
-    if max(len(found) for found in choices) <= MOST_WHOLE:
+    if max(len(configurations) for configurations in choices) <= MOST_WHOLE:
         return space
     tables = Tables(problem, space)
     kept = []
-    for place, every in enumerate(choices):
-        order = np.argsort(_own_ns(tables, place), kind="stable")[:MOST_WHOLE]
-        kept.append(tuple(every[number] for number in sorted(order.tolist())))
+    for group_number, configurations_of_group in enumerate(choices):
+        order = np.argsort(_own_ns(tables, group_number), kind="stable")[:MOST_WHOLE]
+        kept.append(tuple(configurations_of_group[number] for number in sorted(order.tolist())))
     return Space(graph, count, groups, tuple(kept), f"{space.name}, {MOST_WHOLE} a group", whole=False)
 
 
 def factors(tables: Tables) -> list[CostFunction]:
     """Return the additive cost as functions of one and of two groups."""
     space = tables.space
-    own = [_own_ns(tables, place) for place in range(len(space.groups))]
+    own = [_own_ns(tables, group) for group in range(len(space.groups))]
     between: dict[tuple[int, int], Array] = {}
     for number, edge in enumerate(tables.edges):
         table = tables.edge(number, by_part=False)
@@ -114,7 +114,7 @@ def factors(tables: Tables) -> list[CostFunction]:
         pairs = pairs if key[0] == producer else pairs.T
         between[key] = between[key] + pairs if key in between else pairs
     return [
-        *(CostFunction((place,), table) for place, table in enumerate(own)),
+        *(CostFunction((group,), table) for group, table in enumerate(own)),
         *(CostFunction(scope, table) for scope, table in between.items()),
     ]
 
@@ -150,8 +150,13 @@ def additive_ns(problem: Problem, strategies: Sequence[Strategy]) -> list[int]:
     costs = []
     for strategy in strategies:
         chosen = [
-            found.index(strategy.configurations[group.head])
-            for group, found in zip(groups, choices, strict=True)
+            configurations.index(strategy.configurations[group.head])
+            for group, configurations in zip(groups, choices, strict=True)
         ]
-        costs.append(sum(int(one.table[tuple(chosen[place] for place in one.scope)]) for one in functions))
+        costs.append(
+            sum(
+                int(function.table[tuple(chosen[variable] for variable in function.scope)])
+                for function in functions
+            )
+        )
     return costs

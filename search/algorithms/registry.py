@@ -95,30 +95,30 @@ def run(
         StrategyError: nothing that was found fits the devices' memories.
         CostError: a local call has no cost.
     """
-    found: list[AlgorithmResult] = []
+    results: list[AlgorithmResult] = []
     for name, algorithm in [(name, named(name)) for name in names]:
-        starts = (*context.starts, *(one.strategy for one in found))
+        starts = (*context.starts, *(result.strategy for result in results))
         if announce is not None:
             announce(name, len(starts))
         try:
-            found.append(algorithm(problem, replace(context, starts=starts)))
+            results.append(algorithm(problem, replace(context, starts=starts)))
         except KeyboardInterrupt:
-            if not found:
+            if not results:
                 raise
-            found[-1] = replace(found[-1], interrupted=True)
-        if found[-1].interrupted:
+            results[-1] = replace(results[-1], interrupted=True)
+        if results[-1].interrupted:
             break
-    if best_of(found).step_time_s == float("inf"):
+    if best_of(results).step_time_s == float("inf"):
         raise StrategyError(
             f"search: what {', '.join(names)} found exceeds the devices' memories, must fit; take more devices, a "
             "smaller batch or algorithm mcmc"
         )
-    return tuple(found)
+    return tuple(results)
 
 
-def best_of(found: Sequence[AlgorithmResult]) -> AlgorithmResult:
+def best_of(results: Sequence[AlgorithmResult]) -> AlgorithmResult:
     """Return the fastest, the first of equals."""
-    return min(found, key=lambda one: one.step_time_s)
+    return min(results, key=lambda result: result.step_time_s)
 
 
 def parsed(text: str) -> tuple[str, ...]:

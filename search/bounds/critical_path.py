@@ -65,16 +65,16 @@ class CriticalPaths:
         tables = self.tables
         table = tables.operator(operator)
         tail = np.where(table.backward_ns_CP == NEVER, NEVER, 0)
-        place = tables.space.group_of[operator]
+        group_number = tables.space.group_of[operator]
         read = {
             weight
             for weight, readers in tables.trained()
-            if readers == (place,) and operator in tables.readers_of_weight(weight)
+            if readers == (group_number,) and operator in tables.readers_of_weight(weight)
         }
         if not read or not self.graph.has_backward(self.graph.operators[operator]):
             return tail
-        group = tables.space.groups[place]
-        for number, choice in enumerate(tables.space.choices[place]):
+        group = tables.space.groups[group_number]
+        for number, choice in enumerate(tables.space.choices[group_number]):
             chosen = follow(group, choice)
             by_device: dict[int, int] = {}
             for weight in read:
@@ -118,11 +118,11 @@ class CriticalPaths:
         if self._same_group(number):
             rows = table.producer_C, table.reader_C
             return _clamped(joined(joined(there_ns[rows], inner), back_ns[rows]))
-        found = [
+        by_choice = [
             joined(joined(there_ns[row, table.reader_C], inner), back_ns[row, table.reader_C]).min(axis=0)
             for row in range(len(there_ns))
         ]
-        return _clamped(np.stack(found)[table.producer_C])
+        return _clamped(np.stack(by_choice)[table.producer_C])
 
     def _same_group(self, number: int) -> bool:
         edge, group_of = self.tables.edges[number], self.tables.space.group_of
@@ -139,7 +139,7 @@ class CriticalPaths:
 
         Args:
             operator: its index; those before it in its group must be in `heads` and `outers`.
-            fixed: the choice of each group that has one, by place.
+            fixed: the choice of each group that has one, by the group's number.
             heads, outers: by operator; of a group that has a choice for that alone (one row), of the own group for
                 all choices.
         """
@@ -164,35 +164,35 @@ class CriticalPaths:
         edge, table = self.tables.edges[number], self.edges[number]
         there_ns, _ = _parts(table)
         forward_ns = self.tables.operator(edge.producer).forward_ns_CP
-        place = self.tables.space.group_of[edge.producer]
+        group = self.tables.space.group_of[edge.producer]
         if self._same_group(number):
             before = (heads[edge.producer] if heads else self.head[edge.producer]) + forward_ns
             return _clamped((before[:, :, None] + there_ns[table.producer_C, table.reader_C]).max(axis=1))
-        if place in fixed:
-            before = heads[edge.producer][0] + forward_ns[fixed[place]]
-            row = there_ns[table.producer_C[fixed[place]]]
+        if group in fixed:
+            before = heads[edge.producer][0] + forward_ns[fixed[group]]
+            row = there_ns[table.producer_C[fixed[group]]]
             return _clamped((before[None, :, None] + row).max(axis=1))[table.reader_C]
         if number not in self.head_by:
             before = self.head[edge.producer] + forward_ns
-            found = [
+            by_choice = [
                 (before[:, :, None] + there_ns[table.producer_C, column]).max(axis=1).min(axis=0)
                 for column in range(there_ns.shape[1])
             ]
-            self.head_by[number] = _clamped(np.stack(found))[table.reader_C]
+            self.head_by[number] = _clamped(np.stack(by_choice))[table.reader_C]
         return self.head_by[number]
 
     def _outer_through(self, number: int, fixed: Mapping[int, int], outers: Mapping[int, Array]) -> Array:
         edge, table = self.tables.edges[number], self.edges[number]
         there_ns, back_ns = _parts(table)
         own = self.tables.operator(edge.producer)
-        place = self.tables.space.group_of[edge.producer]
+        group = self.tables.space.group_of[edge.producer]
         if self._same_group(number):
-            known = outers[edge.producer] if outers else self.outer[edge.producer]
-            around = known + own.forward_ns_CP[:, :, None] + own.backward_ns_CP[:, None, :]
+            outer = outers[edge.producer] if outers else self.outer[edge.producer]
+            around = outer + own.forward_ns_CP[:, :, None] + own.backward_ns_CP[:, None, :]
             rows = table.producer_C, table.reader_C
             return _around(there_ns[rows], around, back_ns[rows])
-        if place in fixed:
-            choice = fixed[place]
+        if group in fixed:
+            choice = fixed[group]
             around = (
                 outers[edge.producer]
                 + own.forward_ns_CP[choice][None, :, None]
@@ -204,13 +204,13 @@ class CriticalPaths:
             around = (
                 self.outer[edge.producer] + own.forward_ns_CP[:, :, None] + own.backward_ns_CP[:, None, :]
             )
-            found = [
+            by_choice = [
                 _around(there_ns[table.producer_C, column], around, back_ns[table.producer_C, column]).min(
                     axis=0
                 )
                 for column in range(there_ns.shape[1])
             ]
-            self.outer_by[number] = np.stack(found)[table.reader_C]
+            self.outer_by[number] = np.stack(by_choice)[table.reader_C]
         return self.outer_by[number]
 
 

@@ -71,7 +71,7 @@ def minimize(sizes: Sequence[int], factors: Sequence[CostFunction], limit: int =
     widest = 0
     while left:
         variable, scope = _cheapest(left, sizes, live)
-        entries = prod(sizes[one] for one in scope)
+        entries = prod(sizes[other] for other in scope)
         if entries > limit:
             raise TooWide(len(left), entries)
         taken = [key for key, factor in live.items() if variable in factor.scope]
@@ -82,15 +82,15 @@ def minimize(sizes: Sequence[int], factors: Sequence[CostFunction], limit: int =
         widest = max(widest, len(scope))
     chosen = dict.fromkeys(set(range(len(sizes))) - {variable for variable, _, _ in eliminated}, 0)
     for variable, scope, best in reversed(eliminated):
-        chosen[variable] = int(best[tuple(chosen[one] for one in scope)])
+        chosen[variable] = int(best[tuple(chosen[other] for other in scope)])
     value = sum(int(factor.table) for factor in live.values())
     return Minimum(value, tuple(chosen[variable] for variable in range(len(sizes))), widest)
 
 
 def _without_single(factor: CostFunction, sizes: Sequence[int]) -> CostFunction:
     """Return a function without its variables that have one value."""
-    scope = tuple(one for one in factor.scope if sizes[one] > 1)
-    return CostFunction(scope, factor.table.reshape(tuple(sizes[one] for one in scope)))
+    scope = tuple(variable for variable in factor.scope if sizes[variable] > 1)
+    return CostFunction(scope, factor.table.reshape(tuple(sizes[variable] for variable in scope)))
 
 
 def _cheapest(
@@ -102,7 +102,9 @@ def _cheapest(
         for variable in factor.scope:
             neighbours[variable].update(factor.scope)
     scopes = {variable: tuple(sorted(neighbours[variable] - {variable})) for variable in sorted(left)}
-    best = min(scopes, key=lambda one: prod(sizes[other] for other in scopes[one]) * sizes[one])
+    best = min(
+        scopes, key=lambda candidate: prod(sizes[other] for other in scopes[candidate]) * sizes[candidate]
+    )
     return best, scopes[best]
 
 
@@ -110,14 +112,14 @@ def _eliminate(
     variable: int, scope: tuple[int, ...], sizes: Sequence[int], factors: Sequence[CostFunction]
 ) -> tuple[Array, Array]:
     """Return the least sum of `factors` over `variable`, and where it is, for all values of `scope`."""
-    shape = tuple(sizes[one] for one in scope)
+    shape = tuple(sizes[other] for other in scope)
     aligned = []
     for factor in factors:
         # The variable first, then the scope; a variable that the factor lacks has one entry.
         order = sorted(range(len(factor.scope)), key=lambda dim: (factor.scope[dim] != variable, dim))
         table = np.transpose(factor.table, order)
         aligned.append(
-            table.reshape(sizes[variable], *(sizes[one] if one in factor.scope else 1 for one in scope))
+            table.reshape(sizes[variable], *(sizes[other] if other in factor.scope else 1 for other in scope))
         )
     least = np.full(shape, np.iinfo(np.int64).max, np.int64)
     best = np.zeros(shape, np.int64)

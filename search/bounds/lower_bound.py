@@ -258,10 +258,10 @@ class _BestTimes:
         for kind in self.kinds:
             of_kind = zip(costs.costs(calls, kind), calls, strict=True)
             rows.append(
-                [(one.forward_ns, costs.backward_ns(one, call, summed, kind)) for one, call in of_kind]
+                [(cost.forward_ns, costs.backward_ns(cost, call, summed, kind)) for cost, call in of_kind]
             )
-        found = np.array(rows, np.int64).min(axis=0)
-        return found[:, 0], found[:, 1]
+        least = np.array(rows, np.int64).min(axis=0)
+        return least[:, 0], least[:, 1]
 
     def _after_ns(self, index: int, degrees: Degrees) -> int:
         """Return the least time after the backward of the first task: all-reduces of its own weights, the update."""
@@ -306,15 +306,15 @@ class _BestTimes:
         links, topology = self.problem.links, self.problem.topology
         fastest = max(link.bandwidth_bytes_per_s for link in topology.links)
         latency_s = min(link.latency_s for link in topology.links)
-        found = []
+        all_lines = []
         by_formula = False
         for members in range(least_members, self.problem.device_count + 1):
             # Groups of one size may cost differently; those that nobody measured are priced by formulas.
-            found += [lines.line for lines in links.measured_over(CollectiveKind.ALL_REDUCE, members)]
+            all_lines += [lines.line for lines in links.measured_over(CollectiveKind.ALL_REDUCE, members)]
             if not by_formula and (CollectiveKind.ALL_REDUCE, members) not in links.by_size:
-                found.append((2 * ceil(log2(members)) * latency_s, 2 * (members - 1) / members / fastest))
+                all_lines.append((2 * ceil(log2(members)) * latency_s, 2 * (members - 1) / members / fastest))
                 by_formula = True
-        return found
+        return all_lines
 
     def path_ns(self) -> int:
         """Return the longest path through sure edges, forward to the loss and back."""
@@ -395,7 +395,7 @@ class _BestTimes:
     def _updates(self) -> list[tuple[list[int], int]]:
         """Return, for each weight that has a gradient, its readers and the least time of its update."""
         graph, optimizer, costs = self.graph, self.problem.training.optimizer, self.problem.costs
-        found = []
+        updates = []
         for value in graph.weights:
             readers = [
                 (reader, slot)
@@ -408,24 +408,24 @@ class _BestTimes:
             seconds = min(costs.update_s(optimizer, graph.weight_dtype, kind)[0] for kind in self.kinds)
             # Each device's is rounded.
             update_ns = max(0, int(elements * seconds * 1e9) - self.problem.device_count - 1)
-            found.append(([reader for reader, _ in graph.readers[value.name]], update_ns))
-        return found
+            updates.append(([reader for reader, _ in graph.readers[value.name]], update_ns))
+        return updates
 
 
 def sizes_degrees(operator: Operator, most: int) -> list[Degrees]:
     """Return degrees with at most `most` tasks that make every possible first part, each once; no replicas."""
-    found: list[Degrees] = [()]
+    combinations: list[Degrees] = [()]
     for axis in operator.space.axes[:-1]:
         smallest: dict[int, int] = {}
         for degree in range(1, min(axis.size, most) + 1):
             smallest.setdefault(ceil(axis.size / degree), degree)
-        found = [
+        combinations = [
             (*degrees, degree)
-            for degrees in found
+            for degrees in combinations
             for degree in smallest.values()
             if prod(degrees) * degree <= most
         ]
-    return [(*degrees, 1) for degrees in found]
+    return [(*degrees, 1) for degrees in combinations]
 
 
 def _sharing(operand: OperandMap, degrees: Degrees) -> int:
@@ -439,15 +439,15 @@ def _sharing(operand: OperandMap, degrees: Degrees) -> int:
 
 def _edges(graph: OperatorGraph) -> list[tuple[int, int, int, int, bool]]:
     """Return (reader, slot, producer, output, whether a gradient flows back) of all edges."""
-    found = []
+    edges = []
     for reader, operator in enumerate(graph.operators):
         gradients = graph.gradient_inputs(operator)
         for slot, name in enumerate(operator.inputs):
             if name in graph.producer:
                 producer, output = graph.producer[name]
                 flows = gradients[slot] and graph.has_backward(operator)
-                found.append((reader, slot, producer, output, flows))
-    return found
+                edges.append((reader, slot, producer, output, flows))
+    return edges
 
 
 def _needs_something(reader: Operator, slot: int) -> bool:

@@ -38,8 +38,8 @@ class PartialStrategy:
         graph, count = self.tables.graph, self.tables.problem.device_count
         self.chosen: list[int] = []
         configurations = [self.tables.configurations(index) for index in range(len(graph.operators))]
-        parts = max(tasks(one.degrees[:-1]) for some in configurations for one in some)
-        longest = max(tasks(one.degrees) for some in configurations for one in some)
+        parts = max(tasks(configuration.degrees[:-1]) for some in configurations for configuration in some)
+        longest = max(tasks(configuration.degrees) for some in configurations for configuration in some)
         operators, edges = len(graph.operators), len(self.tables.edges)
         self.prefix = Prefix(
             forward_OP=np.full((operators, parts), NEVER, np.int64),
@@ -157,13 +157,13 @@ class PartialStrategy:
     def held(self, weight: int) -> _WeightPlacement:
         """Return the placement of a weight all of whose readers have their choices."""
         readers = self._readers[weight]
-        key = (weight, *(self.chosen[place] for place in readers))
+        key = (weight, *(self.chosen[group] for group in readers))
         placement = self._held.get(key)
         if placement is None:
             chosen: dict[int, Configuration] = {
-                index: self.tables.configurations(index)[self.chosen[place]]
-                for place in readers
-                for index in self._by_group[place]
+                index: self.tables.configurations(index)[self.chosen[group]]
+                for group in readers
+                for index in self._by_group[group]
             }
             placement = self._held[key] = _WeightPlacement(*self.tables.syncs([weight], chosen))
         return placement

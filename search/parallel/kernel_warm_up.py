@@ -34,7 +34,7 @@ from search.kernels.program_order import run_program_order
 from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.orders import Order
 from search.parallel.fork import ForkedProcess, can_fork, fork
-from search.parallel.gc_pause import looking_seldom
+from search.parallel.gc_pause import rare_collection
 
 # Whoever holds a kernel's lock that long may have been stopped: the kernel is compiled here too.
 PATIENCE_S = 200.0
@@ -80,7 +80,7 @@ class KernelWarmUp:
 
     def finish(self) -> None:
         """Compile the remaining kernels, and have all of them in this process."""
-        with looking_seldom():
+        with rare_collection():
             for kernel in reversed(self.remaining):  # the helper begins at the other end
                 compile_once(kernel)
         self.remaining = []
@@ -97,7 +97,7 @@ class KernelWarmUp:
 
     def _help(self, _connection: Connection) -> None:
         """Be the helper; called in its copy."""
-        with looking_seldom():
+        with rare_collection():
             for kernel in self.remaining:
                 compile_once(kernel)
 

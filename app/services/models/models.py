@@ -17,7 +17,7 @@ from graph.operators import OperatorGraph
 from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
-from search.parallel.gc_pause import looking_seldom
+from search.parallel.gc_pause import rare_collection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,7 +280,7 @@ def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
     return model
 
 
-@looking_seldom()
+@rare_collection()
 def _exported(request: ModelRequest, batch_norm: str) -> ImportedModel:
     (_, args, kwargs), graph = build_and_import(request, batch_norm)
     return ImportedModel(request, graph, _batch_size(request, args, kwargs))

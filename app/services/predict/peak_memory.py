@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from graph.errors import RuntimeFailure
 from graph.intervals import Region, shape, volume
 from graph.strategy import Sharding
-from search.parallel.gc_pause import looking_seldom
+from search.parallel.gc_pause import rare_collection
 
 if TYPE_CHECKING:
     from graph.operators import OperatorGraph
@@ -32,7 +32,7 @@ NEXT_TO_NOTHING = 0.002
 """The part of what a device makes, holds and sends by which devices that share a walk may differ."""
 
 
-@looking_seldom()
+@rare_collection()
 def footprints(
     graph: OperatorGraph,
     strategy: Strategy,
