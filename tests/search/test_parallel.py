@@ -227,6 +227,32 @@ def test_an_interrupt_ends_all_processes_and_keeps_the_best(started: Started, nu
     assert round(result.step_time_s * 1e9) == min([first_ns, *fitting])
 
 
+def test_an_interrupt_while_a_cost_is_measured_keeps_all_proposals(started: Started) -> None:
+    """Also those of the turn in which it was asked for; the one that needed it is made again by a resumed search."""
+
+    class Interrupted(MadeUpCosts):
+        def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:
+            if started.numbers:
+                raise KeyboardInterrupt
+            return super().resolve(calls, kind_name)
+
+    graph, options = branches(), SearchOptions(proposals=60, chains=3, seed=1)
+    record, whole = Record(), Record()
+    result = run(graph, 2, options, record, Interrupted())
+    assert started.left() == []
+    assert result.interrupted
+    checkpoint = record.batches[-1].checkpoint
+    assert checkpoint is not None
+    assert sum(was.proposals for was in checkpoint) == result.proposals == len(rows(record))
+    run(graph, 1, options, whole)
+    assert rows(record).items() <= rows(whole).items()
+    generators = {
+        (was.number, was.proposals): was.generator for each in whole.batches for was in each.checkpoint or ()
+    }
+    for was in checkpoint:
+        assert generators.get((was.number, was.proposals), was.generator) == was.generator
+
+
 def test_what_ends_the_search_otherwise_is_raised_after_all_is_recorded(started: Started) -> None:
     def leave() -> None:
         raise SystemExit(143)
