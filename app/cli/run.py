@@ -171,16 +171,16 @@ def _print(report: RunReport) -> None:
             ["largest deviations from one device", "of", "absolute", "relative", "allowed"],
             [
                 [
-                    one.what,
-                    one.name,
-                    f"{one.largest:.2e}",
-                    f"{one.relative:.2e}",
-                    f"{one.allowed:.0e}",
+                    deviation.what,
+                    deviation.name,
+                    f"{deviation.largest:.2e}",
+                    f"{deviation.relative:.2e}",
+                    f"{deviation.allowed:.0e}",
                 ]
-                for one in report.deviations[:SHOWN]
+                for deviation in report.deviations[:SHOWN]
             ],
         )
         print_lines(
-            f"{sum(one.ok for one in report.deviations)} of {len(report.deviations)} are equal: loss, gradients, "
-            "weights after one update, buffers; eager: the module's own; --json lists all"
+            f"{sum(deviation.ok for deviation in report.deviations)} of {len(report.deviations)} are equal: loss, "
+            "gradients, weights after one update, buffers; eager: the module's own; --json lists all"
         )

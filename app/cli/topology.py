@@ -68,9 +68,8 @@ def show_topology(
     """
     from app.cli.output import TerminalProgress
     from app.db.store import Store
-    from app.services.predict.predict import LOCAL, find_target
+    from app.services.predict.predict import LOCAL, find_target, named_topology
     from graph.errors import UsageError
-    from graph.topology import load_topology
 
     if topology != LOCAL and device is not None:
         raise UsageError(f"--device: is for topology local, must be left out for {topology}; leave it out")
@@ -80,11 +79,10 @@ def show_topology(
             target = find_target(
                 store, topology, progress, devices=devices, nodes=nodes, processor=options.processor(device)
             )
-            found, links = target.topology, target.links
+            resolved, links = target.topology, target.links
     else:
-        found = load_topology(topology, nodes)
-        found = found if devices is None else found.subset(devices)
-    _show(found, links, as_json=as_json)
+        resolved = named_topology(topology, devices=devices, nodes=nodes)
+    _show(resolved, links, as_json=as_json)
 
 
 @application.command("probe")
@@ -104,13 +102,13 @@ def probe_topology(
     from app.services.costs.machine import default_processor, describe, local_devices
     from graph.errors import UsageError
 
-    found_devices = local_devices(options.processor(device) or default_processor(), devices)
-    if len(found_devices) < 2:
+    local = local_devices(options.processor(device) or default_processor(), devices)
+    if len(local) < 2:
         raise UsageError(
             "topology probe: there is 1 device, must be at least 2 to have links; give more --devices"
         )
     with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
-        machine = describe(store, found_devices)
+        machine = describe(store, local)
         links = local_links(store, machine, progress, again=True)
         measured = topology_of(machine, links)
     _show(measured, links, as_json=as_json)

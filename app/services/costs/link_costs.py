@@ -1,5 +1,4 @@
-"""The measured links between this machine's devices: rows of the database, what predictions take of them, and the
-topology `local`.
+"""The measured links between this machine's devices: their rows, their costs in predictions, and the topology `local`.
 
 A row's pattern is "p2p" or a collective's name. Where several pairs or groups of one size were measured, the slowest
 stands for all of the size, and each has rows of its own under its name and its devices: "p2p 0,3", "all_reduce 4-7".

@@ -63,4 +63,6 @@ def is_measured_in(facts: Mapping[str, Any], precision: str) -> bool:
 
 def environments_of(store: Store, precision: str) -> tuple[int, ...]:
     """Return the ids of the stored environments whose measurements are in a precision."""
-    return tuple(one.id for one in store.environments() if is_measured_in(one.facts, precision))
+    return tuple(
+        environment.id for environment in store.environments() if is_measured_in(environment.facts, precision)
+    )

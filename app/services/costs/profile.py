@@ -271,13 +271,14 @@ def _devices_of(
     Raises:
         UsageError: there are none of any.
     """
-    here = dict.fromkeys(device.kind.name for device in devices)
+    local_names = dict.fromkeys(device.kind.name for device in devices)
     wanted = dict.fromkeys(kind.name for kind in topology.kinds)
-    elsewhere = [name for name in wanted if name not in here]
+    elsewhere = [name for name in wanted if name not in local_names]
     if len(elsewhere) == len(wanted):
         raise UsageError(
             f"--topology {topology.name}: its devices are {' and '.join(wanted)}, must include those measured on, "
-            f"which are {' and '.join(here)}; profile on a machine that has such devices, or name another topology"
+            f"which are {' and '.join(local_names)}; profile on a machine that has such devices, or name another "
+            "topology"
         )
     if elsewhere:
         progress.say(f"{topology.name} has {' and '.join(elsewhere)} too: profile on a machine that has them")

@@ -30,7 +30,7 @@ ROWS_SHOWN = 15
 
 @dataclass(frozen=True, slots=True)
 class ReportRequest:
-    """What `app report` was asked for: filters, and whose step to draw (None: chosen from what is stored)."""
+    """The options of `app report`: filters, and the step to draw (None: chosen from the stored ones)."""
 
     output: Path
     model: str | None
@@ -243,7 +243,7 @@ def _with_peaks(store: Store, step: SimulatedStep, recording: Recording | None) 
 
 
 def _sections(data: ReportData) -> tuple[Section, ...]:
-    """Return what the report shows of the database itself."""
+    """Return the sections about the database itself."""
     best = ReportTable(
         (
             "model",
@@ -305,7 +305,7 @@ def _sections(data: ReportData) -> tuple[Section, ...]:
 
 
 def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
-    """Return what the report shows of one strategy's step."""
+    """Return the sections about one strategy's step."""
     titles = {
         "timeline": "Timeline",
         "graph": "Strategy on the operator graph",
