@@ -65,7 +65,6 @@ WHOLE_DEVICES, WHOLE_NETWORKS, WHOLE_PROPOSALS = 64, ("inception", "resnet101"),
 # Columns of the second table: what is turned off of `search.evaluate.incremental.Mechanisms`.
 MECHANISMS = {
     "all": None,
-    "no restart": "restart",
     "no bound": "bound",
     "no part first": "relaxation",
     "no folding": "folding",

@@ -1,11 +1,10 @@
 """The cost of a proposal from what it changes, in program order; exactly what a full simulation gives.
 
-Of the current strategy is kept what its operators and values contribute, and the state of all resources at
-checkpoints. A proposal is derived where it differs, simulated from the last checkpoint before that, without writing a
-task graph, and given up as soon as some resource, with what it still has to do, is sure to exceed the bound. Most of
-what is far too slow is given up before it is derived (`search.evaluate.optimistic_bound`).
+Of the current strategy is kept what its operators and values contribute. A proposal is derived where it differs,
+simulated without writing a task graph, and given up as soon as some resource, with what it still has to do, is sure to
+exceed the bound. Most of what is far too slow is given up before it is derived (`search.evaluate.optimistic_bound`).
 
-Source: FlexFlow (arXiv:1807.05358) section 5.3 for the idea; restart, bounds and versions are ours.
+Source: FlexFlow (arXiv:1807.05358) section 5.3 for the idea; bounds and derivations by what differs are ours.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from graph.strategy import Configuration
 from search.evaluate.optimistic_bound import Relaxation
 from search.kernels.incremental import compact, evaluate_program_order
-from search.kernels.records import Array, Checkpoints, Units, Versions
+from search.kernels.records import Array, Step, StepTimes, Units, Workload
 from search.outcome import NEVER_NS, Outcome
 from search.simulate.strategy_state import (
     Layout,
@@ -30,8 +29,6 @@ from search.simulate.strategy_state import (
     new_gathers,
 )
 
-# About as many checkpoints; each holds the state of every device and link.
-CHECKPOINTS = 32
 POOL_WORDS = 1 << 12
 
 
@@ -39,41 +36,26 @@ POOL_WORDS = 1 << 12
 class Mechanisms:
     """What saves time; results are the same without. Turned off to measure what each is worth.
 
-    restart: from a checkpoint. bound: where it is sure to be exceeded, the simulation stops. relaxation: part of a
-    proposal is tried first. folding: what all devices do alike is served together.
+    bound: where it is sure to be exceeded, the simulation stops. relaxation: part of a proposal is tried first.
+    folding: what all devices do alike is served together.
     """
 
-    restart: bool = True
     bound: bool = True
     relaxation: bool = True
     folding: bool = True
 
 
 class Delta:
-    """Program order, simulated from the first change on and up to the bound."""
+    """Program order, derived where something changes, and simulated up to the bound."""
 
     def __init__(self, layout: Layout, mechanisms: Mechanisms = Mechanisms()) -> None:
         self.layout = layout
         self._mechanisms = mechanisms
         builder = layout.builder
-        self._wiring = wiring = builder.store.wiring
-        operators = len(layout.configurations)
-        devices = len(builder.topology.devices)
-        resources = devices + len(builder.topology.links)
-        self._place_of = np.empty(operators, np.int64)
-        self._place_of[wiring.order] = np.arange(operators)
-        self._keeps_ends = np.zeros(operators, np.bool_)
-        self._keeps_ends[wiring.producer[wiring.value_count :]] = True
-        stride = max(1, -(-wiring.loss_operators // (CHECKPOINTS if mechanisms.restart else 1)))
-        count = wiring.loss_operators // stride + 1
-        row = np.zeros((count, 2, 2 * resources + devices + 1), np.int64)
-        self._checkpoints = Checkpoints(row, np.zeros(count, np.int64), stride)
         self._relaxation = Relaxation(layout)
-        self._resources = resources
         # Of the current strategy, and of the proposal.
-        self._versions = [new_versions(layout, resources, np.zeros(0, np.int64)) for _ in range(2)]
-        self._spare = np.zeros(0, np.int64)
-        self._number = 0
+        self._workloads = [new_workload(layout, np.zeros(0, np.int64)) for _ in range(2)]
+        self._times = new_times(layout, 0, 64)
         self._buckets = new_buckets(64, 256, 0)
         self._gathers = new_gathers(layout, 64)
         self._old_units = Units(*(array.copy() for array in layout.units))
@@ -103,7 +85,7 @@ class Delta:
         part = self._relaxation.replace(changed) if tries else None
         if part is not None:
             self._undo = part
-            exceeds = self._evaluate(bound_ns, is_part=True) is None
+            exceeds = self._evaluate(bound_ns) is None
             self._relaxation.decided(exceeds=exceeds)
             if exceeds:
                 return None
@@ -114,11 +96,10 @@ class Delta:
     def accept(self) -> None:
         """Keep the proposal."""
         self._current = self._proposed
-        self._versions.reverse()
-        self._checkpoints.side[self._number + 1 :] ^= 1
+        self._workloads.reverse()
         for old, units in zip(self._old_units, self.layout.units, strict=True):
             old[:] = units
-        derivation = self._versions[0].derivation
+        derivation = self._workloads[0].derivation
         if 2 * derivation.counts[1] > len(derivation.pool):
             self._compact()
 
@@ -133,33 +114,35 @@ class Delta:
         if store.generation == self._generation:
             return
         self.layout.refresh()
-        self._checkpoints.row[0] = 0
         # All of it differs from nothing.
-        pool = self._versions[0].derivation.pool
-        self._versions = [new_versions(self.layout, self._resources, pool) for _ in range(2)]
+        pool = self._workloads[0].derivation.pool
+        self._workloads = [new_workload(self.layout, pool) for _ in range(2)]
         for old in self._old_units:
             old[:] = -1
         self._evaluate(NEVER_NS)
         self.accept()
         self._generation = store.generation
 
-    def _evaluate(self, bound_ns: int, *, is_part: bool = False) -> Outcome | None:
+    def _evaluate(self, bound_ns: int) -> Outcome | None:
         builder, layout = self.layout.builder, self.layout
-        arena, units, wiring = builder.store.arena, layout.units, self._wiring
-        holds = builder.store.holds.arrays()
+        store = builder.store
+        holds = store.holds.arrays()
         self._buckets = buckets_for(holds, self._buckets)
         while True:
-            old, new = self._versions
-            makespan_ns, self._number, excess_bytes = evaluate_program_order(
-                wiring, self._old_units, units, arena, holds, old, new, self._buckets,
-                layout.groups, self._gathers, self._machines, self._place_of, self._keeps_ends,
-                self._checkpoints, builder.bucket_bytes, builder.state_tensors,
-                int(self._mechanisms.folding), int(not is_part), bound_ns if self._mechanisms.bound else NEVER_NS,
+            step = Step(
+                store.wiring, layout.units, store.arena, holds, layout.groups, self._buckets, self._gathers
+            )
+            old, new = self._workloads
+            makespan_ns, excess_bytes = evaluate_program_order(
+                self._old_units, step, old, new, self._machines, self._times,
+                int(self._mechanisms.folding), bound_ns if self._mechanisms.bound else NEVER_NS,
             )  # fmt: skip
             if makespan_ns == -2:
                 self._grow()
             elif makespan_ns == -3:
                 self._buckets = more_buckets(self._buckets)
+                close_B = np.zeros(len(self._buckets.hold), np.int64)
+                self._times = self._times._replace(close_B=close_B)
             elif makespan_ns == -4:
                 self._gathers = new_gathers(layout, 2 * len(self._gathers.hold))
             else:
@@ -171,42 +154,48 @@ class Delta:
 
     def _grow(self) -> None:
         """Make the pool twice as long."""
-        pool = self._versions[0].derivation.pool
+        pool = self._workloads[0].derivation.pool
         self._use(np.concatenate([pool, np.zeros(max(len(pool), POOL_WORDS), np.int64)]))
 
     def _use(self, pool: Array) -> None:
-        self._versions = [
-            versions._replace(derivation=versions.derivation._replace(pool=pool))
-            for versions in self._versions
+        self._workloads = [
+            work._replace(derivation=work.derivation._replace(pool=pool)) for work in self._workloads
         ]
+        if len(self._times.forward_ns) != len(pool):
+            self._times = new_times(self.layout, len(pool), len(self._buckets.hold))
 
     def _compact(self) -> None:
-        current = self._versions[0]
-        pool = current.derivation.pool
-        if len(self._spare) != len(pool):
-            self._spare = np.zeros_like(pool)
-        compact(
-            self._wiring,
-            self._old_units,
-            self.layout.builder.store.arena,
-            self._keeps_ends,
-            current,
-            self._spare,
-        )
-        self._use(self._spare)
-        self._spare = pool
-        while len(self._versions[0].derivation.pool) < 8 * current.derivation.counts[1]:
+        """Leave in the pool what the current strategy has there."""
+        derivation, store = self._workloads[0].derivation, self.layout.builder.store
+        target = np.zeros_like(derivation.pool)
+        compact(store.wiring, self._old_units, store.arena, derivation, target)
+        self._use(target)
+        while len(self._workloads[0].derivation.pool) < 8 * derivation.counts[1]:
             self._grow()
 
 
-def new_versions(layout: Layout, resources: int, pool: Array) -> Versions:
-    """Return room for what the walk knows of one strategy; it is that of nothing."""
-    operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
-    return Versions(
+def new_workload(layout: Layout, pool: Array) -> Workload:
+    """Return room for the workload of a strategy; it is that of nothing."""
+    operators, topology = len(layout.configurations), layout.builder.topology
+    return Workload(
         derivation=new_derivation(layout, pool),
-        ready_at=np.zeros(values, np.int64),
-        ends_at=np.zeros(operators, np.int64),
-        load_ns_R=np.zeros(resources, np.int64),
-        alike_ns_2O=np.zeros((2, operators), np.int64),
-        meets_2O=np.zeros((2, operators), np.int64),
+        load_ns_R=np.zeros(len(topology.devices) + len(topology.links), np.int64),
+        uniform_ns_2O=np.zeros((2, operators), np.int64),
+        exchange_2O=np.zeros((2, operators), np.int64),
+    )
+
+
+def new_times(layout: Layout, words: int, buckets: int) -> StepTimes:
+    """Return room for the times of a step, beside a pool of so many words, with so many buckets."""
+    operators, devices = len(layout.configurations), len(layout.builder.topology.devices)
+    return StepTimes(
+        forward_ns=np.zeros(words, np.int64),
+        backward_ns=np.zeros(words, np.int64),
+        sync_end_D=np.zeros(devices, np.int64),
+        member_D=np.zeros(devices, np.int64),
+        gradients_ns_O=np.zeros(operators, np.int64),
+        gradient_ns_V=np.zeros(layout.builder.store.wiring.value_count, np.int64),
+        end_ns_O=np.zeros(operators, np.int64),
+        is_awaited_O=np.zeros(operators, np.int64),
+        close_B=np.zeros(buckets, np.int64),
     )

@@ -2,7 +2,7 @@
 
 A file imports from those above it in this list: `cache` (decorators), `records` (arrays), `collective_cost`,
 `exchange`, `derivation`, `gradient_buckets`, `forward_tasks`, `backward_tasks`, `update_tasks`, `program_order`,
-`fifo_order`, `priority_order`, `bounds`, `changes`, `machine`, `walk_forward`, `walk_backward`, `incremental`;
+`fifo_order`, `priority_order`, `bounds`, `workload`, `machine`, `walk_forward`, `walk_backward`, `incremental`;
 `priorities` by itself.
 
 Callers have validated. Integers only, but for prices: those are double expressions without fastmath, and are rounded

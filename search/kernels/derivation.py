@@ -8,30 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import entry, inner
-from search.kernels.records import (
-    ACTIVE,
-    ASSEMBLY_STRIDE,
-    COLLECTIVE_STRIDE,
-    HOLDER_STRIDE,
-    OPERATOR_HEADER,
-    OPERATOR_STRIDE,
-    PARTLY_ACTIVE,
-    PIECE_STRIDE,
-    STATIC_HEADER,
-    VALUE_COLLECTIVES,
-    VALUE_HEADER,
-    Array,
-    Derivation,
-    GraphArrays,
-    Groups,
-    Units,
+from search.kernels.fragments import (
+    assemblies_of,
+    collectives_of,
+    holders_of,
+    operator_header,
+    pieces_of,
+    readers_of,
+    served_assemblies_of,
+    tasks_of,
+    value_header,
 )
-
-
-@inner
-def collectives_of(arena: Array, unit: int) -> int:
-    """Return where the collectives of a value unit start."""
-    return int(unit + arena[unit + 6])
+from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array, Derivation, GraphArrays, Groups, Units
 
 
 @entry
@@ -75,23 +63,28 @@ def find_changed_units(
 
     dirty: of operators, as `find_backwards` takes it.
     """
-    words = 0
     dirty[:] = 0
     for value in range(graph.value_count):
         was, now = old_units.value_at[value], units.value_at[value]
         if was != now:
             dirty[graph.producer[value]] = 1
-            words += arena[now] + arena[now + VALUE_COLLECTIVES]
+            new.counts[0] += value_words(arena, now)
             if was >= 0:
-                words -= arena[was] + arena[was + VALUE_COLLECTIVES]
+                new.counts[0] -= value_words(arena, was)
     for operator in range(len(units.operator_at)):
         was, now = old_units.operator_at[operator], units.operator_at[operator]
         if was != now:
             dirty[operator] = 2
-            words += arena[now]
+            new.counts[0] += operator_header(arena, now).tasks
             if was >= 0:
-                words -= arena[was]
-    new.counts[0] += words
+                new.counts[0] -= operator_header(arena, was).tasks
+
+
+@inner
+def value_words(arena: Array, unit: int) -> int:
+    """Return the words that a value has in the pool of a derivation."""
+    header = value_header(arena, unit)
+    return int(header.assemblies + header.collectives)
 
 
 @inner
@@ -106,30 +99,27 @@ def find_backwards(graph: GraphArrays, units: Units, arena: Array, new: Derivati
         if dirty[operator] == 0:
             continue
         at = units.operator_at[operator]
-        count = arena[at]
+        header = operator_header(arena, at)
         before, active_at = new.active_at[operator], new.counts[1]
-        end = active_at + count
         new.active_at[operator] = active_at
-        for task in range(count):
-            pool[active_at + task] = 0
+        new.counts[1] += header.tasks
+        pool[active_at : active_at + header.tasks] = 0
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
             value = graph.output_value[output]
             unit = units.value_at[value]
-            new.last_at[value] = end
-            new.collective_at[value] = end + arena[unit]
-            end += arena[unit] + arena[unit + VALUE_COLLECTIVES]
+            new.last_at[value] = new.counts[1]
+            new.collective_at[value] = new.counts[1] + value_header(arena, unit).assemblies
+            new.counts[1] += value_words(arena, unit)
             find_last_readers(graph, units, arena, new, value, active_at)
             if value == graph.loss_value and graph.needs_gradient[value]:
-                for task in range(0, count, arena[at + 1]):
+                for task in range(0, header.tasks, header.replicas):
                     pool[active_at + task] = 1
-        new.counts[1] = end
-        code = arena[at + OPERATOR_HEADER + 4]
+        code = tasks_of(arena, at)[0].origin
         if code == ACTIVE:
-            for task in range(count):
-                pool[active_at + task] = 1
+            pool[active_at : active_at + header.tasks] = 1
         new.operator_active[operator] = code == PARTLY_ACTIVE
         changed = dirty[operator] == 2
-        for task in range(count):
+        for task in range(header.tasks):
             if pool[active_at + task]:
                 new.operator_active[operator] = 1
             changed = changed or pool[before + task] != pool[active_at + task]
@@ -146,45 +136,52 @@ def find_last_readers(
     """Write which operator's backward completes each gradient of a value, and mark the tasks that it goes to."""
     pool, unit = new.pool, units.value_at[value]
     last_at, collective_at = new.last_at[value], new.collective_at[value]
-    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
-    reader_at = piece_at + PIECE_STRIDE * arena[unit + 1]
+    assemblies, pieces, readers = assemblies_of(arena, unit), pieces_of(arena, unit), readers_of(arena, unit)
     is_partial = False
-    for assembly in range(arena[unit]):
-        where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
+    for number in range(len(assemblies) - 1):
+        assembly, following = assemblies[number], assemblies[number + 1]
         last = -1
         perhaps = False
         if graph.needs_gradient[value]:
-            for reader in range(arena[where + 3], arena[where + 3 + ASSEMBLY_STRIDE]):
-                reading = graph.reading_ptr[value] + arena[reader_at + 2 * reader]
+            for place in range(assembly.first_reader, following.first_reader):
+                reading = graph.reading_ptr[value] + readers[place].reading
                 user = graph.reading_operator[reading]
                 if graph.reading_gradient[reading]:
                     # Readers with a backward are in topological order: it reaches the first of them last.
-                    if pool[new.active_at[user] + arena[reader_at + 2 * reader + 1]]:
+                    if pool[new.active_at[user] + readers[place].task]:
                         last = user
                         break
-                    if arena[units.operator_at[user] + OPERATOR_HEADER + 4] == PARTLY_ACTIVE:
+                    if tasks_of(arena, units.operator_at[user])[0].origin == PARTLY_ACTIVE:
                         # Some replica sends a gradient back: whose assembly that is, and so when, is not known.
                         perhaps = is_partial = True
                         break
-        pool[last_at + assembly] = last
+        pool[last_at + number] = last
         if last >= 0 or perhaps:
-            for piece in range(arena[where + 2], arena[where + 2 + ASSEMBLY_STRIDE]):
-                pool[active_at + arena[piece_at + PIECE_STRIDE * piece]] = 1
-    found = arena[unit + VALUE_COLLECTIVES]
-    member_at = collectives_of(arena, unit) + COLLECTIVE_STRIDE * (found + 1)
-    for collective in range(found):
-        where = collectives_of(arena, unit) + COLLECTIVE_STRIDE * collective
-        after = -2
-        for member in range(arena[where + 4], arena[where + 4 + COLLECTIVE_STRIDE]):
-            last = pool[last_at + arena[member_at + member]]
-            after = last if after == -2 or after == last else -1
-            if after == -1:
-                break
-        pool[collective_at + collective] = after
+            for place in range(assembly.first_piece, following.first_piece):
+                pool[active_at + pieces[place].source] = 1
+    find_gradient_collectives(arena, unit, new, value)
     if is_partial:
         # What goes back with what is not known is left out as well.
-        for place in range(last_at, collective_at + found):
+        for place in range(last_at, collective_at + value_header(arena, unit).collectives):
             pool[place] = -1
+
+
+@inner
+def find_gradient_collectives(arena: Array, unit: int, new: Derivation, value: int) -> None:
+    """Write after which operator's backward each collective of a value goes back as one, or -1."""
+    count = value_header(arena, unit).collectives
+    if count == 0:
+        return
+    pool, last_at = new.pool, new.last_at[value]
+    collectives, served = collectives_of(arena, unit), served_assemblies_of(arena, unit)
+    for number in range(count):
+        first, last = collectives[number].first_assembly, collectives[number + 1].first_assembly
+        after = pool[last_at + served[first]]
+        for member in range(first, last):
+            if pool[last_at + served[member]] != after:
+                after = -1
+                break
+        pool[new.collective_at[value] + number] = after
 
 
 @inner
@@ -230,26 +227,27 @@ def account_operator(
     arena: Array, at: int, new: Derivation, active_at: int, group: int, ended: int, sign: int
 ) -> None:
     """Add (sign 1) or take away (-1) the bytes that an operator's tasks keep for their backward."""
-    for task in range(arena[at]):
-        if new.pool[active_at + task]:
-            word = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
-            device = arena[word]
-            new.memory_D[device] += sign * arena[word + 3]
+    tasks = tasks_of(arena, at)
+    for part in range(len(tasks)):
+        if new.pool[active_at + part]:
+            task = tasks[part]
+            new.memory_D[task.device] += sign * task.kept_bytes
             if group >= 0:
-                new.again_2GD[0, group, device] += sign * arena[word + 5]
+                new.again_2GD[0, group, task.device] += sign * task.recomputed_bytes
             if ended > 0:
-                new.again_2GD[1, ended - 1, device] += sign * arena[word + 3]
+                new.again_2GD[1, ended - 1, task.device] += sign * task.kept_bytes
 
 
 @inner
 def account_value(arena: Array, unit: int, new: Derivation, last_at: int, ended: int, sign: int) -> None:
     """Add or take away the bytes of a value's assemblies that have a gradient."""
-    for assembly in range(arena[unit]):
-        if new.pool[last_at + assembly] >= 0:
-            where = unit + VALUE_HEADER + ASSEMBLY_STRIDE * assembly
-            new.memory_D[arena[where]] += sign * arena[where + 1]
+    assemblies = assemblies_of(arena, unit)
+    for number in range(len(assemblies) - 1):
+        if new.pool[last_at + number] >= 0:
+            assembly = assemblies[number]
+            new.memory_D[assembly.device] += sign * assembly.copied_bytes
             if ended > 0:
-                new.again_2GD[1, ended - 1, arena[where]] += sign * arena[where + 1]
+                new.again_2GD[1, ended - 1, assembly.device] += sign * assembly.copied_bytes
 
 
 @inner
@@ -258,13 +256,14 @@ def account_static(arena: Array, at: int, new: Derivation, item_bytes: int, tens
 
     tensors: how many more there are of what is trained: its gradient and the optimizer's state.
     """
-    for holder in range(arena[at]):
-        word = at + STATIC_HEADER + HOLDER_STRIDE * holder
-        device, kept, updated = arena[word], arena[word + 1], arena[word + 2]
+    holders = holders_of(arena, at)
+    for number in range(len(holders)):
+        holder = holders[number]
+        elements = holder.kept
         if tensors > 0:
-            kept += updated * tensors
-            new.elements_D[device] += sign * updated
-        new.memory_D[device] += sign * kept * item_bytes
+            elements += holder.updated * tensors
+            new.elements_D[holder.device] += sign * holder.updated
+        new.memory_D[holder.device] += sign * elements * item_bytes
 
 
 @inner

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from search.kernels.cache import hot, inner
+from search.kernels.fragments import tasks_of
 from search.kernels.program_order import slowed_ns
 from search.kernels.records import (
-    ASSEMBLY_STRIDE,
     COMPUTED,
     EVEN,
-    FREE_OWED,
+    FREE_DEFERRED,
     HELD,
+    HELD_DEFERRED,
     HELD_END,
     HELD_LEFT,
-    HELD_OWED,
-    LEFT_OWED,
+    LEFT_DEFERRED,
     MOST_LEFT,
-    OPERATOR_HEADER,
-    OPERATOR_STRIDE,
-    PIECE_STRIDE,
-    VALUE_HEADER,
     Array,
+    Derivation,
     Holds,
     Machine,
 )
@@ -28,11 +25,11 @@ from search.kernels.records import (
 @inner
 def settle_held(holds: Holds, machine: Machine) -> None:
     """Write to its resources what the hold that was served alone of late has done."""
-    owed, hold = machine.owed, machine.owed[HELD]
+    deferred, hold = machine.deferred, machine.deferred[HELD]
     for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        machine.free_ns_R[holds.resource[place]] = owed[HELD_END]
-        machine.left_ns_R[holds.resource[place]] -= owed[HELD_OWED]
-    owed[HELD] = -1
+        machine.free_ns_R[holds.resource[place]] = deferred[HELD_END]
+        machine.left_ns_R[holds.resource[place]] -= deferred[HELD_DEFERRED]
+    deferred[HELD] = -1
 
 
 @inner
@@ -42,45 +39,43 @@ def settle(machine: Machine) -> None:
     When a device is free and what it has left are the same sum as before, so that nothing new exceeds the bound, but
     for debts: these are checked with the device's next task, or at the end.
     """
-    owed = machine.owed
-    if owed[COMPUTED]:
+    deferred = machine.deferred
+    if deferred[COMPUTED]:
         for device in range(len(machine.debt_ns_D)):
-            machine.free_ns_R[device] += owed[FREE_OWED]
-            machine.left_ns_R[device] -= owed[LEFT_OWED]
+            machine.free_ns_R[device] += deferred[FREE_DEFERRED]
+            machine.left_ns_R[device] -= deferred[LEFT_DEFERRED]
             if machine.contended:
                 # The first task after a communication has paid it, without waiting for anything.
                 machine.free_ns_R[device] += machine.debt_ns_D[device]
                 machine.debt_ns_D[device] = 0
-        owed[MOST_LEFT] -= owed[LEFT_OWED]
-        owed[FREE_OWED] = owed[LEFT_OWED] = owed[COMPUTED] = 0
+        deferred[MOST_LEFT] -= deferred[LEFT_DEFERRED]
+        deferred[FREE_DEFERRED] = deferred[LEFT_DEFERRED] = deferred[COMPUTED] = 0
 
 
 @inner
 def settle_links(holds: Holds, machine: Machine) -> None:
     """Write to links and devices all that a communication by itself must find there."""
-    if machine.owed[HELD] >= 0:
+    if machine.deferred[HELD] >= 0:
         settle_held(holds, machine)
     if machine.contended:
         settle(machine)
 
 
 @inner
-def carry_together(
-    holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int, bound_ns: int
-) -> int:
-    """Serve a collective as `carry` does.
+def carry_collective(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int) -> int:
+    """Serve a collective; return its end, or -1 where the makespan is sure to exceed the bound.
 
     Of several over the same devices, one after the other, the links are written once.
     """
-    owed = machine.owed
-    if owed[HELD] != hold:
-        if owed[HELD] >= 0:
+    deferred = machine.deferred
+    if deferred[HELD] != hold:
+        if deferred[HELD] >= 0:
             settle_held(holds, machine)
-        owed[HELD], owed[HELD_END], owed[HELD_OWED], owed[HELD_LEFT] = hold, 0, 0, 0
+        deferred[HELD], deferred[HELD_END], deferred[HELD_DEFERRED], deferred[HELD_LEFT] = hold, 0, 0, 0
         for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
             resource = holds.resource[place]
-            owed[HELD_END] = max(owed[HELD_END], machine.free_ns_R[resource])
-            owed[HELD_LEFT] = max(owed[HELD_LEFT], machine.left_ns_R[resource])
+            deferred[HELD_END] = max(deferred[HELD_END], machine.free_ns_R[resource])
+            deferred[HELD_LEFT] = max(deferred[HELD_LEFT], machine.left_ns_R[resource])
     if machine.contended:
         settle(machine)
         for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
@@ -88,17 +83,17 @@ def carry_together(
             machine.debt_ns_D[device] += slowed_ns(
                 machine.contention_ppm_D[device] * holds.flows[hold], run_ns
             )
-    end_ns = max(ready_ns, owed[HELD_END]) + run_ns
-    owed[HELD_END] = end_ns
-    owed[HELD_OWED] += run_ns
-    return int(end_ns) if end_ns <= bound_ns - (owed[HELD_LEFT] - owed[HELD_OWED]) else -1
+    end_ns = max(ready_ns, deferred[HELD_END]) + run_ns
+    deferred[HELD_END] = end_ns
+    deferred[HELD_DEFERRED] += run_ns
+    return int(end_ns) if end_ns <= machine.bound_ns - (deferred[HELD_LEFT] - deferred[HELD_DEFERRED]) else -1
 
 
 @inner
 def find_even(machine: Machine) -> None:
     """Find whether all devices are free at the same time; `settle` has run."""
-    owed = machine.owed
-    owed[EVEN] = 0
+    deferred = machine.deferred
+    deferred[EVEN] = 0
     if machine.contended:
         return
     most_left = 0
@@ -106,53 +101,58 @@ def find_even(machine: Machine) -> None:
         if machine.free_ns_R[device] != machine.free_ns_R[0]:
             return
         most_left = max(most_left, machine.left_ns_R[device])
-    owed[EVEN], owed[MOST_LEFT] = 1, most_left
+    deferred[EVEN], deferred[MOST_LEFT] = 1, most_left
 
 
 @inner
-def compute_everywhere(machine: Machine, ready_ns: int, run_ns: int, bound_ns: int) -> int:
+def compute_everywhere(machine: Machine, ready_ns: int, run_ns: int) -> int:
     """Serve a task on every device, all being free at the same time; return their end, or -1 as `compute` does."""
-    owed = machine.owed
-    free_ns = machine.free_ns_R[0] + owed[FREE_OWED]
+    deferred = machine.deferred
+    free_ns = machine.free_ns_R[0] + deferred[FREE_DEFERRED]
     end_ns = max(ready_ns, free_ns) + run_ns
-    owed[FREE_OWED] += end_ns - free_ns
-    owed[LEFT_OWED] += run_ns
-    owed[COMPUTED] = 1
-    return int(end_ns) if end_ns <= bound_ns - (owed[MOST_LEFT] - owed[LEFT_OWED]) else -1
+    deferred[FREE_DEFERRED] += end_ns - free_ns
+    deferred[LEFT_DEFERRED] += run_ns
+    deferred[COMPUTED] = 1
+    return int(end_ns) if end_ns <= machine.bound_ns - (deferred[MOST_LEFT] - deferred[LEFT_DEFERRED]) else -1
 
 
 @hot
-def owe(owed: Array, run_ns: int) -> None:
+def defer(machine: Machine, run_ns: int) -> None:
     """Serve a task on every device that waits for nothing and that nobody waits for: no end is asked for."""
-    owed[FREE_OWED] += run_ns
-    owed[LEFT_OWED] += run_ns
-    owed[COMPUTED] = 1
+    deferred = machine.deferred
+    deferred[FREE_DEFERRED] += run_ns
+    deferred[LEFT_DEFERRED] += run_ns
+    deferred[COMPUTED] = 1
 
 
 @inner
-def compute_apart(machine: Machine, arena: Array, at: int, word: int, pool: Array, active_at: int) -> None:
-    """Serve the tasks of an operator that wait for nothing and that nobody waits for, before what is owed.
+def compute_unawaited(
+    machine: Machine, arena: Array, at: int, derivation: Derivation, active_at: int
+) -> None:
+    """Serve the tasks of an operator that wait for nothing and that nobody waits for, before what is deferred.
 
     Such a task makes a device free later by as much as it has less left: nothing new exceeds the bound.
-    word: where a task has its time. active_at: where the pool has which tasks there are, or -1.
+    active_at: where the pool has which of them have a backward, to serve these; -1: all of the forward.
     """
-    machine.owed[EVEN] = 0
-    for task in range(arena[at]):
-        if active_at < 0 or pool[active_at + task]:
-            place = at + OPERATOR_HEADER + OPERATOR_STRIDE * task
-            device, task_ns = arena[place], arena[place + word]
-            machine.left_ns_R[device] -= task_ns
-            if machine.contended:
-                task_ns += machine.debt_ns_D[device]
-                machine.debt_ns_D[device] = 0
-            machine.free_ns_R[device] += task_ns
+    machine.deferred[EVEN] = 0
+    tasks = tasks_of(arena, at)
+    for part in range(len(tasks)):
+        task = tasks[part]
+        if active_at >= 0 and not derivation.pool[active_at + part]:
+            continue
+        run_ns = task.forward_ns if active_at < 0 else task.backward_ns
+        machine.left_ns_R[task.device] -= run_ns
+        if machine.contended:
+            run_ns += machine.debt_ns_D[task.device]
+            machine.debt_ns_D[task.device] = 0
+        machine.free_ns_R[task.device] += run_ns
 
 
 @hot
-def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
-    """Serve a transfer or a collective; return its end, or -1 where the makespan is sure to exceed the bound.
+def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int) -> int:
+    """Serve a transfer, or a collective by itself, after `settle_links`.
 
-    `settle_links` has run.
+    Returns its end, or -1 where the makespan is sure to exceed the bound.
     """
     first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
     begin_ns = ready_ns
@@ -172,11 +172,11 @@ def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int,
         left_ns = machine.left_ns_R[resource] - run_ns
         machine.left_ns_R[resource] = left_ns
         longest_ns = max(longest_ns, left_ns)
-    return end_ns if end_ns <= bound_ns - longest_ns else -1
+    return end_ns if end_ns <= machine.bound_ns - longest_ns else -1
 
 
 @hot
-def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, bound_ns: int) -> int:
+def compute(machine: Machine, device: int, ready_ns: int, run_ns: int) -> int:
     """Serve a task of a device; return its end, or -1 where the makespan is sure to exceed the bound."""
     begin_ns = max(ready_ns, machine.free_ns_R[device])
     left_ns = machine.left_ns_R[device] - run_ns
@@ -188,12 +188,4 @@ def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, bound_ns:
         machine.debt_ns_D[device] = 0
     end_ns = begin_ns + run_ns
     machine.free_ns_R[device] = end_ns
-    return end_ns if end_ns <= bound_ns - left_ns else -1
-
-
-@inner
-def assigned_to(arena: Array, unit: int, reading: int) -> int:
-    """Return where a value unit says which assembly each task of a reading takes."""
-    piece_at = unit + VALUE_HEADER + ASSEMBLY_STRIDE * (arena[unit] + 1)
-    reading_at = piece_at + PIECE_STRIDE * arena[unit + 1] + 2 * arena[unit + 2]
-    return int(reading_at + arena[unit + 5] + arena[reading_at + reading])
+    return end_ns if end_ns <= machine.bound_ns - left_ns else -1

@@ -20,22 +20,21 @@ SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
 FEWEST_DEVICES = 3
 OPERATOR_HEADER, OPERATOR_STRIDE = 2, 6
-VALUE_HEADER, ASSEMBLY_STRIDE, PIECE_STRIDE, COLLECTIVE_STRIDE = 11, 5, 8, 10
-# The word of a value unit that counts its collectives.
-VALUE_COLLECTIVES = 7
 STATIC_HEADER, HOLDER_STRIDE, CELL_STRIDE = 3, 3, 3
 # Instead of an origin, in the unit of an operator of which no cost is known: every task has a backward, or of the
 # replicas of each part some have, nobody knows which.
 ACTIVE, PARTLY_ACTIVE = -1, -2
 PARTS_PER_MILLION = 1_000_000
-# How an operator meets other devices: not at all; so that all of its tasks wait for one collective, or none of them,
-# and all of them take part in one; otherwise.
-APART, TOGETHER, SCATTERED = range(3)
-# The words of `Machine.owed`. To when each device is free are to be added, and from what it has left to be taken;
+# What an operator exchanges with other devices: nothing; by one collective that all of its tasks wait for, or none of
+# them, and that all of them take part in; otherwise.
+LOCAL, ONE_COLLECTIVE, MIXED = range(3)
+# The words of `Machine.deferred`. To when each device is free are to be added, and from what it has left to be taken;
 # whether all devices are free at the same time, and then the most that one of them has left; whether something
 # was computed that paid no debt yet. Then a hold that was served alone of late, or -1: when it is free, what is to be
 # taken from what its resources have left, and the most that one of these had left before.
-FREE_OWED, LEFT_OWED, EVEN, MOST_LEFT, COMPUTED, HELD, HELD_END, HELD_OWED, HELD_LEFT = range(9)
+(
+    FREE_DEFERRED, LEFT_DEFERRED, EVEN, MOST_LEFT, COMPUTED, HELD, HELD_END, HELD_DEFERRED, HELD_LEFT,
+) = range(9)  # fmt: skip
 
 
 class GraphArrays(NamedTuple):
@@ -271,37 +270,37 @@ class Prefix(NamedTuple):
     back_EPP: Array
 
 
-class Versions(NamedTuple):
-    """What the walk knows of one strategy, beside its derivation; offsets are into the same pool."""
+class Step(NamedTuple):
+    """All of a strategy that the incremental simulation reads, and what it writes of its weights."""
+
+    graph: GraphArrays
+    units: Units
+    arena: Array
+    holds: Holds
+    groups: Groups
+    buckets: Buckets
+    gathers: Gathers
+
+
+class Workload(NamedTuple):
+    """The work that a strategy gives to resources, and which operators can be folded, beside its derivation."""
 
     derivation: Derivation
-    # V + buffers: when all that comes to an assembly is there (of values of which something comes).
-    ready_at: Array
-    ends_at: Array  # O: when each forward task ends (of operators that renew a buffer)
-    load_ns_R: Array  # of all tasks but all-reduces of buckets and updates
+    load_ns_R: Array  # of all tasks but sums of buckets, gathers of weights and updates
     # An operator, of its forward and of its backward: how long every task takes, where each device has one and these
-    # are alike, else -1; and how it meets other devices (`APART`, `TOGETHER`, `SCATTERED`).
-    alike_ns_2O: Array
-    meets_2O: Array
-
-
-class Checkpoints(NamedTuple):
-    """The state of all resources before every so many operators' forward, for two strategies.
-
-    A row: when each resource is free, what each device owes, what each resource has done so far, and the latest end.
-    """
-
-    row: Array  # checkpoint, side, word
-    side: Array  # a checkpoint: which of its two rows is the current strategy's
-    stride: int
+    # take the same time, else -1; and what it exchanges (`LOCAL`, `ONE_COLLECTIVE`, `MIXED`).
+    uniform_ns_2O: Array
+    exchange_2O: Array
 
 
 class Machines(NamedTuple):
-    """What is known of devices beside their links."""
+    """What is known of devices beside their links, and of training."""
 
     contention_ppm_D: Array
     capacity_bytes_D: Array
     update_s_D: Array  # seconds in which an element is updated
+    bucket_bytes: int
+    state_tensors: int  # of the optimizer, a weight
 
 
 class Machine(NamedTuple):
@@ -310,24 +309,28 @@ class Machine(NamedTuple):
     free_ns_R: Array
     debt_ns_D: Array
     left_ns_R: Array  # what they still have to do
-    total_ns_R: Array  # what they have to do in all
     contention_ppm_D: Array
     contended: bool  # whether any device is slowed by communication
+    folds: bool  # whether what all devices do alike is served together
+    bound_ns: int
     # What is not yet in the arrays above, see the constants that name its words.
-    owed: Array
+    deferred: Array
 
 
-class Walk(NamedTuple):
-    """Room for one simulation.
+class StepTimes(NamedTuple):
+    """Times of one simulation. Arrays beside the pool of the derivation have a word for each of its own.
 
-    What is the same for all tasks of an operator, or for all assemblies of a value, is one number; what is in the pool
-    counts beside it.
+    What is the same for all tasks of an operator, or for all assemblies of a value, is one number; what is beside the
+    pool counts as well.
     """
 
+    # Beside the pool: when a forward task ends, and when all that comes to an assembly is there (of values of which
+    # something comes).
+    forward_ns: Array
+    # Beside the pool: when a task's gradients are there, then when its backward ends; when an assembly's gradient is.
+    backward_ns: Array
     sync_end_D: Array  # when the last all-reduce that a device takes part in ends
     member_D: Array
-    task_at: Array  # O: in the pool, when a task's gradients are there, then when its backward ends; or -1
-    gradient_at: Array  # V: in the pool, when an assembly's gradient is there
     gradients_ns_O: Array  # when the gradients that come to all tasks are there
     gradient_ns_V: Array  # when the gradients that all tasks make are there
     end_ns_O: Array  # when the backward of all tasks ends, -1 where each has its own end

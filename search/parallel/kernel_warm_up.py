@@ -49,15 +49,12 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     "GraphArrays": {"reading_gradient": _FLAGS, "needs_gradient": _FLAGS},
     "Holds": {"latency_s": _NUMBERS_2D, "s_per_byte": _NUMBERS_2D, "is_measured": _FLAGS},
     "Derivation": {"again_2GD": _INTS_3D},
-    "Versions": {"alike_ns_2O": _INTS_2D, "meets_2O": _INTS_2D},
+    "Workload": {"uniform_ns_2O": _INTS_2D, "exchange_2O": _INTS_2D},
     "Gathers": {"first_2O": _INTS_2D, "last_2O": _INTS_2D, "weight_2W": _INTS_2D},
     "Machines": {"update_s_D": _NUMBERS},
-    "Checkpoints": {"row": _INTS_3D},
     "Routes": {"latency_s": _NUMBERS, "bandwidth": _NUMBERS, "is_used": _FLAGS},
     "ExchangeLinks": {"latency_s_DD": _NUMBERS, "bandwidth_DD": _NUMBERS},
     "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
-    "evaluate_program_order": {"keeps_ends": _FLAGS},
-    "compact": {"keeps_ends": _FLAGS},
 }
 
 

@@ -277,7 +277,13 @@ class TaskGraphBuilder:
         """What simulations without a task graph know of the devices."""
         from search.kernels.records import Machines
 
-        return Machines(self.contention_ppm_D, self.capacity_bytes_D, self.update_s_D)
+        return Machines(
+            self.contention_ppm_D,
+            self.capacity_bytes_D,
+            self.update_s_D,
+            self.bucket_bytes,
+            self.state_tensors,
+        )
 
     def layout(self, strategy: Strategy) -> Layout:
         """Return a layout of a validated strategy."""

@@ -274,7 +274,7 @@ def test_a_long_chain_makes_the_proposals_of_one_that_simulates_in_full(
     check_same_walk(imported(name), load_topology("p100-cluster", nodes), order, proposals)
 
 
-@pytest.mark.parametrize("name", ["restart", "bound", "relaxation", "folding"])
+@pytest.mark.parametrize("name", ["bound", "relaxation", "folding"])
 @pytest.mark.parametrize("contention", [0.0, 0.3])
 def test_no_mechanism_changes_a_result(name: str, contention: float) -> None:
     """From data parallelism: there, most of what devices do they do alike, and folding has most to do."""

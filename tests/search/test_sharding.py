@@ -118,7 +118,7 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
 
 
 def test_a_walk_goes_on_from_what_is_not_shared() -> None:
-    """Checkpoints of a strategy whose weights are gathered are no start for one whose weights are not, and back."""
+    """From a strategy whose weights are gathered to one whose weights are not, and back."""
     graph, machines = GRAPHS["unrolled"], TOPOLOGIES["one node"]
     builder = builder_of(graph, machines)
     plain = data_parallel(graph, 3)

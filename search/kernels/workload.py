@@ -1,0 +1,212 @@
+"""What a proposal changes in the work of every resource, and in which operators can be folded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.kernels.cache import inner, section
+from search.kernels.derivation import (
+    account_memory,
+    copy_derivation,
+    find_backwards,
+    find_changed_units,
+)
+from search.kernels.fragments import assemblies_of, collectives_of, pieces_of, tasks_of, value_header
+from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.records import (
+    LOCAL,
+    MIXED,
+    ONE_COLLECTIVE,
+    Array,
+    Derivation,
+    GraphArrays,
+    Holds,
+    Machines,
+    Step,
+    Units,
+    Workload,
+)
+
+
+@section
+def derive_changes(old_units: Units, step: Step, old: Workload, new: Workload, machines: Machines) -> int:
+    """Make `new` that of the strategy that has the step's units from `old`; and fill its buckets.
+
+    old_units: -1 where nothing is known of an operator, a value or a static tensor.
+    Returns -2 where the pool is too short, -3 where the buckets are, -4 where the gathers are, else 0.
+    """
+    graph, units, arena, groups = step.graph, step.units, step.arena, step.groups
+    copy_workload(old, new)
+    derivation = new.derivation
+    dirty = np.empty(len(units.operator_at), np.int64)
+    find_changed_units(graph, old_units, units, arena, derivation, dirty)
+    if derivation.counts[1] + derivation.counts[0] > len(derivation.pool):
+        return -2
+    find_backwards(graph, units, arena, derivation, dirty)
+    account_memory(graph, old_units, units, arena, groups, machines.state_tensors, old.derivation, derivation)
+    account_work(old_units, step, old, new, dirty)
+    active, bucket_bytes = derivation.operator_active, machines.bucket_bytes
+    if not fill_buckets(graph, units, arena, active, step.buckets, bucket_bytes):
+        return -3
+    if not find_gathers(graph, units, arena, active, groups, step.gathers, bucket_bytes):
+        return -4
+    return 0
+
+
+@inner
+def copy_workload(source: Workload, target: Workload) -> None:
+    """Make `target` equal to `source`, of which it shares the pool."""
+    copy_derivation(source.derivation, target.derivation)
+    for operator in range(source.uniform_ns_2O.shape[1]):
+        for side in range(2):
+            target.uniform_ns_2O[side, operator] = source.uniform_ns_2O[side, operator]
+            target.exchange_2O[side, operator] = source.exchange_2O[side, operator]
+    for resource in range(len(source.load_ns_R)):
+        target.load_ns_R[resource] = source.load_ns_R[resource]
+
+
+@inner
+def account_work(old_units: Units, step: Step, old: Workload, new: Workload, dirty: Array) -> None:
+    """Bring the work of every resource, and what can be folded, from the old strategy's to the new one's.
+
+    dirty: of operators, is overwritten.
+    """
+    graph, units, arena = step.graph, step.units, step.arena
+    was_derived, derived = old.derivation, new.derivation
+    dirty[:] = 0
+    for operator in range(len(units.operator_at)):
+        was, now = old_units.operator_at[operator], units.operator_at[operator]
+        if was != now or was_derived.active_at[operator] != derived.active_at[operator]:
+            group = step.groups.of_O[operator]
+            if was >= 0:
+                add_tasks(arena, was, new, was_derived.active_at[operator], group, -1)
+            add_tasks(arena, now, new, derived.active_at[operator], group, 1)
+            find_uniform(arena, now, new, operator)
+            dirty[operator] |= was < 0
+    for value in range(len(units.value_at)):
+        was, now = old_units.value_at[value], units.value_at[value]
+        if was != now or was_derived.last_at[value] != derived.last_at[value]:
+            if was >= 0:
+                add_exchange(step, was, new, was_derived.last_at[value], was_derived.collective_at[value], -1)
+            add_exchange(step, now, new, derived.last_at[value], derived.collective_at[value], 1)
+            dirty[graph.producer[value]] = 1
+            for reading in range(graph.reading_ptr[value], graph.reading_ptr[value + 1]):
+                dirty[graph.reading_operator[reading]] = 1
+    for operator in range(len(units.operator_at)):
+        if dirty[operator]:
+            find_exchanges(graph, units, arena, new, operator)
+    for value in range(graph.value_count, graph.value_count + graph.buffer_count):
+        if value_header(arena, units.value_at[value]).remote_pieces > 0:
+            # When each task of its producer ends is asked for.
+            new.exchange_2O[0, graph.producer[value]] = MIXED
+
+
+@inner
+def add_load(holds: Holds, hold: int, run_ns: int, load_ns_R: Array) -> None:
+    """Add a task's time to all that it holds."""
+    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+        load_ns_R[holds.resource[place]] += run_ns
+
+
+@inner
+def add_tasks(arena: Array, at: int, new: Workload, active_at: int, group: int, sign: int) -> None:
+    """Add (sign 1) or take away (-1) the time of an operator's tasks."""
+    tasks = tasks_of(arena, at)
+    for part in range(len(tasks)):
+        task = tasks[part]
+        run_ns = task.forward_ns
+        if new.derivation.pool[active_at + part]:
+            run_ns += task.backward_ns
+            if group >= 0:
+                run_ns += task.forward_ns
+        new.load_ns_R[task.device] += sign * run_ns
+
+
+@inner
+def add_exchange(step: Step, unit: int, new: Workload, last_at: int, collective_at: int, sign: int) -> None:
+    """Add or take away the time of a value's transfers and collectives; `last_at` -1: no gradient."""
+    arena, holds = step.arena, step.holds
+    header = value_header(arena, unit)
+    if header.remote_pieces == 0:
+        return
+    pool, load_ns_R = new.derivation.pool, new.load_ns_R
+    assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
+    for number in range(len(pieces)):
+        piece = pieces[number]
+        if piece.rank < 0:
+            continue
+        if piece.rank < header.transfers:
+            add_load(holds, piece.hold, sign * piece.run_ns, load_ns_R)
+        if last_at >= 0 and pool[last_at + piece.assembly] >= 0:
+            served_by = assemblies[piece.assembly].collective
+            if served_by < 0 or pool[collective_at + served_by] < 0:
+                add_load(holds, piece.back_hold, sign * piece.back_ns, load_ns_R)
+    collectives = collectives_of(arena, unit)
+    for number in range(header.collectives):
+        collective = collectives[number]
+        add_load(holds, collective.hold, sign * collective.run_ns, load_ns_R)
+        if last_at >= 0 and pool[collective_at + number] >= 0:
+            add_load(holds, collective.back_hold, sign * collective.back_ns, load_ns_R)
+
+
+@inner
+def find_uniform(arena: Array, at: int, new: Workload, operator: int) -> None:
+    """Find how long an operator's tasks take where each device has one and all take the same time."""
+    derivation, tasks = new.derivation, tasks_of(arena, at)
+    new.uniform_ns_2O[:, operator] = -1
+    if len(tasks) != len(derivation.memory_D):
+        return
+    for part in range(len(tasks)):
+        # In any other order of devices tasks count as different.
+        if tasks[part].device != part or tasks[part].forward_ns != tasks[0].forward_ns:
+            return
+    new.uniform_ns_2O[0, operator] = tasks[0].forward_ns
+    active_at = derivation.active_at[operator]
+    for part in range(len(tasks)):
+        if not derivation.pool[active_at + part] or tasks[part].backward_ns != tasks[0].backward_ns:
+            return
+    new.uniform_ns_2O[1, operator] = tasks[0].backward_ns
+
+
+@inner
+def exchange_of(arena: Array, unit: int) -> int:
+    """Return how the tasks that make and those that read a value exchange it: a code of `Workload.exchange_2O`."""
+    header = value_header(arena, unit)
+    if header.remote_pieces == 0:
+        return LOCAL
+    if header.collectives != 1 or header.transfers != 0:
+        return MIXED
+    following = collectives_of(arena, unit)[1]
+    serves_all = following.first_assembly == header.assemblies and following.first_source == header.sources
+    return ONE_COLLECTIVE if serves_all else MIXED
+
+
+@inner
+def gradient_exchange_of(
+    graph: GraphArrays, arena: Array, unit: int, derivation: Derivation, value: int
+) -> int:
+    """Return how the gradient of a value goes back, as `exchange_of` does."""
+    if value_header(arena, unit).remote_pieces == 0 or not graph.needs_gradient[value]:
+        return LOCAL
+    goes_as_one = exchange_of(arena, unit) == ONE_COLLECTIVE and (
+        derivation.pool[derivation.collective_at[value]] >= 0
+    )
+    return ONE_COLLECTIVE if goes_as_one else MIXED
+
+
+@inner
+def find_exchanges(graph: GraphArrays, units: Units, arena: Array, new: Workload, operator: int) -> None:
+    """Find how an operator exchanges what it reads and what it makes, and their gradients."""
+    forward = backward = LOCAL
+    for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
+        value = graph.slot_value[slot]
+        if value >= 0:
+            unit = units.value_at[value]
+            forward = max(forward, exchange_of(arena, unit))
+            backward = max(backward, gradient_exchange_of(graph, arena, unit, new.derivation, value))
+    for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+        value = graph.output_value[output]
+        unit = units.value_at[value]
+        forward = max(forward, exchange_of(arena, unit))
+        backward = max(backward, gradient_exchange_of(graph, arena, unit, new.derivation, value))
+    new.exchange_2O[0, operator], new.exchange_2O[1, operator] = forward, backward
