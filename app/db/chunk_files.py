@@ -103,8 +103,8 @@ def read_text(path: Path, key: bytes) -> str | None:
     from pyarrow import parquet
 
     with readable(path):
-        found = (parquet.read_metadata(path).metadata or {}).get(key)
-        return None if found is None else found.decode()
+        text = (parquet.read_metadata(path).metadata or {}).get(key)
+        return None if text is None else text.decode()
 
 
 def read_table(
@@ -150,9 +150,9 @@ def _other_columns(there: pa.Schema, kind: TraceKind) -> str | None:
             if field.name in ADDED_COLUMNS.get(kind, ()):
                 continue
             return f"has no column {field.name}"
-        found = there.field(field.name)
-        if not found.type.equals(field.type) or found.nullable != field.nullable:
-            return f"column {field.name} is {found.type}"
+        column = there.field(field.name)
+        if not column.type.equals(field.type) or column.nullable != field.nullable:
+            return f"column {field.name} is {column.type}"
     return None
 
 

@@ -97,7 +97,7 @@ def check_next_folder(store: RunStore) -> None:
     Raises:
         DatabaseError: a folder of a later search than this database has is not empty.
     """
-    newest = max((one.id for one in store.searches(limit=1)), default=0)
+    newest = max((search.id for search in store.searches(limit=1)), default=0)
     _check_empty(trace_folder(store, newest + 1))
 
 
@@ -151,8 +151,8 @@ def registered(store: RunStore, search_id: int, kind: TraceKind) -> list[Chunk]:
 def chunks_of(traces: Sequence[TraceRecord], kind: TraceKind) -> list[Chunk]:
     """Return the registered chunks of one kind."""
     named = ((trace, trace.path.rpartition("/")[2]) for trace in traces if trace.kind == kind)
-    found = [chunk_of(STEMS[kind], name, trace.rows) for trace, name in named]
-    return [chunk for chunk in found if chunk is not None]
+    chunks = [chunk_of(STEMS[kind], name, trace.rows) for trace, name in named]
+    return [chunk for chunk in chunks if chunk is not None]
 
 
 def whole_run(folder: Path, registered: Sequence[Chunk]) -> list[Path]:
@@ -272,12 +272,12 @@ def _merge_run(store: RunStore, search_id: int, kind: TraceKind, run: Sequence[C
 def _by_chain(tables: Sequence[pa.Table]) -> list[pa.Table]:
     """Return the tables' rows chain by chain. Each is sorted by chain and step, and has later steps than the last."""
     chains = [view(table["chain"]) for table in tables]
-    found = []
+    slices = []
     for number in np.unique(np.concatenate(chains)).tolist():
         for table, chain in zip(tables, chains, strict=True):
             first, last = np.searchsorted(chain, [number, number + 1]).tolist()
-            found.append(table.slice(first, last - first))
-    return found
+            slices.append(table.slice(first, last - first))
+    return slices
 
 
 def recover(store: RunStore, search_id: int) -> None:

@@ -77,12 +77,12 @@ def sparse_lists(
 def view(column: pa.ChunkedArray[Any]) -> npt.NDArray[Any]:
     """Return a column of numbers, none of them NULL, as numpy's."""
     kind = column.type.to_pandas_dtype()
-    found = [np.empty(0, kind)]
+    parts = [np.empty(0, kind)]
     for part in column.chunks:
         _, data = part.buffers()
         if len(part) and data is not None:
-            found.append(np.frombuffer(memoryview(data), kind)[part.offset : part.offset + len(part)])
-    return np.concatenate(found)
+            parts.append(np.frombuffer(memoryview(data), kind)[part.offset : part.offset + len(part)])
+    return np.concatenate(parts)
 
 
 def _offsets(lengths: npt.NDArray[np.integer[Any]]) -> pa.Buffer:

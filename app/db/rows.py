@@ -219,9 +219,9 @@ def _others(
 def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table:
     """Return a table of entries, NULL in the columns of other families."""
     code, family, device_count, degrees, start, stride, seed, base, axes, devices = zip(*entries, strict=True)
-    number = {name: place for place, name in enumerate(get_args(Family))}
+    number = {name: index for index, name in enumerate(get_args(Family))}
     which = np.fromiter(map(number.__getitem__, family), np.int8, len(family))
-    of = {name: which == place for name, place in number.items()}
+    of = {name: which == index for name, index in number.items()}
 
     def some(values: Sequence[int | None], valid: Mask) -> npt.NDArray[np.int64]:
         result = np.zeros(len(values), np.int64)
@@ -250,10 +250,10 @@ def start_table(search_id: int, starts: Sequence[StartEntry]) -> pa.Table:
         start_schema(),
         search_id,
         {
-            "chain": np.array([one.chain for one in starts]),
-            "start": texts([one.start for one in starts]),
-            "operator": np.array([one.operator for one in starts]),
-            "configuration": np.array([one.configuration for one in starts]),
+            "chain": np.array([start.chain for start in starts]),
+            "start": texts([start.start for start in starts]),
+            "operator": np.array([start.operator for start in starts]),
+            "configuration": np.array([start.configuration for start in starts]),
         },
         {},
     )

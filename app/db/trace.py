@@ -82,7 +82,7 @@ class ProposalTrace:
             self._write_by(self._added_at + FLUSH_INTERVAL_S)
             self._added_at = time.monotonic()
             self._batches.append(batch)
-            full = sum(len(one) for one in self._batches) >= FLUSH_ROWS
+            full = sum(map(len, self._batches)) >= FLUSH_ROWS
         if full:
             self._flush()
 
@@ -178,7 +178,9 @@ class ProposalTrace:
                 self._write("proposals", batches if count else [], self._proposal_table),
             ]
             outcomes = [batch.outcome for batch in batches if batch.outcome is not None]
-            self._register([one for one in new if one is not None], outcomes[-1] if outcomes else None)
+            self._register(
+                [record for record in new if record is not None], outcomes[-1] if outcomes else None
+            )
 
     def _write(
         self, kind: TraceKind, rows: Sequence[Any], table_of: Callable[[int, Sequence[Any]], pa.Table]
@@ -186,8 +188,8 @@ class ProposalTrace:
         """Write a chunk; return its record, or None where there are no rows."""
         if not rows:
             return None
-        known = self._chunks[kind]
-        number = known[-1].last + 1 if known else 1
+        written = self._chunks[kind]
+        number = written[-1].last + 1 if written else 1
         path = self._folder / chunks.chunk_name(chunks.STEMS[kind], number, number)
         table = table_of(self._search_id, rows)
         compressed = self._closing or table.num_rows >= COMPRESSED_ROWS

@@ -40,7 +40,7 @@ _TABLES_IN_ORDER = tuple(table for table in models.metadata.sorted_tables if tab
 _UNIQUE = {
     table.name: [
         tuple(column.name for column in constraint.columns)
-        for constraint in sorted(table.constraints, key=lambda one: str(one.name))
+        for constraint in sorted(table.constraints, key=lambda constraint: str(constraint.name))
         if isinstance(constraint, sa.UniqueConstraint)
     ]
     for table in _TABLES_IN_ORDER
@@ -92,13 +92,13 @@ class Findings:
             "recorded_executions": len(self.recordings),
             "damages": [
                 {
-                    "table": one.table,
-                    "row": one.row,
-                    "column": one.column,
-                    "file": one.file,
-                    "reason": one.reason,
+                    "table": damage.table,
+                    "row": damage.row,
+                    "column": damage.column,
+                    "file": damage.file,
+                    "reason": damage.reason,
                 }
-                for one in self.damages
+                for damage in self.damages
             ],
             "stray_files": self.strays,
         }
@@ -291,10 +291,10 @@ class _Check:
     # ---- files
 
     def _check_traces(self, rows: list[Row]) -> None:
-        def place(row: Row) -> tuple[int, str]:
+        def search_and_kind(row: Row) -> tuple[int, str]:
             return row["search_id"], row["kind"]
 
-        for (search_id, _), of_kind in groupby(sorted(rows, key=place), key=place):
+        for (search_id, _), of_kind in groupby(sorted(rows, key=search_and_kind), key=search_and_kind):
             run = []
             for row in of_kind:
                 self._registered.add(row["path"])
@@ -368,8 +368,8 @@ class _Check:
         folder = self._database.trace_folder
         registered: dict[str, set[str]] = defaultdict(set)
         for path in self._registered:
-            place, _, name = path.rpartition("/")
-            registered[place.rpartition("/")[2]].add(name)
+            folder_path, _, name = path.rpartition("/")
+            registered[folder_path.rpartition("/")[2]].add(name)
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
             if entry.name in (reading.LOCK, FOLDER):
                 continue

@@ -54,8 +54,8 @@ def sources_digest(folders: Sequence[Path]) -> str | None:
     """Return the digest of all Python sources in folders; None where one has none, as with compiled files alone."""
     hashes = []
     try:
-        for place in folders:
-            paths = sorted(place.rglob("*.py"))
+        for source_folder in folders:
+            paths = sorted(source_folder.rglob("*.py"))
             if not paths:
                 return None
             hashes += [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in paths]
@@ -146,20 +146,20 @@ def clear() -> int:
 
 
 def _path(key: str) -> Path | None:
-    place = folder()
-    return None if place is None else place / f"{key}.json"
+    cache = folder()
+    return None if cache is None else cache / f"{key}.json"
 
 
 def _files() -> list[tuple[Path, int]]:
     """Return the files of the graphs, oldest first, each with its size in bytes."""
-    found = []
-    place = folder()
+    files = []
+    cache = folder()
     with suppress(OSError):
-        for path in () if place is None else place.glob("*.json"):
+        for path in () if cache is None else cache.glob("*.json"):
             with suppress(OSError):
                 status = path.stat()
-                found.append((status.st_mtime_ns, path, status.st_size))
-    return [(path, size_bytes) for _, path, size_bytes in sorted(found)]
+                files.append((status.st_mtime_ns, path, status.st_size))
+    return [(path, size_bytes) for _, path, size_bytes in sorted(files)]
 
 
 def _is_installed(package: str) -> bool:
@@ -179,7 +179,7 @@ def _is_installed(package: str) -> bool:
 def _installed() -> list[str]:
     """Return the folders' names that say which package is installed in which version."""
     names: set[str] = set()
-    for place in sys.path:
+    for path in sys.path:
         with suppress(OSError):
-            names.update(name for name in os.listdir(place or ".") if name.endswith(".dist-info"))
+            names.update(name for name in os.listdir(path or ".") if name.endswith(".dist-info"))
     return sorted(names)

@@ -63,10 +63,10 @@ class Codes:
         `current`, the codes of every chain's heads, goes along.
         """
         codes: list[int] = []
-        places: list[int] = []
+        rows: list[int] = []
         heads: list[int] = []
         further: list[int] = []
-        for place, (chain, head, origin, configuration, accepted) in enumerate(
+        for row, (chain, head, origin, configuration, accepted) in enumerate(
             zip(
                 batch.chain.tolist(),
                 batch.operator.tolist(),
@@ -81,14 +81,14 @@ class Codes:
             codes.append(code)
             if accepted:
                 mine[head] = code
-            if parts := batch.others.get(place):
+            if parts := batch.others.get(row):
                 their_heads, their_codes = self._of_parts(parts, mine, {head: code})
-                places += [place] * len(their_heads)
+                rows += [row] * len(their_heads)
                 heads += their_heads
                 further += their_codes
                 if accepted:
                     mine.update(zip(their_heads, their_codes, strict=True))
-        return codes, Others(*(np.array(column, np.int64) for column in (places, heads, further)))
+        return codes, Others(*(np.array(column, np.int64) for column in (rows, heads, further)))
 
     def _of_parts(
         self, parts: Sequence[Part], current: Mapping[int, int], given: dict[int, int]
@@ -125,15 +125,15 @@ class Codes:
     def of_drawn(self, drawn: Drawn) -> int:
         """Return the code of a drawn configuration."""
         # Tuples as keys, since dataclasses take four times as long to be found.
-        degrees, place = drawn.degrees, drawn.placement
-        if isinstance(place, Permuted):
-            seed = place.seed
+        degrees, placement = drawn.degrees, drawn.placement
+        if isinstance(placement, Permuted):
+            seed = placement.seed
             code = self._known.get((degrees, seed))
             if code is None:
                 code = self._new((degrees, seed), "permuted", degrees, None, None, seed)
                 self._drawn[code] = drawn
             return code
-        start, stride = place.start, place.stride
+        start, stride = placement.start, placement.stride
         code = self._known.get((degrees, start, stride))
         if code is None:
             code = self._new((degrees, start, stride), "strided", degrees, start, stride)
@@ -167,9 +167,9 @@ class Codes:
     def of_listed(self, configuration: Configuration) -> int:
         """Return the code of a configuration of which only the list of devices is known."""
         degrees, devices = configuration.degrees, configuration.devices
-        found = recognized(devices, self._device_count)
-        if found is not None:
-            return self.of_drawn(Drawn(degrees, found))
+        placement = recognized(devices, self._device_count)
+        if placement is not None:
+            return self.of_drawn(Drawn(degrees, placement))
         key = ("listed", degrees, devices)
         code = self._known.get(key)
         return code if code is not None else self._new(key, "listed", degrees, devices=devices)
@@ -324,13 +324,17 @@ class Recorded:
         if not self._rows:
             return batch
         new = np.ones(len(batch), dtype=bool)
-        for place in range(len(batch)):
-            key = int(batch.chain[place]), int(batch.step[place])
+        for row_index in range(len(batch)):
+            key = int(batch.chain[row_index]), int(batch.step[row_index])
             row = self._rows.pop(key, None)
             if row is None:
                 continue
-            new[place] = False
-            now = int(batch.operator[place]), int(batch.simulated_ns[place]), bool(batch.accepted[place])
+            new[row_index] = False
+            now = (
+                int(batch.operator[row_index]),
+                int(batch.simulated_ns[row_index]),
+                bool(batch.accepted[row_index]),
+            )
             if row != now:
                 raise DatabaseError(
                     f"search: chain {key[0]} makes another proposal {key[1]} than it made before (operator, time in ns "
@@ -354,17 +358,17 @@ def checkpoint_text(chains: Sequence[ChainCheckpoint]) -> str:
 
 def checkpoint_of(text: str) -> list[ChainCheckpoint]:
     """Return the checkpoints of chains in a text of `checkpoint_text`."""
-    found = []
+    checkpoints = []
     for entry in json.loads(text):
         pairs = {name: (int(entry[name][0]), int(entry[name][1])) for name in ("initial", "current", "best")}
-        found.append(ChainCheckpoint(**{**entry, **pairs}))
-    return found
+        checkpoints.append(ChainCheckpoint(**{**entry, **pairs}))
+    return checkpoints
 
 
 def groups_text(groups: Sequence[Group]) -> str:
     """Return groups (which operators follow which head) as JSON."""
     return canonical_json(
-        [[group.head, [[one.operator, list(one.axes)] for one in group.members]] for group in groups]
+        [[group.head, [[member.operator, list(member.axes)] for member in group.members]] for group in groups]
     )
 
 

@@ -114,8 +114,8 @@ class TraceReader:
     @_interpreting
     def next_code(self) -> int:
         """Return a code above those of all configurations; where several processes gave them, some have none."""
-        found = view(self._table("configurations", ["configuration"])["configuration"])
-        return int(found.max()) + 1 if len(found) else 0
+        codes = view(self._table("configurations", ["configuration"])["configuration"])
+        return int(codes.max()) + 1 if len(codes) else 0
 
     @_interpreting
     def starts(self, chain: int) -> dict[int, int]:
@@ -164,7 +164,11 @@ class TraceReader:
         table = self._table("proposals", columns, [("accepted", "=", True)])
         # Of the starts, too, which are no proposals.
         best = min(
-            ((one.best[1], one.number, one.best_at) for one in self.checkpoint() if one.best[0] == 0),
+            (
+                (chain.best[1], chain.number, chain.best_at)
+                for chain in self.checkpoint()
+                if chain.best[0] == 0
+            ),
             default=None,
         )
         for row in table.to_batches():
@@ -182,12 +186,12 @@ class TraceReader:
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
         table = self._table("proposals", ["step", "simulated_ns"], wanted).to_pydict()
         if not table["step"]:
-            starts = {one.number: one.initial for one in self.checkpoint()}
+            starts = {checkpoint.number: checkpoint.initial for checkpoint in self.checkpoint()}
             excess_bytes, time_ns = starts.get(chain, (1, 0))
             return None if excess_bytes else time_ns
-        last = max(range(len(table["step"])), key=lambda place: table["step"][place])
-        found: int | None = table["simulated_ns"][last]
-        return found
+        last = max(range(len(table["step"])), key=lambda index: table["step"][index])
+        simulated_ns: int | None = table["simulated_ns"][last]
+        return simulated_ns
 
     @_interpreting
     def recorded_after(self, steps: Mapping[int, int]) -> Recorded:
@@ -253,13 +257,13 @@ class TraceReader:
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
         columns = ["step", "operator", "configuration", "other_operators", "other_configurations"]
         ordered = self._table("proposals", columns, wanted).sort_by("step").to_pydict()
-        found: dict[int, int] = {}
+        last_codes: dict[int, int] = {}
         for head, code, heads, codes in zip(*(ordered[name] for name in columns[1:]), strict=True):
-            found[head] = code
+            last_codes[head] = code
             # Searches of older Soapstones changed one head at a time.
             if heads is not None:
-                found |= zip(heads, codes, strict=True)
-        return found
+                last_codes |= zip(heads, codes, strict=True)
+        return last_codes
 
     def _table(
         self,
@@ -325,8 +329,8 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         start = _start_document(store, search, reader, chain)
         shared: dict[str, str] = start.get("sharding", {})
         sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
-        places = {name: place for place, name in enumerate(_operator_names(graph))}
-        again = recomputation_from_json(start.get("recomputation", []), places)
+        operator_index = {name: index for index, name in enumerate(_operator_names(graph))}
+        again = recomputation_from_json(start.get("recomputation", []), operator_index)
         strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, again)
         record = _record(store, search, graph, strategy)
         return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
@@ -334,7 +338,7 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
 
 def _start_document(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, Any]:
     """Return the document of the known strategy that a chain began with, whose sharding and recomputation it keeps."""
-    starts = {one.number: one.start for one in reader.checkpoint()}
+    starts = {checkpoint.number: checkpoint.start for checkpoint in reader.checkpoint()}
     with as_written(row_name(store.database.name, "searches", search.id, "options")):
         known = search.options.get("known", [])
         # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
@@ -342,8 +346,8 @@ def _start_document(store: Store, search: SearchRecord, reader: TraceReader, cha
         if place is None or not 0 <= place < len(known):
             return {}
         digest = known[place]["digest"]
-    found: dict[str, Any] = json.loads(store.strategy(digest).document)
-    return found
+    document: dict[str, Any] = json.loads(store.strategy(digest).document)
+    return document
 
 
 def _weight_names(graph: GraphRecord) -> list[str]:
