@@ -148,13 +148,13 @@ def search(
     Example: app search --model inception --topology p100-cluster --batch-size 64
     """
     from app.cli.output import TerminalProgress
-    from app.services.costs.operator_costs import ON_MISS
+    from app.services.models.importing import importing
     from app.services.models.models import name_own_model, requested_model
-    from app.services.search.request import SearchRequest
-    from app.services.search.search import resume_search, run_search
     from graph.errors import UsageError
 
     if resume is not None:
+        from app.services.search.search import resume_search
+
         _refuse_beside_resume(context)
         name_own_model(model)
         with TerminalProgress(quiet=as_json) as progress:
@@ -166,10 +166,18 @@ def search(
         )
     if fresh and start:
         raise UsageError("app search: --fresh and --start are both given, must be one of them; leave one out")
+    network = requested_model(model, preset, batch_size, precision)
+    imported = context.with_resource(importing(network, batch_norm=batch_norm, processes=workers))
+
+    # Beside the import: these load compiled kernels and the database.
+    from app.services.costs.operator_costs import ON_MISS
+    from app.services.search.request import SearchRequest
+    from app.services.search.search import run_search
+
     if on_miss is not None and on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = SearchRequest(
-        model=requested_model(model, preset, batch_size, precision),
+        model=network,
         topology=topology,
         devices=devices,
         nodes=nodes,
@@ -196,10 +204,10 @@ def search(
             progress.warn(
                 "--time: how far the search comes depends on this machine's speed, so it is not reproducible"
             )
-        report = run_search(request, database, progress)
+        report = run_search(request, database, progress, imported)
     _show(report, as_json=as_json)
     if topology == "local" and not as_json:
-        _print_next(report, request.model, device, devices)
+        _print_next(report, network, device, devices)
 
 
 def _refuse_beside_resume(context: typer.Context) -> None:

@@ -19,6 +19,7 @@ from graph.canonical import canonical_json
 from graph.document import graph_from_document, graph_to_document
 from graph.operators import OperatorGraph
 from graph.zoo import hugging_face_names, zoo_names
+from search.parallel.fork import can_fork
 from tests.app.conftest import Command
 
 QUICK = ("gpt2", "inception", "nmt")
@@ -283,12 +284,14 @@ def test_processes_at_once_keep_and_find_whole_graphs(mlp: OperatorGraph, folder
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_search_of_a_cached_graph_imports_neither_torch_nor_pandas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(not can_fork(), reason="processes are not forked here")
+def test_a_search_imports_neither_torch_nor_pandas_and_its_network_beside_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setenv("SOAPSTONE_DATABASE_URL", f"sqlite:///{tmp_path}/x.sqlite")
     sizes = ("mlp", "--preset", "small", "--batch-size", "8")
-    search = ("search", "--model", *sizes, "--topology", "hgx-h100", "--devices", "2", "--proposals", "4")
+    options = ("--topology", "hgx-h100", "--devices", "2", "--proposals", "4", "--fresh")
+    search = ("search", "--model", *sizes, *options)
 
     def run(*arguments: str) -> tuple[str, str]:
         done = subprocess.run(
@@ -297,11 +300,16 @@ def test_a_search_of_a_cached_graph_imports_neither_torch_nor_pandas(
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
-    _, said = run("models", "show", *sizes)
-    assert "torch" in said.rpartition("imported: ")[2]
-    found, said = run(*search)
+    first, said = run(*search, "--workers", "2")
     assert said.endswith("imported: []")
-    assert json.loads(found)["proposals"] == 4
+    (file,) = folder.iterdir()
+    cached_at = file.stat().st_mtime_ns
+    later, said = run(*search, "--workers", "2")
+    assert said.endswith("imported: []")
+    assert file.stat().st_mtime_ns == cached_at
+    assert json.loads(first)["predictions"] == json.loads(later)["predictions"]
+    _, said = run(*search, "--workers", "1", "--batch-norm", "local")
+    assert "torch" in said.rpartition("imported: ")[2]
 
 
 def test_cache_says_where_graphs_are_and_clears_them(

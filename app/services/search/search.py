@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -42,8 +42,19 @@ from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
 from search.cost.calls_to_profile import needed_calls
 
 
-def run_search(request: SearchRequest, database: str | None, progress: Progress) -> SearchReport:
+def run_search(
+    request: SearchRequest,
+    database: str | None,
+    progress: Progress,
+    imported: Callable[[], ImportedModel] | None = None,
+) -> SearchReport:
     """Import the model, search, and store the result.
+
+    Args:
+        request: the search.
+        database: path or URL; None: the default one.
+        progress: shows the stages.
+        imported: returns the imported model; None: it is imported here.
 
     Raises:
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
@@ -51,9 +62,9 @@ def run_search(request: SearchRequest, database: str | None, progress: Progress)
     options, names = search_options(request), algorithm_names(request)
     workers = worker_count(request.workers)
     _check_topology(request)
-    model = _imported(request, names, workers, progress)
     with Store.open(database) as store:
         chunks.check_next_folder(store)
+        model = _imported(request, names, workers, progress, imported)
         with _setting(store, request, model, progress) as setting:
             starts = _starts(store, setting, request, progress)
             options = replace(options, shares=shares_for(len(setting.topology.devices)))
@@ -123,7 +134,11 @@ def _check_topology(request: SearchRequest) -> None:
 
 
 def _imported(
-    request: SearchRequest, names: Sequence[str], workers: int, progress: Progress
+    request: SearchRequest,
+    names: Sequence[str],
+    workers: int,
+    progress: Progress,
+    imported: Callable[[], ImportedModel] | None = None,
 ) -> ImportedModel:
     """Import the model, and compile the simulator meanwhile, and to its end: nothing is measured beside that."""
     from search.parallel.kernel_warm_up import KernelWarmUp, needed_kernels
@@ -135,7 +150,7 @@ def _imported(
             " (once after an installation, compiling the simulator meanwhile)" if warm_up.helper else ""
         )
         progress.begin(f"importing {request.model.name}{meanwhile}", None)
-        model = import_graph(request.model, batch_norm=request.batch_norm)
+        model = imported() if imported else import_graph(request.model, batch_norm=request.batch_norm)
         progress.end()
         if warm_up.remaining:
             progress.begin("compiling the simulator, once after an installation", None)
