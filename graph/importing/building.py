@@ -97,7 +97,7 @@ class GraphBuilder:
         return names
 
     def signature(self, operator: DraftOperator) -> Signature:
-        """Return what a rule looks at."""
+        """Return the operator's signature, from which a rule makes its space."""
         return Signature(
             operator.target,
             operator.arguments,

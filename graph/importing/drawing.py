@@ -99,8 +99,8 @@ def _permutation(lowering: Lowering, name: str, node: fx.Node, _arguments: Argum
     keys = TensorSpec(spec.shape, "int64")
     draw = _drawn(lowering, f"{name}.draw", "integers", keys)
     given: dict[str, Argument] = {"self": Ref(draw), "stable": True, "dim": 0, "descending": False}
-    places = lowering.builder.add(f"{name}.sort", "aten.sort.stable", given, [keys, keys])[1]
-    return _converted(lowering, name, places, spec)
+    indices = lowering.builder.add(f"{name}.sort", "aten.sort.stable", given, [keys, keys])[1]
+    return _converted(lowering, name, indices, spec)
 
 
 def _leaky(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:

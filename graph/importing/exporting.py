@@ -148,8 +148,8 @@ def _refuse_lost_tensors(program: ExportedProgram, name: str) -> None:
         constant = program.constants.get(str(spec.target)) if spec.kind is InputKind.CONSTANT_TENSOR else None
         if isinstance(constant, FakeTensor):
             node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
-            places = filter(None, map(locations.of_node, (node, *node.users)))
-            at = next((f" at {place}" for place in places), "")
+            node_locations = filter(None, map(locations.of_node, (node, *node.users)))
+            at = next((f" at {location}" for location in node_locations), "")
             raise ImportFailure(
                 f"model {name}: torch.export loses a tensor{at}, as where a forward uses .data, must see all; use the "
                 "tensor itself there, under torch.no_grad()"
@@ -179,8 +179,8 @@ def _hooks_put_back(module: nn.Module) -> Iterator[None]:
 
 def _failure(name: str, error: Exception) -> ImportFailure:
     """Return the line that says what failed, where in the user's source, and what to change."""
-    place = locations.of_error(error)
-    at = f" at {place}" if place else ""
+    location = locations.of_error(error)
+    at = f" at {location}" if location else ""
     text = _first_line(error)
     if locations.passed_through(error, "nn/utils/rnn.py") or (
         "FakeTensor" in text and locations.passed_through(error, "nn/modules/rnn.py")
@@ -215,7 +215,7 @@ _READS_DATA = frozenset(
 
 @contextmanager
 def _unchecked_values() -> Iterator[None]:
-    """Leave out what looks at values and decides nothing that a result depends on.
+    """Skip checks of values on which no result depends.
 
     A causal mask is told by its values to run a faster kernel, with the same result; distributions check their
     parameters.
@@ -237,9 +237,11 @@ def _unchecked_values() -> Iterator[None]:
 def _keep_gradients_stopped(module: fx.GraphModule) -> None:
     """Detach what leaves a `torch.no_grad` region: inlining would forget the region."""
     graph = module.graph
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0] is not False:
-            continue
+    region = torch.ops.higher_order.wrap_with_set_grad_enabled
+    stopped = [node for node in graph.nodes if node.target is region and node.args[0] is False]
+    if not stopped:
+        return
+    for node in stopped:
         for result in list(node.users):
             value = result.meta.get("val")
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():

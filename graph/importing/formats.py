@@ -35,12 +35,14 @@ def require_dtype(module: nn.Module, dtype: str, name: str) -> None:
         ImportFailure: one is not; the message says which.
     """
     for parameter_name, parameter in module.named_parameters():
-        found = str(parameter.dtype).removeprefix("torch.")
-        if parameter.requires_grad and found != dtype:
+        own_dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and own_dtype != dtype:
             advice = (
-                f"pass --precision {found}" if found in ("bfloat16", "float16") else "convert it by .float()"
+                f"pass --precision {own_dtype}"
+                if own_dtype in ("bfloat16", "float16")
+                else "convert it by .float()"
             )
             raise ImportFailure(
-                f"model {name}: weight {parameter_name} is {found}, must be {dtype} as all weights are for this "
+                f"model {name}: weight {parameter_name} is {own_dtype}, must be {dtype} as all weights are for this "
                 f"--precision; {advice}"
             )

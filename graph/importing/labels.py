@@ -81,16 +81,16 @@ def _record_shuffled(builder: GraphBuilder, operator: DraftOperator, labels: _La
 
 def _inherited(operator: DraftOperator, space: IterationSpace, labels: _Labels) -> dict[int, str]:
     """Return the producers' names of axes, of the first input that has one."""
-    found: dict[int, str] = {}
+    inherited: dict[int, str] = {}
     if not rule_for(operator.target).inherits_names:
-        return found
+        return inherited
     for name, operand in zip(operator.inputs, space.inputs, strict=True):
         for dim, factors in enumerate(operand):
-            known = labels.names.get((name, dim), {})
+            producer_names = labels.names.get((name, dim), {})
             for axis, extent in _extents(factors):
-                if axis is not None and extent in known:
-                    found.setdefault(axis, known[extent])
-    return found
+                if axis is not None and extent in producer_names:
+                    inherited.setdefault(axis, producer_names[extent])
+    return inherited
 
 
 def _with_names(space: IterationSpace, names: dict[int, str]) -> IterationSpace:

@@ -46,9 +46,9 @@ class Lowering:
             source, position = node.args
             assert isinstance(source, fx.Node)
             assert isinstance(position, int)
-            found = self.environment.get(source)
-            if isinstance(found, tuple) and found[position] is not None:
-                self.environment[node] = found[position] or ""
+            lowered = self.environment.get(source)
+            if isinstance(lowered, tuple) and lowered[position] is not None:
+                self.environment[node] = lowered[position] or ""
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise ImportFailure(
@@ -59,8 +59,8 @@ class Lowering:
             return  # checks and the like; nothing here has side effects
         arguments = complete_arguments(node)
         name = node.name
-        for theirs, ours in _SPELLINGS:
-            name = name.replace(theirs, ours)
+        for aten_name, short_name in _SPELLINGS:
+            name = name.replace(aten_name, short_name)
         target = str(node.target).removeprefix("aten.")
         lowerer = LOWERERS.get(target) or self.rewriters.get(target, plain)
         self.environment[node] = lowerer(self, name, node, arguments)
@@ -71,13 +71,13 @@ class Lowering:
         Raises:
             ImportFailure: it is an output that the lowered operator does not have.
         """
-        found = self.environment.get(node)
-        if not isinstance(found, str):
+        value = self.environment.get(node)
+        if not isinstance(value, str):
             raise ImportFailure(
                 f"model {self.builder.model}: {node} is used, but a part of the graph cannot make it; "
                 "use the operator's first output alone"
             )
-        return found
+        return value
 
     def argument(self, value: Any, where: str) -> Argument:
         """Return an argument with `Ref`s for nodes."""
@@ -261,9 +261,9 @@ def _arange(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) 
 def _copy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
     source = lowering.value(arguments["src"])
     spec = lowering.spec(node)
-    mine = lowering.builder.spec(source)
-    if mine.dtype != spec.dtype:
-        converted = TensorSpec(mine.shape, spec.dtype)
+    source_spec = lowering.builder.spec(source)
+    if source_spec.dtype != spec.dtype:
+        converted = TensorSpec(source_spec.shape, spec.dtype)
         given = {"self": Ref(source), "dtype": spec.dtype}
         source = lowering.builder.add(f"{name}.to", "aten._to_copy.default", given, [converted])[0]
     return expanded(lowering, name, source, spec)

@@ -25,12 +25,12 @@ from graph.operators import OperatorGraph, ValueKind
 
 @dataclass(frozen=True)
 class Outputs:
-    """Results of a module, and what they follow from.
+    """Results of a module, with the values, constants and calls that they are computed from.
 
     nodes: by name of the result.
     sources: for each node that is there already, the name of a value or an input of the graph.
     constants: the tensors that other nodes stand for.
-    calls: what is to be executed, in order.
+    calls: to be executed, in order.
     """
 
     nodes: Mapping[str, fx.Node]
@@ -38,10 +38,10 @@ class Outputs:
     constants: Mapping[fx.Node, torch.Tensor]
     calls: tuple[fx.Node, ...]
 
-    def compute(self, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def compute(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the results by name, from the whole tensors of all `sources`, on the CPU."""
         results: dict[fx.Node, Any] = dict(self.constants)
-        results.update({node: known[name] for node, name in self.sources.items()})
+        results.update({node: tensors[name] for node, name in self.sources.items()})
         with torch.no_grad():
             for node in self.calls:
                 args = fx.node.map_arg(node.args, results.__getitem__)
@@ -101,16 +101,16 @@ def find_outputs(
     def keep(result: Any) -> list[torch.Tensor]:
         tensors = named_tensors(result)
         wanted = {
-            wish: [name for name in tensors if name == wish or name.startswith(f"{wish}.")]
-            for wish in outputs
+            asked: [name for name in tensors if name == asked or name.startswith(f"{asked}.")]
+            for asked in outputs
         }
-        for wish, found in wanted.items():
-            if not found:
+        for asked, matching in wanted.items():
+            if not matching:
                 raise ImportFailure(
-                    f"model {graph.name}: its result has no tensor {wish}, must be one of "
+                    f"model {graph.name}: its result has no tensor {asked}, must be one of "
                     f"{', '.join(name or 'the loss itself' for name in tensors)}; ask for one of them"
                 )
-        names[:] = dict.fromkeys(name for found in wanted.values() for name in found)
+        names[:] = dict.fromkeys(name for matching in wanted.values() for name in matching)
         return [tensors[name] for name in names]
 
     again = export(module, *example, graph.name, keep)
@@ -164,7 +164,7 @@ def _needed(program: ExportedProgram) -> list[fx.Node]:
 
 
 class _Search:
-    """What results follow from: values and inputs of the graph (`sources`), constants, and calls in between."""
+    """The origins of results: values and inputs of the graph (`sources`), constants, and the calls between them."""
 
     def __init__(
         self,
@@ -193,14 +193,14 @@ class _Search:
         self._inputs = {node: f"input.{number}" for number, node in enumerate(tensors)}
 
     def find(self, result: fx.Node, name: str) -> None:
-        """Note what a result follows from.
+        """Add the sources, constants and calls that a result is computed from.
 
         Raises:
             ImportFailure: it is a weight, a random number, or follows from one that the loss does not depend on.
         """
-        waiting = [result]
-        while waiting:
-            node = waiting.pop()
+        pending = [result]
+        while pending:
+            node = pending.pop()
             if node in self.sources or node in self.constants or node in self.calls:
                 continue
             value = self._value(node)
@@ -211,18 +211,18 @@ class _Search:
             else:
                 self._require_repeatable(node, name)
                 self.calls.add(node)
-                waiting.extend(node.all_input_nodes)
+                pending.extend(node.all_input_nodes)
 
     def _value(self, node: fx.Node) -> str | None:
         """Return the value or input of the graph that a node stands for, if it does."""
         if node in self._inputs:
             return self._inputs[node]
-        known = self._environment.get(self._counterparts.get(node, node))
-        found = self._graph.value_by_name.get(known) if isinstance(known, str) else None
-        if found is None or found.kind is not ValueKind.OPERATOR:
+        value_name = self._environment.get(self._counterparts.get(node, node))
+        value = self._graph.value_by_name.get(value_name) if isinstance(value_name, str) else None
+        if value is None or value.kind is not ValueKind.OPERATOR:
             return None
-        same = found.spec.shape == tuple(node.meta["val"].shape)
-        return found.name if same and getattr(torch, found.spec.dtype) is node.meta["val"].dtype else None
+        same = value.spec.shape == tuple(node.meta["val"].shape)
+        return value.name if same and getattr(torch, value.spec.dtype) is node.meta["val"].dtype else None
 
     def _constant(self, node: fx.Node, name: str) -> torch.Tensor:
         spec = self._specs[node.name]

@@ -44,14 +44,14 @@ def refined_spaces(builder: GraphBuilder) -> tuple[list[IterationSpace], dict[st
             users.setdefault(name, []).append(index)
     state = Propagation()
     queue = deque(range(len(nodes)))
-    waiting = [True] * len(nodes)
+    is_queued = [True] * len(nodes)
     while queue:
         index = queue.popleft()
-        waiting[index] = False
+        is_queued[index] = False
         for name in _exchange_cuts(nodes[index], builder, state):
             for user in users[name]:
-                if not waiting[user]:
-                    waiting[user] = True
+                if not is_queued[user]:
+                    is_queued[user] = True
                     queue.append(user)
     spaces = [_refined(node) for node in nodes]
     return labelled(builder, spaces), state.conflicts
@@ -84,17 +84,17 @@ def _exchange_cuts(node: _Node, builder: GraphBuilder, state: Propagation) -> li
 
     def cut_dim(name: str, dim: int, cut: int) -> bool:
         size = builder.values[name].spec.shape[dim]
-        known = state.cuts.setdefault((name, dim), [])
-        if cut in known or not 1 < cut < size:
+        dim_cuts = state.cuts.setdefault((name, dim), [])
+        if cut in dim_cuts or not 1 < cut < size:
             return False
-        if not _chained(known, cut, size):
+        if not _chained(dim_cuts, cut, size):
             state.conflicts.setdefault(
                 node.operator.name,
-                f"dim {dim} of {name} is already a product with strides {sorted(known)}, a further one of {cut} "
+                f"dim {dim} of {name} is already a product with strides {sorted(dim_cuts)}, a further one of {cut} "
                 "does not fit",
             )
             return False
-        known.append(cut)
+        dim_cuts.append(cut)
         changed.append(name)
         return True
 
@@ -110,20 +110,20 @@ def _exchange_cuts(node: _Node, builder: GraphBuilder, state: Propagation) -> li
             stride = 1
             for factor in reversed(factors):
                 if factor.axis in node.pure:
-                    mine = node.cuts.setdefault(factor.axis, [])
+                    axis_cuts = node.cuts.setdefault(factor.axis, [])
                     for cut in list(state.cuts.get((name, dim), ())):
                         inner = cut // stride
-                        if not stride < cut < stride * factor.size or inner in mine:
+                        if not stride < cut < stride * factor.size or inner in axis_cuts:
                             continue
-                        if cut % stride or not _chained(mine, inner, factor.size):
+                        if cut % stride or not _chained(axis_cuts, inner, factor.size):
                             state.conflicts.setdefault(
                                 node.operator.name,
                                 f"dim {dim} of {name} is a product with a stride of {cut}, which does not fit here",
                             )
                             continue
-                        mine.append(inner)
+                        axis_cuts.append(inner)
                         again = True
-                    for inner in mine:
+                    for inner in axis_cuts:
                         again |= cut_dim(name, dim, inner * stride)
                 stride *= factor.size
     return changed

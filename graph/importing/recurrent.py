@@ -95,7 +95,10 @@ def _unrolled(stack: _Stack, source: str, specs: list[TensorSpec]) -> Lowered:
     ends: list[list[str]] = [[] for _ in stack.states]
     for layer in range(stack.layers):
         if layer:
-            inputs = [stack.dropped(f"layer{layer}.step{place}", value) for place, value in enumerate(inputs)]
+            inputs = [
+                stack.dropped(f"layer{layer}.step{step_index}", value)
+                for step_index, value in enumerate(inputs)
+            ]
         made = []
         for direction in range(stack.directions):
             row = layer * stack.directions + direction
@@ -120,13 +123,13 @@ def _run(stack: _Stack, row: int, inputs: list[str], begin: list[str]) -> tuple[
     backward = row % stack.directions == 1
     order = range(len(inputs))
     outputs, states = [""] * len(inputs), begin
-    for place in reversed(order) if backward else order:
+    for step in reversed(order) if backward else order:
         hx: Any = tuple(map(Ref, states)) if len(states) > 1 else Ref(states[0])
-        own = f"layer{row // stack.directions}{'.reverse' if backward else ''}.step{place}"
+        own = f"layer{row // stack.directions}{'.reverse' if backward else ''}.step{step}"
         states = list(
-            stack.add(own, cell, {"input": Ref(inputs[place]), "hx": hx, **given}, *map(stack.spec, states))
+            stack.add(own, cell, {"input": Ref(inputs[step]), "hx": hx, **given}, *map(stack.spec, states))
         )
-        outputs[place] = states[0]
+        outputs[step] = states[0]
     return outputs, states
 
 
@@ -141,11 +144,11 @@ def _rows(stack: _Stack, name: str, state: str) -> list[str]:
 def _joined(stack: _Stack, layer: int, made: list[list[str]]) -> list[str]:
     """Return the outputs of both directions of a layer side by side."""
     joined: list[str] = []
-    for place, pair in enumerate(zip(*made, strict=True)):
+    for step, pair in enumerate(zip(*made, strict=True)):
         spec = stack.spec(pair[0])
         both = TensorSpec((spec.shape[0], spec.shape[1] * len(pair)), spec.dtype)
         given: dict[str, Argument] = {"tensors": tuple(map(Ref, pair)), "dim": 1}
-        joined += stack.add(f"layer{layer}.both{place}", "aten.cat.default", given, both)
+        joined += stack.add(f"layer{layer}.both{step}", "aten.cat.default", given, both)
     return joined
 
 
@@ -161,8 +164,8 @@ def _by_layer(stack: _Stack, source: str, specs: list[TensorSpec]) -> Lowered:
         if layer:
             source = stack.dropped(own, source)
         begin = [
-            _layer_state(stack, f"{own}.state{place}", state, layer)
-            for place, state in enumerate(stack.states)
+            _layer_state(stack, f"{own}.state{index}", state, layer)
+            for index, state in enumerate(stack.states)
         ]
         rows = range(layer * stack.directions, (layer + 1) * stack.directions)
         given = {

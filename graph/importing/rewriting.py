@@ -56,9 +56,9 @@ def _select_scatter(lowering: Lowering, name: str, _node: fx.Node, arguments: Ar
     spec = lowering.builder.spec(source)
     dim = positive(arguments["dim"], len(spec.shape))
     index = positive(arguments["index"], spec.shape[dim])
-    one = TensorSpec((*spec.shape[:dim], 1, *spec.shape[dim + 1 :]), spec.dtype)
-    given = {"self": Ref(piece), "size": one.shape}
-    raised = lowering.builder.add(f"{name}.piece", "aten.view.default", given, [one])[0]
+    piece_spec = TensorSpec((*spec.shape[:dim], 1, *spec.shape[dim + 1 :]), spec.dtype)
+    given = {"self": Ref(piece), "size": piece_spec.shape}
+    raised = lowering.builder.add(f"{name}.piece", "aten.view.default", given, [piece_spec])[0]
     return _replaced(lowering, name, source, raised, dim, index, index + 1)
 
 

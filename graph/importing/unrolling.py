@@ -35,7 +35,7 @@ def _nll_loss(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments
 
 
 def _instance_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    """Keep it, but refuse running statistics that a step would have to update: export forgets them."""
+    """Keep the operator; refuse running statistics that a step would have to update, which export forgets."""
     if arguments["running_mean"] is not None and arguments["use_input_stats"]:
         raise ImportFailure(
             f"model {lowering.builder.model}: {name} updates running statistics, which torch.export does not show; "

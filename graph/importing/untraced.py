@@ -44,7 +44,7 @@ class _GivenInput:
 
 @dataclass(slots=True)
 class Untraced:
-    """What was noticed while a forward was traced."""
+    """Side effects of a forward that its trace does not show."""
 
     hooks: int = 0
     calls: dict[type, _FunctionCall] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Untraced:
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def problem(self) -> str | None:
-        """Return the first thing that the graph has lost, in words that follow the model's name; None: nothing."""
+        """Return the first side effect that the graph lacks, in words that follow the model's name, or None."""
         if self.hooks:
             return (
                 "its forward puts hooks on tensors, must not, as export leaves them out; compute what they do in the "
@@ -80,7 +80,7 @@ class Untraced:
 
 
 def gradient_hook(module: nn.Module) -> str | None:
-    """Return what of a module has a hook that runs in the backward, or None."""
+    """Return the name of the module, part or parameter with a hook that runs in the backward; None: none has one."""
     if modules._global_backward_hooks or modules._global_backward_pre_hooks:
         return "every module"
     for name, part in module.named_modules():
@@ -94,7 +94,7 @@ def gradient_hook(module: nn.Module) -> str | None:
 
 @contextmanager
 def noticing(module: nn.Module, noticed: Untraced) -> Iterator[None]:
-    """Notice what the body's call of `module` does that a trace does not show."""
+    """Record in `noticed` the side effects of the body's call of `module`."""
     numbers, generators = _numbers(module), _generators()
     with _noticed_hooks(noticed), _noticed_functions(noticed):
         yield
@@ -110,13 +110,13 @@ def noticing(module: nn.Module, noticed: Untraced) -> Iterator[None]:
 @contextmanager
 def changed(module: nn.Module, noticed: Untraced) -> Iterator[None]:
     """Let the body have the module as its forward has left it: an export puts its attributes back."""
-    places = [(*_split(module, name), before, after) for name, (before, after) in noticed.changed.items()]
-    for part, name, _, after in places:
+    attributes = [(*_split(module, name), before, after) for name, (before, after) in noticed.changed.items()]
+    for part, name, _, after in attributes:
         setattr(part, name, after)
     try:
         yield
     finally:
-        for part, name, before, _ in places:
+        for part, name, before, _ in attributes:
             if before is None:
                 # The forward made it, perhaps over one of the class.
                 vars(part).pop(name, None)
@@ -177,8 +177,12 @@ def _noticed_functions(noticed: Untraced) -> Iterator[None]:
 
     Its `forward` is replaced, not `apply`, which users keep under names of their own.
     """
-    own = [one for one in _subclasses(torch.autograd.Function) if not one.__module__.startswith("torch.")]
-    before = {one: vars(one)["forward"] for one in own if "forward" in vars(one)}
+    own = [
+        function
+        for function in _subclasses(torch.autograd.Function)
+        if not function.__module__.startswith("torch.")
+    ]
+    before = {function: vars(function)["forward"] for function in own if "forward" in vars(function)}
 
     def noting(function: type, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -189,18 +193,18 @@ def _noticed_functions(noticed: Untraced) -> Iterator[None]:
 
         return noted
 
-    for one in before:
-        setattr(one, "forward", staticmethod(noting(one, one.forward)))  # noqa: B010 - mypy: a method
+    for function in before:
+        setattr(function, "forward", staticmethod(noting(function, function.forward)))  # noqa: B010 - mypy: a method
     try:
         yield
     finally:
-        for one, forward in before.items():
-            setattr(one, "forward", forward)  # noqa: B010 - mypy: a method
+        for function, forward in before.items():
+            setattr(function, "forward", forward)  # noqa: B010 - mypy: a method
 
 
 def _subclasses(root: Any) -> set[type[torch.autograd.Function]]:
     children: list[Any] = root.__subclasses__()
-    return {*children, *(one for child in children for one in _subclasses(child))}
+    return {*children, *(descendant for child in children for descendant in _subclasses(child))}
 
 
 def _has_context_apart(function: Any) -> bool:
@@ -216,19 +220,24 @@ def _described(argument: Any) -> Any:
 
 def _lost_backward(call: _FunctionCall) -> str | None:
     """Return why the graph would not have the backward of a call; None where autograd makes the same of its forward."""
-    elements = sum(torch.Size(one.shape).numel() for one in call.arguments if isinstance(one, _GivenInput))
+    elements = sum(
+        torch.Size(argument.shape).numel() for argument in call.arguments if isinstance(argument, _GivenInput)
+    )
     most = None if elements <= _LARGEST_CALL else _FEW
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(0)
-        given = [_tensor(one, most) if isinstance(one, _GivenInput) else one for one in call.arguments]
+        given = [
+            _tensor(argument, most) if isinstance(argument, _GivenInput) else argument
+            for argument in call.arguments
+        ]
         try:
             own = _gradients(call.function.apply, given)
             plain = _gradients(lambda *args: _forward(call.function, args), given)
         except Exception as error:  # whatever its forward or backward raises
             return f"has a backward of its own that cannot be compared ({type(error).__name__})"
     same = all(
-        torch.allclose(mine, theirs, _TOLERANCE, _TOLERANCE, equal_nan=True)
-        for mine, theirs in zip(own, plain, strict=True)
+        torch.allclose(own_gradient, plain_gradient, _TOLERANCE, _TOLERANCE, equal_nan=True)
+        for own_gradient, plain_gradient in zip(own, plain, strict=True)
     )
     return None if same else "has a backward of its own"
 
@@ -244,19 +253,19 @@ def _gradients(function: Callable[..., Any], given: Sequence[Any]) -> list[torch
     """Return the gradients of a random sum of a function's results, by tensors among its arguments."""
     results = function(*given)
     outputs = [
-        one
-        for one in (results if isinstance(results, tuple) else (results,))
-        if isinstance(one, torch.Tensor) and one.requires_grad
+        result
+        for result in (results if isinstance(results, tuple) else (results,))
+        if isinstance(result, torch.Tensor) and result.requires_grad
     ]
-    inputs = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
+    inputs = [argument for argument in given if isinstance(argument, torch.Tensor) and argument.requires_grad]
     if not outputs or not inputs:
-        return [torch.zeros_like(one) for one in inputs]
+        return [torch.zeros_like(tensor) for tensor in inputs]
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(one.shape, dtype=one.dtype, generator=generator) for one in outputs]
-    found = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+    weights = [torch.randn(result.shape, dtype=result.dtype, generator=generator) for result in outputs]
+    gradients = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
     return [
-        torch.zeros_like(one) if gradient is None else gradient
-        for one, gradient in zip(inputs, found, strict=True)
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(inputs, gradients, strict=True)
     ]
 
 
