@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,14 @@ class InitialTensors:
     parameters: Tensors
     buffers: Tensors
     inputs: Tensors
+
+    def map(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> InitialTensors:
+        """Return the converted tensors."""
+
+        def converted(tensors: Tensors) -> Tensors:
+            return {name: convert(tensor) for name, tensor in tensors.items()}
+
+        return InitialTensors(converted(self.parameters), converted(self.buffers), converted(self.inputs))
 
 
 class Executor(StepRunner):

@@ -42,7 +42,7 @@ from runtime.jobs.verify import (
 from runtime.ranks.watchdog import heartbeat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from runtime.communication import World
     from runtime.jobs.job import Job
@@ -73,16 +73,9 @@ def _operator_in_double(operator: Operator) -> Operator:
     return replace(operator, arguments=arguments)
 
 
-def tensors_in_double(tensors: InitialTensors, device: torch.device) -> InitialTensors:
-    """Return the tensors on `device`, the floating-point ones in float64."""
-
-    def convert(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor.to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in named.items()
-        }
-
-    return InitialTensors(convert(tensors.parameters), convert(tensors.buffers), convert(tensors.inputs))
+def in_double_on(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that moves tensors to `device`, floating-point ones in float64."""
+    return lambda tensor: tensor.to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
 
 @contextmanager
@@ -107,7 +100,7 @@ def verify_strategy(
     factor = ITEM_BYTES[DOUBLE] // ITEM_BYTES[job.training.dtype]
     graph = in_double(job.graph)
     plan = build_plan(graph, job.strategy, job.node_of, factor * BUCKET_BYTES)
-    doubled = tensors_in_double(tensors, torch.device("cpu"))
+    doubled = tensors.map(in_double_on(torch.device("cpu")))
     differing = differing_tensors(world, tensors)
     with _double_by_default():
         executor = _executed(job, plan, world, doubled, device)
@@ -121,7 +114,7 @@ def verify_strategy(
     if world.rank != 0:
         return None
     context = ExecutionContext(seed=job.seed, step=0, device=device)
-    whole = tensors_in_double(tensors, device)
+    whole = tensors.map(in_double_on(device))
     with _double_by_default():
         reference = interpret(graph, whole, context, job.strategy)
     of_module, not_eager = _from_module(job, graph, whole, context, reference)
@@ -148,7 +141,7 @@ def verify_strategy(
             verification, allowed_of_run=max(verification.allowed_of_run, ALLOWED_TIMES * coarsest)
         )
     # The same rounded weights and inputs in the run's own precision, on one device.
-    alone = interpret(job.graph, _on_device(tensors, device), context, job.strategy)
+    alone = interpret(job.graph, tensors.map(lambda tensor: tensor.to(device)), context, job.strategy)
     rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)
     return replace(
         verification,
@@ -167,7 +160,7 @@ def _from_module(
     heartbeat("verifying the module itself")
     # Built anew: Python's own state starts from the beginning, and the run's tensors stay as they are.
     built = job.model.build(job.seed)
-    rebuilt = tensors_in_double(tensors_of(job.graph, built), context.device)
+    rebuilt = tensors_of(job.graph, built).map(in_double_on(context.device))
     for before, after in ((whole.parameters, rebuilt.parameters), (whole.inputs, rebuilt.inputs)):
         for name, tensor in before.items():
             if not torch.equal(tensor, after[name]):
@@ -206,13 +199,6 @@ def _run_gradients(
     """Return, on rank 0, the gradients of one step as the run itself makes it; all ranks must call it."""
     plan = build_plan(job.graph, job.strategy, job.node_of)
     return collect_gradients(plan, world, _executed(job, plan, world, tensors, device), tensors, device)
-
-
-def _on_device(tensors: InitialTensors, device: torch.device) -> InitialTensors:
-    def move(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(device) for name, tensor in named.items()}
-
-    return InitialTensors(move(tensors.parameters), move(tensors.buffers), move(tensors.inputs))
 
 
 def differing_tensors(world: World, tensors: InitialTensors) -> tuple[str, ...]:

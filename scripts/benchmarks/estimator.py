@@ -11,10 +11,10 @@ import os
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement, percentile
 
 if TYPE_CHECKING:
     from graph.topology import DeviceKind
@@ -115,19 +115,19 @@ def left_out_errors(kind: DeviceKind, observations: Sequence[Observation]) -> di
 def _measurements(errors: dict[str, list[float]]) -> list[MeasuredValue]:
     every = [error for of_target in errors.values() for error in of_target]
     rows = [
-        measurement(f"all {len(every)} costs: median error", _percent(every, 0.5), "%"),
-        measurement("    90th percentile", _percent(every, 0.9), "%"),
+        measurement(f"all {len(every)} costs: median error", percentile(every, 0.5), "%"),
+        measurement("    90th percentile", percentile(every, 0.9), "%"),
     ]
     products = [error for target in errors if _name(target) in PRODUCTS for error in errors[target]]
     if products:
         rows += [
             measurement(
                 f"{len(products)} of matrix products: median error",
-                _percent(products, 0.5),
+                percentile(products, 0.5),
                 "%",
                 at_most=MEDIAN_PERCENT,
             ),
-            measurement("    90th percentile", _percent(products, 0.9), "%", at_most=P90_PERCENT),
+            measurement("    90th percentile", percentile(products, 0.9), "%", at_most=P90_PERCENT),
         ]
     return rows
 
@@ -153,12 +153,6 @@ def _row(target: str, errors: Sequence[float]) -> dict[str, str]:
     return {
         "operator type": target,
         "costs": str(len(errors)),
-        "median error": f"{_percent(errors, 0.5):.1f} %",
-        "90th percentile": f"{_percent(errors, 0.9):.1f} %",
+        "median error": f"{percentile(errors, 0.5):.1f} %",
+        "90th percentile": f"{percentile(errors, 0.9):.1f} %",
     }
-
-
-def _percent(errors: Iterable[float], share: float) -> float:
-    import numpy as np
-
-    return 100 * float(np.quantile(list(errors), share))

@@ -7,7 +7,6 @@ simulation from scratch takes. Without --quick, the plot is written to growth.sv
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 import time
@@ -83,6 +82,7 @@ def _layers_name(layers: int) -> str:
 
 
 def _measured(name: str, graph: OperatorGraph, device_count: int) -> GrowthRow:
+    from runtime.observe.peak_memory import process_peak_bytes
     from scripts.benchmarks.simulator import builder_of, chain_of, started, stepping, timed
     from search.algorithms.moves import ONE_GROUP, Moves
 
@@ -96,7 +96,6 @@ def _measured(name: str, graph: OperatorGraph, device_count: int) -> GrowthRow:
     layout = builder_of(graph, device_count).layout(strategy)
     layout.run("program")
     full_s = statistics.median(timed(lambda: layout.run("program"), SECONDS / 8, LEAST_PROPOSALS))
-    unit = 1 if sys.platform == "darwin" else 1024
     row = GrowthRow(
         network=name,
         devices=device_count,
@@ -107,7 +106,7 @@ def _measured(name: str, graph: OperatorGraph, device_count: int) -> GrowthRow:
         median_us=statistics.median(times_s) * 1e6,
         p95_us=sorted(times_s)[int(0.95 * len(times_s))] * 1e6,
         mean_us=statistics.fmean(times_s) * 1e6,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        peak_bytes=process_peak_bytes(),
     )
     # The largest take minutes: whoever stops the benchmark keeps what it has.
     print(", ".join(f"{key} {value}" for key, value in _cells(row).items()), file=sys.stderr, flush=True)

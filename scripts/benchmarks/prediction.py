@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from app.services.models.models import ModelRequest
+    from app.services.run.run import RunReport
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
 
@@ -83,7 +84,7 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
         None,
         Silent(),
     )  # fmt: skip
-    by_digest = {_run(model, reference): reference for reference in NAMED}
+    by_digest = {executed(model, reference).strategy_digest: reference for reference in NAMED}
     references = [*by_digest.values()]
     best = search.predictions[0].digest
     graph = import_graph(model, batch_norm="synchronized").graph
@@ -95,28 +96,29 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
             drawn.append(str(file))
     others = [*([best] if best not in by_digest else []), *drawn]
     for reference in others:
-        _run(model, reference)
+        executed(model, reference)
     # Once more, backwards: a machine's speed drifts, and how far belongs to the noise of a measurement.
     for reference in reversed([*references, *others]):
-        _run(model, reference)
+        executed(model, reference)
 
 
-def _run(model: ModelRequest, reference: str) -> str:
-    """Execute a strategy; return its digest."""
+def executed(model: ModelRequest, reference: str, devices: int = DEVICES, iterations: int = 10) -> RunReport:
+    """Execute a strategy on CPU devices and return the report; costs that are missing are measured first."""
     from app.services.progress import Silent
     from app.services.run.run import RunRequest, run_strategy
 
     report = run_strategy(
         RunRequest(
-            model=model, strategy=reference, devices=DEVICES, processor="cpu", optimizer="sgd",
-            batch_norm="synchronized", iterations=10, warmup=2, seed=0, verify=False, on_miss="measure", timeout_s=600,
+            model=model, strategy=reference, devices=devices, processor="cpu", optimizer="sgd",
+            batch_norm="synchronized", iterations=iterations, warmup=2, seed=0, verify=False, on_miss="measure",
+            timeout_s=600,
         ),
         None,
         Silent(),
     )  # fmt: skip
     if report is None:
-        raise RuntimeError("prediction: must run alone, not under torchrun")
-    return report.strategy_digest
+        raise RuntimeError("benchmark: must run alone, not under torchrun")
+    return report
 
 
 def _partly_random(graph: OperatorGraph) -> Iterator[Strategy]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement, percentile
 from scripts.benchmarks.zoo import networks
 
 if TYPE_CHECKING:
@@ -123,10 +123,10 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
 def _measurements(differences: Sequence[float]) -> list[MeasuredValue]:
     return [
         measurement(
-            "difference of two rounds: median", _percent(differences, 0.5), "%", at_most=MEDIAN_PERCENT
+            "difference of two rounds: median", percentile(differences, 0.5), "%", at_most=MEDIAN_PERCENT
         ),
-        measurement("    90th percentile", _percent(differences, 0.9), "%", at_most=P90_PERCENT),
-        measurement("    99th percentile", _percent(differences, 0.99), "%"),
+        measurement("    90th percentile", percentile(differences, 0.9), "%", at_most=P90_PERCENT),
+        measurement("    99th percentile", percentile(differences, 0.99), "%"),
     ]
 
 
@@ -134,12 +134,6 @@ def _row(low: float, high: float, differences: Sequence[float]) -> dict[str, str
     return {
         "takes": f"{low * 1e3:g} ms and more" if high > 1 else f"{low * 1e3:g} to {high * 1e3:g} ms",
         "costs": str(len(differences)),
-        "median": f"{_percent(differences, 0.5):.1f} %" if differences else "-",
-        "90th percentile": f"{_percent(differences, 0.9):.1f} %" if differences else "-",
+        "median": f"{percentile(differences, 0.5):.1f} %" if differences else "-",
+        "90th percentile": f"{percentile(differences, 0.9):.1f} %" if differences else "-",
     }
-
-
-def _percent(values: Sequence[float], share: float) -> float:
-    import numpy as np
-
-    return 100 * float(np.quantile(values, share))

@@ -1,5 +1,6 @@
 """The result of a benchmark, and its tables."""
 
+from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 from rich.console import Console
@@ -35,6 +36,13 @@ def measurement(
 ) -> MeasuredValue:
     """Return one measured value with its target, if any."""
     return MeasuredValue(name=name, value=value, unit=unit, at_most=at_most, at_least=at_least)
+
+
+def percentile(shares: Sequence[float], quantile: float) -> float:
+    """Return a quantile of some shares, in percent."""
+    import numpy as np
+
+    return 100 * float(np.quantile(shares, quantile))
 
 
 def meets_target(measured: MeasuredValue) -> bool:

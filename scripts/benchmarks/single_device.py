@@ -7,7 +7,7 @@ one.
 
 from __future__ import annotations
 
-from scripts.benchmarks.prediction import database
+from scripts.benchmarks.prediction import database, executed
 from scripts.benchmarks.result import BenchmarkResult, measurement
 from scripts.benchmarks.zoo import networks
 
@@ -21,19 +21,21 @@ def run(*, quick: bool) -> BenchmarkResult:
     Raises:
         SoapstoneError: a run failed.
     """
+    from app.services.models.models import requested_model
+
     chosen, preset = networks(quick=quick)
     rows, errors = [], []
     with database():
         for name, batch_size in chosen.items():
-            predicted_s, measured_s = _run(name, preset, batch_size)
-            error = predicted_s / measured_s - 1
+            report = executed(requested_model(name, preset, batch_size), "single-device", 1, ITERATIONS)
+            error = report.predicted_s / report.median_s - 1
             errors.append(abs(error))
             rows.append(
                 {
                     "network": name,
                     "batch": str(batch_size),
-                    "predicted": f"{predicted_s * 1e3:,.1f} ms",
-                    "measured": f"{measured_s * 1e3:,.1f} ms",
+                    "predicted": f"{report.predicted_s * 1e3:,.1f} ms",
+                    "measured": f"{report.median_s * 1e3:,.1f} ms",
                     "error": f"{100 * error:+.1f} %",
                 }
             )
@@ -46,23 +48,3 @@ def run(*, quick: bool) -> BenchmarkResult:
         ],
         table=rows,
     )
-
-
-def _run(name: str, preset: str, batch_size: int) -> tuple[float, float]:
-    """Return the predicted and the measured (median) seconds of a step on one device."""
-    from app.services.models.models import requested_model
-    from app.services.progress import Silent
-    from app.services.run.run import RunRequest, run_strategy
-
-    report = run_strategy(
-        RunRequest(
-            model=requested_model(name, preset, batch_size), strategy="single-device", devices=1, processor="cpu",
-            optimizer="sgd", batch_norm="synchronized", iterations=ITERATIONS, warmup=2, seed=0, verify=False,
-            on_miss="measure", timeout_s=600,
-        ),
-        None,
-        Silent(),
-    )  # fmt: skip
-    if report is None:
-        raise RuntimeError("single_device: must run alone, not under torchrun")
-    return report.predicted_s, report.median_s

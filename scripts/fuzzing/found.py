@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.fuzzing.running import Stop
 
@@ -36,77 +37,64 @@ def _sql(statement: str) -> Damage:
     return damage
 
 
-def _bytes(pattern: str, change: Callable[[bytes], bytes]) -> Damage:
+def _files(pattern: str, change: Callable[[Path], object]) -> Damage:
     def damage(folder: Path) -> None:
         for path in folder.glob(pattern):
-            path.write_bytes(change(path.read_bytes()))
+            change(path)
 
     return damage
+
+
+def _bytes(pattern: str, change: Callable[[bytes], bytes]) -> Damage:
+    return _files(pattern, lambda path: path.write_bytes(change(path.read_bytes())))
 
 
 def _linked(pattern: str, target: str) -> Damage:
-    def damage(folder: Path) -> None:
-        for path in folder.glob(pattern):
-            path.unlink()
-            path.symlink_to(target)
+    def link(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(target)
 
-    return damage
-
-
-def _without_column(pattern: str, column: str) -> Damage:
-    def damage(folder: Path) -> None:
-        import pyarrow.parquet as pq
-
-        for path in folder.glob(pattern):
-            pq.write_table(pq.read_table(path).drop_columns([column]), path)
-
-    return damage
-
-
-def _without_value(pattern: str, column: str) -> Damage:
-    def damage(folder: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        for path in folder.glob(pattern):
-            table = pq.read_table(path)
-            index = table.column_names.index(column)
-            values = [*table.column(column).to_pylist()[:-1], None]
-            pq.write_table(
-                table.set_column(index, column, pa.array(values, table.schema.field(index).type)), path
-            )
-
-    return damage
-
-
-def _metadata(pattern: str, key: str, value: str) -> Damage:
-    def damage(folder: Path) -> None:
-        import pyarrow.parquet as pq
-
-        for path in folder.glob(pattern):
-            table = pq.read_table(path)
-            metadata = {**(table.schema.metadata or {}), key.encode(): value.encode()}
-            pq.write_table(table.replace_schema_metadata(metadata), path)
-
-    return damage
-
-
-def _without_rows(pattern: str) -> Damage:
-    def damage(folder: Path) -> None:
-        import pyarrow.parquet as pq
-
-        for path in folder.glob(pattern):
-            pq.write_table(pq.read_table(path).slice(0, 0), path)
-
-    return damage
+    return _files(pattern, link)
 
 
 def _removed(pattern: str) -> Damage:
-    def damage(folder: Path) -> None:
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return _files(pattern, lambda path: shutil.rmtree(path) if path.is_dir() else path.unlink())
 
-    return damage
+
+def _parquet(pattern: str, change: Callable[[Any], Any]) -> Damage:
+    def rewrite(path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        pq.write_table(change(pq.read_table(path)), path)
+
+    return _files(pattern, rewrite)
+
+
+def _without_column(pattern: str, column: str) -> Damage:
+    return _parquet(pattern, lambda table: table.drop_columns([column]))
+
+
+def _without_rows(pattern: str) -> Damage:
+    return _parquet(pattern, lambda table: table.slice(0, 0))
+
+
+def _without_value(pattern: str, column: str) -> Damage:
+    def change(table: Any) -> Any:
+        import pyarrow as pa
+
+        index = table.column_names.index(column)
+        values = [*table.column(column).to_pylist()[:-1], None]
+        return table.set_column(index, column, pa.array(values, table.schema.field(index).type))
+
+    return _parquet(pattern, change)
+
+
+def _metadata(pattern: str, key: str, value: str) -> Damage:
+    def change(table: Any) -> Any:
+        metadata = {**(table.schema.metadata or {}), key.encode(): value.encode()}
+        return table.replace_schema_metadata(metadata)
+
+    return _parquet(pattern, change)
 
 
 _SMALL = ("--model", "mlp", "--preset", "small")

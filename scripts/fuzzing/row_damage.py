@@ -121,12 +121,7 @@ def damage_model(folder: Path, random: Random) -> str:
         "UPDATE searches SET options = json_set(options, '$.request.model.name', json_extract(?, '$.name'))",
     )  # fmt: skip
     statement = random.choice(statements)
-    try:
-        with closing(sqlite3.connect(folder / "db.sqlite", isolation_level=None)) as connection:
-            connection.execute(statement, (model,))
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        return f"model unchanged ({error})"
-    return f"{statement}: {model}"
+    return _executed(folder, statement, model)
 
 
 def damage_schema(folder: Path, random: Random) -> str:
@@ -144,9 +139,13 @@ def damage_schema(folder: Path, random: Random) -> str:
         "UPDATE alembic_version SET version_num='\x1b[31m'",
     )  # fmt: skip
     statement = random.choice(statements)
+    return _executed(folder, statement)
+
+
+def _executed(folder: Path, statement: str, *values: str) -> str:
     try:
         with closing(sqlite3.connect(folder / "db.sqlite", isolation_level=None)) as connection:
-            connection.execute(statement)
+            connection.execute(statement, values)
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        return f"schema unchanged ({error})"
-    return statement
+        return f"database unchanged ({error})"
+    return ": ".join((statement, *values))
