@@ -163,7 +163,7 @@ def describe_exit(code: int) -> str:
     return f"was ended by signal {name}{advice}"
 
 
-# Variables that are set for children now: how many contexts set each, and what was there before the first.
+# Variables that are set for children now: how many contexts set each, and its value before the first.
 _set_now: dict[str, tuple[int, str | None]] = {}
 _set_now_lock = threading.Lock()
 

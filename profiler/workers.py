@@ -263,7 +263,7 @@ class WorkerPool:
         if not sources:
             return
         deadline = min(worker.since + self._limit_s(worker) for worker in sources.values())
-        # A pipe breaks when its process dies, so it tells of deaths too.
+        # A pipe breaks when its process dies, so that it becomes ready, too.
         happened = wait(list(sources), timeout=max(0.0, deadline - time.monotonic()))
         for source, worker in sources.items():
             overdue = time.monotonic() >= worker.since + self._limit_s(worker)

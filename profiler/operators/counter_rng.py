@@ -127,7 +127,7 @@ def _each_chunk(
     step = max(rows.numel(), 1)
     if result.device.type == "cpu":
         step = max(1, _CHUNK_ELEMENTS // max(columns.numel(), 1))
-    # Tensors without data (torch's fake ones) are there to see what memory a step takes: all chunks take the same.
+    # Tensors without data (torch's fake ones) are for tracing memory: all chunks take the same.
     chunks = range(0, rows.numel(), step) if type(rows) is torch.Tensor else (0,)
     for start in chunks:
         chosen = slice(start, start + step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Formats of 16 bits: kernels add their products in float32, and round what they return.
+# Formats of 16 bits: kernels add their products in float32, and round the results.
 HALVES = frozenset({torch.bfloat16, torch.float16})
 
 

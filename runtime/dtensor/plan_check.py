@@ -47,7 +47,7 @@ def check_plan(source: str, processes: int, timeout_s: float) -> PlanCheck:
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", __name__, folder,
         ]  # fmt: skip
-        # Without GPUs, gloo is what the file chooses.
+        # Without GPUs, the file chooses gloo.
         variables = {
             **os.environ,
             **child_variables(),

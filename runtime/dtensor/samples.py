@@ -15,7 +15,7 @@ from graph.rules.reductions import MEAN, SUM
 from runtime.dtensor.constants import constant_values
 from runtime.dtensor.mesh import PARTIAL, REPLICATE, Inexpressible, MeshLayout, PlacementKind
 
-# Of what the parts make, the sum is what the whole makes.
+# The sum of the parts' results is the result of the whole.
 LINEAR = frozenset(
     {
         "soapstone.ratio",

@@ -25,7 +25,7 @@ from runtime.dtensor.mesh import (
 )
 from runtime.dtensor.modules import MODULES, Modules
 
-# What SequenceParallel is meant for.
+# The modules that SequenceParallel is meant for.
 NORMALIZATIONS = frozenset({"LayerNorm", "RMSNorm"})
 
 # A placement, one for each positional input (None: no tensor), or one for each keyword.

@@ -65,7 +65,7 @@ class StepRunner:
         self._program = compile_program(plan, world.rank, device, kept)
         self._state = StepState(world, self._program.shapes)
         self._held: dict[str, torch.Tensor] = {}
-        # What the rank updates of each weight, in one tensor.
+        # The parts of each weight that the rank updates, in one tensor.
         self._own: dict[str, torch.Tensor] = {}
         for name, (slot, region) in self._program.held.items():
             dtype = getattr(torch, plan.graph.value_by_name[name].spec.dtype)

@@ -257,7 +257,7 @@ def _report(rank: int, message: str) -> Report:
 
 
 def _failure(report: Report) -> TeamFailure:
-    # What rank 0 refuses is about the command, not about a rank.
+    # A refusal of rank 0 is about the command, not about a rank.
     text = report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
     return _ending(TeamFailure(text, report.code))
 

@@ -130,7 +130,7 @@ class _Lowering:
                 if made != read:
                     self._leaf_readers.setdefault(read, set()).add(self._group_of[node.operator])
         self._expect_messages()
-        # What only renews buffers comes last: its messages (statistics of all devices) then hold nobody up.
+        # Operators that only renew buffers come last: no rank waits for their messages (statistics of all devices).
         self._forward(self.graph.order.of_loss, nodes, inputs)
         self._loss()
         finished = self._backward(nodes, inputs)

@@ -100,7 +100,7 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
                 _name_parts(executor, ledger)
                 return _trace(executor, world, ledger)
     except RuntimeError as error:
-        # What torch raises of tensors without data, in several classes; networks of users hold any operator.
+        # torch raises several classes for tensors without data; networks of users may have any operator.
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise RuntimeFailure(
             f"memory of device {rank}: cannot be found without data ({reason}), must follow from shapes; take the "

@@ -64,7 +64,7 @@ class ModuleState:
                 whole = None
                 if self._world.rank == 0:
                     whole = changed.get(name)
-                    # A copy, as of the others: what is returned must not be the module's own memory.
+                    # A copy, as of the others: the state must not share the module's own memory.
                     whole = unchanged[name].detach().to("cpu", copy=True) if whole is None else whole
                 if not rank_0_only:
                     whole = broadcast_full(self._world, whole, item, self._runner.device)

@@ -173,7 +173,7 @@ def _fitted(
         needed = strategy.device_count
         chosen = strategy
     else:
-        # Read for as many devices as there may be, so that too few ranks are named as what they are.
+        # Read for as many devices as there may be, so that the error names too few ranks as such.
         chosen = strategy_from_json(strategy.document, graph, _MOST_DEVICES)
         needed = chosen.device_count
     if needed > size:
