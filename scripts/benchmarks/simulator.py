@@ -66,7 +66,7 @@ WHOLE_DEVICES, WHOLE_NETWORKS, WHOLE_PROPOSALS = 64, ("inception", "resnet101"),
 MECHANISMS = {
     "all": None,
     "no bound": "bound",
-    "no part first": "relaxation",
+    "no part first": "optimistic_bound",
     "no folding": "folding",
 }
 # What is timed of a row, after as much again that warms the memo up, in seconds and at least so many proposals.
@@ -211,12 +211,12 @@ def chain_of(
     import numpy as np
 
     from search.algorithms.mcmc import SearchOptions, start_chain
-    from search.evaluate.incremental import Delta, Mechanisms
+    from search.evaluate.incremental import IncrementalEvaluation, Mechanisms
 
     options = SearchOptions(proposals=10**12, chains=1, order=order)
     chain = start_chain(builder, 0, "", strategy, np.random.default_rng(2), options, in_full=in_full)
     if without is not None:
-        chain.evaluation = Delta(builder.layout(strategy), Mechanisms(**{without: False}))
+        chain.evaluation = IncrementalEvaluation(builder.layout(strategy), Mechanisms(**{without: False}))
     return chain
 
 

@@ -18,7 +18,7 @@ from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.moves import Move, Moves, MoveShares
 from search.algorithms.proposal_log import ChainCheckpoint, Proposal, ResumedChain
-from search.evaluate.evaluator import Evaluation, Full, evaluation
+from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
 from search.orders import ORDERS, Order
 from search.outcome import NEVER_NS, Outcome
 from search.simulate.task_graph import TaskGraphBuilder
@@ -260,7 +260,7 @@ def start_chain(
         CostError: a local call has no cost.
     """
     layout = builder.layout(strategy)
-    evaluated = Full(layout, options.order) if in_full else evaluation(layout, options.order)
+    evaluated = FullEvaluation(layout, options.order) if in_full else evaluation(layout, options.order)
     initial = evaluated.current()
     chain = Chain(
         number,

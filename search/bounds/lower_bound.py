@@ -60,7 +60,7 @@ from graph.operators import Operator, OperatorGraph, ValueKind
 from search.bounds.critical_path import CriticalPaths
 from search.cost.cost_table import nanoseconds
 from search.problem import Array, Problem, Tables
-from search.simulate.backward_reachability import active_operators
+from search.simulate.backward_reachability import operators_with_backward
 from search.space.enumerated_space import all_degrees, count_degrees, count_whole, whole_space
 from search.space.groups import find_groups
 
@@ -172,7 +172,7 @@ class _BestTimes:
         self.kinds = [kind.name for kind in problem.topology.kinds]
         self._lines: dict[int, list[tuple[float, float]]] = {}
         self.whole = True
-        self.surely_active = active_operators(self.graph, surely=True)
+        self.surely_active = operators_with_backward(self.graph, surely=True)
         self.least = self._all_least(most_calls)
         self.sure_to: dict[int, list[tuple[int, bool]]] = {
             index: [] for index in range(len(self.graph.operators))

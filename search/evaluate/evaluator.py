@@ -1,6 +1,6 @@
-"""What strategies cost, one proposal after the other: by simulating each in full, or only what it changes.
+"""The cost of strategies, one proposal after the other: each simulated in full, or derived by what it changes.
 
-Both say the same of every proposal, to the nanosecond.
+Both give the same for every proposal, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Protocol):
-    """What the walk asks of a strategy and its proposals. Every proposal is accepted or rejected before the next."""
+    """The cost of a strategy and of its proposals; every proposal is accepted or rejected before the next."""
 
     @property
     def configurations(self) -> list[Configuration]:
-        """Those of the current strategy, or of the proposal in between."""
+        """The configurations of the current strategy, or of the proposal in between."""
         ...
 
     def current(self) -> Outcome:
-        """Return what the current strategy costs."""
+        """Return the cost of the current strategy."""
         ...
 
     def propose(self, changed: Mapping[int, Configuration], bound_ns: int) -> Outcome | None:
-        """Change some operators; return what that costs, or None where the makespan exceeds the bound."""
+        """Change some operators; return the cost of that, or None where the makespan exceeds the bound."""
         ...
 
     def accept(self) -> None:
@@ -46,9 +46,9 @@ def evaluation(layout: Layout, order: Order) -> Evaluation:
 
     Only program order, which the runtime executes, is worth one of its own.
     """
-    from search.evaluate.incremental import Delta
+    from search.evaluate.incremental import IncrementalEvaluation
 
-    return Delta(layout) if order == "program" else Full(layout, order, stops=True)
+    return IncrementalEvaluation(layout) if order == "program" else FullEvaluation(layout, order, stops=True)
 
 
 def outcome(layout: Layout, order: Order) -> Outcome:
@@ -57,7 +57,7 @@ def outcome(layout: Layout, order: Order) -> Outcome:
     return Outcome(layout.excess_bytes, step_time_ns)
 
 
-class Full:
+class FullEvaluation:
     """Every strategy simulated from its task graph; `stops`: but in program order, only as far as the bound lets it."""
 
     def __init__(self, layout: Layout, order: Order, *, stops: bool = False) -> None:
@@ -68,15 +68,15 @@ class Full:
 
     @property
     def configurations(self) -> list[Configuration]:
-        """Those of the layout."""
+        """The configurations of the layout."""
         return self.layout.configurations
 
     def current(self) -> Outcome:
-        """Return what the layout's strategy costs."""
+        """Return the cost of the layout's strategy."""
         return outcome(self.layout, self.order)
 
     def propose(self, changed: Mapping[int, Configuration], bound_ns: int) -> Outcome | None:
-        """Change some operators; return what that costs, or None where the makespan exceeds the bound."""
+        """Change some operators; return the cost of that, or None where the makespan exceeds the bound."""
         self._undo = self.layout.change(changed)
         step_time_ns, _ = self.layout.run(self.order, bound_ns if self.stops else NEVER_NS)
         if not 0 <= step_time_ns <= bound_ns:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graph.strategy import Configuration
-from search.evaluate.optimistic_bound import Relaxation
+from search.evaluate.optimistic_bound import OptimisticBound
 from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.records import Array, Step, StepTimes, Units, Workload
 from search.outcome import NEVER_NS, Outcome
@@ -34,25 +34,25 @@ POOL_WORDS = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Mechanisms:
-    """What saves time; results are the same without. Turned off to measure what each is worth.
+    """Mechanisms that save time; results are the same without. Turned off to measure the worth of each.
 
-    bound: where it is sure to be exceeded, the simulation stops. relaxation: part of a proposal is tried first.
+    bound: where it is sure to be exceeded, the simulation stops. optimistic_bound: part of a proposal is tried first.
     folding: what all devices do alike is served together.
     """
 
     bound: bool = True
-    relaxation: bool = True
+    optimistic_bound: bool = True
     folding: bool = True
 
 
-class Delta:
+class IncrementalEvaluation:
     """Program order, derived where something changes, and simulated up to the bound."""
 
     def __init__(self, layout: Layout, mechanisms: Mechanisms = Mechanisms()) -> None:
         self.layout = layout
         self._mechanisms = mechanisms
         builder = layout.builder
-        self._relaxation = Relaxation(layout)
+        self._optimistic_bound = OptimisticBound(layout)
         # Of the current strategy, and of the proposal.
         self._workloads = [new_workload(layout, np.zeros(0, np.int64)) for _ in range(2)]
         self._times = new_times(layout, 0, 64)
@@ -66,27 +66,27 @@ class Delta:
 
     @property
     def configurations(self) -> list[Configuration]:
-        """Those of the layout."""
+        """The configurations of the layout."""
         return self.layout.configurations
 
     def current(self) -> Outcome:
-        """Return what the layout's strategy costs."""
+        """Return the cost of the layout's strategy."""
         self._renew()
         return self._current
 
     def propose(self, changed: Mapping[int, Configuration], bound_ns: int) -> Outcome | None:
-        """Change some operators; return what that costs, or None where the makespan exceeds the bound.
+        """Change some operators; return the cost of that, or None where the makespan exceeds the bound.
 
         Raises:
             CostError: a local call has no cost.
         """
         self._renew()
-        tries = bound_ns < NEVER_NS and self._mechanisms.relaxation
-        part = self._relaxation.replace(changed) if tries else None
+        tries = bound_ns < NEVER_NS and self._mechanisms.optimistic_bound
+        part = self._optimistic_bound.replace(changed) if tries else None
         if part is not None:
             self._undo = part
             exceeds = self._evaluate(bound_ns) is None
-            self._relaxation.decided(exceeds=exceeds)
+            self._optimistic_bound.decided(exceeds=exceeds)
             if exceeds:
                 return None
             self.layout.undo(part)

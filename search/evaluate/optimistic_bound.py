@@ -1,4 +1,4 @@
-"""Less than a proposal's strategy: one that takes no longer, of which most is known already.
+"""A lower bound of a proposal's time: that of less than its strategy, of which most is known already.
 
 What a proposal costs is mostly deriving what it changes: local calls and their costs, exchanges, holdings of weights.
 Without the computing of its changed operators, and without what they make going anywhere, a strategy takes no longer:
@@ -7,7 +7,7 @@ bound already, as it does for most proposals to a good strategy, the rest is nev
 
 What else runs must be what runs in the proposal. That goes by which tasks have a backward (and so gradients, and
 weights in buckets), which depends on what reads what they make. So changed operators are taken to have the backwards
-that they have in every strategy; where that is not known, a proposal is not relaxed.
+that they have in every strategy; where that is not known, a proposal has no such bound.
 
 The weights of changed operators are left out as well, where their gradients are summed over sets of devices that sum no
 other gradient: elsewhere what fills a bucket would change, and with it when the sums of others begin.
@@ -23,7 +23,7 @@ import numpy as np
 
 from graph.strategy import Configuration
 from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array
-from search.simulate.backward_reachability import active_operators
+from search.simulate.backward_reachability import operators_with_backward
 
 if TYPE_CHECKING:
     from search.simulate.strategy_state import Layout, Undo
@@ -34,14 +34,14 @@ SELDOM, TRIED_EACH = 0.25, 16
 NEWEST = 0.05
 
 
-class Relaxation:
+class OptimisticBound:
     """Puts less than a proposal's strategy into a layout, where that promises to decide."""
 
     def __init__(self, layout: Layout) -> None:
         graph = layout.builder.graph
         self._layout = layout
-        self._is_surely_active = active_operators(graph, surely=True)
-        self._is_perhaps_active = active_operators(graph, surely=False)
+        self._is_surely_active = operators_with_backward(graph, surely=True)
+        self._is_perhaps_active = operators_with_backward(graph, surely=False)
         # For each operator, those that make what gets a gradient from it.
         self._sources = [
             {

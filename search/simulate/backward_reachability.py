@@ -9,7 +9,7 @@ from graph.operators import OperatorGraph
 from graph.weight_placement import cell_elements, cells
 
 
-def active_operators(graph: OperatorGraph, *, surely: bool) -> list[bool]:
+def operators_with_backward(graph: OperatorGraph, *, surely: bool) -> list[bool]:
     """Return, for each operator, whether in every strategy each of its parts has a backward; or in some, some part.
 
     Each has where the loss depends on all of some output, by operators of which that is true: every part then makes

@@ -26,7 +26,7 @@ from search.algorithms import mcmc, proposal_log
 from search.algorithms.activation_checkpointing import everything
 from search.algorithms.moves import ONE_GROUP, Moves, MoveShares, copied
 from search.algorithms.proposal_log import Proposal
-from search.evaluate.incremental import Delta
+from search.evaluate.incremental import IncrementalEvaluation
 from search.space.baselines import fsdp
 from search.space.placements import Drawn, Permuted, Strided, permutation_of, place, recognized
 from tests.app.walks import Walked, begin, read, rows, walk, walked
@@ -286,13 +286,13 @@ def test_other_costs_are_no_continuation(store: Store, monkeypatch: pytest.Monke
     options = mcmc.SearchOptions(proposals=100, chains=2, seed=1)
     search_id = begin(store, options)
     walk(store, search_id, branches(), DEVICES, options, interrupt=interrupt_at(60))
-    current = Delta.current
+    current = IncrementalEvaluation.current
 
-    def slower(evaluation: Delta) -> mcmc.Outcome:
+    def slower(evaluation: IncrementalEvaluation) -> mcmc.Outcome:
         was = current(evaluation)
         return mcmc.Outcome(was.excess_bytes, was.step_time_ns + 1)
 
-    monkeypatch.setattr(Delta, "current", slower)
+    monkeypatch.setattr(IncrementalEvaluation, "current", slower)
     with pytest.raises(UsageError, match=r"was at .* ms, is at .* must be the same to go on"):
         walk(store, search_id, branches(), DEVICES, options, resumed=True)
 

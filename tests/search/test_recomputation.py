@@ -14,8 +14,8 @@ from graph.topology import Topology
 from search.algorithms.activation_checkpointing import blocks, recompute
 from search.algorithms.mcmc import SearchOptions, search
 from search.cost.cost_table import CostTable
-from search.evaluate.evaluator import Full, evaluation
-from search.evaluate.incremental import Delta
+from search.evaluate.evaluator import FullEvaluation, evaluation
+from search.evaluate.incremental import IncrementalEvaluation
 from search.outcome import NEVER_NS
 from search.problem import Problem
 from search.simulate.simulator import Simulation, simulate
@@ -69,9 +69,9 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
     count, rng = len(machines.devices), np.random.default_rng(19)
     builder = builder_of(graph, machines)
     for start in strategies_of(graph, count, 29, 1):
-        delta = Delta(builder.layout(start))
+        delta = IncrementalEvaluation(builder.layout(start))
         fifo = evaluation(builder.layout(start), "fifo")
-        program = Full(builder.layout(start), "program")
+        program = FullEvaluation(builder.layout(start), "program")
         for step in range(8):
             assert delta.current() == program.current()
             draw = random_mesh if step % 2 else random_anywhere
@@ -102,7 +102,7 @@ def test_a_layout_may_make_other_groups_again() -> None:
     layout: Layout = builder.layout(plain)
     for groups in [random_groups(graph, rng) for _ in range(6)] + [()]:
         layout.recompute(groups)
-        expected = Full(builder.layout(replace(plain, recomputation=groups)), "program").current()
+        expected = FullEvaluation(builder.layout(replace(plain, recomputation=groups)), "program").current()
         found = layout.run("program")[0]
         assert (layout.excess_bytes, found) == (expected.excess_bytes, expected.step_time_ns)
 

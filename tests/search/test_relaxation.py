@@ -13,10 +13,10 @@ from graph.topology import Topology, load_topology
 from scripts.benchmarks import simulator
 from search.algorithms.moves import Moves
 from search.cost.cost_table import CostTable
-from search.evaluate.evaluator import Full
-from search.evaluate.incremental import Delta
-from search.evaluate.optimistic_bound import Relaxation
-from search.simulate.backward_reachability import active_operators
+from search.evaluate.evaluator import FullEvaluation
+from search.evaluate.incremental import IncrementalEvaluation
+from search.evaluate.optimistic_bound import OptimisticBound
+from search.simulate.backward_reachability import operators_with_backward
 from search.simulate.task_graph import TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel, fsdp, zero
 from tests.search.builders import (
@@ -39,7 +39,7 @@ def builder_of(graph: OperatorGraph, topology: Topology, **calls: object) -> Tas
     return TaskGraphBuilder(graph, topology, CostTable(MadeUpCosts()), TRAINING, **calls)  # type: ignore[arg-type]
 
 
-class Counted(Relaxation):
+class Counted(OptimisticBound):
     """Tries every proposal, and counts what was decided by part of it."""
 
     tried = decisions = 0
@@ -51,7 +51,7 @@ class Counted(Relaxation):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
-    monkeypatch.setattr("search.evaluate.incremental.Relaxation", Counted)
+    monkeypatch.setattr("search.evaluate.incremental.OptimisticBound", Counted)
     monkeypatch.setattr(Counted, "tried", 0)
     monkeypatch.setattr(Counted, "decisions", 0)
     return Counted
@@ -60,7 +60,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
 def check_at_their_bounds(builder: TaskGraphBuilder, strategy: Strategy, proposals: int, seed: int) -> None:
     """Check that proposals are accepted at their own makespan, and rejected at a nanosecond less."""
     rng = np.random.default_rng(seed)
-    delta, full = Delta(builder.layout(strategy)), Full(builder.layout(strategy), "program")
+    delta, full = (
+        IncrementalEvaluation(builder.layout(strategy)),
+        FullEvaluation(builder.layout(strategy), "program"),
+    )
     moves = Moves(builder.graph, len(builder.topology.devices), FAR)
     for number in range(proposals):
         changed = moves.propose(delta.configurations, rng).changed
@@ -153,7 +156,10 @@ def test_a_weight_that_completes_a_bucket_is_not_left_out(base_s: float) -> None
         local_calls=local_calls,
     )
     strategy = data_parallel(graph, 8)
-    delta, full = Delta(builder.layout(strategy)), Full(builder.layout(strategy), "program")
+    delta, full = (
+        IncrementalEvaluation(builder.layout(strategy)),
+        FullEvaluation(builder.layout(strategy), "program"),
+    )
     changed = {10: Configuration(strategy.configurations[10].degrees, (1, 0, 2, 3, 4, 5, 6, 7))}
     expected = full.propose(changed, 2**62)
     assert expected is not None
@@ -164,14 +170,14 @@ def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over
     graph = layers([8, 8, 8])
     layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
     layout.refresh()
-    relaxation, middle = Relaxation(layout), layout.configurations[1]
+    bound, middle = OptimisticBound(layout), layout.configurations[1]
     held = layout.units.static_at[1]
     for degrees, count, is_left_out in [
         ((4, 1, 1, 1), 4, True),
         ((4, 2, 1, 1), 8, True),
         ((8, 1, 1, 1), 8, False),
     ]:
-        undo = relaxation.replace({1: Configuration(degrees, middle.devices[:count])})
+        undo = bound.replace({1: Configuration(degrees, middle.devices[:count])})
         assert undo is not None
         assert (layout.builder.store.set_sizes(int(layout.units.static_at[1])) == frozenset()) is is_left_out
         layout.undo(undo)
@@ -181,7 +187,7 @@ def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over
 def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Counted]) -> None:
     graph = simulator.imported("alexnet")
     builder = simulator.builder_of(graph, 16)
-    delta = Delta(builder.layout(data_parallel(graph, 16)))
+    delta = IncrementalEvaluation(builder.layout(data_parallel(graph, 16)))
     moves, rng = Moves(graph, 16), np.random.default_rng(2)
     for _ in range(60):
         delta.propose(moves.propose(delta.configurations, rng).changed, delta.current().step_time_ns)
@@ -195,7 +201,7 @@ def test_parts_have_a_backward_surely_or_perhaps_as_in_every_strategy(name: str)
     """Surely: of every part some replica has one. Not even perhaps: no task has one."""
     graph, rng = GRAPHS[name], np.random.default_rng(8)
     builder = builder_of(graph, cluster(), local_calls=local_calls)
-    surely, perhaps = (active_operators(graph, surely=flag) for flag in (True, False))
+    surely, perhaps = (operators_with_backward(graph, surely=flag) for flag in (True, False))
     assert any(surely)
     for _ in range(20):
         strategy = random_anywhere(graph, 8, rng)

@@ -17,8 +17,8 @@ from search.algorithms.weight_sharding import share_weights
 from search.bounds.lower_bound import best_times_bound
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import Lines, LinkCosts
-from search.evaluate.evaluator import Evaluation, Full, evaluation
-from search.evaluate.incremental import Delta
+from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
+from search.evaluate.incremental import IncrementalEvaluation
 from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
 from search.problem import Problem
@@ -92,8 +92,8 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
     count, rng = len(machines.devices), np.random.default_rng(17)
     builder = builder_of(graph, machines)
     for start in strategies_of(graph, count, 23, 1)[:3]:
-        delta = Delta(builder.layout(start))
-        program = Full(builder.layout(start), "program")
+        delta = IncrementalEvaluation(builder.layout(start))
+        program = FullEvaluation(builder.layout(start), "program")
         others = {order: evaluation(builder.layout(start), order) for order in EVENT_DRIVEN}
         for step in range(8):
             assert delta.current() == program.current()
@@ -123,10 +123,10 @@ def test_a_walk_goes_on_from_what_is_not_shared() -> None:
     builder = builder_of(graph, machines)
     plain = data_parallel(graph, 3)
     levels = [None, Sharding.PARAMETERS, None, Sharding.OPTIMIZER, Sharding.PARAMETERS, None]
-    delta = Delta(builder.layout(plain))
+    delta = IncrementalEvaluation(builder.layout(plain))
     for level in levels:
         sharding = tuple(level or Sharding.NONE for _ in graph.weights)
-        expected = Full(builder.layout(replace(plain, sharding=sharding)), "program").current()
+        expected = FullEvaluation(builder.layout(replace(plain, sharding=sharding)), "program").current()
         layout: Layout = delta.layout
         layout.share(dict(enumerate(sharding)))
         assert delta.propose({}, NEVER_NS) == expected
@@ -136,7 +136,7 @@ def test_a_walk_goes_on_from_what_is_not_shared() -> None:
         found = delta.propose({place: other}, NEVER_NS)
         moved = (*plain.configurations[:place], other)
         strategy = Strategy(graph.digest, moved, sharding)
-        assert found == Full(builder.layout(strategy), "program").current()
+        assert found == FullEvaluation(builder.layout(strategy), "program").current()
         delta.reject()
 
 
