@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import IterationSpace, whole
 from graph.calls import LocalCall
 from graph.rules.base import Signature
@@ -40,3 +42,6 @@ class GatedRule(BaseRule):
         dims = activation_dims(builder, result)
         halves = (*whole(2), *dims[dim])
         return builder.space([(*dims[:dim], halves, *dims[dim + 1 :])], [tuple(dims)])
+
+
+RULES: Mapping[str, BaseRule] = {"aten.prelu.default": SlopeRule(), "aten.glu.default": GatedRule()}

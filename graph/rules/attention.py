@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from graph import intervals
@@ -93,3 +94,8 @@ class AttentionRule(BaseRule):
     def backward_flops(self, call: LocalCall) -> float:
         """Return five products for the forward's two: the scores are computed again."""
         return self.flops(call) * 2.5 if any(call.gradients) else 0.0
+
+
+RULES: Mapping[str, BaseRule] = dict.fromkeys(
+    ("aten.scaled_dot_product_attention.default", OURS), AttentionRule()
+)

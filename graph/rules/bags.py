@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.rules.base import Signature, TaskPart
@@ -80,3 +82,9 @@ class RaggedEmbeddingBagRule(BaseRule):
     def index_bounds(self, call: LocalCall) -> dict[int, int]:
         """Return the size of the vocabulary; all bags start at the first index, as the first one must."""
         return {1: call.inputs[0].shape[0], 2: 1}
+
+
+RULES: Mapping[str, BaseRule] = {
+    "soapstone.ragged_embedding_bag": RaggedEmbeddingBagRule(),
+    "soapstone.embedding_bag": EmbeddingBagRule(),
+}

@@ -8,6 +8,8 @@ Moments are float64 [2, C]: the sum and the sum of squares over all elements of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.rules.base import Signature
@@ -87,3 +89,12 @@ class RunningStatisticsRule(BaseRule):
         channel = builder.add("channel", signature.inputs[1].shape[0], AxisKind.PARAMETER)
         vector = (channel,)
         return builder.space([(whole(2), channel), vector, vector], [vector, vector])
+
+
+RULES: Mapping[str, BaseRule] = {
+    "soapstone.moments": MomentsRule(),
+    "soapstone.fixed_moments": FixedMomentsRule(),
+    "soapstone.batch_norm_apply": BatchNormApplyRule(),
+    "soapstone.batch_norm": BatchNormLocalRule(),
+    "soapstone.running_statistics": RunningStatisticsRule(),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -135,3 +135,10 @@ class OuterRule(BaseRule):
     def backward_flops(self, call: LocalCall) -> float:
         """Return a multiply-add an output element for each differentiated vector."""
         return 2.0 * call.outputs[0].elements * sum(call.gradients)
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.outer.default": OuterRule(),
+    "aten.einsum.default": ContractionRule(),
+    "aten.tensordot.default": ContractionRule(),
+}

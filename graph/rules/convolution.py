@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 from graph import intervals
@@ -111,3 +112,14 @@ class ConvolutionRule(BaseRule):
     def backward_flops(self, call: LocalCall) -> float:
         """Return the forward's operations once for the data and once for the weight gradient."""
         return self.flops(call) * sum(call.gradients[:2])
+
+
+RULES: Mapping[str, BaseRule] = {
+    target: ConvolutionRule(spatial)
+    for spatial in (1, 2, 3)
+    for target in (
+        f"aten.conv{spatial}d.default",
+        f"aten.conv{spatial}d.padding",
+        f"soapstone.conv{spatial}d",
+    )
+}

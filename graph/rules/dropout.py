@@ -6,12 +6,13 @@ stand in the whole tensor: `bindings` carry its region and the whole shape. They
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from graph import intervals
 from graph.calls import LocalCall
 from graph.rules.base import Signature, TaskPart
-from graph.rules.common import local_call
+from graph.rules.common import BaseRule, local_call
 from graph.rules.generic import FactoryRule, PointwiseRule
 
 
@@ -55,3 +56,6 @@ class RandomRule(FactoryRule):
 
 def _positions(signature: Signature, part: TaskPart) -> tuple[tuple[str, Any], ...]:
     return ("region", part.outputs[0]), ("shape", signature.outputs[0].shape)
+
+
+RULES: Mapping[str, BaseRule] = {"soapstone.dropout": DropoutRule(), "soapstone.random": RandomRule()}

@@ -8,6 +8,8 @@ Source: MegaBlocks (arXiv:2211.15841), section 3, for the grouped product; torch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.rules.base import Signature, TaskPart
@@ -71,3 +73,9 @@ class HistogramRule(BaseRule):
         if signature.argument("min") == signature.argument("max"):
             return "runs whole: the range of its bins is the range of its input"
         return None
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.histc.default": HistogramRule(),
+    "soapstone.grouped_mm": GroupedProductRule(),
+}

@@ -6,7 +6,7 @@ all other dims split. Where values are added up, parts of the indexes give parti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graph import intervals
@@ -235,3 +235,11 @@ class IndexAddRule(BaseRule):
 
 def _add_dim(signature: Signature, rank: int) -> int:
     return positive(signature.argument("dim"), max(rank, 1))
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.index.Tensor": IndexRule(),
+    **dict.fromkeys(("aten.index_put.default", "soapstone.index_put"), IndexPutRule()),
+    **dict.fromkeys(("aten.index_add.default", "soapstone.index_add"), IndexAddRule()),
+    "aten.sort.stable": SortRule(),
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
@@ -67,3 +69,15 @@ class LikelihoodRule(BaseRule):
                 return {1: value}
         shape = call.inputs[0].shape
         return {1: shape[0 if len(shape) == 1 else 1]}
+
+
+RULES: Mapping[str, BaseRule] = dict.fromkeys(
+    (
+        "aten.nll_loss_nd.default",
+        "aten.nll_loss.default",
+        "aten.nll_loss2d.default",
+        "soapstone.nll_loss",
+        "soapstone.nll_sums",
+    ),
+    LikelihoodRule(),
+)

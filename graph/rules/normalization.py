@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.intervals import count
@@ -90,3 +92,11 @@ class InstanceNormRule(GroupNormRule):
         if slot_of(signature, "running_mean") is not None:
             return "runs whole: it has running statistics"
         return None
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.layer_norm.default": LayerNormRule(),
+    "aten.rms_norm.default": LayerNormRule(),
+    "aten.group_norm.default": GroupNormRule(),
+    "aten.instance_norm.default": InstanceNormRule(),
+}

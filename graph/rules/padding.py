@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import Dim, DimFactor, IterationSpace
 from graph.calls import LocalCall
 from graph.intervals import count
@@ -88,3 +90,9 @@ class RangeRule(BaseRule):
             gradients=gradients,
             bindings=(("indexes", indexes),),
         )
+
+
+RULES: Mapping[str, BaseRule] = {
+    **dict.fromkeys(("aten.pad.default", "aten.constant_pad_nd.default"), PadRule()),
+    **dict.fromkeys(("aten.arange.start_step", "soapstone.arange"), RangeRule()),
+}

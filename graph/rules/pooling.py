@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph import intervals
 from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
@@ -181,3 +183,13 @@ class AdaptiveAveragePoolingRule(BaseRule):
         """Return the pooling to the local output size."""
         size: Argument = intervals.shape(part.outputs[0])[-self.spatial :]
         return local_call(signature, part, gradients, replace={"output_size": size})
+
+
+RULES: Mapping[str, BaseRule] = {
+    f"aten.adaptive_avg_pool{spatial}d.default": AdaptiveAveragePoolingRule(spatial) for spatial in (1, 2, 3)
+} | {
+    target: PoolingRule(name, spatial)
+    for name in ("max_pool", "avg_pool")
+    for spatial in (1, 2, 3)
+    for target in (f"aten.{name}{spatial}d.default", f"soapstone.{name}{spatial}d")
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, Dim, IterationSpace
 from graph.calls import LocalCall
 from graph.operators import Argument
@@ -162,3 +164,13 @@ def _leading(builder: SpaceBuilder, shape: tuple[int, ...]) -> list[Dim]:
         )
         for dim, size in enumerate(shape[:-1])
     ]
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.linear.default": LinearRule(),
+    **dict.fromkeys(
+        ("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.mv.default", "aten.dot.default"),
+        MatrixProductRule(),
+    ),
+    **dict.fromkeys(("aten.addmm.default", "aten.baddbmm.default"), AddedProductRule()),
+}

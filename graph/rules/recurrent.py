@@ -6,6 +6,8 @@ for all its time steps: only its samples split.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, Dim, IterationSpace, OperandMap, whole
 from graph.calls import LocalCall
 from graph.rules.base import Signature, TaskPart
@@ -108,3 +110,22 @@ class RecurrentLayerRule(BaseRule):
     def backward_flops(self, call: LocalCall) -> float:
         """Return the forward's operations once for the data and once for the weight gradient."""
         return self.flops(call) * 2 if any(call.gradients) else 0.0
+
+
+RULES: Mapping[str, BaseRule] = {
+    **dict.fromkeys(
+        ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"),
+        RecurrentLayerRule(),
+    ),
+    **dict.fromkeys(("aten.lstm_cell.default", "soapstone.lstm_cell"), RecurrentCellRule(4)),
+    **dict.fromkeys(("aten.gru_cell.default", "soapstone.gru_cell"), RecurrentCellRule(3)),
+    **dict.fromkeys(
+        (
+            "aten.rnn_tanh_cell.default",
+            "soapstone.rnn_tanh_cell",
+            "aten.rnn_relu_cell.default",
+            "soapstone.rnn_relu_cell",
+        ),
+        RecurrentCellRule(1),
+    ),
+}

@@ -5,6 +5,8 @@ A mean divides by the count of the whole tensor, so that the parts of a mean sim
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import Dim, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.rules.base import Signature, TaskPart
@@ -159,3 +161,25 @@ class CrossEntropyRule(BaseRule):
         """Return the number of classes."""
         logits = call.inputs[0].shape
         return {1: logits[0 if len(logits) == 1 else 1]}
+
+
+LOSSES = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "soft_margin_loss",
+    "kl_div",
+)
+
+RULES: Mapping[str, BaseRule] = {
+    **dict.fromkeys(("aten.sum.default", "aten.sum.dim_IntList"), SumRule(mean=False)),
+    **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "soapstone.mean"), SumRule(mean=True)),
+    **dict.fromkeys(("aten.cross_entropy_loss.default", "soapstone.cross_entropy_sums"), CrossEntropyRule()),
+    **dict.fromkeys(
+        (target for name in LOSSES for target in (f"aten.{name}.default", f"soapstone.{name}")),
+        ElementwiseLossRule(),
+    ),
+}

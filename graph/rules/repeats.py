@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace
 from graph.calls import LocalCall
@@ -50,3 +52,9 @@ class RepeatRule(BaseRule):
         have = (1,) * (len(want) - len(have)) + have
         repeats = tuple(count // size if size else 1 for count, size in zip(want, have, strict=True))
         return local_call(signature, part, gradients, replace={self.argument: repeats})
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.repeat.default": RepeatRule("repeats"),
+    "aten.tile.default": RepeatRule("dims"),
+}

@@ -7,6 +7,8 @@ result. Sums over scattered elements split too, as partial sums.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph import intervals
 from graph.axes import AxisKind, Dim, IterationSpace, whole
 from graph.calls import LocalCall
@@ -168,3 +170,12 @@ class ScatterRule(BaseRule):
     def index_bounds(self, call: LocalCall) -> dict[int, int]:
         """Return the number of places of the whole."""
         return {1: _places(call)} if call.outputs[0].shape else {1: 1}
+
+
+RULES: Mapping[str, BaseRule] = {
+    **dict.fromkeys(("aten.gather.default", "soapstone.gather"), GatherRule()),
+    **dict.fromkeys(
+        ("aten.scatter.src", "aten.scatter.value", "aten.scatter_reduce.two"), ScatterRule(adds=False)
+    ),
+    **dict.fromkeys(("aten.scatter_add.default", "soapstone.scatter"), ScatterRule(adds=True)),
+}

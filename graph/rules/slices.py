@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.intervals import count
@@ -239,3 +241,15 @@ class EmbeddingRule(BaseRule):
             if name == "vocabulary":
                 return {1: value}
         return {1: call.inputs[0].shape[0]}
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.cat.default": CatRule(),
+    "aten.stack.default": StackRule(),
+    "aten.select.int": SelectRule(),
+    "aten.slice.Tensor": SliceRule(),
+    "aten.split_with_sizes.default": SplitRule(),
+    "aten.unbind.int": UnbindRule(),
+    "aten.index_select.default": IndexSelectRule(),
+    **dict.fromkeys(("aten.embedding.default", "soapstone.embedding"), EmbeddingRule()),
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, prod
 
 from graph import intervals
@@ -136,3 +137,10 @@ def _cut(
     start = read[0][0] * stride - padding
     stop = (read[-1][1] - 1) * stride - padding + reach
     return start - low, high - stop
+
+
+RULES: Mapping[str, BaseRule] = {
+    target: TransposedConvolutionRule(spatial)
+    for spatial, overload in ((1, "default"), (2, "input"), (3, "input"))
+    for target in (f"aten.conv_transpose{spatial}d.{overload}", f"soapstone.conv_transpose{spatial}d")
+}

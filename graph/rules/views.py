@@ -7,7 +7,7 @@ aten.permute.default.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from graph import intervals
@@ -165,3 +165,10 @@ class ExpandRule(ViewRule):
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the expansion to the local shape."""
         return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})
+
+
+RULES: Mapping[str, BaseRule] = {
+    "aten.view.default": ReshapeRule(),
+    "aten.permute.default": PermuteRule(),
+    "aten.expand.default": ExpandRule(),
+}

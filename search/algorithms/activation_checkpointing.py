@@ -11,7 +11,7 @@ Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import isqrt
@@ -21,8 +21,9 @@ import numpy as np
 from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Strategy
-from search.algorithms.greedy import Trial, TrialResult, require_one
-from search.algorithms.mcmc import Observer
+from search.algorithms.algorithm import Algorithm
+from search.algorithms.greedy import Trial, TrialResult, require_one, trials
+from search.algorithms.proposal_log import Observer
 from search.kernels.records import Array
 from search.orders import Order
 from search.outcome import Outcome
@@ -202,3 +203,6 @@ class _BlockSearch:
 
 def _with(base: Strategy, chosen: Sequence[Recomputed]) -> Strategy:
     return replace(base, recomputation=tuple(sorted(chosen)))
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"recomputation": trials("recomputation", recompute)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from graph.strategy import Strategy
-from search.algorithms.mcmc import Outcome, outcome
+from search.evaluate.evaluator import outcome
 from search.kernels.records import Array
 from search.orders import Order
+from search.outcome import Outcome
 from search.problem import Problem
 from search.simulate.strategy_state import Layout
 from search.simulate.task_graph import TaskGraphBuilder

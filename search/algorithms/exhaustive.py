@@ -12,7 +12,8 @@ Source: FlexFlow (arXiv:1807.05358) section 8.4, which used A* for the same purp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,13 +21,14 @@ import numpy as np
 from graph.errors import UsageError
 from graph.strategy import Strategy
 from graph.topology import Topology
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import BestTracker
-from search.algorithms.mcmc import Outcome
 from search.algorithms.optcnn import factors
 from search.bounds.critical_path import CriticalPaths
 from search.bounds.elimination import TooWide, minimize
 from search.bounds.partial_bound import PartialStrategy
 from search.orders import Order
+from search.outcome import Outcome
 from search.problem import Problem, Tables
 from search.space.enumerated_space import Space, contiguous_space, count_whole, whole_space
 from search.space.groups import find_groups
@@ -181,3 +183,23 @@ def all_alike(topology: Topology) -> bool:
         and len(set(routes)) == len(routes)
         and len({(link.bandwidth_bytes_per_s, link.latency_s) for link in links}) <= 1
     )
+
+
+def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
+    began = time.monotonic()
+    space = default_space(problem)
+    optimum = exhaustive(problem, space, context.starts, order=context.options.order)
+    return AlgorithmResult(
+        "exhaustive",
+        optimum.strategy,
+        optimum.outcome.seconds,
+        proposals=optimum.simulated,
+        accepted=1,
+        interrupted=optimum.interrupted,
+        seconds=time.monotonic() - began,
+        proven="" if optimum.interrupted else f"the optimum of {space.size} strategies: {space.name}",
+        bound_s=optimum.bound_ns / 1e9 if space.whole else None,
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"exhaustive": _algorithm}

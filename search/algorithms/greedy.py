@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from graph.errors import UsageError
 from graph.strategy import Strategy
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.best_tracker import BestTracker
-from search.algorithms.mcmc import Observer, Outcome
 from search.algorithms.optcnn import default_space
+from search.algorithms.proposal_log import Observer
 from search.orders import Order
+from search.outcome import Outcome
 from search.problem import Problem
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.groups import follow
@@ -144,3 +148,35 @@ def require_one(name: str, most: int) -> None:
     """
     if most < 1:
         raise UsageError(f"{name}: may simulate {most} strategies, must be at least 1; raise --proposals")
+
+
+def trials(name: str, search: Callable[..., TrialResult]) -> Algorithm:
+    """Return the algorithm of a function that tries strategies one after the other."""
+
+    def algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
+        began, options = time.monotonic(), context.options
+        result = search(
+            problem,
+            context.starts,
+            most=options.proposals,
+            order=options.order,
+            observer=context.observers.get(name),
+        )
+        return AlgorithmResult(
+            name,
+            result.strategy,
+            result.outcome.seconds,
+            result.simulated,
+            result.accepted,
+            result.interrupted,
+            time.monotonic() - began,
+        )
+
+    return algorithm
+
+
+def _random(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
+    return trials("random", partial(random_search, seed=context.options.seed))(problem, context)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"greedy": trials("greedy", greedy), "random": _random}

@@ -24,6 +24,7 @@ from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.algorithms.chain import (
     EXCEEDED,
     POLISHING,
@@ -53,6 +54,7 @@ from search.cost.link_costs import LinkCosts
 from search.evaluate.evaluator import outcome
 from search.outcome import Outcome
 from search.parallel.gc_pause import frozen_heap
+from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
@@ -298,3 +300,34 @@ def _walk(context: WalkContext, chains: Sequence[Chain], recorder: Recorder, wor
 
                 ChainPool(context, chains, recorder, count).run()
                 return
+
+
+def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
+    """The walk; every start is one more chain, so that the others walk as they do without."""
+    result = search(
+        problem.graph,
+        problem.topology,
+        problem.costs,
+        problem.training,
+        context.options,
+        known=context.starts,
+        resumed=context.resumed,
+        links=problem.links,
+        observer=context.observers.get("mcmc"),
+        local_calls=problem.local_calls,
+        workers=context.workers,
+        builder=problem.builder,
+    )
+    return AlgorithmResult(
+        "mcmc",
+        result.strategy,
+        result.step_time_s,
+        result.proposals,
+        result.accepted,
+        result.interrupted,
+        result.seconds,
+        result.chains,
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"mcmc": _algorithm}

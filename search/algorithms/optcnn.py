@@ -12,7 +12,8 @@ they leave over is enumerated (`search.bounds.elimination`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from graph.axes import tasks
 from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult, simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.problem import Array, Problem, Tables
 from search.space.enumerated_space import Space, all_degrees, contiguous_space, count_whole, whole_space
@@ -160,3 +162,21 @@ def additive_ns(problem: Problem, strategies: Sequence[Strategy]) -> list[int]:
             )
         )
     return costs
+
+
+def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
+    began = time.monotonic()
+    additive = optcnn(problem)
+    cost = simulated(problem, additive.strategy, context.options.order)
+    return AlgorithmResult(
+        "optcnn",
+        additive.strategy,
+        cost.seconds,
+        proposals=1,
+        accepted=1,
+        seconds=time.monotonic() - began,
+        proven=f"the least additive cost ({additive.cost_ns / 1e6:.3f} ms) of {additive.space.name}",
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"optcnn": _algorithm}

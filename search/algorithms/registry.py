@@ -1,77 +1,22 @@
-"""All search algorithms behind one interface: from a problem and some starts to a strategy, perhaps with a proof.
+"""All search algorithms: whatever the modules beside this one offer in `ALGORITHMS`.
 
 They may be chained: the strategy of one is a start of the next.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
 
+import search.algorithms
 from graph.errors import StrategyError, UsageError
-from graph.strategy import Strategy
-from search.algorithms.best_tracker import builder_of
-from search.algorithms.mcmc import (
-    ChainResult,
-    Observer,
-    Outcome,
-    ResumedChain,
-    SearchOptions,
-    outcome,
-    search,
-)
-from search.orders import Order
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
 from search.problem import Problem
-
-if TYPE_CHECKING:
-    from search.algorithms.greedy import TrialResult
-
 
 # Of one search.
 MOST_CHAINED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmContext:
-    """The inputs of an algorithm beside the problem.
-
-    starts: strategies to begin from. resumed: chains of the walk that was interrupted. observers: by algorithm; all
-    tell how far they are, the walk tells its starts and proposals too. workers: processes for the walk's chains.
-    """
-
-    options: SearchOptions
-    starts: tuple[Strategy, ...] = ()
-    resumed: tuple[ResumedChain, ...] = ()
-    observers: Mapping[str, Observer] = field(default_factory=dict)
-    workers: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmResult:
-    """The result of one algorithm.
-
-    step_time_s: simulated; infinite where the memory does not suffice.
-    proposals, accepted: strategies that were simulated, and that were taken.
-    proven: the space of which the strategy is the optimum, in words; empty where nothing is proven.
-    bound_s: seconds that no strategy is below, for an algorithm that looked at the whole space.
-    """
-
-    algorithm: str
-    strategy: Strategy
-    step_time_s: float
-    proposals: int = 0
-    accepted: int = 0
-    interrupted: bool = False
-    seconds: float = 0.0
-    chains: tuple[ChainResult, ...] = field(default=())
-    proven: str = ""
-    bound_s: float | None = None
-
-
-Algorithm = Callable[[Problem, AlgorithmContext], AlgorithmResult]
 
 
 def run(
@@ -151,128 +96,13 @@ def named(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def simulated(problem: Problem, strategy: Strategy, order: Order) -> Outcome:
-    """Return the outcome of a strategy, simulated in full."""
-    return outcome(builder_of(problem).layout(strategy), order)
+def _offered() -> dict[str, Algorithm]:
+    """Return all that the modules of this package offer."""
+    names = [f"search.algorithms.{module.name}" for module in iter_modules(search.algorithms.__path__)]
+    modules = [import_module(name) for name in names if name != __name__]
+    offers = [getattr(module, "ALGORITHMS", {}) for module in modules]
+    return dict(sorted(pair for offer in offers for pair in offer.items()))
 
 
-def _mcmc(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    """The walk; every start is one more chain, so that the others walk as they do without."""
-    result = search(
-        problem.graph,
-        problem.topology,
-        problem.costs,
-        problem.training,
-        context.options,
-        known=context.starts,
-        resumed=context.resumed,
-        links=problem.links,
-        observer=context.observers.get("mcmc"),
-        local_calls=problem.local_calls,
-        workers=context.workers,
-        builder=problem.builder,
-    )
-    return AlgorithmResult(
-        "mcmc",
-        result.strategy,
-        result.step_time_s,
-        result.proposals,
-        result.accepted,
-        result.interrupted,
-        result.seconds,
-        result.chains,
-    )
-
-
-def _optcnn(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    from search.algorithms.optcnn import optcnn
-
-    began = time.monotonic()
-    additive = optcnn(problem)
-    cost = simulated(problem, additive.strategy, context.options.order)
-    return AlgorithmResult(
-        "optcnn",
-        additive.strategy,
-        cost.seconds,
-        proposals=1,
-        accepted=1,
-        seconds=time.monotonic() - began,
-        proven=f"the least additive cost ({additive.cost_ns / 1e6:.3f} ms) of {additive.space.name}",
-    )
-
-
-def _exhaustive(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    from search.algorithms.exhaustive import default_space, exhaustive
-
-    began = time.monotonic()
-    space = default_space(problem)
-    optimum = exhaustive(problem, space, context.starts, order=context.options.order)
-    return AlgorithmResult(
-        "exhaustive",
-        optimum.strategy,
-        optimum.outcome.seconds,
-        proposals=optimum.simulated,
-        accepted=1,
-        interrupted=optimum.interrupted,
-        seconds=time.monotonic() - began,
-        proven="" if optimum.interrupted else f"the optimum of {space.size} strategies: {space.name}",
-        bound_s=optimum.bound_ns / 1e9 if space.whole else None,
-    )
-
-
-def _greedy(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    from search.algorithms.greedy import greedy
-
-    return _tried("greedy", greedy, problem, context)
-
-
-def _sharding(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    from search.algorithms.weight_sharding import share_weights
-
-    return _tried("sharding", share_weights, problem, context)
-
-
-def _recomputation(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    from search.algorithms.activation_checkpointing import recompute
-
-    return _tried("recomputation", recompute, problem, context)
-
-
-def _random(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:
-    from search.algorithms.greedy import random_search
-
-    return _tried("random", partial(random_search, seed=context.options.seed), problem, context)
-
-
-def _tried(
-    name: str, algorithm: Callable[..., TrialResult], problem: Problem, context: AlgorithmContext
-) -> AlgorithmResult:
-    """Run an algorithm that tries strategies one after the other."""
-    began, options = time.monotonic(), context.options
-    tried = algorithm(
-        problem,
-        context.starts,
-        most=options.proposals,
-        order=options.order,
-        observer=context.observers.get(name),
-    )
-    return AlgorithmResult(
-        name,
-        tried.strategy,
-        tried.outcome.seconds,
-        tried.simulated,
-        tried.accepted,
-        tried.interrupted,
-        time.monotonic() - began,
-    )
-
-
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "mcmc": _mcmc,
-    "optcnn": _optcnn,
-    "exhaustive": _exhaustive,
-    "greedy": _greedy,
-    "sharding": _sharding,
-    "recomputation": _recomputation,
-    "random": _random,
-}
+ALGORITHMS: Mapping[str, Algorithm] = _offered()
+"""The algorithms by the names that users type."""

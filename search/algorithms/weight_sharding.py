@@ -7,13 +7,14 @@ strategy exceeds a device's memory, or where the update takes long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
-from search.algorithms.greedy import Trial, TrialResult, require_one
-from search.algorithms.mcmc import Observer
+from search.algorithms.algorithm import Algorithm
+from search.algorithms.greedy import Trial, TrialResult, require_one, trials
+from search.algorithms.proposal_log import Observer
 from search.orders import Order
 from search.problem import Problem
 from search.space.baselines import data_parallel, expert, fsdp, shared, zero
@@ -82,3 +83,6 @@ def _with(
         kept_whole = level is Sharding.PARAMETERS and graph.weights[number].name in whole
         levels[number] = Sharding.OPTIMIZER if kept_whole else level
     return replace(strategy, sharding=tuple(levels))
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"sharding": trials("sharding", share_weights)}

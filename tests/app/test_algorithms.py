@@ -106,5 +106,5 @@ def test_an_unknown_algorithm_is_one_line(command: Command) -> None:
     outcome = command(*SEARCH, "--algorithm", "optcnn,guessing")
     assert (outcome.code, outcome.output) == (2, "")
     assert outcome.errors.splitlines()[-1].startswith(
-        "error: algorithm guessing: is unknown, must be one of mcmc,"
+        "error: algorithm guessing: is unknown, must be one of exhaustive,"
     )

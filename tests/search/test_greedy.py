@@ -7,9 +7,9 @@ import pytest
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.training import Training
+from search.algorithms.algorithm import simulated
 from search.algorithms.greedy import greedy, random_search
 from search.algorithms.optcnn import default_space
-from search.algorithms.registry import simulated
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.problem import Problem

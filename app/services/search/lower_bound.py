@@ -12,7 +12,7 @@ from app.services.predict.predict import Setting, without_measuring
 from app.services.progress import Progress
 from app.services.search.run_algorithms import problem_of
 from graph.errors import UsageError
-from search.algorithms.registry import AlgorithmResult
+from search.algorithms.algorithm import AlgorithmResult
 from search.bounds.lower_bound import Bound, lower_bound
 from search.parallel.fork import ForkedProcess, fork
 from search.problem import Problem

@@ -17,8 +17,8 @@ from graph.errors import UsageError
 from graph.strategy import Strategy
 from profiler.pinning import usable_cores
 from search.algorithms import registry
+from search.algorithms.algorithm import AlgorithmContext, AlgorithmResult
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
-from search.algorithms.registry import AlgorithmContext, AlgorithmResult
 from search.cost.calls_to_profile import rule_calls
 from search.cost.cost_table import CostTable
 from search.parallel.fork import can_fork

@@ -38,6 +38,7 @@ from app.services.search.start_strategies import StartStrategy, given_starts, kn
 from app.services.trace.replay import TraceReader, resumed_chains
 from graph.training import Training
 from search.algorithms import registry
+from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
 from search.cost.calls_to_profile import needed_calls
 
@@ -271,6 +272,6 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
     )
 
 
-def _algorithm_report(result: registry.AlgorithmResult) -> AlgorithmReport:
+def _algorithm_report(result: AlgorithmResult) -> AlgorithmReport:
     time_s = result.step_time_s if result.step_time_s < float("inf") else None
     return AlgorithmReport(result.algorithm, time_s, result.proposals, result.seconds, result.proven)
