@@ -74,6 +74,12 @@ def words_in(record: np.dtype[Any]) -> int:
     return record.itemsize // 8
 
 
+def word_of(record: np.dtype[Any], field: str) -> int:
+    """Return which word of a record a field is."""
+    assert record.names is not None
+    return record.names.index(field)
+
+
 OPERATOR_WORDS, TASK_WORDS = words_in(OPERATOR), words_in(TASK)
 VALUE_WORDS, ASSEMBLY_WORDS, PIECE_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(PIECE)
 COLLECTIVE_WORDS = words_in(COLLECTIVE)

@@ -41,6 +41,7 @@ from search.kernels.fragments import (
     TASK_WORDS,
     VALUE,
     VALUE_WORDS,
+    word_of,
 )
 from search.kernels.records import ExchangeLinks, Overlaps, Readers, Sources
 from search.simulate.arrays import (
@@ -65,6 +66,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = (
 BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECTIVE_KINDS)
 # Configurations after which it is forgotten which objects were met; equal ones keep their number.
 MOST_OBJECTS = 1 << 14
+COLLECTIVES_WORD, COLLECTIVES_AT_WORD = word_of(VALUE, "collectives"), word_of(VALUE, "collectives_at")
 # Instead of a class, in the keys of units of which most is left out; codes of their operators are not positive.
 _EMPTY = -1
 
@@ -397,7 +399,7 @@ class UnitStore:
             self._grow(self._end - words)
             words = write_exchange(self.arena, self._end, *arguments)
         at = self._reserve(words)
-        if self.arena[at : at + VALUE_WORDS].view(VALUE)[0].collectives:
+        if self.arena[at + COLLECTIVES_WORD]:
             self._price_collectives(at, source_devices)
         self._units[key] = at
         return at
@@ -426,8 +428,7 @@ class UnitStore:
     def _price_collectives(self, at: int, source_devices: IntArray) -> None:
         """Write holds and durations of a value unit's collectives, forward and backward."""
         arena = self.arena
-        value = arena[at : at + VALUE_WORDS].view(VALUE)[0]
-        found, start = int(value.collectives), at + int(value.collectives_at)
+        found, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])
         assembly_at = start + COLLECTIVE_WORDS * (found + 1)
         rows = arena[start:assembly_at].view(COLLECTIVE)
         task_at = assembly_at + int(rows["first_assembly"][found])
