@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner
-from search.kernels.program_order import serve
-from search.kernels.records import Array, Events, Holds, Tasks, Timeline
+from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.program_order import new_resources, serve
+from search.kernels.records import Array, Events, Holds, Resources, Tasks, Timeline
 
 
 @inner
@@ -51,6 +51,41 @@ def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
     return size
 
 
+@inner_with_arrays
+def new_events(task_count: int, tasks: Tasks, holds: Holds, resource_count: int) -> Events:
+    """Return the events before the first task: what waits for each, and what every resource has to do."""
+    pred_ptr, pred_E = tasks.pred_ptr, tasks.pred
+    waiting = np.empty(task_count, np.int64)
+    # Counted two places on: filling them moves each pointer to where the next task's begins.
+    ptr, successor = np.zeros(task_count + 2, np.int64), np.empty(pred_ptr[task_count], np.int64)
+    for task in range(task_count):
+        waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            ptr[pred_E[place] + 2] += 1
+    for task in range(task_count):
+        ptr[task + 2] += ptr[task + 1]
+    for task in range(task_count):
+        for place in range(pred_ptr[task], pred_ptr[task + 1]):
+            pred = pred_E[place]
+            successor[ptr[pred + 1]] = task
+            ptr[pred + 1] += 1
+    left_ns_R = np.zeros(resource_count, np.int64)
+    for task in range(task_count):
+        hold = tasks.hold[task]
+        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
+            left_ns_R[holds.resource[place]] += tasks.run_ns[task]
+    return Events(
+        waiting,
+        np.zeros(task_count, np.int64),
+        np.full(task_count, -1, np.int64),
+        ptr,
+        successor,
+        np.empty(task_count, np.int64),
+        np.empty(task_count, np.int64),
+        left_ns_R,
+    )
+
+
 @entry
 def run_fifo_order(
     task_count: int,
@@ -65,48 +100,22 @@ def run_fifo_order(
 
     Source: FlexFlow, Algorithm 1.
     """
-    events = Events(
-        np.empty(task_count, np.int64),
-        np.zeros(task_count, np.int64),
-        np.full(task_count, -1, np.int64),
-        np.zeros(task_count + 2, np.int64),
-        np.empty(tasks.pred_ptr[task_count], np.int64),
-        np.empty(task_count, np.int64),
-        np.empty(task_count, np.int64),
-        np.zeros(resource_count, np.int64),
-    )
-    free_ns_R = np.zeros(resource_count, np.int64)
-    last_R = np.full(resource_count, -1, np.int64)
-    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
-    return serve_by_readiness(
-        task_count, tasks, holds, contention_ppm_D, timeline, events, free_ns_R, last_R, debt_ns_D, bound_ns
-    )
+    events = new_events(task_count, tasks, holds, resource_count)
+    resources = new_resources(resource_count, contention_ppm_D)
+    return serve_by_readiness(task_count, tasks, holds, resources, timeline, events, bound_ns)
 
 
 @inner
-def find_successors(task_count: int, tasks: Tasks, holds: Holds, events: Events) -> int:
-    """Turn the dependencies round, and find what every resource has to do; return the longest of that."""
-    pred_ptr, pred_E, ptr = tasks.pred_ptr, tasks.pred, events.ptr
-    # Counted two places on: filling them moves each pointer to where the next task's begins.
+def begin(task_count: int, events: Events, bound_ns: int) -> int:
+    """Put the tasks that wait for nothing into the heap; return its size, -1 where some resource exceeds the bound."""
+    for left_ns in events.left_ns_R:
+        if left_ns > bound_ns:
+            return -1
+    size = 0
     for task in range(task_count):
-        events.waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            ptr[pred_E[place] + 2] += 1
-    for task in range(task_count):
-        ptr[task + 2] += ptr[task + 1]
-    for task in range(task_count):
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            pred = pred_E[place]
-            events.successor[ptr[pred + 1]] = task
-            ptr[pred + 1] += 1
-    longest_ns = 0
-    for task in range(task_count):
-        hold = tasks.hold[task]
-        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-            resource = holds.resource[place]
-            events.left_ns_R[resource] += tasks.run_ns[task]
-            longest_ns = max(longest_ns, events.left_ns_R[resource])
-    return longest_ns
+        if events.waiting[task] == 0:
+            size = push(events.heap_ns, events.heap_task, size, 0, task)
+    return size
 
 
 @inner
@@ -114,12 +123,9 @@ def finish(
     task: int,
     tasks: Tasks,
     holds: Holds,
-    contention_ppm_D: Array,
+    resources: Resources,
     timeline: Timeline,
     events: Events,
-    free_ns_R: Array,
-    last_R: Array,
-    debt_ns_D: Array,
     bound_ns: int,
     size: int,
 ) -> tuple[int, int]:
@@ -128,25 +134,7 @@ def finish(
     The end is -1 where the makespan is sure to exceed the bound.
     """
     hold, run_ns = tasks.hold[task], tasks.run_ns[task]
-    end_ns = serve(
-        task,
-        events.ready_ns[task],
-        events.cause[task],
-        hold,
-        run_ns,
-        holds.resource_ptr,
-        holds.resource,
-        holds.end_ptr,
-        holds.end,
-        holds.flows[hold],
-        contention_ppm_D,
-        free_ns_R,
-        last_R,
-        debt_ns_D,
-        timeline.start_ns,
-        timeline.end_ns,
-        timeline.cause,
-    )
+    end_ns = serve(task, events.ready_ns[task], events.cause[task], tasks, holds, resources, timeline)
     for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
         resource = holds.resource[place]
         events.left_ns_R[resource] -= run_ns
@@ -169,40 +157,18 @@ def serve_by_readiness(
     task_count: int,
     tasks: Tasks,
     holds: Holds,
-    contention_ppm_D: Array,
+    resources: Resources,
     timeline: Timeline,
     events: Events,
-    free_ns_R: Array,
-    last_R: Array,
-    debt_ns_D: Array,
     bound_ns: int,
 ) -> int:
     """Serve the tasks by (ready time, task), as `run_fifo_order`."""
-    heap_ns, heap_task = events.heap_ns, events.heap_task
-    if find_successors(task_count, tasks, holds, events) > bound_ns:
-        return -1
-    size = 0
-    for task in range(task_count):
-        if events.waiting[task] == 0:
-            size = push(heap_ns, heap_task, size, 0, task)
-    makespan_ns = 0
+    makespan_ns, size = 0, begin(task_count, events, bound_ns)
     while size > 0:
-        task = heap_task[0]
-        size = pop(heap_ns, heap_task, size)
-        size, end_ns = finish(
-            task,
-            tasks,
-            holds,
-            contention_ppm_D,
-            timeline,
-            events,
-            free_ns_R,
-            last_R,
-            debt_ns_D,
-            bound_ns,
-            size,
-        )
+        task = events.heap_task[0]
+        size = pop(events.heap_ns, events.heap_task, size)
+        size, end_ns = finish(task, tasks, holds, resources, timeline, events, bound_ns, size)
         if end_ns < 0:
             return -1
         makespan_ns = max(makespan_ns, end_ns)
-    return makespan_ns
+    return -1 if size < 0 else makespan_ns

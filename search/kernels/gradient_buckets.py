@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner
-from search.kernels.records import (
-    CELL_STRIDE,
-    HOLDER_STRIDE,
-    SHARED_WEIGHT,
-    STATIC_HEADER,
-    Array,
-    Buckets,
-    Gathers,
-    GraphArrays,
-    Groups,
-    Holds,
-    Units,
-)
+from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.fragments import cells_of, static_header
+from search.kernels.records import SHARED_WEIGHT, Array, Buckets, Gathers, GraphArrays, Groups, Holds, Units
+
+
+@inner_with_arrays
+def weights_by_operator(graph: GraphArrays, operator_active: Array) -> tuple[Array, Array]:
+    """Return the weights whose gradients the backward of each operator completes: pointers, and weights."""
+    operators = len(operator_active)
+    complete_at = np.full(graph.weight_count, -1, np.int64)
+    ptr = np.zeros(operators + 1, np.int64)
+    for weight in range(graph.weight_count):
+        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
+            operator = graph.weight_user[user]
+            if operator_active[operator] and (complete_at[weight] < 0 or operator < complete_at[weight]):
+                complete_at[weight] = operator
+        if complete_at[weight] >= 0:
+            ptr[complete_at[weight] + 1] += 1
+    for operator in range(operators):
+        ptr[operator + 1] += ptr[operator]
+    weights = np.empty(ptr[operators], np.int64)
+    following = ptr.copy()
+    for weight in range(graph.weight_count):
+        if complete_at[weight] >= 0:
+            weights[following[complete_at[weight]]] = weight
+            following[complete_at[weight]] += 1
+    return ptr, weights
 
 
 @entry
@@ -33,47 +46,27 @@ def fill_buckets(
 
     A bucket's number is the order in which it was opened; `buckets.order` is that of the all-reduces.
     """
-    operators = len(units.operator_at)
-    complete_at = np.full(graph.weight_count, -1, np.int64)
-    ptr = np.zeros(operators + 1, np.int64)
-    for weight in range(graph.weight_count):
-        for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
-            operator = graph.weight_user[user]
-            if operator_active[operator] and (complete_at[weight] < 0 or operator < complete_at[weight]):
-                complete_at[weight] = operator
-        if complete_at[weight] >= 0:
-            ptr[complete_at[weight] + 1] += 1
-    for operator in range(operators):
-        ptr[operator + 1] += ptr[operator]
-    weights = np.empty(ptr[operators], np.int64)
-    place = ptr.copy()
-    for weight in range(graph.weight_count):
-        if complete_at[weight] >= 0:
-            weights[place[complete_at[weight]]] = weight
-            place[complete_at[weight]] += 1
+    ptr, weights = weights_by_operator(graph, operator_active)
     opened = closed = entries = 0
     buckets.filling[:] = -1
-    for operator in range(operators - 1, -1, -1):
+    for operator in range(len(operator_active) - 1, -1, -1):
         for position in range(ptr[operator], ptr[operator + 1]):
             weight = weights[position]
             at = units.static_at[weight]
-            sharing = arena[at + 2]
-            cell_at = at + STATIC_HEADER + HOLDER_STRIDE * arena[at]
-            for cell in range(arena[at + 1]):
+            sharing = static_header(arena, at).sharing
+            for cell in cells_of(arena, at):
                 if opened + 1 > len(buckets.hold) or entries + 1 > len(buckets.entry_weight):
                     return False
-                word = cell_at + CELL_STRIDE * cell
-                hold = arena[word]
                 # One series a kind of sharing: the holds of the sums are the same for both.
-                series = arena[word + 2] if sharing == SHARED_WEIGHT else hold
+                series = cell.gather_hold if sharing == SHARED_WEIGHT else cell.hold
                 bucket = buckets.filling[series]
                 if bucket < 0:
                     bucket = opened
                     opened += 1
                     buckets.filling[series] = bucket
-                    buckets.hold[bucket] = hold
+                    buckets.hold[bucket] = cell.hold
                     buckets.sharing[bucket] = sharing
-                    buckets.gather[bucket] = arena[word + 2]
+                    buckets.gather[bucket] = cell.gather_hold
                     buckets.size_bytes[bucket] = 0
                     buckets.after[bucket] = -1
                     buckets.first_entry[bucket] = entries
@@ -88,7 +81,7 @@ def fill_buckets(
                     buckets.entry_next[entries] = -1
                     buckets.last_entry[bucket] = entries
                     entries += 1
-                buckets.size_bytes[bucket] += arena[word + 1]
+                buckets.size_bytes[bucket] += cell.size_bytes
                 if buckets.size_bytes[bucket] >= bucket_bytes:
                     buckets.after[bucket] = operator
                     buckets.order[closed] = bucket
@@ -104,6 +97,26 @@ def fill_buckets(
     return True
 
 
+@inner
+def find_gathered_weights(
+    graph: GraphArrays, units: Units, arena: Array, operator_active: Array, groups: Groups, gathers: Gathers
+) -> int:
+    """Find before which operator each weight is needed first, forward and backward; return how many are gathered."""
+    gathers.weight_2W[:] = -1
+    count = 0
+    for weight in range(graph.weight_count):
+        first, last = graph.reader_ptr[weight], graph.reader_ptr[weight + 1]
+        static = static_header(arena, units.static_at[weight])
+        if first == last or static.sharing != SHARED_WEIGHT or static.cells == 0:
+            continue
+        count += 1
+        gathers.weight_2W[0, weight] = graph.reader[first]
+        for place in range(first, last):
+            if operator_active[graph.reader[place]]:
+                gathers.weight_2W[1, weight] = groups.last_O[graph.reader[place]]
+    return count
+
+
 @entry
 def find_gathers(
     graph: GraphArrays,
@@ -114,26 +127,14 @@ def find_gathers(
     gathers: Gathers,
     least_bytes: int,
 ) -> bool:
-    """Find what is gathered before which operator, as `graph.plan` does; return False where arrays are too short."""
+    """Find which weights are gathered before which operator, as `graph.plan` does; False where arrays are too short."""
     gathers.first_2O[:] = 0
     gathers.last_2O[:] = 0
-    gathers.weight_2W[:] = -1
     gathers.latest_D[:] = -1
     gathers.blocked_D[:] = -1
     gathers.reduced_D[:] = -1
     gathers.counts[:] = 0
-    found = 0
-    for weight in range(graph.weight_count):
-        first, last = graph.reader_ptr[weight], graph.reader_ptr[weight + 1]
-        at = units.static_at[weight]
-        if first == last or arena[at + 2] != SHARED_WEIGHT or arena[at + 1] == 0:
-            continue
-        found += 1
-        gathers.weight_2W[0, weight] = graph.reader[first]
-        for place in range(first, last):
-            if operator_active[graph.reader[place]]:
-                gathers.weight_2W[1, weight] = groups.last_O[graph.reader[place]]
-    if found == 0:
+    if find_gathered_weights(graph, units, arena, operator_active, groups, gathers) == 0:
         return True
     operators = len(units.operator_at)
     count = 0
@@ -146,37 +147,34 @@ def find_gathers(
             if operator >= 0:
                 following[weight] = head[operator]
                 head[operator] = weight
-        unit, first, size_bytes = -1, count, 0
+        gathering, first, size_bytes = -1, count, 0
         for place in range(operators):
             operator = place if side == 0 else operators - 1 - place
             weight = head[operator]
             if weight < 0:
                 continue
-            if unit < 0:
-                unit, first, size_bytes = operator, count, 0
+            if gathering < 0:
+                gathering, first, size_bytes = operator, count, 0
             while weight >= 0:
-                gathers.weight_2W[side, weight] = unit
-                at = units.static_at[weight]
-                cell_at = at + STATIC_HEADER + HOLDER_STRIDE * arena[at]
-                for cell in range(arena[at + 1]):
-                    word = cell_at + CELL_STRIDE * cell
+                gathers.weight_2W[side, weight] = gathering
+                for cell in cells_of(arena, units.static_at[weight]):
                     number = first
-                    while number < count and gathers.hold[number] != arena[word + 2]:
+                    while number < count and gathers.hold[number] != cell.gather_hold:
                         number += 1
                     if number == count:
                         if count + 1 > len(gathers.hold):
                             return False
-                        gathers.hold[count] = arena[word + 2]
+                        gathers.hold[count] = cell.gather_hold
                         gathers.size_bytes[count] = 0
-                        gathers.operator[count] = unit
+                        gathers.operator[count] = gathering
                         count += 1
-                    gathers.size_bytes[number] += arena[word + 1]
-                    size_bytes += arena[word + 1]
+                    gathers.size_bytes[number] += cell.size_bytes
+                    size_bytes += cell.size_bytes
                 weight = following[weight]
-            gathers.first_2O[side, unit] = first
-            gathers.last_2O[side, unit] = count
+            gathers.first_2O[side, gathering] = first
+            gathers.last_2O[side, gathering] = count
             if size_bytes >= least_bytes:
-                unit = -1
+                gathering = -1
         if side == 0:
             gathers.counts[0] = count
     gathers.counts[1] = count

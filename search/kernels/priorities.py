@@ -5,15 +5,30 @@ A task waits for tasks before it alone. Shape letters: T tasks, E dependencies, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from search.kernels.cache import entry, inner
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from search.kernels.records import Array
 
 NEVER = np.iinfo(np.int64).max
+
+
+class Wiring(NamedTuple):
+    """The predecessors of every task (`pred_ptr` into `pred`), and which tasks are communications."""
+
+    pred_ptr: Array
+    pred: Array
+    is_communication_T: Array
+
+
+class Waits(NamedTuple):
+    """Of the communications that are left and that a task waits for: how many, their time, the sum of their numbers."""
+
+    count_T: Array
+    sum_ns_T: Array
+    number_T: Array
 
 
 @inner
@@ -27,10 +42,10 @@ def bits_in(word: int) -> int:
 
 
 @entry
-def count_communications(pred_ptr: Array, pred: Array, is_communication_T: Array) -> Array:
+def count_communications(wiring: Wiring) -> Array:
     """Return how many communications each task waits for, all in all. A pass for every 62 of them."""
-    count = len(is_communication_T)
-    found_T, bits_T = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    count = len(wiring.is_communication_T)
+    count_T, bits_T = np.zeros(count, np.int64), np.zeros(count, np.int64)
     first = 0
     while first < count:
         bit = 0
@@ -38,10 +53,10 @@ def count_communications(pred_ptr: Array, pred: Array, is_communication_T: Array
         bits_T[:] = 0
         for task in range(first, count):
             word = 0
-            for place in range(pred_ptr[task], pred_ptr[task + 1]):
-                word |= bits_T[pred[place]]
-            found_T[task] += bits_in(word)
-            if is_communication_T[task] and bit < 62:
+            for place in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
+                word |= bits_T[wiring.pred[place]]
+            count_T[task] += bits_in(word)
+            if wiring.is_communication_T[task] and bit < 62:
                 word |= 1 << bit
                 bit += 1
                 after = task + 1
@@ -49,38 +64,35 @@ def count_communications(pred_ptr: Array, pred: Array, is_communication_T: Array
         if bit < 62:
             break
         first = after
-    return found_T
+    return count_T
 
 
 @entry
-def least_together(
-    pred_ptr: Array, pred: Array, is_communication_T: Array, count_T: Array, time_ns_T: Array
-) -> Array:
+def least_together(wiring: Wiring, count_T: Array, time_ns_T: Array) -> Array:
     """Return M+ of every communication: the least `time_ns_T` of computations after it that wait for several."""
     least_T = np.full(len(count_T), NEVER, np.int64)
     for task in range(len(count_T) - 1, -1, -1):
         least = least_T[task]
-        if not is_communication_T[task] and count_T[task] > 1:
+        if not wiring.is_communication_T[task] and count_T[task] > 1:
             least = min(least, time_ns_T[task])
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            least_T[pred[place]] = min(least_T[pred[place]], least)
+        for place in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
+            least_T[wiring.pred[place]] = min(least_T[wiring.pred[place]], least)
     return least_T
 
 
 @inner
-def add_after(
-    one: int, sign: int, pred_ptr: Array, pred: Array, run_ns_T: Array, mark_T: Array, count_T: Array, sum_ns_T: Array,
-    only_T: Array,
-) -> None:  # fmt: skip
-    """Add a communication to what all tasks after it wait for, or take it away."""
-    mark_T[one] = one
-    for task in range(one + 1, len(mark_T)):
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            if mark_T[pred[place]] == one:
-                mark_T[task] = one
-                count_T[task] += sign
-                sum_ns_T[task] += sign * run_ns_T[one]
-                only_T[task] += sign * one
+def add_to_waits(
+    communication: int, sign: int, wiring: Wiring, run_ns_T: Array, mark_T: Array, waits: Waits
+) -> None:
+    """Add a communication (sign 1) to the waits of all tasks after it, or take it away (-1)."""
+    mark_T[communication] = communication
+    for task in range(communication + 1, len(mark_T)):
+        for place in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
+            if mark_T[wiring.pred[place]] == communication:
+                mark_T[task] = communication
+                waits.count_T[task] += sign
+                waits.sum_ns_T[task] += sign * run_ns_T[communication]
+                waits.number_T[task] += sign * communication
                 break
 
 
@@ -105,36 +117,32 @@ def comes_before(
 
 
 @entry
-def number_by_time(
-    pred_ptr: Array, pred: Array, is_communication_T: Array, run_ns_T: Array, consumer_T: Array
-) -> Array:
+def number_by_time(wiring: Wiring, run_ns_T: Array, consumer_T: Array) -> Array:
     """Return the place of every communication in the order of TAC; 0 of computations.
 
     A few passes over all dependencies for each communication.
     """
     count = len(run_ns_T)
     number_T = np.zeros(count, np.int64)
-    left_C: Array = np.flatnonzero(is_communication_T)
+    left_C: Array = np.flatnonzero(wiring.is_communication_T)
     mark_T = np.full(count, -1, np.int64)
-    # Of the communications that are left and that a task waits for: how many, their time, the sum of their numbers.
-    count_T, sum_ns_T = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    only_T = np.zeros(count, np.int64)
-    for one in left_C:
-        add_after(one, 1, pred_ptr, pred, run_ns_T, mark_T, count_T, sum_ns_T, only_T)
+    waits = Waits(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64))
+    for communication in left_C:
+        add_to_waits(communication, 1, wiring, run_ns_T, mark_T, waits)
     mark_T[:] = -1
     alone_ns_T = np.zeros(count, np.int64)
     for number in range(len(left_C)):
-        together_ns_T = least_together(pred_ptr, pred, is_communication_T, count_T, sum_ns_T)
+        together_ns_T = least_together(wiring, waits.count_T, waits.sum_ns_T)
         alone_ns_T[:] = 0
         for task in range(count):
-            if not is_communication_T[task] and count_T[task] == 1:
-                alone_ns_T[only_T[task]] += run_ns_T[task]
+            if not wiring.is_communication_T[task] and waits.count_T[task] == 1:
+                alone_ns_T[waits.number_T[task]] += run_ns_T[task]
         best = number
         for place in range(number + 1, len(left_C)):
             if comes_before(left_C[place], left_C[best], run_ns_T, alone_ns_T, together_ns_T, consumer_T):
                 best = place
-        one = left_C[best]
+        communication = left_C[best]
         left_C[best] = left_C[number]
-        number_T[one] = number
-        add_after(one, -1, pred_ptr, pred, run_ns_T, mark_T, count_T, sum_ns_T, only_T)
+        number_T[communication] = number
+        add_to_waits(communication, -1, wiring, run_ns_T, mark_T, waits)
     return number_T

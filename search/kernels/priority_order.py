@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner, quick_entry
-from search.kernels.fifo_order import find_successors, finish, pop, push
+from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
+from search.kernels.fifo_order import begin, finish, new_events, pop, push
+from search.kernels.program_order import new_resources
 from search.kernels.records import (
     BUFFER_COLLECTIVE,
     BUFFER_TRANSFER,
@@ -18,6 +19,7 @@ from search.kernels.records import (
     Holds,
     Positions,
     Queues,
+    Resources,
     Tasks,
     Timeline,
 )
@@ -58,40 +60,6 @@ def number_by_position(
         priority_T[task] = number
 
 
-@inner
-def push_key(keys: Array, base: int, size: int, key: int) -> int:
-    """Add to the binary heap that begins at `base`; return its new size."""
-    place = size
-    while place > 0:
-        parent = (place - 1) // 2
-        if keys[base + parent] < key:
-            break
-        keys[base + place] = keys[base + parent]
-        place = parent
-    keys[base + place] = key
-    return size + 1
-
-
-@inner
-def pop_key(keys: Array, base: int, size: int) -> int:
-    """Remove the first of the binary heap that begins at `base`; return its new size."""
-    size -= 1
-    key = keys[base + size]
-    place = 0
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            break
-        if child + 1 < size and keys[base + child + 1] < keys[base + child]:
-            child += 1
-        if key < keys[base + child]:
-            break
-        keys[base + place] = keys[base + child]
-        place = child
-    keys[base + place] = key
-    return size
-
-
 @entry
 def run_priority_order(
     task_count: int,
@@ -109,17 +77,17 @@ def run_priority_order(
 
     Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulate.simulator`.
     """
-    events = Events(
-        np.empty(task_count, np.int64),
-        np.zeros(task_count, np.int64),
-        np.full(task_count, -1, np.int64),
-        np.zeros(task_count + 2, np.int64),
-        np.empty(tasks.pred_ptr[task_count], np.int64),
-        np.empty(task_count, np.int64),
-        np.empty(task_count, np.int64),
-        np.zeros(resource_count, np.int64),
-    )
-    devices = len(contention_ppm_D)
+    events = new_events(task_count, tasks, holds, resource_count)
+    resources = new_resources(resource_count, contention_ppm_D)
+    queues = new_queues(task_count, tasks, holds, resource_count, len(contention_ppm_D), priority_T)
+    return serve_by_priority(task_count, tasks, holds, resources, timeline, events, queues, bound_ns)
+
+
+@inner_with_arrays
+def new_queues(
+    task_count: int, tasks: Tasks, holds: Holds, resource_count: int, devices: int, priority_T: Array
+) -> Queues:
+    """Return queues of links, all empty."""
     ptr = np.zeros(resource_count + 1, np.int64)
     for task in range(task_count):
         hold = tasks.hold[task]
@@ -128,8 +96,10 @@ def run_priority_order(
                 ptr[holds.resource[place] + 1] += 1
     for resource in range(resource_count):
         ptr[resource + 1] += ptr[resource]
-    queues = Queues(
+    return Queues(
+        priority_T,
         ptr,
+        np.empty(ptr[resource_count], np.int64),
         np.empty(ptr[resource_count], np.int64),
         np.zeros(resource_count, np.int64),
         np.zeros(resource_count, np.int64),
@@ -138,23 +108,6 @@ def run_priority_order(
         np.empty(task_count, np.int64),
         np.empty(task_count, np.int64),
         np.empty(task_count, np.int64),
-    )
-    free_ns_R = np.zeros(resource_count, np.int64)
-    last_R = np.full(resource_count, -1, np.int64)
-    debt_ns_D = np.zeros(devices, np.int64)
-    return serve_by_priority(
-        task_count,
-        tasks,
-        holds,
-        contention_ppm_D,
-        timeline,
-        events,
-        queues,
-        free_ns_R,
-        last_R,
-        debt_ns_D,
-        priority_T,
-        bound_ns,
     )
 
 
@@ -165,22 +118,19 @@ def may_start(
     """Return whether all links of a waiting communication are free, and it is the first at each of them."""
     for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
         link = holds.resource[place]
-        if (
-            free_ns_R[link] > now_ns
-            or queues.used_R[link] == turn
-            or queues.key[queues.ptr[link]] & 0xFFFFFFFF != task
-        ):
+        if free_ns_R[link] > now_ns or queues.used_R[link] == turn or queues.task[queues.ptr[link]] != task:
             return False
     return True
 
 
 @inner
-def join(task: int, hold: int, holds: Holds, queues: Queues, priority: int) -> None:
+def join(task: int, hold: int, holds: Holds, queues: Queues) -> None:
     """Let a communication wait at all links that it holds."""
     for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
         link = holds.resource[place]
-        key = (priority << 32) + task
-        queues.size_R[link] = push_key(queues.key, queues.ptr[link], queues.size_R[link], key)
+        first, size = queues.ptr[link], queues.size_R[link]
+        priority = queues.priority_T[task]
+        queues.size_R[link] = push(queues.priority[first:], queues.task[first:], size, priority, task)
 
 
 @inner
@@ -188,7 +138,8 @@ def leave(hold: int, holds: Holds, queues: Queues, turn: int) -> None:
     """Take a communication that starts, the first everywhere, from where it waits."""
     for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
         link = holds.resource[place]
-        queues.size_R[link] = pop_key(queues.key, queues.ptr[link], queues.size_R[link])
+        first, size = queues.ptr[link], queues.size_R[link]
+        queues.size_R[link] = pop(queues.priority[first:], queues.task[first:], size)
         queues.used_R[link] = turn
 
 
@@ -200,7 +151,7 @@ def add_freed(tried: int, ended: int, tasks: Tasks, holds: Holds, queues: Queues
         for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
             link = holds.resource[place]
             if queues.size_R[link] > 0:
-                first = queues.key[queues.ptr[link]] & 0xFFFFFFFF
+                first = queues.task[queues.ptr[link]]
                 if queues.tried_T[first] != turn:
                     queues.tried_T[first] = turn
                     queues.tried[tried] = first
@@ -213,14 +164,10 @@ def serve_by_priority(
     task_count: int,
     tasks: Tasks,
     holds: Holds,
-    contention_ppm_D: Array,
+    resources: Resources,
     timeline: Timeline,
     events: Events,
     queues: Queues,
-    free_ns_R: Array,
-    last_R: Array,
-    debt_ns_D: Array,
-    priority_T: Array,
     bound_ns: int,
 ) -> int:
     """Serve the tasks as `run_priority_order`, one round after the other.
@@ -228,14 +175,12 @@ def serve_by_priority(
     In a round ends what ends by now; what is ready by now is served (computations) or waits (communications); then
     those that may start do. Only who has just become ready, or is first at a link that has just become free, can.
     """
-    hold_T, devices = tasks.hold, len(contention_ppm_D)
+    hold_T, devices = tasks.hold, len(resources.debt_ns_D)
     heap_ns, heap_task = events.heap_ns, events.heap_task
-    if find_successors(task_count, tasks, holds, events) > bound_ns:
+    running = turn = makespan_ns = 0
+    size = begin(task_count, events, bound_ns)
+    if size < 0:
         return -1
-    size = running = turn = makespan_ns = 0
-    for task in range(task_count):
-        if events.waiting[task] == 0:
-            size = push(heap_ns, heap_task, size, 0, task)
     while size > 0 or running > 0:
         now_ns = heap_ns[0] if size > 0 else queues.end_ns[0]
         if running > 0:
@@ -250,46 +195,22 @@ def serve_by_priority(
             task = heap_task[0]
             size = pop(heap_ns, heap_task, size)
             if hold_T[task] >= devices:
-                join(task, hold_T[task], holds, queues, priority_T[task])
+                join(task, hold_T[task], holds, queues)
                 queues.tried_T[task] = turn
                 queues.tried[tried] = task
                 tried += 1
                 continue
-            size, end_ns = finish(
-                task,
-                tasks,
-                holds,
-                contention_ppm_D,
-                timeline,
-                events,
-                free_ns_R,
-                last_R,
-                debt_ns_D,
-                bound_ns,
-                size,
-            )
+            size, end_ns = finish(task, tasks, holds, resources, timeline, events, bound_ns, size)
             if end_ns < 0:
                 return -1
             makespan_ns = max(makespan_ns, end_ns)
         tried = add_freed(tried, ended, tasks, holds, queues, turn)
         for position in range(tried):
             task = queues.tried[position]
-            if not may_start(task, hold_T[task], holds, queues, free_ns_R, now_ns, turn):
+            if not may_start(task, hold_T[task], holds, queues, resources.free_ns_R, now_ns, turn):
                 continue
             leave(hold_T[task], holds, queues, turn)
-            size, end_ns = finish(
-                task,
-                tasks,
-                holds,
-                contention_ppm_D,
-                timeline,
-                events,
-                free_ns_R,
-                last_R,
-                debt_ns_D,
-                bound_ns,
-                size,
-            )
+            size, end_ns = finish(task, tasks, holds, resources, timeline, events, bound_ns, size)
             if end_ns < 0:
                 return -1
             makespan_ns = max(makespan_ns, end_ns)

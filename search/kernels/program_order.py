@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, hot, inner
-from search.kernels.records import PARTS_PER_MILLION, Array, Holds, Tasks, Timeline
+from search.kernels.cache import entry, hot, inner, inner_with_arrays
+from search.kernels.records import PARTS_PER_MILLION, Array, Holds, Resources, Tasks, Timeline
 
 
 @hot
@@ -18,51 +18,49 @@ def slowed_ns(contention_ppm: int, run_ns: int) -> int:
     return contention_ppm * millions + (contention_ppm * rest + PARTS_PER_MILLION // 2) // PARTS_PER_MILLION
 
 
+@inner_with_arrays
+def new_resources(resource_count: int, contention_ppm_D: Array) -> Resources:
+    """Return devices and links that are free from the start, without debt."""
+    return Resources(
+        np.zeros(resource_count, np.int64),
+        np.full(resource_count, -1, np.int64),
+        np.zeros(len(contention_ppm_D), np.int64),
+        contention_ppm_D,
+    )
+
+
 @inner
 def serve(
-    task: int,
-    ready_ns: int,
-    cause: int,
-    hold: int,
-    run_ns: int,
-    resource_ptr: Array,
-    resource_of: Array,
-    end_ptr: Array,
-    end_of: Array,
-    flows: int,
-    contention_ppm_D: Array,
-    free_ns_R: Array,
-    last_R: Array,
-    debt_ns_D: Array,
-    start_ns_T: Array,
-    end_ns_T: Array,
-    cause_T: Array,
+    task: int, ready_ns: int, cause: int, tasks: Tasks, holds: Holds, resources: Resources, timeline: Timeline
 ) -> int:
     """Run one task as early as what it holds allows; return its end."""
-    begin_ns = ready_ns
-    for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
-        resource = resource_of[place]
-        if free_ns_R[resource] > begin_ns:
-            begin_ns = free_ns_R[resource]
-            cause = last_R[resource]
+    hold, run_ns, begin_ns = tasks.hold[task], tasks.run_ns[task], ready_ns
+    first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
+    for place in range(first, last):
+        resource = holds.resource[place]
+        if resources.free_ns_R[resource] > begin_ns:
+            begin_ns = resources.free_ns_R[resource]
+            cause = resources.last_R[resource]
+    debt_ns_D = resources.debt_ns_D
     if hold < len(debt_ns_D):
-        extra_ns = debt_ns_D[hold] - (begin_ns - free_ns_R[hold])
+        extra_ns = debt_ns_D[hold] - (begin_ns - resources.free_ns_R[hold])
         if extra_ns > 0:
             run_ns += extra_ns
         debt_ns_D[hold] = 0
     else:
-        for place in range(end_ptr[hold], end_ptr[hold + 1]):
-            device = end_of[place]
-            debt_ns_D[device] += slowed_ns(contention_ppm_D[device] * flows, run_ns)
+        flows = holds.flows[hold]
+        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
+            device = holds.end[place]
+            debt_ns_D[device] += slowed_ns(resources.contention_ppm_D[device] * flows, run_ns)
     end_ns = begin_ns + run_ns
-    for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
-        resource = resource_of[place]
-        free_ns_R[resource] = end_ns
-        last_R[resource] = task
-    start_ns_T[task] = begin_ns
-    end_ns_T[task] = end_ns
-    cause_T[task] = cause
-    return end_ns
+    for place in range(first, last):
+        resource = holds.resource[place]
+        resources.free_ns_R[resource] = end_ns
+        resources.last_R[resource] = task
+    timeline.start_ns[task] = begin_ns
+    timeline.end_ns[task] = end_ns
+    timeline.cause[task] = cause
+    return int(end_ns)
 
 
 @entry
@@ -75,56 +73,24 @@ def run_program_order(
     timeline: Timeline,
 ) -> int:
     """Serve the tasks in program order; return the makespan in nanoseconds."""
-    free_ns_R = np.zeros(resource_count, np.int64)
-    last_R = np.full(resource_count, -1, np.int64)
-    debt_ns_D = np.zeros(len(contention_ppm_D), np.int64)
-    return serve_in_program_order(
-        task_count, tasks, holds, contention_ppm_D, timeline, free_ns_R, last_R, debt_ns_D
-    )
+    resources = new_resources(resource_count, contention_ppm_D)
+    return serve_in_program_order(task_count, tasks, holds, resources, timeline)
 
 
 @inner
 def serve_in_program_order(
-    task_count: int,
-    tasks: Tasks,
-    holds: Holds,
-    contention_ppm_D: Array,
-    timeline: Timeline,
-    free_ns_R: Array,
-    last_R: Array,
-    debt_ns_D: Array,
+    task_count: int, tasks: Tasks, holds: Holds, resources: Resources, timeline: Timeline
 ) -> int:
-    """Serve the tasks in program order; return the makespan. Resources are free from the start, and nothing owed."""
-    hold_T, run_ns_T, pred_ptr, pred_E = tasks.hold, tasks.run_ns, tasks.pred_ptr, tasks.pred
-    resource_ptr, resource_of, end_ptr, end_of = holds.resource_ptr, holds.resource, holds.end_ptr, holds.end
-    start_ns_T, end_ns_T, cause_T = timeline.start_ns, timeline.end_ns, timeline.cause
+    """Serve the tasks in program order; return the makespan."""
     makespan_ns = 0
     for task in range(task_count):
         ready_ns = 0
         cause = -1
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            pred = pred_E[place]
-            if end_ns_T[pred] > ready_ns:
-                ready_ns = end_ns_T[pred]
+        for place in range(tasks.pred_ptr[task], tasks.pred_ptr[task + 1]):
+            pred = tasks.pred[place]
+            if timeline.end_ns[pred] > ready_ns:
+                ready_ns = timeline.end_ns[pred]
                 cause = pred
-        end_ns = serve(
-            task,
-            ready_ns,
-            cause,
-            hold_T[task],
-            run_ns_T[task],
-            resource_ptr,
-            resource_of,
-            end_ptr,
-            end_of,
-            holds.flows[hold_T[task]],
-            contention_ppm_D,
-            free_ns_R,
-            last_R,
-            debt_ns_D,
-            start_ns_T,
-            end_ns_T,
-            cause_T,
-        )
+        end_ns = serve(task, ready_ns, cause, tasks, holds, resources, timeline)
         makespan_ns = max(makespan_ns, end_ns)
     return makespan_ns

@@ -214,6 +214,15 @@ class Timeline(NamedTuple):
     cause: Array
 
 
+class Resources(NamedTuple):
+    """Devices and links while tasks are served."""
+
+    free_ns_R: Array  # when each is free
+    last_R: Array  # the task that it served last, or -1
+    debt_ns_D: Array  # by how much communications slow the next computation
+    contention_ppm_D: Array
+
+
 class Events(NamedTuple):
     """What the event-driven order keeps of every task, and the heap of those that are ready."""
 
@@ -240,8 +249,10 @@ class Positions(NamedTuple):
 class Queues(NamedTuple):
     """Communications that are ready and wait for links: a heap for each link, and who may start in this round."""
 
-    ptr: Array  # R + 1, into key
-    key: Array  # priority * 2^32 + task; both are below 2^31
+    priority_T: Array
+    ptr: Array  # R + 1, into priority and task, the heaps
+    priority: Array
+    task: Array
     size_R: Array
     used_R: Array  # in which round the link was last given to a task
     tried_T: Array  # in which round the task was last tried

@@ -27,6 +27,7 @@ import numpy as np
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
+    from search.kernels.priorities import Wiring
     from search.kernels.records import GraphArrays, Positions, Tasks
     from search.simulate.task_graph import TaskGraph
 
@@ -46,7 +47,7 @@ def positions(wiring: GraphArrays) -> Positions:
     # Backwards stand between the forwards that the loss depends on and those that only renew buffers.
     following = trained + count + place
     last = trained + 2 * count
-    readers = [
+    reads = [
         following[wiring.reading_operator[first:end]]
         for first, end in zip(wiring.reading_ptr[:-1], wiring.reading_ptr[1:], strict=True)
     ]
@@ -54,7 +55,7 @@ def positions(wiring: GraphArrays) -> Positions:
         forward_O=np.where(place < trained, place, trained + place),
         backward_O=2 * trained - 1 - place,
         next_O=following,
-        next_V=np.array([found.min(initial=last) for found in readers], np.int64),
+        next_V=np.array([places.min(initial=last) for places in reads], np.int64),
         last=last,
     )
 
@@ -67,11 +68,10 @@ def layer(tasks: TaskGraph) -> IntArray:
     from search.kernels.priority_order import number_by_position
     from search.simulate.arrays import graph_arrays
 
-    found, buckets = np.zeros(tasks.task_count, np.int64), np.zeros(tasks.task_count, np.int64)
-    where = positions(graph_arrays(tasks.graph))
-    devices = len(tasks.topology.devices)
-    number_by_position(tasks.task_count, tasks.flat, devices, where, found, buckets)
-    return found
+    priority_T, bucket_T = np.zeros(tasks.task_count, np.int64), np.zeros(tasks.task_count, np.int64)
+    devices, in_step = len(tasks.topology.devices), positions(graph_arrays(tasks.graph))
+    number_by_position(tasks.task_count, tasks.flat, devices, in_step, priority_T, bucket_T)
+    return priority_T
 
 
 def tic(tasks: TaskGraph) -> IntArray:
@@ -113,14 +113,13 @@ def tic_of(flat: Tasks, count: int, devices: int) -> IntArray:
     from search.kernels.priorities import count_communications, least_together
 
     wiring = _wiring(flat, count, devices)
-    _, _, is_communication_T = wiring
-    count_T = count_communications(*wiring)
-    together_T = least_together(*wiring, count_T, count_T)
-    keys = np.stack([together_T, _first_consumers(flat, count)])[:, is_communication_T]
+    count_T = count_communications(wiring)
+    together_T = least_together(wiring, count_T, count_T)
+    keys = np.stack([together_T, _first_consumers(flat, count)])[:, wiring.is_communication_T]
     _, ranks_C = np.unique(keys, axis=1, return_inverse=True)
-    found = np.zeros(count, np.int64)
-    found[is_communication_T] = ranks_C.reshape(-1)
-    return found
+    rank_T = np.zeros(count, np.int64)
+    rank_T[wiring.is_communication_T] = ranks_C.reshape(-1)
+    return rank_T
 
 
 def tac_of(flat: Tasks, count: int, devices: int) -> IntArray:
@@ -132,24 +131,25 @@ def tac_of(flat: Tasks, count: int, devices: int) -> IntArray:
     from search.kernels.priorities import number_by_time
 
     wiring = _wiring(flat, count, devices)
-    communications, dependencies = int(wiring[2].sum()), int(flat.pred_ptr[count])
+    communications, dependencies = int(wiring.is_communication_T.sum()), int(flat.pred_ptr[count])
     if communications * dependencies > MOST_FOR_TAC:
         raise UsageError(
             f"order priority-tac: is for {communications:,} communications and {dependencies:,} dependencies, their "
             f"product must be at most {MOST_FOR_TAC:,}; choose priority or priority-tic"
         )
     consumers = _first_consumers(flat, count)
-    return np.asarray(number_by_time(*wiring, flat.run_ns[:count], consumers))
+    return np.asarray(number_by_time(wiring, flat.run_ns[:count], consumers))
 
 
-def _wiring(flat: Tasks, count: int, devices: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return where the predecessors of each task begin, these, and which tasks are communications."""
-    return flat.pred_ptr[: count + 1], flat.pred, np.asarray(flat.hold[:count] >= devices)
+def _wiring(flat: Tasks, count: int, devices: int) -> Wiring:
+    from search.kernels.priorities import Wiring
+
+    return Wiring(flat.pred_ptr[: count + 1], flat.pred, np.asarray(flat.hold[:count] >= devices))
 
 
 def _first_consumers(flat: Tasks, count: int) -> IntArray:
     """Return the first task that waits for each task itself, one beyond the last where none does."""
-    found = np.full(count, count, np.int64)
+    consumer_T = np.full(count, count, np.int64)
     waiting_E = np.repeat(np.arange(count), np.diff(flat.pred_ptr[: count + 1]))
-    np.minimum.at(found, flat.pred[: len(waiting_E)], waiting_E)
-    return found
+    np.minimum.at(consumer_T, flat.pred[: len(waiting_E)], waiting_E)
+    return consumer_T
