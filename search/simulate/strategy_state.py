@@ -208,24 +208,29 @@ class Layout:
         active, least_bytes = derivation.operator_active, self.builder.bucket_bytes
         while not find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
             self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
-        emission = Emission(
-            wiring,
-            units,
-            arena,
-            self.groups,
-            derivation,
-            self._scratch,
-            holds,
-            self._buckets,
-            self.gathers,
-            self._tasks,
-        )
+        emission = self.emission()
         tasks, dependencies = most_tasks(emission)
         if tasks > len(self._tasks.kind) or dependencies > len(self._tasks.pred):
             self._tasks = _new_tasks(2 * tasks, 2 * dependencies)
             emission = emission._replace(tasks=self._tasks)
         emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
         return self._tasks, holds
+
+    def emission(self) -> Emission:
+        """Return what `assemble` emits the task graph from; valid until the next change."""
+        store = self.builder.store
+        return Emission(
+            store.wiring,
+            self.units,
+            store.arena,
+            self.groups,
+            self._derivation,
+            self._scratch,
+            store.holds.arrays(),
+            self._buckets,
+            self.gathers,
+            self._tasks,
+        )
 
     def _reserve(self, words: int) -> None:
         """Make room for a strategy whose derivation takes that many words."""

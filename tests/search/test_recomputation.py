@@ -16,6 +16,7 @@ from search.algorithms.mcmc import SearchOptions, search
 from search.cost.cost_table import CostTable
 from search.evaluate.evaluator import FullEvaluation, evaluation
 from search.evaluate.incremental import IncrementalEvaluation
+from search.kernels.task_graph import most_tasks
 from search.outcome import NEVER_NS
 from search.problem import Problem
 from search.simulate.simulator import Simulation, simulate
@@ -60,6 +61,20 @@ def strategies_of(graph: OperatorGraph, count: int, seed: int, times: int) -> li
 def test_task_graph_is_the_plan(name: str, topology: str) -> None:
     graph, machines = GRAPHS[name], TOPOLOGIES[topology]
     check_plans(graph, machines, strategies_of(graph, len(machines.devices), 5, 4))
+
+
+@pytest.mark.parametrize(("name", "topology"), PAIRS)
+def test_a_task_graph_has_no_more_tasks_and_dependencies_than_are_counted_first(
+    name: str, topology: str
+) -> None:
+    graph, machines = GRAPHS[name], TOPOLOGIES[topology]
+    builder = builder_of(graph, machines)
+    for strategy in strategies_of(graph, len(machines.devices), 9, 8):
+        layout = builder.layout(strategy)
+        tasks, _ = layout.assemble()
+        most, most_dependencies = most_tasks(layout.emission())
+        assert layout.task_count <= most
+        assert tasks.pred_ptr[layout.task_count] <= most_dependencies
 
 
 @pytest.mark.parametrize(("name", "topology"), PAIRS)
