@@ -27,7 +27,7 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.kernels.exchange import exchange_by_part, exchange_ns
-from search.kernels.records import OPERATOR_HEADER, OPERATOR_STRIDE
+from search.kernels.fragments import OPERATOR_WORDS, TASK, TASK_WORDS
 from search.simulate.fragment_cache import UnitStore, ValueClass
 from search.space.enumerated_space import Space
 from search.space.groups import follow
@@ -173,13 +173,14 @@ class Tables:
             self._store.make_room()
             at = self._store.operator_unit(operator, configuration)
             count = tasks(configuration.degrees)
-            begin = at + OPERATOR_HEADER
-            words = self._store.arena[begin : begin + OPERATOR_STRIDE * count].reshape(count, OPERATOR_STRIDE)
+            begin = at + OPERATOR_WORDS
+            rows = self._store.arena[begin : begin + TASK_WORDS * count].view(TASK)
+            forward_ns, backward_ns = rows["forward_ns"], rows["backward_ns"]
             parts = tasks(configuration.degrees[:-1])
-            by_part = words[:, 1:3].reshape(parts, -1, 2).min(axis=1)
-            forward[number, :parts], backward[number, :parts] = by_part[:, 0], by_part[:, 1]
-            np.add.at(load[number], words[:, 0], words[:, 1])
-            longest[number] = words[:, 1].max() + words[:, 2].max()
+            forward[number, :parts] = forward_ns.reshape(parts, -1).min(axis=1)
+            backward[number, :parts] = backward_ns.reshape(parts, -1).min(axis=1)
+            np.add.at(load[number], rows["device"], forward_ns)
+            longest[number] = forward_ns.max() + backward_ns.max()
         return OperatorTable(
             forward,
             backward,

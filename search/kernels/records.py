@@ -19,8 +19,6 @@ SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 # Codes of `graph.collectives.CollectiveKind`.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
 FEWEST_DEVICES = 3
-OPERATOR_HEADER, OPERATOR_STRIDE = 2, 6
-STATIC_HEADER, HOLDER_STRIDE, CELL_STRIDE = 3, 3, 3
 # Instead of an origin, in the unit of an operator of which no cost is known: every task has a backward, or of the
 # replicas of each part some have, nobody knows which.
 ACTIVE, PARTLY_ACTIVE = -1, -2
