@@ -5,23 +5,46 @@ Source: specs "Communication systems", section 3 (alpha-beta model): an all-redu
 all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N / b) along a binomial tree, or
 (ceil(log2(p)) + p - 1) alpha + 2 N (p - 1) / (p b) by scatter and all-gather; a pairwise all-to-all
 (p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
-All of these are linear in N; of a measured collective the higher of two lines counts.
+All of these are linear in N; of a measured collective the higher of two lines counts. The formulas are compiled:
+`search.kernels.collective_formulas`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
-from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin
-from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, LinkCosts
+from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
+from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.collective_cost import price_collectives
+from search.kernels.collective_formulas import price_collectives
 from search.kernels.records import Array, Routes
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivePrice:
+    """The price of a collective: N bytes take latency_s[k] + N * s_per_byte[k] seconds, the less of two algorithms k.
+
+    links: the links that it holds, ascending.
+    is_measured: the two are lines fitted to measured times instead, see `Lines`, and the more counts.
+    """
+
+    latency_s: tuple[float, float]
+    s_per_byte: tuple[float, float]
+    links: tuple[int, ...]
+    origin: Origin
+    is_measured: bool = False
+
+    def duration_ns(self, size_bytes: int) -> int:
+        """Return the nanoseconds of a collective of `size_bytes`."""
+        first = self.latency_s[0] + size_bytes * self.s_per_byte[0]
+        second = self.latency_s[1] + size_bytes * self.s_per_byte[1]
+        return nanoseconds(max(first, second) if self.is_measured else min(first, second))
 
 
 class PriceTable(NamedTuple):

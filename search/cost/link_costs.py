@@ -1,4 +1,4 @@
-"""What is known of the cost of communication, and prices: seconds as a function of bytes."""
+"""Measured costs of communication: lines, seconds as a function of bytes. `search.cost.collective_cost` has prices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graph.collectives import CollectiveKind
-from search.cost.cost_table import Origin, nanoseconds
+from search.cost.cost_table import Origin
 
 # A collective's code in the kernels is its place here.
 COLLECTIVE_KINDS = tuple(CollectiveKind)
@@ -57,24 +57,3 @@ class LinkCosts:
     def formulas(self) -> Origin:
         """What a collective's formula over the topology's links rests on: never MEASURED, even where these are."""
         return Origin.ESTIMATED if self.transfers is Origin.MEASURED else self.transfers
-
-
-@dataclass(frozen=True, slots=True)
-class CollectivePrice:
-    """A collective of N bytes takes latency_s[k] + N * s_per_byte[k] seconds: the less of two algorithms k.
-
-    links: the links that it holds, ascending.
-    is_measured: the two are lines fitted to measured times instead, see `Lines`, and the more counts.
-    """
-
-    latency_s: tuple[float, float]
-    s_per_byte: tuple[float, float]
-    links: tuple[int, ...]
-    origin: Origin
-    is_measured: bool = False
-
-    def duration_ns(self, size_bytes: int) -> int:
-        """Return the nanoseconds of a collective of `size_bytes`."""
-        first = self.latency_s[0] + size_bytes * self.s_per_byte[0]
-        second = self.latency_s[1] + size_bytes * self.s_per_byte[1]
-        return nanoseconds(max(first, second) if self.is_measured else min(first, second))

@@ -1,7 +1,7 @@
 """Compiled kernels: fragments, task graph, the simulation in all orders, and the incremental walk in program order.
 
 A file imports from those above it in this list: `cache` (decorators), `records` (arrays), `fragments` (records in the
-arena), `collective_cost`, `exchange`, `derivation`, `gradient_buckets`, `forward_tasks`, `backward_tasks`,
+arena), `collective_formulas`, `exchange`, `derivation`, `gradient_buckets`, `forward_tasks`, `backward_tasks`,
 `update_tasks`, `task_graph`, `program_order`, `fifo_order`, `priority_order`, `bounds`, `workload`, `machine`,
 `walk_forward`, `walk_backward`, `incremental`; `priorities` by itself.
 

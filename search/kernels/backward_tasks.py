@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search.kernels.cache import inner
-from search.kernels.collective_cost import collective_ns
+from search.kernels.collective_formulas import collective_ns
 from search.kernels.forward_tasks import await_gathers, emit_gathers, put, put_communication
 from search.kernels.fragments import (
     assemblies_of,

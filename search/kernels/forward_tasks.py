@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search.kernels.cache import hot, inner
-from search.kernels.collective_cost import collective_ns
+from search.kernels.collective_formulas import collective_ns
 from search.kernels.fragments import (
     assemblies_of,
     collectives_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import entry, inner, quick_entry, section
-from search.kernels.collective_cost import collective_ns
+from search.kernels.collective_formulas import collective_ns
 from search.kernels.derivation import find_peak_memory
 from search.kernels.fragments import operator_header, value_header
 from search.kernels.machine import carry, compute, find_even, settle, settle_held, settle_links

@@ -85,7 +85,7 @@ class Holds(NamedTuple):
     resource: Array
     end_ptr: Array
     end: Array
-    latency_s: Array  # a hold: of two lines, see `search.cost.link_costs.CollectivePrice`
+    latency_s: Array  # a hold: of two lines, see `search.cost.collective_cost.CollectivePrice`
     s_per_byte: Array
     is_measured: Array  # whether the higher line counts, not the lower one
     origin: Array

@@ -23,7 +23,7 @@ from numba.core.event import Event, Listener, install_listener
 
 from graph import locks
 from graph.errors import UsageError
-from search.kernels.collective_cost import price_collectives
+from search.kernels.collective_formulas import price_collectives
 from search.kernels.derivation import derive
 from search.kernels.exchange import write_exchange
 from search.kernels.fifo_order import run_fifo_order

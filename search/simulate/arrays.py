@@ -12,9 +12,9 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
-from search.cost.collective_cost import Prices
+from search.cost.collective_cost import CollectivePrice, Prices
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS
-from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, CollectivePrice, LinkCosts
+from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.records import Array, GraphArrays, Holds
 

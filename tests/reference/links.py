@@ -1,4 +1,4 @@
-"""Prices of collectives, from the formulas as they are written: the slow reference of `search.cost.link_costs`."""
+"""Prices of collectives, from the formulas as they are written: the slow reference of `search.cost.collective_cost`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from math import inf
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
+from search.cost.collective_cost import CollectivePrice
 from search.cost.cost_table import Origin
-from search.cost.link_costs import CollectivePrice, Lines, LinkCosts
+from search.cost.link_costs import Lines, LinkCosts
 
 
 def collective_price(
@@ -19,7 +20,7 @@ def collective_price(
     kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
     root: int | None = None,
 ) -> CollectivePrice:
-    """Return the price of a collective over `members`, devices in ring order, as `search.cost.link_costs.Prices.of`."""
+    """Return the price of a collective over `members` (in ring order), as `search.cost.collective_cost.Prices.of`."""
     size = len(members)
     measured = _measured(costs, kind, members)
     # An all-reduce is a reduce-scatter and an all-gather, which cost the same.

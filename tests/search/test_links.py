@@ -9,9 +9,9 @@ import pytest
 
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, Link, Topology, local_topology
-from search.cost.collective_cost import Prices
+from search.cost.collective_cost import CollectivePrice, Prices
 from search.cost.cost_table import Origin
-from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, CollectivePrice, Lines, LinkCosts
+from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Lines, LinkCosts
 from search.simulate.arrays import HoldStore
 from tests.reference import links as reference
 from tests.search.builders import all_reduces, cluster, device_kind

@@ -1,4 +1,8 @@
-"""How long a collective takes: latency and seconds per byte of its algorithms on the links that it uses."""
+"""Formulas of collectives: latency and seconds per byte of an all-reduce and the others on the links that they use.
+
+Algorithms: the ring, recursive halving and doubling, the binomial tree, pairwise exchange. Prices of whole collectives,
+and what was measured of them: `search.cost.collective_cost`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Ar
 
 @inner
 def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
-    """Return the nanoseconds of a device set's collective, as `search.cost.link_costs.CollectivePrice` does."""
+    """Return the nanoseconds of a device set's collective, as `search.cost.collective_cost.CollectivePrice` does."""
     first = holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0]
     second = holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1]
     seconds = max(first, second) if holds.is_measured[hold] else min(first, second)
@@ -64,7 +68,7 @@ def shift(routes: Routes, members: Array, distance: int) -> int:
 
 @inner
 def price_pairwise(routes: Routes, members: Array) -> tuple[float, float]:
-    """Return the price of p - 1 steps, in the k-th of which every device sends to the k-th after it."""
+    """Return the price of a pairwise all-to-all: p - 1 steps, in the k-th every device sends to the k-th after it."""
     size = len(members)
     latency_s = s_per_byte = 0.0
     for distance in range(1, size):
@@ -78,7 +82,7 @@ def price_pairwise(routes: Routes, members: Array) -> tuple[float, float]:
 
 @inner
 def price_halving(routes: Routes, members: Array) -> tuple[float, float]:
-    """Return the price of recursive halving and doubling among 2^k devices."""
+    """Return the price of an all-reduce by recursive halving and doubling among 2^k devices."""
     size = len(members)
     latency_s = s_per_byte = 0.0
     distance, share = 1, 0.5
@@ -131,6 +135,8 @@ def price_collectives(
     used_KL: Array,
 ) -> None:
     """Write latency and seconds per byte of two algorithms of K collectives, and which links each holds.
+
+    Of an all-reduce, all-gather or reduce-scatter these are the ring, and recursive halving and doubling.
 
     kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
     ring order, and pointers. line_K4: the first algorithm's, and then the second's, see `search.cost.collective_cost`.
