@@ -8,6 +8,8 @@ from search.kernels.cache import entry, inner, quick_entry, section
 from search.kernels.collective_formulas import collective_ns
 from search.kernels.derivation import find_peak_memory
 from search.kernels.fragments import operator_header, value_header
+from search.kernels.incremental_backward import bucket_ns, simulate_backward
+from search.kernels.incremental_forward import simulate_collectives, simulate_forward, simulate_transfers
 from search.kernels.machine import carry, compute, find_even, settle, settle_held, settle_links
 from search.kernels.records import (
     HELD,
@@ -23,8 +25,6 @@ from search.kernels.records import (
     Units,
     Workload,
 )
-from search.kernels.walk_backward import bucket_ns, walk_backward
-from search.kernels.walk_forward import walk_collectives, walk_forward, walk_transfers
 from search.kernels.workload import add_load, derive_changes
 
 
@@ -49,7 +49,7 @@ def evaluate_program_order(
     shortage = derive_changes(old_units, step, old, new, machines)
     if shortage < 0:
         return shortage, 0
-    makespan_ns = walk_program_order(step, new, machines, times, folds, bound_ns)
+    makespan_ns = simulate_program_order(step, new, machines, times, folds, bound_ns)
     if makespan_ns < 0:
         return -1, 0
     derivation, excess_bytes = new.derivation, 0
@@ -60,7 +60,7 @@ def evaluate_program_order(
 
 
 @section
-def walk_program_order(
+def simulate_program_order(
     step: Step, work: Workload, machines: Machines, times: StepTimes, folds: int, bound_ns: int
 ) -> int:
     """Simulate in program order without a task graph; return the makespan of the task graph, or -1 beyond the bound.
@@ -102,10 +102,10 @@ def walk_program_order(
     times.member_D[:] = -1
     times.end_ns_O[:] = -1
     if (
-        walk_forward(step, machine, work, times, 0, graph.loss_operators)
-        and walk_backward(step, machine, work, times)
-        and walk_forward(step, machine, work, times, graph.loss_operators, operators)
-        and walk_end(step, machine, work, times, update_ns_D)
+        simulate_forward(step, machine, work, times, 0, graph.loss_operators)
+        and simulate_backward(step, machine, work, times)
+        and simulate_forward(step, machine, work, times, graph.loss_operators, operators)
+        and simulate_end(step, machine, work, times, update_ns_D)
     ):
         makespan_ns = machine.free_ns_R.max()
         return makespan_ns if makespan_ns <= bound_ns else -1
@@ -131,7 +131,7 @@ def add_synchronization(step: Step, load_ns_R: Array) -> bool:
 
 
 @inner
-def walk_end(step: Step, machine: Machine, work: Workload, times: StepTimes, update_ns_D: Array) -> bool:
+def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes, update_ns_D: Array) -> bool:
     """Serve what renews buffers, the updates, and the gathers of updated shares; return False beyond the bound."""
     graph, holds, buckets, derivation = step.graph, step.holds, step.buckets, work.derivation
     settle(machine)
@@ -139,11 +139,11 @@ def walk_end(step: Step, machine: Machine, work: Workload, times: StepTimes, upd
     for value in range(first, last):
         unit, active_at = step.units.value_at[value], derivation.active_at[graph.producer[value]]
         # Nobody waits for a renewed buffer.
-        if not walk_collectives(step, machine, times, unit, active_at, -1, 0):
+        if not simulate_collectives(step, machine, times, unit, active_at, -1, 0):
             return False
     for value in range(first, last):
         unit, active_at = step.units.value_at[value], derivation.active_at[graph.producer[value]]
-        if not walk_transfers(step, machine, times, unit, active_at, -1):
+        if not simulate_transfers(step, machine, times, unit, active_at, -1):
             return False
     for device in range(len(update_ns_D)):
         if derivation.elements_D[device] == 0:

@@ -1,9 +1,10 @@
 """Compiling the kernels of a search before it calls them, in two processes at once.
 
 What is compiled is kept on disk, so this takes time in the first search after an installation alone. One kernel, the
-walk's, takes as long as all others together: a helper process begins with it while the network is imported. Each kernel
-is compiled under a lock of its own, by whoever comes to it first, and read from disk by the others: nothing is compiled
-twice, also where several searches begin at once, and where a process is ended, another one does its part.
+incremental simulation, takes as long as all others together: a helper process begins with it while the network is
+imported. Each kernel is compiled under a lock of its own, by whoever comes to it first, and read from disk by the
+others: nothing is compiled twice, also where several searches begin at once, and where a process is ended, another one
+does its part.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class KernelWarmUp:
 
 
 def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]:
-    """Return the kernels that every such search calls: the walk's, and then the others, the slowest to compile last.
+    """Return the kernels that every such search calls: the incremental simulation, then the others, the slowest to compile last.
 
     Kernels that only some searches call are compiled when they are called.
     """

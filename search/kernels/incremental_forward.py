@@ -40,7 +40,7 @@ from search.kernels.records import (
 
 
 @inner
-def walk_forward(
+def simulate_forward(
     step: Step, machine: Machine, work: Workload, times: StepTimes, first_place: int, last_place: int
 ) -> bool:
     """Serve the forward tasks of operators at places of the order, and the exchanges of their outputs.
@@ -50,7 +50,7 @@ def walk_forward(
     """
     for place in range(first_place, last_place):
         operator = step.graph.order[place]
-        if step.gathers.counts[1] and not walk_gathers(step, machine, 0, operator):
+        if step.gathers.counts[1] and not simulate_gathers(step, machine, 0, operator):
             return False
         uniform_ns, exchange = work.uniform_ns_2O[0, operator], work.exchange_2O[0, operator]
         if machine.folds and exchange == LOCAL:
@@ -60,15 +60,15 @@ def walk_forward(
                 at = step.units.operator_at[operator]
                 compute_unawaited(machine, step.arena, at, work.derivation, -1)
         elif machine.folds and exchange == ONE_COLLECTIVE and uniform_ns >= 0 and machine.deferred[EVEN]:
-            if not walk_folded_forward(step, machine, work, times, operator):
+            if not simulate_folded_forward(step, machine, work, times, operator):
                 return False
-        elif not walk_operator_forward(step, machine, work, times, operator):
+        elif not simulate_operator_forward(step, machine, work, times, operator):
             return False
     return True
 
 
 @inner
-def walk_operator_forward(
+def simulate_operator_forward(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int
 ) -> bool:
     """Serve the forward tasks of one operator, and the exchanges of its outputs; return False beyond the bound."""
@@ -97,18 +97,18 @@ def walk_operator_forward(
         if header.remote_pieces > 0:
             for assembly in range(header.assemblies):
                 times.forward_ns[last_at + assembly] = 0
-            if not walk_collectives(step, machine, times, unit, active_at, last_at, 0):
+            if not simulate_collectives(step, machine, times, unit, active_at, last_at, 0):
                 return False
     for output in range(first, last):
         value = graph.output_value[output]
         last_at = work.derivation.last_at[value]
-        if not walk_transfers(step, machine, times, units.value_at[value], active_at, last_at):
+        if not simulate_transfers(step, machine, times, units.value_at[value], active_at, last_at):
             return False
     return True
 
 
 @inner
-def walk_folded_forward(
+def simulate_folded_forward(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int
 ) -> bool:
     """Serve the forward tasks of an operator that take the same time, all devices being free at the same time.
@@ -128,13 +128,13 @@ def walk_folded_forward(
     for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
         value = graph.output_value[output]
         unit, last_at = units.value_at[value], derivation.last_at[value]
-        if not walk_collectives(step, machine, times, unit, -1, last_at, end_ns):
+        if not simulate_collectives(step, machine, times, unit, -1, last_at, end_ns):
             return False
     return True
 
 
 @inner
-def walk_collectives(
+def simulate_collectives(
     step: Step, machine: Machine, times: StepTimes, unit: int, active_at: int, last_at: int, ended_ns: int
 ) -> bool:
     """Serve the collectives of a value; return False beyond the bound.
@@ -164,10 +164,10 @@ def walk_collectives(
 
 
 @inner
-def walk_transfers(
+def simulate_transfers(
     step: Step, machine: Machine, times: StepTimes, unit: int, active_at: int, last_at: int
 ) -> bool:
-    """Serve the transfers of a value; return False beyond the bound. Arguments as of `walk_collectives`."""
+    """Serve the transfers of a value; return False beyond the bound. Arguments as of `simulate_collectives`."""
     arena, holds, forward_ns = step.arena, step.holds, times.forward_ns
     transfers = value_header(arena, unit).transfers
     if transfers == 0:
@@ -189,7 +189,7 @@ def walk_transfers(
 
 
 @inner
-def walk_gathers(step: Step, machine: Machine, side: int, operator: int) -> bool:
+def simulate_gathers(step: Step, machine: Machine, side: int, operator: int) -> bool:
     """Serve the gathers of weights that begin before an operator; return False beyond the bound."""
     holds, gathers = step.holds, step.gathers
     begin, end = next_gathers(gathers, side, operator)

@@ -15,6 +15,7 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
+from search.kernels.incremental_forward import gathered_ns, simulate_gathers
 from search.kernels.machine import (
     carry,
     carry_collective,
@@ -40,12 +41,11 @@ from search.kernels.records import (
     StepTimes,
     Workload,
 )
-from search.kernels.walk_forward import gathered_ns, walk_gathers
 from search.kernels.workload import exchange_of
 
 
 @inner
-def walk_backward(step: Step, machine: Machine, work: Workload, times: StepTimes) -> bool:
+def simulate_backward(step: Step, machine: Machine, work: Workload, times: StepTimes) -> bool:
     """Serve all backward tasks, exchanges of gradients and sums of buckets; return False beyond the bound.
 
     A backward task waits for its own forward, and for readers on its device, by the device alone.
@@ -55,12 +55,12 @@ def walk_backward(step: Step, machine: Machine, work: Workload, times: StepTimes
     clear_gradients(step, machine, work, times)
     position = 0
     for operator in range(len(step.units.operator_at) - 1, -1, -1):
-        if step.gathers.counts[1] and not walk_gathers(step, machine, 1, operator):
+        if step.gathers.counts[1] and not simulate_gathers(step, machine, 1, operator):
             return False
         if step.groups.first_O[operator] >= 0:
             settle(machine)
             machine.deferred[EVEN] = 0
-            if not walk_recompute(step, machine, work, step.groups.first_O[operator], operator):
+            if not simulate_recompute(step, machine, work, step.groups.first_O[operator], operator):
                 return False
         uniform_ns, exchange = work.uniform_ns_2O[1, operator], work.exchange_2O[1, operator]
         if not derivation.operator_active[operator]:
@@ -73,14 +73,14 @@ def walk_backward(step: Step, machine: Machine, work: Workload, times: StepTimes
                 compute_unawaited(machine, step.arena, at, derivation, derivation.active_at[operator])
         else:
             if machine.folds and exchange != MIXED and uniform_ns >= 0 and machine.deferred[EVEN]:
-                if not walk_folded_backward(step, machine, work, times, operator):
+                if not simulate_folded_backward(step, machine, work, times, operator):
                     return False
-            elif not walk_operator_backward(step, machine, work, times, operator):
+            elif not simulate_operator_backward(step, machine, work, times, operator):
                 return False
-            if exchange != LOCAL and not walk_gradients(step, machine, work, times, operator):
+            if exchange != LOCAL and not simulate_gradients(step, machine, work, times, operator):
                 return False
         while position < buckets.counts[0] and buckets.after[buckets.order[position]] == operator:
-            if not walk_bucket(step, machine, work, times, position):
+            if not simulate_bucket(step, machine, work, times, position):
                 return False
             position += 1
     return True
@@ -113,7 +113,7 @@ def clear_gradients(step: Step, machine: Machine, work: Workload, times: StepTim
 
 
 @inner
-def walk_recompute(step: Step, machine: Machine, work: Workload, first: int, last: int) -> bool:
+def simulate_recompute(step: Step, machine: Machine, work: Workload, first: int, last: int) -> bool:
     """Serve the forward tasks of a group that are recomputed; return False beyond the bound."""
     derivation, gathers = work.derivation, step.gathers
     for operator in range(first, last + 1):
@@ -131,7 +131,7 @@ def walk_recompute(step: Step, machine: Machine, work: Workload, first: int, las
 
 
 @inner
-def walk_operator_backward(
+def simulate_operator_backward(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int
 ) -> bool:
     """Serve the backward tasks of one operator; return False beyond the bound."""
@@ -179,7 +179,7 @@ def sends_gradient(step: Step, slot: int) -> bool:
 
 
 @inner
-def walk_folded_backward(
+def simulate_folded_backward(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int
 ) -> bool:
     """Serve the backward tasks of an operator that take the same time, all devices being free at the same time.
@@ -197,7 +197,7 @@ def walk_folded_backward(
 
 
 @inner
-def walk_gradients(step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int) -> bool:
+def simulate_gradients(step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int) -> bool:
     """Serve the collectives, then the transfers, of the gradients that one operator's backward completes.
 
     Returns False beyond the bound.
@@ -205,16 +205,18 @@ def walk_gradients(step: Step, machine: Machine, work: Workload, times: StepTime
     graph = step.graph
     first, last = graph.read_ptr[operator], graph.read_ptr[operator + 1]
     for position in range(first, last):
-        if not walk_gradient_collectives(step, machine, work, times, operator, graph.read_value[position]):
+        if not simulate_gradient_collectives(
+            step, machine, work, times, operator, graph.read_value[position]
+        ):
             return False
     for position in range(first, last):
-        if not walk_gradient_transfers(step, machine, work, times, operator, graph.read_value[position]):
+        if not simulate_gradient_transfers(step, machine, work, times, operator, graph.read_value[position]):
             return False
     return True
 
 
 @inner
-def walk_gradient_collectives(
+def simulate_gradient_collectives(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int, value: int
 ) -> bool:
     """Serve the collectives of a value's gradient that an operator completes; return False beyond the bound."""
@@ -245,7 +247,7 @@ def walk_gradient_collectives(
 
 
 @inner
-def walk_gradient_transfers(
+def simulate_gradient_transfers(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int, value: int
 ) -> bool:
     """Serve the transfers of a value's gradient that an operator completes; return False beyond the bound."""
@@ -338,7 +340,7 @@ def ended_ns(step: Step, work: Workload, times: StepTimes, operator: int, positi
 
 
 @inner
-def walk_bucket(step: Step, machine: Machine, work: Workload, times: StepTimes, position: int) -> bool:
+def simulate_bucket(step: Step, machine: Machine, work: Workload, times: StepTimes, position: int) -> bool:
     """Serve the sum of one bucket; return False beyond the bound."""
     graph, holds, buckets, gathers = step.graph, step.holds, step.buckets, step.gathers
     bucket = buckets.order[position]
