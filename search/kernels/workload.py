@@ -6,13 +6,13 @@ import numpy as np
 
 from search.kernels.cache import inner, section
 from search.kernels.derivation import (
-    account_memory,
     copy_derivation,
     find_backwards,
     find_changed_units,
 )
 from search.kernels.fragments import assemblies_of, collectives_of, pieces_of, tasks_of, value_header
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.peak_memory import account_memory
 from search.kernels.records import (
     LOCAL,
     MIXED,

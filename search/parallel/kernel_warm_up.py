@@ -101,7 +101,7 @@ class KernelWarmUp:
 
 
 def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]:
-    """Return the kernels that every such search calls: the incremental simulation, then the others, the slowest to compile last.
+    """Return the kernels that every such search calls: the incremental simulation first, the slowest others last.
 
     Kernels that only some searches call are compiled when they are called.
     """
