@@ -10,7 +10,7 @@
     |-- TrainingError         a training description
     |-- CostError             an operator cost that is missing or unusable
     |-- RuntimeFailure        an execution that failed on a rank
-    |   `-- TeamFailure       the same among processes that torchrun started: rank 0 alone says it
+    |   `-- RankFailure       the same among processes that torchrun started: rank 0 alone says it
     |-- QueryFailure          a query that took more time or memory than it may, or whose process ended
     `-- DatabaseError         the database, its schema or its location
         `-- DatabaseFailure       an operation on it that failed
@@ -66,7 +66,7 @@ class RuntimeFailure(SoapstoneError):
     exit_code = 1
 
 
-class TeamFailure(RuntimeFailure):
+class RankFailure(RuntimeFailure):
     """A rank failed among those that torchrun started. `exit_code` is due on all of them."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from app.cli import ending
 from app.cli.text import printable
-from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure
+from graph.errors import RankFailure, RuntimeFailure, SoapstoneError
 from graph.texts import shown
 
 FAILED, MISUSED = 1, 2
@@ -58,7 +58,7 @@ def _invoke() -> int:
 
 def _explained(error: BaseException) -> int:
     """Print in a line why the command ends, and return its exit code. What is a bug of ours is raised again."""
-    if isinstance(error, TeamFailure):
+    if isinstance(error, RankFailure):
         return _fail(str(error), error.exit_code, silent=not _speaks())
     number = ending.came()
     if isinstance(error, KeyboardInterrupt):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from graph.errors import RuntimeFailure, TeamFailure
+from graph.errors import RankFailure, RuntimeFailure
 from runtime.communication import PeerFailure
 from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
 from runtime.ranks.ranks import from_rank_0, rank_variable
@@ -122,7 +122,7 @@ class LaunchedRanks:
         """Return the result of `work`, which runs in another thread while this one checks it and the other ranks.
 
         Raises:
-            TeamFailure: this rank or another one failed; the message names the rank and the reason.
+            RankFailure: this rank or another one failed; the message names the rank and the reason.
             KeyboardInterrupt, SystemExit: a signal came; `cause_of_signal` returns a rank's failure that caused it.
         """
         outcome: dict[str, Any] = {}
@@ -148,7 +148,7 @@ class LaunchedRanks:
         result: Result = outcome["result"]
         return result
 
-    def cause_of_signal(self) -> TeamFailure | None:
+    def cause_of_signal(self) -> RankFailure | None:
         """Return the failure of a rank because of which torchrun sent the signal, else None.
 
         Wherever the signal interrupted this rank, `execute` included, its caller asks here before it prints or stores
@@ -182,7 +182,7 @@ class LaunchedRanks:
         report = self._cause(PEER_GRACE_S)
         if report is not None:
             raise _failure(report) from error
-        raise _ending(TeamFailure(str(error))) from error
+        raise _ending(RankFailure(str(error))) from error
 
     # ---- the board
 
@@ -256,13 +256,13 @@ def _report(rank: int, message: str) -> Report:
     return Report(rank, fields["kind"], fields["text"], fields["code"])
 
 
-def _failure(report: Report) -> TeamFailure:
+def _failure(report: Report) -> RankFailure:
     # A refusal of rank 0 is about the command, not about a rank.
     text = report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
-    return _ending(TeamFailure(text, report.code))
+    return _ending(RankFailure(text, report.code))
 
 
-def _ending(failure: TeamFailure) -> TeamFailure:
+def _ending(failure: RankFailure) -> RankFailure:
     # The rank ends by itself now: torchrun's signals, which follow, must not interrupt the report of the reason.
     _ignore_signals()
     return failure

@@ -253,7 +253,7 @@ def lead(launched: LaunchedRanks, job: Job, device: PhysicalDevice, timeout_s: f
     """Execute a job on all ranks and let the others go; return rank 0's result.
 
     Raises:
-        TeamFailure: a rank failed; one line with the rank and the reason.
+        RankFailure: a rank failed; one line with the rank and the reason.
     """
 
     def ordered() -> JobResult | None:

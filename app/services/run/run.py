@@ -20,7 +20,7 @@ from app.services.predict.predict import LOCAL, Setting, Target, find_target, na
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
 from app.services.timeline.store import write_recording
-from graph.errors import RuntimeFailure, SoapstoneError, TeamFailure, UsageError
+from graph.errors import RankFailure, RuntimeFailure, SoapstoneError, UsageError
 from graph.strategy import Strategy
 from graph.topology import Processor
 from graph.training import Training
@@ -266,7 +266,7 @@ def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) 
             report = _lead(launched, request, database, progress)
         else:
             _follow(launched, request)
-    except TeamFailure:
+    except RankFailure:
         raise
     except SoapstoneError as error:
         launched.refuse(error, error.exit_code)
