@@ -35,7 +35,7 @@ class LocalCall:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The key as JSON: operator type, every attribute, shapes, dtypes, differentiated inputs."""
+        """The cost key as JSON: operator type, every attribute, shapes, dtypes, differentiated inputs."""
         return {
             "target": self.target,
             "arguments": [[name, argument_to_json(value)] for name, value in self.arguments],
@@ -46,12 +46,12 @@ class LocalCall:
 
     @cached_property
     def key(self) -> str:
-        """Canonical text of `document`."""
+        """Return the cost key: the canonical text of `document`, which has all that the cost depends on."""
         return canonical_json(self.document)
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of `document`."""
+        """Return the sha256 of the cost key."""
         return digest(self.document)
 
     @cached_property

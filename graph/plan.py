@@ -404,7 +404,10 @@ def _buckets(
     active: tuple[tuple[bool, ...], ...],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    """Fill buckets, one series a set of holders and kind of sharing, in the order in which gradients are complete."""
+    """Return the gradient buckets, one series a set of holders and kind of sharing, as gradients become complete.
+
+    A bucket's synchronization starts after the operator whose backward fills it: this is its overlap with the backward.
+    """
     complete: dict[int, list[tuple[str, Sharding]]] = {}
     for number, weight in enumerate(graph.weights):
         users = [index for index, _ in graph.consumers[weight.name] if any(active[index])]

@@ -1,4 +1,4 @@
-"""The interface of rules: one rule per operator type.
+"""The interface of rules: the partitioning of operators, one rule per operator type.
 
 A rule says, for an operator's shapes and arguments, which axes it iterates over, how its operands' dims follow them,
 how to rewrite the call for one task's part, and how many flops and bytes a local call takes.

@@ -296,7 +296,10 @@ class _Lowering:
     def _backward(
         self, nodes: list[list[tuple[Node, Make]]], inputs: dict[Node, tuple[int, ...]]
     ) -> list[Instruction]:
-        """Append the backward; return the waits for the gradient synchronization that it starts."""
+        """Append the backward; return the waits for the gradient synchronization that it starts.
+
+        An all-reduce starts as soon as its bucket is full: its overlap with the backward lasts until the waits.
+        """
         started: list[FlatBucket] = []
         finishing: list[Instruction] = []
         parts = self._loss_parts()

@@ -44,7 +44,8 @@ def fill_buckets(
 ) -> bool:
     """Fill the gradient buckets as `graph.plan` does; return False where the arrays are too short.
 
-    A bucket's number is the order in which it was opened; `buckets.order` is that of the all-reduces.
+    A bucket's number is the order in which it was opened; `buckets.order` is that of the all-reduces. Each starts after
+    the backward of the operator `buckets.after`: this is its overlap with the backward.
     """
     ptr, weights = weights_by_operator(graph, operator_active)
     opened = closed = entries = 0

@@ -50,7 +50,7 @@ _FACTORS = frozenset(
     "mul div mm bmm matmul addmm baddbmm mv dot outer einsum tensordot addcmul addcdiv".split()  # noqa: SIM905
 )
 _OUTPUT_BESIDE_INPUTS = frozenset({"scaled_dot_product_attention", "attention"})
-# Gates and their like, in tensors of the size of the hidden state (`profiler.operators.ours`).
+# Gates and their like, in tensors of the size of the hidden state (`profiler.operators.custom_operators`).
 _GATES = {"lstm_cell": 5, "gru_cell": 7}
 _INDEX_BYTES = 8
 
