@@ -28,7 +28,8 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.kernels.exchange import exchange_by_part, exchange_ns
 from search.kernels.fragments import OPERATOR_WORDS, TASK, TASK_WORDS
-from search.simulate.fragment_cache import UnitStore, ValueClass
+from search.simulate.fragment_cache import UnitStore
+from search.simulate.fragment_classes import ValueClass
 from search.space.enumerated_space import Space
 from search.space.groups import follow
 
@@ -150,7 +151,7 @@ class Tables:
             CostError: a local call has no cost.
         """
         configurations = self._configurations[operator]
-        key = (self._store.operator_class[operator], tuple(configurations))
+        key = (self._store.classes.operators[operator], tuple(configurations))
         known = self._operator_tables.get(key)
         if known is None:
             known = self._operator_tables[key] = self._make_operator(operator, configurations)
@@ -171,7 +172,7 @@ class Tables:
                 continue
             made[configuration] = number
             self._store.make_room()
-            at = self._store.operator_unit(operator, configuration)
+            at = self._store.derive_operator(operator, configuration)
             count = tasks(configuration.degrees)
             begin = at + OPERATOR_WORDS
             rows = self._store.arena[begin : begin + TASK_WORDS * count].view(TASK)
@@ -220,7 +221,6 @@ class Tables:
         by_part: bool,
     ) -> tuple[Array, Array | None, Array | None]:
         edge, store = self.edges[number], self._store
-        place = len(store.value_classes)
         alone = np.zeros((len(producer), len(reader)), np.int64)
         there = back = None
         if by_part:
@@ -233,41 +233,34 @@ class Tables:
             there = np.full(shape, NEVER, np.int64)
             back = np.full((*shape[:2], shape[3], shape[2]), NEVER, np.int64)
         # With other readers of the value some exchanges are another collective, or part of one.
-        sure = len(store.value_classes[edge.value].readers) == 1 or self.problem.device_count < 3
+        sure = len(store.classes.values[edge.value].readers) == 1 or self.problem.device_count < 3
         link_ns = np.zeros(len(self.problem.topology.links), np.int64)
         devices = self.problem.device_count
-        store.value_classes.append(self._single_class(number))
-        # Of the others none is looked at.
-        configurations = [producer[0]] * len(self.graph.operators)
-        try:
-            for row, made_by in enumerate(producer):
-                configurations[edge.producer] = made_by
-                for column, read_by in enumerate(reader):
-                    configurations[edge.reader] = read_by
-                    store.make_room()
-                    at = store.value_unit(place, configurations)
-                    holds = store.holds.arrays()
-                    arguments = (store.arena, at, holds.resource_ptr, holds.resource, devices, link_ns)
-                    alone[row, column] = exchange_ns(*arguments, 0)
-                    if edge.gradient:
-                        alone[row, column] += exchange_ns(*arguments, 1)
-                    if there is not None and back is not None:
-                        exchange_by_part(
-                            store.arena,
-                            at,
-                            made_by.degrees[-1],
-                            read_by.degrees[-1],
-                            int(sure),
-                            there[row, column],
-                            back[row, column],
-                        )
-        finally:
-            store.value_classes.pop()
+        of = self._single_class(number)
+        for row, made_by in enumerate(producer):
+            for column, read_by in enumerate(reader):
+                store.make_room()
+                at = store.derive_value(of, made_by, [read_by])
+                holds = store.holds.arrays()
+                arguments = (store.arena, at, holds.resource_ptr, holds.resource, devices, link_ns)
+                alone[row, column] = exchange_ns(*arguments, 0)
+                if edge.gradient:
+                    alone[row, column] += exchange_ns(*arguments, 1)
+                if there is not None and back is not None:
+                    exchange_by_part(
+                        store.arena,
+                        at,
+                        made_by.degrees[-1],
+                        read_by.degrees[-1],
+                        int(sure),
+                        there[row, column],
+                        back[row, column],
+                    )
         return alone, there, back
 
     def _single_class(self, number: int) -> ValueClass:
         edge = self.edges[number]
-        of = self._store.value_classes[edge.value]
+        of = self._store.classes.values[edge.value]
         return ValueClass(
             self._single[number], of.producer, (of.readers[edge.reading],), of.item_bytes, of.summable
         )
@@ -285,7 +278,7 @@ class Tables:
         shared: dict[tuple[int, ...], int] = {}
         elements: dict[int, int] = {}
         for place in weights:
-            of = self._store.static_classes[place]
+            of = self._store.classes.statics[place]
             mine = [port for port in of.readers if port.operator in chosen]
             holders, cells = self._store.holdings(
                 mine, [chosen[port.operator] for port in mine], synchronized=True
@@ -300,14 +293,14 @@ class Tables:
         """Return the weights that some operator with a backward reads, with the places of all groups that read them."""
         graph, found = self.graph, []
         for place in range(len(graph.weights)):
-            readers = [port.operator for port in self._store.static_classes[place].readers]
+            readers = [port.operator for port in self._store.classes.statics[place].readers]
             if any(graph.has_backward(graph.operators[index]) for index in readers):
                 found.append((place, tuple(sorted({self.space.group_of[index] for index in readers}))))
         return found
 
     def readers_of_weight(self, weight: int) -> set[int]:
         """Return the operators that read a weight, by its place among the graph's."""
-        return {port.operator for port in self._store.static_classes[weight].readers}
+        return {port.operator for port in self._store.classes.statics[weight].readers}
 
     def sync_ns(self, sync: Sync) -> int:
         """Return the nanoseconds of an all-reduce."""
@@ -341,7 +334,7 @@ def _edges(store: UnitStore) -> list[Edge]:
     graph, wiring = store.graph, store.wiring
     found = []
     for value in range(wiring.value_count):
-        of = store.value_classes[value]
+        of = store.classes.values[value]
         first = wiring.reading_ptr[value]
         for reading, port in enumerate(of.readers):
             gradient = bool(wiring.reading_gradient[first + reading]) and graph.has_backward(
@@ -360,7 +353,7 @@ def _single_readings(store: UnitStore, edges: Sequence[Edge]) -> list[int]:
     first = 1 << 40
     found = []
     for edge in edges:
-        of = store.value_classes[edge.value]
+        of = store.classes.values[edge.value]
         key = (of.producer.number, of.readers[edge.reading].number, of.item_bytes, int(of.summable))
         # With other readers a remote piece may travel otherwise (`Tables._make_edge`).
         found.append(first + 2 * numbers.setdefault(key, len(numbers)) + (len(of.readers) > 1))

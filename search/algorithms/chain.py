@@ -138,10 +138,11 @@ class Chain:
         move = moves.propose(evaluation.configurations, self.rng)
         bound_ns = self.bound_ns() if self.beta != float("inf") else self.current.step_time_ns
         current = evaluation.configurations
+        # Most that are equal are one object.
         changes = {
             index: configuration
             for index, configuration in move.changed.items()
-            if current[index] != configuration
+            if current[index] is not configuration and current[index] != configuration
         }
         proposed: Outcome | None = self.current
         if changes:

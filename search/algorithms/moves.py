@@ -30,6 +30,8 @@ from search.space.placements import Copied, Drawn, Origin, random_placement
 
 # Of moves to a hybrid, those that reach over a run of groups, and over groups like one; the rest is one group's.
 HYBRID_RUNS, HYBRID_ALIKE = 0.4, 0.3
+# Configurations of heads after which it is forgotten what their groups were given.
+MOST_GIVEN = 1 << 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,13 @@ class Moves:
         self._sharing = sharing_groups(graph, self.groups)
         self._read_by_head = neighbours(graph, self.groups, of_heads=True)
         self._neighbours = neighbours(graph, self.groups)
+        # Members that follow their heads alike are given the same: of forty steps one is worked out.
+        self._followed: dict[tuple[int, Configuration], tuple[Configuration, ...]] = {}
+        # Of a group and a neighbour: the axes of the edges between them.
+        self._axes_between: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for place, near in enumerate(self._neighbours):
+            for neighbour in near:
+                self._axes_between.setdefault((place, neighbour.group), []).append(neighbour.axes)
         self._hybrids = hybrids(graph, self.groups, device_count) if self.shares.hybrid else ()
 
     def propose(self, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
@@ -218,11 +227,10 @@ class Moves:
 
     def _along(self, part: Part, source: int, target: int, count: int) -> Part | None:
         """Return a copy of a part for a neighbour of its group, or None where none has so many tasks."""
-        for back in self._neighbours[target]:
-            if back.group == source:
-                copy = copied(back.axes, part.configuration)
-                if tasks(copy.degrees) == count:
-                    return Part((self.groups[target].head,), copy, Copied(part.heads[0], back.axes))
+        for axes in self._axes_between[target, source]:
+            if len(_carried(axes, part.configuration.degrees)[1]) == count:
+                copy = copied(axes, part.configuration)
+                return Part((self.groups[target].head,), copy, Copied(part.heads[0], axes))
         return None
 
     def _hybrid(self, place: int, rng: np.random.Generator) -> Move:
@@ -252,14 +260,15 @@ class Moves:
 
     def _move(self, first: Part, *others: Part) -> Move:
         changed: dict[int, Configuration] = {}
-        # Members that follow their heads alike are given the same: of forty steps one is worked out.
-        given: dict[tuple[int, Configuration], tuple[Configuration, ...]] = {}
+        if len(self._followed) > MOST_GIVEN:
+            self._followed.clear()
         for part in (first, *others):
             for head in part.heads:
                 group, key = self._group_of[head], (self._shape_of[head], part.configuration)
-                if key not in given:
-                    given[key] = tuple(follow(group, part.configuration).values())
-                changed.update(zip(self._operators_of[head], given[key], strict=True))
+                given = self._followed.get(key)
+                if given is None:
+                    given = self._followed[key] = tuple(follow(group, part.configuration).values())
+                changed.update(zip(self._operators_of[head], given, strict=True))
         return Move(first.heads[0], first.configuration, changed, first.origin, others)
 
 

@@ -64,7 +64,7 @@ class FullEvaluation:
         self.layout = layout
         self.order = order
         self.stops = stops
-        self._undo: Undo = ([], [])
+        self._undo: Undo | None = None
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -88,4 +88,5 @@ class FullEvaluation:
 
     def reject(self) -> None:
         """Take the proposal back."""
-        self.layout.undo(self._undo)
+        if self._undo is not None:
+            self.layout.undo(self._undo)

@@ -62,7 +62,7 @@ class IncrementalEvaluation:
         self._generation = -1
         self._machines = builder.machines
         self._current = self._proposed = Outcome(0, 0)
-        self._undo: Undo = ([], [])
+        self._undo: Undo | None = None
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -105,7 +105,8 @@ class IncrementalEvaluation:
 
     def reject(self) -> None:
         """Take the proposal back."""
-        self.layout.undo(self._undo)
+        if self._undo is not None:
+            self.layout.undo(self._undo)
 
     def _renew(self) -> None:
         """Derive all of the current strategy where the units of the store are others now."""

@@ -40,8 +40,13 @@ class OptimisticBound:
     def __init__(self, layout: Layout) -> None:
         graph = layout.builder.graph
         self._layout = layout
-        self._is_surely_active = operators_with_backward(graph, surely=True)
-        self._is_perhaps_active = operators_with_backward(graph, surely=False)
+        is_surely_active = operators_with_backward(graph, surely=True)
+        is_perhaps_active = operators_with_backward(graph, surely=False)
+        # For each operator, whether it has a backward in every strategy; None where that goes by the strategy.
+        self._is_active = [
+            is_sure if is_sure == is_perhaps else None
+            for is_sure, is_perhaps in zip(is_surely_active, is_perhaps_active, strict=True)
+        ]
         # For each operator, those that make what gets a gradient from it.
         self._sources = [
             {
@@ -51,6 +56,11 @@ class OptimisticBound:
             }
             for operator in graph.operators
         ]
+        # For each operator, the weights that it reads itself.
+        self._weights_read: list[list[int]] = [[] for _ in graph.operators]
+        for place, weight in enumerate(graph.weights):
+            for index in dict.fromkeys(index for index, _ in graph.readers[weight.name]):
+                self._weights_read[index].append(place)
         # The units of weights when it was last counted how many weights sum over sets of so many devices.
         self._counted_at: Array = np.full(layout.builder.store.wiring.weight_count, -1, np.int64)
         self._generation = -1
@@ -68,12 +78,14 @@ class OptimisticBound:
             return None
         codes = {}
         for index, configuration in changed.items():
-            is_sure, replicas = self._is_surely_active[index], configuration.degrees[-1]
-            if self._is_perhaps_active[index] != is_sure:
+            is_active = self._is_active[index]
+            if is_active is None:
                 return None
-            if is_sure and replicas > 1 and self._are_replicated(self._sources[index] - changed.keys()):
-                return None
-            codes[index] = 0 if not is_sure else ACTIVE if replicas == 1 else PARTLY_ACTIVE
+            codes[index] = ACTIVE if is_active else 0
+            if is_active and configuration.degrees[-1] > 1:
+                if self._are_replicated(self._sources[index], changed):
+                    return None
+                codes[index] = PARTLY_ACTIVE
         return self._layout.replace(changed, codes, self._apart(changed))
 
     def _apart(self, changed: Mapping[int, Configuration]) -> Collection[int]:
@@ -84,21 +96,22 @@ class OptimisticBound:
         layout = self._layout
         if layout.is_shared:
             return ()
-        store, touched_statics = layout.builder.store, layout.builder.touched_statics
-        configurations = [*layout.configurations]
-        for index, configuration in changed.items():
-            configurations[index] = configuration
-        self._count_sets()
-        sets = self._sets.copy()
+        store = layout.builder.store
         sizes = {}
-        for place in dict.fromkeys(place for index in changed for place in touched_statics[index]):
-            if place < store.wiring.weight_count:
-                sets.subtract(store.set_sizes(int(layout.units.static_at[place])))
-                sizes[place] = store.set_size(place, configurations)
-        if None in sizes.values():
-            # Those whose sets are not known may be of any size.
-            return ()
-        return [place for place, size in sizes.items() if size is not None and not sets[size]]
+        for index, configuration in changed.items():
+            for place in self._weights_read[index]:
+                size = store.set_size(place, configuration)
+                if size is None:
+                    # Those whose sets are not known may be of any size.
+                    return ()
+                sizes[place] = size
+        self._count_sets()
+        places = list(sizes)
+        sets = self._sets.copy()
+        for at in layout.units.static_at[places].tolist():
+            for size in store.set_sizes(at):
+                sets[size] -= 1
+        return [place for place, size in sizes.items() if not sets[size]]
 
     def _count_sets(self) -> None:
         """Count, for the current strategy, the weights whose gradients are summed over sets of so many devices."""
@@ -114,10 +127,10 @@ class OptimisticBound:
             self._sets.update(store.set_sizes(int(static_at[place])))
             self._counted_at[place] = static_at[place]
 
-    def _are_replicated(self, operators: Iterable[int]) -> bool:
-        """Return whether any of them has replicas now: which of these have a backward then goes by their readers'."""
+    def _are_replicated(self, operators: Iterable[int], changed: Mapping[int, Configuration]) -> bool:
+        """Return whether any unchanged one has replicas: which of these have a backward then goes by their readers'."""
         configurations = self._layout.configurations
-        return any(configurations[index].degrees[-1] > 1 for index in operators)
+        return any(configurations[index].degrees[-1] > 1 and index not in changed for index in operators)
 
     def decided(self, *, exceeds: bool) -> None:
         """Note whether part of the latest proposal was enough to reject it."""

@@ -28,6 +28,7 @@ from search.kernels.collective_formulas import price_collectives
 from search.kernels.derivation import derive
 from search.kernels.exchange import write_exchange
 from search.kernels.fifo_order import run_fifo_order
+from search.kernels.fragment_table import find_fragments, find_touched
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.priority_order import number_by_position, run_priority_order
@@ -110,7 +111,9 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
         (evaluate_program_order, walks),
         (compact, walks),
         (number_by_position, order == "priority"),
+        (find_touched, True),
         (fill_buckets, True),
+        (find_fragments, True),
         (most_tasks, True),
         (run_program_order, in_program_order),
         (find_gathers, True),

@@ -1,8 +1,8 @@
-"""Memo units of a task graph: what an operator, a value or a weight contributes under given configurations.
+"""Fragments of task graphs: what an operator, a value or a weight contributes under given configurations.
 
-A proposal changes few operators, so nearly all units are found again. Units are keyed by what they depend on, not
-by names: equal layers, and equal steps of an unrolled network, share them. They live in one arena; when it is full
-it is emptied, and its users make their units anew.
+A proposal changes few operators, so nearly all fragments are found again, in compiled code. They go by what they depend
+on, not by names: equal layers, and equal steps of an unrolled network, share them. They live in one arena; when it is
+full it is emptied, and its users derive theirs anew.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from math import prod
 
 import numpy as np
 
-from graph.axes import Degrees
-from graph.calls import LocalCall
-from graph.collectives import BACKWARD, SUMMABLE, CollectiveKind
+from graph.collectives import BACKWARD, CollectiveKind
 from graph.operators import OperatorGraph
-from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding
 from graph.topology import Topology
 from graph.weight_placement import share_elements
 from search.cost.calls_to_profile import LocalCalls
-from search.cost.cost_table import CallCost, CostTable
+from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.exchange import write_exchange
+from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentTable, fill_slots, find_fragments
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     CELL,
@@ -43,15 +41,13 @@ from search.kernels.fragments import (
     VALUE_WORDS,
     word_of,
 )
-from search.kernels.records import ExchangeLinks, Overlaps, Readers, Sources
-from search.simulate.arrays import (
-    HoldStore,
-    graph_arrays,
-    operator_values,
-    static_values,
-)
-from search.simulate.regions import IntArray, Regions, stacked
-from search.simulate.saved_tensors import Lasting, kept_bytes, kept_outputs, lasting_outputs
+from search.kernels.records import ExchangeLinks, Readers, Sources
+from search.simulate.arrays import HoldStore, graph_arrays
+from search.simulate.call_costs import TaskCosts
+from search.simulate.exchange_patterns import Patterns, joined
+from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
+from search.simulate.regions import IntArray, Regions
+from search.simulate.saved_tensors import Lasting
 from search.simulate.weight_placement import REGIONS, Holders, SharedCell
 
 # Words of the arena (8 bytes each) after which it is emptied.
@@ -67,54 +63,20 @@ BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECT
 # Configurations after which it is forgotten which objects were met; equal ones keep their number.
 MOST_OBJECTS = 1 << 14
 COLLECTIVES_WORD, COLLECTIVES_AT_WORD = word_of(VALUE, "collectives"), word_of(VALUE, "collectives_at")
-# Instead of a class, in the keys of units of which most is left out; codes of their operators are not positive.
-_EMPTY = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
-    """An operand of an operator: the operator, its class, and the operand map's number."""
+@dataclass(slots=True)
+class Chosen:
+    """What the fragments of one strategy are derived from: configurations, saved tensors and sharding."""
 
-    operator: int
-    kind: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class ValueClass:
-    """What a value unit depends on beside configurations."""
-
-    number: int
-    producer: Port
-    readers: tuple[Port, ...]
-    item_bytes: int
-    summable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StaticClass:
-    """What the unit of a weight, buffer or input depends on beside configurations."""
-
-    number: int
-    readers: tuple[Port, ...]
-    item_bytes: int
-    synchronized: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pattern:
-    """An exchange but for devices: arguments of `write_exchange`, for the readings one after the other."""
-
-    source_region: IntArray
-    reader_ptr: IntArray
-    reader_region: IntArray
-    reader_row: IntArray
-    row_elements: IntArray
-    common: Overlaps
+    configurations: list[Configuration]
+    lasting: tuple[Lasting | None, ...]
+    sharding: list[Sharding]
+    keys: FragmentKeys
 
 
 class UnitStore:
-    """All memo units met so far, for one graph on one topology."""
+    """All fragments met so far, for one graph on one topology."""
 
     def __init__(
         self,
@@ -126,24 +88,26 @@ class UnitStore:
     ) -> None:
         self.graph = graph
         self.topology = topology
-        self.costs = costs
         self.links = links
         self.wiring = graph_arrays(graph)
         self.generation = 0
-        self._local_calls = local_calls
         self._regions = Regions()
+        self._patterns = Patterns(self._regions)
         self._holders = Holders(self._regions)
+        self.classes = FragmentClasses.of(graph, self._regions)
+        self.subjects = self.classes.subjects()
+        self.task_costs = TaskCosts(graph, self.classes.operators, costs, local_calls)
         kinds = [device.kind_name for device in topology.devices]
         self._kind_names = list(dict.fromkeys(kinds))
         self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
         node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
         self._exchange_links = ExchangeLinks(node_D, routes.latency_s_P, routes.bandwidth_P)
-        self._call_costs: dict[tuple[int, Degrees, str, int], IntArray] = {}
-        self._cost_rows: dict[tuple[int, str, str, int], tuple[int, int, int, int, int]] = {}
-        self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
-        self._lasting_number: dict[Lasting | None, int] = {None: 0}
-        self._classify()
+        count = len(self.subjects.class_S)
+        # The words of the keys of all subjects: more than one look-up adds to the table.
+        self._key_words = 2 * count + len(self.subjects.port)
+        self._table = _new_table(count, self._key_words)
+        self._missing, self._entry = np.zeros(count, np.int64), np.zeros(count, np.int64)
         # Pages of it are taken as they are written, and kept.
         self.arena = np.zeros(ARENA_WORDS + (ARENA_WORDS >> 2), np.int64)
         self._empty()
@@ -156,76 +120,27 @@ class UnitStore:
         )
         self._end = 0
         self._regions.clear()
+        self._patterns.clear()
         self._holders.clear()
-        self._patterns: dict[tuple[int, Degrees, tuple[Degrees, ...]], Pattern] = {}
         self._configurations: dict[Configuration, int] = {}
         self._objects: dict[int, tuple[Configuration, int]] = {}
         self._devices: list[IntArray] = []
         self._needs: dict[tuple[int, int], IntArray] = {}
-        self._units: dict[tuple[int, ...], int] = {}
+        self._set_size: dict[tuple[int, int], int | None] = {}
         self._set_sizes: dict[int, frozenset[int]] = {}
         self._static_units: dict[tuple[int, int, bool, bytes], int] = {}
+        self._table.slot[:] = -1
+        self._table.counts[0] = 0
+        # A value that goes nowhere, and a static tensor that nobody holds.
+        self._no_value_at, self._no_static_at = self._reserve(VALUE_WORDS), self._reserve(STATIC_WORDS)
+        self.arena[: self._end] = 0
 
     def make_room(self) -> None:
         """Empty the arena if it is full; `generation` then changes."""
         if self._end > ARENA_WORDS:
             self._empty()
 
-    def _classify(self) -> None:
-        """Number the classes of operators, values and static tensors: equal numbers, equal units."""
-        graph = self.graph
-        numbers: dict[object, int] = {}
-        self._kept = kept_outputs(graph)
-
-        def number(key: object) -> int:
-            return numbers.setdefault(key, len(numbers))
-
-        self.operator_class = [
-            number(
-                repr(
-                    (
-                        operator.target,
-                        operator.arguments,
-                        graph.input_specs(operator),
-                        graph.output_specs(operator),
-                        graph.gradient_inputs(operator),
-                        graph.has_backward(operator),
-                        operator.space,
-                        graph.summed_slots[index],
-                        self._kept[index],
-                    )
-                )
-            )
-            for index, operator in enumerate(graph.operators)
-        ]
-
-        def port(index: int, axes_map: int, *, is_input: bool) -> Port:
-            space = graph.operators[index].space
-            operand = space.inputs[axes_map] if is_input else space.outputs[axes_map]
-            return Port(index, self.operator_class[index], self._regions.port(space.axes, operand))
-
-        def readers(name: str) -> tuple[Port, ...]:
-            return tuple(port(index, slot, is_input=True) for index, slot in graph.readers[name])
-
-        self.value_classes = []
-        pairs = [(value.name, value.name) for value in operator_values(graph)] + list(graph.buffer_updates)
-        for read_name, made_name in pairs:
-            index, output = graph.producer[made_name]
-            producer, reading = port(index, output, is_input=False), readers(read_name)
-            spec = graph.value_by_name[made_name].spec
-            summable = spec.dtype in SUMMABLE
-            key = ("value", producer.number, tuple(p.number for p in reading), spec.item_bytes, summable)
-            self.value_classes.append(ValueClass(number(key), producer, reading, spec.item_bytes, summable))
-        self.static_classes = []
-        for place, value in enumerate(static_values(graph)):
-            reading = readers(value.name)
-            weight = place < len(graph.weights)
-            static_key = ("static", tuple(p.number for p in reading), value.spec.item_bytes, weight)
-            self.static_classes.append(
-                StaticClass(number(static_key), reading, value.spec.item_bytes, weight)
-            )
-
-    def configuration(self, configuration: Configuration) -> int:
+    def configuration_number(self, configuration: Configuration) -> int:
         """Return the number of a configuration, valid within a generation."""
         met = self._objects.get(id(configuration))
         if met is not None:
@@ -239,12 +154,6 @@ class UnitStore:
         self._objects[id(configuration)] = configuration, number
         return number
 
-    def _place(self, key: tuple[int, ...], words: Sequence[int] | IntArray) -> int:
-        at = self._reserve(len(words))
-        self.arena[at : at + len(words)] = words
-        self._units[key] = at
-        return at
-
     def _reserve(self, words: int) -> int:
         at = self._end
         self._grow(at + words)
@@ -257,134 +166,99 @@ class UnitStore:
             arena[: self._end] = self.arena[: self._end]
             self.arena = arena
 
-    def lasting(self, recomputation: Recomputation) -> tuple[Lasting | None, ...]:
-        """Return, for each operator, what lasts of its outputs where groups are made again; None: the same as else."""
-        known = self._lasting.get(recomputation)
-        if known is None:
-            known = tuple(
-                None if one.again is None and one.kept == kept else one
-                for one, kept in zip(lasting_outputs(self.graph, recomputation), self._kept, strict=True)
-            )
-            self._lasting[recomputation] = known
-            for one in known:
-                self._lasting_number.setdefault(one, len(self._lasting_number))
-        return known
-
-    def operator_unit(self, index: int, configuration: Configuration, lasting: Lasting | None = None) -> int:
-        """Return where an operator's unit starts; `lasting`: see there.
+    def find(self, chosen: Chosen, subjects: IntArray) -> None:
+        """Write where the fragments of some subjects (ascending) start, of which those that are missing are derived.
 
         Raises:
             CostError: a local call has no cost on its device's kind.
         """
-        key = (
-            self.operator_class[index],
-            self.configuration(configuration),
-            *(() if lasting is None else (self._lasting_number[lasting], _EMPTY)),
-        )
-        known = self._units.get(key)
-        if known is not None:
-            return known
-        devices = self._devices[key[1]]
+        keys = chosen.keys
+        self._make_entries(len(subjects))
+        missing = find_fragments(
+            self.subjects, self._table, keys, subjects, self._no_value_at, self._no_static_at,
+            self._missing, self._entry,
+        )  # fmt: skip
+        at = self._table.at
+        for subject, entry in zip(
+            self._missing[:missing].tolist(), self._entry[:missing].tolist(), strict=True
+        ):
+            if at[entry] < 0:
+                at[entry] = self._derive(chosen, subject)
+            keys.at_S[subject] = at[entry]
+
+    def _make_entries(self, count: int) -> None:
+        table = self._table
+        entries = int(table.counts[0])
+        words = int(table.key_ptr[entries]) + self._key_words
+        if entries + count > len(table.at) or words > len(table.key):
+            self._table = _new_table(2 * max(len(table.at), count), 2 * len(table.key))
+            for new, old in zip(self._table, table, strict=True):
+                if new is not self._table.slot:
+                    new[: len(old)] = old
+            fill_slots(self._table)
+
+    def _derive(self, chosen: Chosen, subject: int) -> int:
+        """Write the fragment of a subject; return where it starts."""
+        configurations, subjects = chosen.configurations, self.subjects
+        if subject < subjects.values_at:
+            configuration, code = configurations[subject], int(chosen.keys.code_O[subject])
+            if code != WHOLE:
+                return self._derive_without_time(configuration, code)
+            return self.derive_operator(subject, configuration, chosen.lasting[subject])
+        if subject < subjects.statics_at:
+            of = self.classes.values[subject - subjects.values_at]
+            read_by = [configurations[port.operator] for port in of.readers]
+            return self.derive_value(of, configurations[of.producer.operator], read_by)
+        place = subject - subjects.statics_at
+        static = self.classes.statics[place]
+        return self._derive_static(static, configurations, chosen.sharding[place])
+
+    def derive_operator(
+        self, index: int, configuration: Configuration, lasting: Lasting | None = None
+    ) -> int:
+        """Write the fragment of an operator; return where it starts. `lasting`: of `TaskCosts`.
+
+        Raises:
+            CostError: a local call has no cost on its device's kind.
+        """
+        devices = self._devices[self.configuration_number(configuration)]
         words = OPERATOR_WORDS + TASK_WORDS * len(devices)
         kinds = self._kind_D[devices]
-        costs = self._costs(index, configuration.degrees, self._kind_names[kinds[0]], lasting)
+        costs = self.task_costs.rows(index, configuration.degrees, self._kind_names[kinds[0]], lasting)
         if (kinds != kinds[0]).any():
             costs = costs.copy()
             for kind in dict.fromkeys(kinds.tolist()):
-                of_kind = self._costs(index, configuration.degrees, self._kind_names[kind], lasting)
+                of_kind = self.task_costs.rows(index, configuration.degrees, self._kind_names[kind], lasting)
                 costs[kinds == kind] = of_kind[kinds == kind]
-        at = self._units[key] = self._reserve(words)
+        at = self._reserve(words)
         unit = self.arena[at : at + words]
         unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
         rows = unit[OPERATOR_WORDS:].reshape(len(devices), TASK_WORDS)
         rows[:, 0], rows[:, 1:] = devices, costs
         return at
 
-    def empty_operator_unit(self, configuration: Configuration, code: int) -> int:
-        """Return where the unit of an operator starts that takes no time; the code stands for its costs' origin."""
-        key = (_EMPTY + code, self.configuration(configuration))
-        known = self._units.get(key)
-        if known is None:
-            devices = self._devices[key[1]]
-            words = OPERATOR_WORDS + TASK_WORDS * len(devices)
-            known = self._units[key] = self._reserve(words)
-            unit = self.arena[known : known + words]
-            unit[:] = 0
-            unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
-            tasks = unit[OPERATOR_WORDS:].view(TASK)
-            tasks["device"], tasks["origin"] = devices, code
-        return known
+    def _derive_without_time(self, configuration: Configuration, code: int) -> int:
+        """Write the fragment of an operator that takes no time; the code stands for its costs' origin."""
+        devices = self._devices[self.configuration_number(configuration)]
+        words = OPERATOR_WORDS + TASK_WORDS * len(devices)
+        at = self._reserve(words)
+        unit = self.arena[at : at + words]
+        unit[:] = 0
+        unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
+        tasks = unit[OPERATOR_WORDS:].view(TASK)
+        tasks["device"], tasks["origin"] = devices, code
+        return at
 
-    def empty_value_unit(self) -> int:
-        """Return where the unit of a value starts that goes nowhere."""
-        known = self._units.get((_EMPTY,))
-        return self._place((_EMPTY,), [0] * VALUE_WORDS) if known is None else known
-
-    def empty_static_unit(self) -> int:
-        """Return where the unit of a weight starts that nobody holds."""
-        known = self._units.get((_EMPTY, _EMPTY))
-        return self._place((_EMPTY, _EMPTY), [0] * STATIC_WORDS) if known is None else known
-
-    def _costs(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
-        """Return what the arena's operator unit has of every task (rows), but for its device."""
-        if degrees[-1] > 1:
-            return np.repeat(self._costs(index, (*degrees[:-1], 1), kind, lasting), degrees[-1], axis=0)
-        key = (self.operator_class[index], degrees, kind, self._lasting_number[lasting])
-        known = self._call_costs.get(key)
-        if known is None:
-            calls = self._local_calls(self.graph, self.graph.operators[index], degrees)
-            # Equal calls are one object, as a rule.
-            distinct = {id(call): call for call in calls}
-            found = self.costs.costs(list(distinct.values()), kind)
-            rows = np.array(
-                [
-                    self._cost_row(index, call, cost, kind, lasting)
-                    for call, cost in zip(distinct.values(), found, strict=True)
-                ],
-                np.int64,
-            )
-            if len(distinct) == 1:
-                known = np.repeat(rows, len(calls), axis=0)
-            else:
-                place = {one: number for number, one in enumerate(distinct)}
-                known = rows[[place[id(call)] for call in calls]]
-            self._call_costs[key] = known
-        return known
-
-    def _cost_row(
-        self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
-    ) -> tuple[int, int, int, int, int]:
-        """Return what the arena's operator unit has of a task that executes a call."""
-        key = (self.operator_class[index], call.digest, kind, self._lasting_number[lasting])
-        known = self._cost_rows.get(key)
-        if known is None:
-            outputs = Lasting(self._kept[index]) if lasting is None else lasting
-            kept, again = kept_bytes(outputs, call)
-            backward_ns = self.costs.backward_ns(cost, call, self.graph.summed_slots[index], kind)
-            known = self._cost_rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again
-        return known
-
-    def value_unit(self, place: int, configurations: Sequence[Configuration]) -> int:
-        """Return where the unit of a value starts (value numbers as in `search.simulate.arrays`, renewed buffers last).
-
-        Args:
-            place: the value's number.
-            configurations: those of all operators of the graph.
-        """
-        of = self.value_classes[place]
-        made_by = configurations[of.producer.operator]
-        read_by = [configurations[port.operator] for port in of.readers]
-        key = (of.number, self.configuration(made_by), *[self.configuration(c) for c in read_by])
-        known = self._units.get(key)
-        if known is not None:
-            return known
-        source_devices = self._devices[key[1]]
-        pattern = self._pattern(of, made_by.degrees, tuple(c.degrees for c in read_by))
+    def derive_value(self, of: ValueClass, made_by: Configuration, read_by: Sequence[Configuration]) -> int:
+        """Write the fragment of a value; return where it starts."""
+        source_devices = self._devices[self.configuration_number(made_by)]
+        pattern = self._patterns.pattern(of, made_by.degrees, tuple([c.degrees for c in read_by]))
+        devices = [self._devices[self.configuration_number(configuration)] for configuration in read_by]
         arguments = (
             Sources(source_devices, pattern.source_region, made_by.degrees[-1]),
             Readers(
                 pattern.reader_ptr,
-                _joined([self._devices[number] for number in key[2:]]),
+                joined(devices),
                 pattern.reader_region,
                 pattern.reader_row,
                 pattern.row_elements,
@@ -401,29 +275,7 @@ class UnitStore:
         at = self._reserve(words)
         if self.arena[at + COLLECTIVES_WORD]:
             self._price_collectives(at, source_devices)
-        self._units[key] = at
         return at
-
-    def _pattern(self, of: ValueClass, made: Degrees, read: tuple[Degrees, ...]) -> Pattern:
-        """Return what a value's exchange depends on beside devices."""
-        key = (of.number, made, read)
-        known = self._patterns.get(key)
-        if known is None:
-            source = self._regions.side(of.producer.number, made)
-            sides = [
-                self._regions.side(port.number, degrees)
-                for port, degrees in zip(of.readers, read, strict=True)
-            ]
-            common = [self._regions.overlaps(side, source, made[-1]) for side in sides]
-            known = self._patterns[key] = Pattern(
-                source.region,
-                _ends([len(side.row) for side in sides]),
-                _joined([side.region for side in sides]),
-                _stacked([side.row for side in sides], [len(side.rows.region) for side in sides]),
-                _joined([side.rows.elements for side in sides]),
-                stacked(common),
-            )
-        return known
 
     def _price_collectives(self, at: int, source_devices: IntArray) -> None:
         """Write holds and durations of a value unit's collectives, forward and backward."""
@@ -459,30 +311,26 @@ class UnitStore:
         durations_ns = self.holds.durations_ns(holds, np.repeat(rows["priced_bytes"], 2))
         rows["run_ns"], rows["back_ns"] = durations_ns[::2], durations_ns[1::2]
 
-    def static_unit(
-        self, place: int, configurations: Sequence[Configuration], sharing: Sharding = Sharding.NONE
+    def _derive_static(
+        self, of: StaticClass, configurations: Sequence[Configuration], sharding: Sharding
     ) -> int:
-        """Return where the unit of a weight, buffer or input starts; `sharing`: what a weight's holders share."""
-        of = self.static_classes[place]
+        """Return where the fragment of a static tensor starts; `sharding`: what a weight's holders share."""
         read_by = [configurations[port.operator] for port in of.readers]
-        code = SHARING_CODE[sharing] if of.synchronized else 0
-        key = (of.number, code, *[self.configuration(c) for c in read_by])
-        known = self._units.get(key)
+        code = SHARING_CODE[sharding] if of.synchronized else 0
+        needed = self._needed(of.readers, read_by)
+        # Many configurations, of many operators, need the same of the same devices; more hold the same.
+        held = needed
+        need_key = held_key = (of.item_bytes, code, of.synchronized, needed.tobytes())
+        known = self._static_units.get(need_key)
         if known is None:
-            needed = self._needed(of.readers, read_by)
-            # Many configurations, of many operators, need the same of the same devices; more hold the same.
-            held = needed
-            need_key = held_key = (of.item_bytes, code, of.synchronized, needed.tobytes())
-            known = self._static_units.get(need_key)
-            if known is None:
-                held = self._holders.covered(needed)
-                if held is not needed:
-                    held_key = (*need_key[:3], held.tobytes())
-                    known = self._static_units.get(held_key)
-            if known is None:
-                found = self._found(of.readers, read_by, needed, held)
-                known = self._make_static_unit(of, code, *found)
-            self._units[key] = self._static_units[need_key] = self._static_units[held_key] = known
+            held = self._holders.covered(needed)
+            if held is not needed:
+                held_key = (*need_key[:3], held.tobytes())
+                known = self._static_units.get(held_key)
+        if known is None:
+            found = self._found(of.readers, read_by, needed, held)
+            known = self._make_static_unit(of, code, *found)
+        self._static_units[need_key] = self._static_units[held_key] = known
         return known
 
     def _make_static_unit(
@@ -523,17 +371,21 @@ class UnitStore:
             rows["hold"], rows["gather_hold"] = (holds, -1) if code == 0 else (holds[::2], holds[1::2])
         return at
 
-    def set_size(self, place: int, configurations: Sequence[Configuration]) -> int | None:
-        """Return how many devices sum the gradient of each part of a weight; None where that takes its unit to tell."""
-        readers = self.static_classes[place].readers
+    def set_size(self, place: int, configuration: Configuration) -> int | None:
+        """Return how many devices sum the gradient of each part of a weight; None where that takes its unit to tell.
+
+        configuration: of an operator that reads the weight.
+        """
+        readers = self.classes.statics[place].readers
         if len(readers) > 1:
             return None
-        axes = self._regions.cutting_axes(readers[0].number)
-        configuration = configurations[readers[0].operator]
-        devices = configuration.devices
-        if axes is None or len(set(devices)) < len(devices):
-            return None
-        return len(devices) // prod(configuration.degrees[axis] for axis in axes)
+        key = (readers[0].number, self.configuration_number(configuration))
+        if key not in self._set_size:
+            axes, devices = self._regions.cutting_axes(readers[0].number), configuration.devices
+            is_known = axes is not None and len(set(devices)) == len(devices)
+            parts = prod(configuration.degrees[axis] for axis in axes or ())
+            self._set_size[key] = len(devices) // parts if is_known else None
+        return self._set_size[key]
 
     def set_sizes(self, at: int) -> frozenset[int]:
         """Return how many devices there are in each of the sums of a weight whose unit starts there."""
@@ -563,14 +415,14 @@ class UnitStore:
         if len(ports) == 1 and held is needed and len(held) == len(read_by[0].devices):
             side = self._regions.side(ports[0].number, read_by[0].degrees)
             if side.rows.is_apart:
-                return self._holders.by_rows(self._devices[self.configuration(read_by[0])], side)
+                return self._holders.by_rows(self._devices[self.configuration_number(read_by[0])], side)
         return self._holders.find(held)
 
     def _needed(self, ports: Sequence[Port], read_by: Sequence[Configuration]) -> IntArray:
         """Return what devices need: distinct codes, device * `holders.REGIONS` + region, ascending."""
         # Steps of an unrolled network often read alike.
         found = {
-            (port.number, self.configuration(configuration)): configuration.degrees
+            (port.number, self.configuration_number(configuration)): configuration.degrees
             for port, configuration in zip(ports, read_by, strict=True)
         }
         needs = []
@@ -580,23 +432,18 @@ class UnitStore:
                 region = self._regions.side(key[0], degrees).region
                 known = self._needs[key] = _ascending(self._devices[key[1]] * REGIONS + region)
             needs.append(known)
-        return needs[0] if len(needs) == 1 else _ascending(_joined(needs))
+        return needs[0] if len(needs) == 1 else _ascending(joined(needs))
 
 
-def _joined(pieces: Sequence[IntArray]) -> IntArray:
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-
-
-def _stacked(pieces: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
-    """Return numbers below these sizes, piece after piece, each counted on from where the one before ends."""
-    ends = itertools.accumulate(sizes, initial=0)
-    return _joined([piece + end if end else piece for piece, end in zip(pieces, ends, strict=False)])
-
-
-def _ends(sizes: Sequence[int]) -> IntArray:
-    return np.array([*itertools.accumulate(sizes, initial=0)], np.int64)
+def _new_table(entries: int, words: int) -> FragmentTable:
+    slots = 2 << max(entries, 1).bit_length()
+    return FragmentTable(
+        np.full(slots, -1, np.int64),
+        np.zeros(entries + 1, np.int64),
+        np.zeros(words, np.int64),
+        np.full(entries, -1, np.int64),
+        np.zeros(1, np.int64),
+    )
 
 
 def _ascending(codes: IntArray) -> IntArray:

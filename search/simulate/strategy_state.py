@@ -1,9 +1,9 @@
-"""One strategy as it changes: the memo units that it uses, and its task graph in arrays that are used again."""
+"""One strategy as it changes: the fragments that it uses, and its task graph in arrays that are used again."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from graph.recomputation import Recomputation, group_numbers
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
+from search.kernels.fragment_table import LEFT_OUT, WHOLE, FragmentKeys, find_touched
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
@@ -30,13 +31,21 @@ from search.kernels.records import (
 )
 from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.outcome import NEVER_NS
+from search.simulate.fragment_cache import SHARING_CODE, Chosen
 from search.simulate.priorities import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
     from search.simulate.task_graph import TaskGraphBuilder
 
-# One undone step: (operator, configuration), and (which of the three, place, offset) of units.
-Undo = tuple[list[tuple[int, Configuration]], list[tuple[int, int, int]]]
+
+class Undo(NamedTuple):
+    """What a change replaced: configurations and their numbers by operators, starts of fragments by subjects."""
+
+    operators: Array
+    configurations: list[Configuration]
+    numbers: Array
+    subjects: Array
+    at: Array
 
 
 class Layout:
@@ -54,18 +63,29 @@ class Layout:
     ) -> None:
         self.builder = builder
         self._recomputation = recomputation
-        self._lasting = builder.store.lasting(recomputation)
+        store = builder.store
         self.groups = _new_groups(builder, recomputation)
         self.configurations = list(configurations)
-        wiring = builder.store.wiring
-        self._sharding = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
+        wiring, subjects = store.wiring, store.subjects
+        operators, count = len(self.configurations), len(subjects.class_S)
+        lasting = store.task_costs.lasting(recomputation)
+        levels = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
         # Whether the holders of any weight share something of it.
         self.is_shared = any(one is not Sharding.NONE for one in sharding)
-        self.units = Units(
-            np.zeros(len(self.configurations), np.int64),
-            np.zeros(len(builder.store.value_classes), np.int64),
-            np.zeros(wiring.static_count, np.int64),
+        self._keys = FragmentKeys(
+            np.zeros(operators, np.int64),
+            np.zeros(count, np.int64),
+            np.full(operators, WHOLE, np.int64),
+            np.zeros(count, np.int64),
         )
+        self._keys.variant_S[:operators] = store.task_costs.variants(lasting)
+        self._keys.variant_S[subjects.statics_at :] = [SHARING_CODE[level] for level in levels]
+        self._chosen = Chosen(self.configurations, lasting, levels, self._keys)
+        at_S = self._keys.at_S
+        self.units = Units(
+            at_S[:operators], at_S[operators : subjects.statics_at], at_S[subjects.statics_at :]
+        )
+        self._is_touched, self._touched = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._generation = -1
         self._tasks = _new_tasks(1024, 4096)
         self._buckets = new_buckets(64, 256, 0)
@@ -117,76 +137,76 @@ class Layout:
         Raises:
             CostError: a local call has no cost.
         """
-        builder = self.builder
         self.refresh()
-        kept_configurations = [(index, self.configurations[index]) for index in changed]
-        kept_units: list[tuple[int, int, int]] = []
+        store, keys = self.builder.store, self._keys
+        statics_at = store.subjects.statics_at
+        operators = np.fromiter(changed, np.int64, len(changed))
+        limit = len(keys.at_S) if codes is None else statics_at + store.wiring.weight_count
+        count = find_touched(store.subjects, operators, limit, self._is_touched, self._touched)
+        subjects = self._touched[:count].copy()
+        undo = Undo(
+            operators,
+            [self.configurations[index] for index in changed],
+            keys.configuration_O[operators],
+            subjects,
+            keys.at_S[subjects],
+        )
         for index, configuration in changed.items():
             self.configurations[index] = configuration
-        store = builder.store
-        for index, configuration in changed.items():
-            kept_units.append((0, index, int(self.units.operator_at[index])))
-            self.units.operator_at[index] = (
-                store.operator_unit(index, configuration, self._lasting[index])
-                if codes is None
-                else store.empty_operator_unit(configuration, codes[index])
-            )
-        for place in dict.fromkeys(p for index in changed for p in builder.touched_values[index]):
-            kept_units.append((1, place, int(self.units.value_at[place])))
-            goes_nowhere = codes is not None and store.value_classes[place].producer.operator in changed
-            self.units.value_at[place] = (
-                store.empty_value_unit() if goes_nowhere else store.value_unit(place, self.configurations)
-            )
-        for place in dict.fromkeys(p for index in changed for p in builder.touched_statics[index]):
-            if codes is None or place < store.wiring.weight_count:
-                kept_units.append((2, place, int(self.units.static_at[place])))
-                self.units.static_at[place] = (
-                    store.empty_static_unit() if place in left_out else self._static_unit(place)
-                )
-        return kept_configurations, kept_units
+        number = store.configuration_number
+        keys.configuration_O[operators] = [number(configuration) for configuration in changed.values()]
+        if codes is None:
+            store.find(self._chosen, subjects)
+            return undo
+        weights = statics_at + np.fromiter(left_out, np.int64, len(left_out))
+        variants = keys.variant_S[weights]
+        keys.code_O[operators] = [codes[index] for index in changed]
+        keys.variant_S[weights] = LEFT_OUT
+        try:
+            store.find(self._chosen, subjects)
+        finally:
+            keys.code_O[operators] = WHOLE
+            keys.variant_S[weights] = variants
+        return undo
 
     def share(self, changed: Mapping[int, Sharding]) -> None:
         """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""
         self.refresh()
-        for weight, sharing in changed.items():
-            if self._sharding[weight] is sharing:
-                continue
-            self._sharding[weight] = sharing
-            self.units.static_at[weight] = self._static_unit(weight)
-        self.is_shared = any(one is not Sharding.NONE for one in self._sharding)
+        levels, statics_at = self._chosen.sharding, self.builder.store.subjects.statics_at
+        others = sorted(weight for weight, sharing in changed.items() if levels[weight] is not sharing)
+        for weight in others:
+            levels[weight] = changed[weight]
+            self._keys.variant_S[statics_at + weight] = SHARING_CODE[changed[weight]]
+        self.builder.store.find(self._chosen, statics_at + np.array(others, np.int64))
+        self.is_shared = any(one is not Sharding.NONE for one in levels)
 
     def recompute(self, recomputation: Recomputation) -> None:
         """Make other groups again; all units are found anew, so that it is none of the steps that `undo` takes back."""
         if recomputation == self._recomputation:
             return
         self._recomputation = recomputation
-        self._lasting = self.builder.store.lasting(recomputation)
+        task_costs = self.builder.store.task_costs
+        self._chosen.lasting = task_costs.lasting(recomputation)
+        self._keys.variant_S[: len(self.configurations)] = task_costs.variants(self._chosen.lasting)
         self.groups = _new_groups(self.builder, recomputation)
         self._reserve(len(self._derivation.pool))
         self._generation = -1
 
-    def _static_unit(self, place: int) -> int:
-        return self.builder.store.static_unit(place, self.configurations, self._sharding[place])
-
     def undo(self, undo: Undo) -> None:
         """Take back the latest change."""
-        kept_configurations, kept_units = undo
-        for index, configuration in kept_configurations:
+        for index, configuration in zip(undo.operators.tolist(), undo.configurations, strict=True):
             self.configurations[index] = configuration
-        for which, place, at in kept_units:
-            self.units[which][place] = at
+        self._keys.configuration_O[undo.operators] = undo.numbers
+        self._keys.at_S[undo.subjects] = undo.at
 
     def refresh(self) -> None:
-        """Find all units anew where the store was emptied since."""
+        """Find all fragments anew where the store was emptied since."""
         store = self.builder.store
         if self._generation == store.generation:
             return
-        for index, configuration in enumerate(self.configurations):
-            self.units.operator_at[index] = store.operator_unit(index, configuration, self._lasting[index])
-        for place in range(len(store.value_classes)):
-            self.units.value_at[place] = store.value_unit(place, self.configurations)
-        for place in range(len(store.static_classes)):
-            self.units.static_at[place] = self._static_unit(place)
+        number = store.configuration_number
+        self._keys.configuration_O[:] = [number(configuration) for configuration in self.configurations]
+        store.find(self._chosen, np.arange(len(self._keys.at_S)))
         self._generation = store.generation
 
     def assemble(self) -> tuple[Tasks, Holds]:
@@ -364,7 +384,7 @@ def new_gathers(layout: Layout, gathers: int) -> Gathers:
 
 def new_derivation(layout: Layout, pool: Array) -> Derivation:
     """Return room for the derivation of a strategy; it is that of nothing."""
-    operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
+    operators, values = len(layout.configurations), len(layout.builder.store.classes.values)
     devices = len(layout.builder.topology.devices)
     groups = int(layout.groups.of_O.max(initial=-1)) + 1
     return Derivation(
@@ -383,7 +403,7 @@ def new_derivation(layout: Layout, pool: Array) -> Derivation:
 
 def _new_scratch(layout: Layout, words: int) -> Scratch:
     """Return room for tasks of a strategy whose derivation takes that many words."""
-    operators, values = len(layout.configurations), len(layout.builder.store.value_classes)
+    operators, values = len(layout.configurations), len(layout.builder.store.classes.values)
     return Scratch(
         forward_base=np.zeros(operators, np.int64),
         transfer_base=np.zeros(values, np.int64),

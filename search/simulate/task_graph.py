@@ -236,20 +236,6 @@ class TaskGraphBuilder:
             [topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64
         )
         self.costs = costs
-        self._find_touched()
-
-    def _find_touched(self) -> None:
-        """Find, for each operator, the values and static tensors whose units its configuration changes."""
-        values: list[list[int]] = [[] for _ in self.graph.operators]
-        statics: list[list[int]] = [[] for _ in self.graph.operators]
-        for place, of in enumerate(self.store.value_classes):
-            for index in dict.fromkeys((of.producer.operator, *(port.operator for port in of.readers))):
-                values[index].append(place)
-        for place, static in enumerate(self.store.static_classes):
-            for index in dict.fromkeys(port.operator for port in static.readers):
-                statics[index].append(place)
-        self.touched_values = values
-        self.touched_statics = statics
 
     def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
         """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""

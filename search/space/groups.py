@@ -204,11 +204,15 @@ def carried(axes: tuple[int, ...], degrees: Degrees) -> tuple[Degrees, tuple[int
 def follow(group: Group, configuration: Configuration) -> dict[int, Configuration]:
     """Return the configurations of all operators of a group, the head's included, by operator index."""
     result = {group.head: configuration}
-    devices_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    # Members that are given the same are given one object, which is soon recognized.
+    made: dict[tuple[Degrees, tuple[int, ...]], Configuration] = {}
     for member in group.members:
         degrees, sources = carried(member.axes, configuration.degrees)
-        devices = devices_of.get(sources)
-        if devices is None:
-            devices = devices_of[sources] = tuple(map(configuration.devices.__getitem__, sources))
-        result[member.operator] = Configuration(degrees, devices)
+        mine = made.get((degrees, sources))
+        if mine is None:
+            mine = Configuration(degrees, tuple(map(configuration.devices.__getitem__, sources)))
+            if mine == configuration:
+                mine = configuration
+            made[degrees, sources] = mine
+        result[member.operator] = mine
     return result

@@ -76,7 +76,7 @@ def test_holdings_of_a_strategy_are_those_that_are_found_one_by_one(
     store = UnitStore(graph, topology, CostTable(MadeUpCosts()), LinkCosts(), local_calls)
     rng = np.random.default_rng(seed)
     for strategy in [data_parallel(graph, 7), *(draw(graph, 7, rng) for _ in range(4))]:
-        for value, of in zip(static_values(graph), store.static_classes, strict=True):
+        for value, of in zip(static_values(graph), store.classes.statics, strict=True):
             needed = []
             for index, slot in graph.readers[value.name]:
                 space, split = graph.operators[index].space, strategy.configurations[index]

@@ -1,0 +1,93 @@
+"""What tasks of operators take, keep and are priced by: the costs of their local calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graph.axes import Degrees
+from graph.calls import LocalCall
+from graph.operators import OperatorGraph
+from graph.recomputation import Recomputation
+from search.cost.calls_to_profile import LocalCalls
+from search.cost.cost_table import CallCost, CostTable
+from search.simulate.regions import IntArray
+from search.simulate.saved_tensors import Lasting, kept_bytes, kept_outputs, lasting_outputs
+
+
+class TaskCosts:
+    """The costs of all tasks met so far, by operators' classes and degrees."""
+
+    def __init__(
+        self, graph: OperatorGraph, classes: Sequence[int], costs: CostTable, local_calls: LocalCalls
+    ) -> None:
+        self._graph = graph
+        self._classes = classes
+        self._costs = costs
+        self._local_calls = local_calls
+        self._kept = kept_outputs(graph)
+        self._of_calls: dict[tuple[int, Degrees, str, int], IntArray] = {}
+        self._rows: dict[tuple[int, str, str, int], tuple[int, int, int, int, int]] = {}
+        self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
+        self._lasting_number: dict[Lasting | None, int] = {None: 0}
+
+    def lasting(self, recomputation: Recomputation) -> tuple[Lasting | None, ...]:
+        """Return, for each operator, what lasts of its outputs where groups are made again; None: the same as else."""
+        known = self._lasting.get(recomputation)
+        if known is None:
+            known = tuple(
+                None if one.again is None and one.kept == kept else one
+                for one, kept in zip(lasting_outputs(self._graph, recomputation), self._kept, strict=True)
+            )
+            self._lasting[recomputation] = known
+            for one in known:
+                self._lasting_number.setdefault(one, len(self._lasting_number))
+        return known
+
+    def variants(self, lasting: Sequence[Lasting | None]) -> list[int]:
+        """Return a number of what lasts of each operator's outputs; 0: the same as without recomputation."""
+        return [self._lasting_number[one] for one in lasting]
+
+    def rows(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
+        """Return what the arena's operator unit has of every task (rows), but for its device.
+
+        Raises:
+            CostError: a local call has no cost on this kind of device.
+        """
+        if degrees[-1] > 1:
+            return np.repeat(self.rows(index, (*degrees[:-1], 1), kind, lasting), degrees[-1], axis=0)
+        key = (self._classes[index], degrees, kind, self._lasting_number[lasting])
+        known = self._of_calls.get(key)
+        if known is None:
+            calls = self._local_calls(self._graph, self._graph.operators[index], degrees)
+            # Equal calls are one object, as a rule.
+            distinct = {id(call): call for call in calls}
+            found = self._costs.costs(list(distinct.values()), kind)
+            rows = np.array(
+                [
+                    self._row(index, call, cost, kind, lasting)
+                    for call, cost in zip(distinct.values(), found, strict=True)
+                ],
+                np.int64,
+            )
+            if len(distinct) == 1:
+                known = np.repeat(rows, len(calls), axis=0)
+            else:
+                place = {one: number for number, one in enumerate(distinct)}
+                known = rows[[place[id(call)] for call in calls]]
+            self._of_calls[key] = known
+        return known
+
+    def _row(
+        self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
+    ) -> tuple[int, int, int, int, int]:
+        """Return what the arena's operator unit has of a task that executes a call."""
+        key = (self._classes[index], call.digest, kind, self._lasting_number[lasting])
+        known = self._rows.get(key)
+        if known is None:
+            outputs = Lasting(self._kept[index]) if lasting is None else lasting
+            kept, again = kept_bytes(outputs, call)
+            backward_ns = self._costs.backward_ns(cost, call, self._graph.summed_slots[index], kind)
+            known = self._rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again
+        return known
