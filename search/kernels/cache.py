@@ -54,6 +54,11 @@ class _FolderImpl(_caching.CompileResultCacheImpl):  # type: ignore[misc]
 class _FolderCache(_caching.FunctionCache):  # type: ignore[misc]
     _impl_class = _FolderImpl
 
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)
+        # numba reads an index before it looks at the stamp: that of other sources may name tuples that are gone.
+        self._cache_file._version += f" {self._impl.locator.get_source_stamp()}"
+
 
 def _kept(function: Function, **options: bool) -> Function:
     """Compile a kernel that Python calls; what is compiled is kept on disk, where a folder can be written."""

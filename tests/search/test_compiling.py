@@ -163,6 +163,18 @@ def test_a_kernel_is_compiled_again_where_one_in_another_file_has_changed(folder
     assert found == [["1", "0"], ["2", "0"], ["2", "1"]]
 
 
+def test_a_kernel_is_compiled_again_where_its_tuple_has_another_name(folder: Folder) -> None:
+    """numba itself would fail to read what it compiled for the tuple that is gone."""
+    for name in ("Pair", "Couple"):
+        (folder.path / "tuples.py").write_text(
+            f"from typing import NamedTuple\nclass {name}(NamedTuple):\n    first: int\n"
+        )
+        (folder.path / "caller.py").write_text(
+            "from search.kernels.cache import entry\n@entry\ndef first(pair):\n    return pair.first\n"
+        )
+        assert folder.run(f"import caller, tuples\nprint(caller.first(tuples.{name}(3)))") == "3"
+
+
 def test_each_kernel_is_compiled_once_and_then_read(folder: Folder) -> None:
     folder.run(BOTH)
     assert folder.compiled == ONCE
