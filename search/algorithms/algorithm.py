@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from graph.strategy import Strategy
-from search.algorithms.best_tracker import builder_of
 from search.algorithms.chain import ChainResult, SearchOptions
 from search.algorithms.proposal_log import Observer, ResumedChain
-from search.evaluate.evaluator import outcome
-from search.orders import Order
-from search.outcome import Outcome
-from search.problem import Problem
+
+if TYPE_CHECKING:
+    from search.problem import Problem  # numba comes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,4 @@ class AlgorithmResult:
     bound_s: float | None = None
 
 
-Algorithm = Callable[[Problem, AlgorithmContext], AlgorithmResult]
-
-
-def simulated(problem: Problem, strategy: Strategy, order: Order) -> Outcome:
-    """Return the outcome of a strategy, simulated in full."""
-    return outcome(builder_of(problem).layout(strategy), order)
+Algorithm = Callable[["Problem", AlgorithmContext], AlgorithmResult]

@@ -28,6 +28,11 @@ def builder_of(problem: Problem) -> TaskGraphBuilder:
     )
 
 
+def simulated(problem: Problem, strategy: Strategy, order: Order) -> Outcome:
+    """Return the outcome of a strategy, simulated in full."""
+    return outcome(builder_of(problem).layout(strategy), order)
+
+
 class BestTracker:
     """Simulates strategies and keeps the best, the first of equals. `latest`: the outcome of the latest one."""
 

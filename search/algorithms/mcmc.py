@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -54,12 +55,14 @@ from search.cost.link_costs import LinkCosts
 from search.evaluate.evaluator import outcome
 from search.outcome import Outcome
 from search.parallel.gc_pause import frozen_heap
-from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import FEW_DEVICES, starting_baselines
 from search.space.configurations import configured, random_draw
 from search.space.groups import follow
 from search.space.placements import Origin
+
+if TYPE_CHECKING:
+    from search.problem import Problem  # numba comes with it
 
 __all__ = [
     "EXCEEDED",

@@ -21,7 +21,8 @@ import numpy as np
 from graph.axes import tasks
 from graph.errors import UsageError
 from graph.strategy import Configuration, Strategy
-from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult, simulated
+from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmResult
+from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.problem import Array, Problem, Tables
 from search.space.enumerated_space import Space, all_degrees, contiguous_space, count_whole, whole_space

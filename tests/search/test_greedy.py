@@ -7,7 +7,7 @@ import pytest
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.training import Training
-from search.algorithms.algorithm import simulated
+from search.algorithms.best_tracker import simulated
 from search.algorithms.greedy import greedy, random_search
 from search.algorithms.optcnn import default_space
 from search.cost.cost_table import CostTable

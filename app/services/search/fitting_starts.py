@@ -16,7 +16,7 @@ from app.services.search.start_strategies import StartStrategy
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text
 from search.algorithms.activation_checkpointing import recompute
-from search.algorithms.algorithm import simulated
+from search.algorithms.best_tracker import simulated
 from search.space import baselines
 
 # Of every weight at most: itself, its gradient, the gradient's place in a flat tensor, and two tensors of a state.
