@@ -154,11 +154,19 @@ def command() -> None:
     """
     ending.open_standard_streams()
     with ending.listening() as listener:
+        code: int | None = None
         try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else FAILED
-        listener.finish()
+            try:
+                main()
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else FAILED
+            listener.finish()
+        except (KeyboardInterrupt, SystemExit):  # a signal between the command's end and `finish`
+            listener.finish()
+            if code is None and listener.first is not None:
+                ending.say(listener.first)
+                code = 128 + listener.first
+        code = FAILED if code is None else code
         if listener.first is not None:
             ending.end_children()
         elif not ending.is_rank() and (_others_work() or _is_watched()):

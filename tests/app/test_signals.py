@@ -114,6 +114,22 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_line_changes_nothing(number: signal.Signals) -> None:
+    script = f"""
+def look(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "finish":
+        sys.setprofile(None)
+        os.kill(os.getpid(), {int(number)})
+def work():
+    print("done")
+    sys.setprofile(look)
+{SERVE}"""
+    heeded = f"import sys\nsignal.signal({int(number)}, signal.default_int_handler)\n"
+    done = ended(START + heeded + script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_whose_processes_start_ends_with_all_of_them(
     known_links: None, database: Path, number: signal.Signals
 ) -> None:
