@@ -1,6 +1,6 @@
 """What the configurations of a listed space cost: one by one, and two by two along every edge.
 
-All from the same memo units as the simulator's task graphs (`search.simulate.fragment_cache`), so that exact
+All from the same fragments as the simulator's task graphs (`search.simulate.fragment_cache`), so that exact
 algorithms and bounds speak of the same tasks: a forward and a backward of every part of an operator, and what an
 exchange between two operators takes by itself. A part is a task or, where there are replicas, all tasks that compute
 the same.
@@ -241,8 +241,15 @@ class Tables:
             for column, read_by in enumerate(reader):
                 store.make_room()
                 at = store.derive_value(of, made_by, [read_by])
-                holds = store.holds.arrays()
-                arguments = (store.arena, at, holds.resource_ptr, holds.resource, devices, link_ns)
+                resource_sets = store.resource_sets.arrays()
+                arguments = (
+                    store.arena,
+                    at,
+                    resource_sets.resource_ptr,
+                    resource_sets.resource,
+                    devices,
+                    link_ns,
+                )
                 alone[row, column] = exchange_ns(*arguments, 0)
                 if edge.gradient:
                     alone[row, column] += exchange_ns(*arguments, 1)
@@ -304,7 +311,7 @@ class Tables:
 
     def sync_ns(self, sync: Sync) -> int:
         """Return the nanoseconds of an all-reduce."""
-        return self._store.holds.device_set(sync.devices).price.duration_ns(sync.size_bytes)
+        return self._store.resource_sets.device_set(sync.devices).price.duration_ns(sync.size_bytes)
 
     def update_ns(self, elements: int, device: int) -> int:
         """Return the nanoseconds in which a device updates that many elements."""
@@ -347,7 +354,7 @@ def _edges(store: UnitStore) -> list[Edge]:
 def _single_readings(store: UnitStore, edges: Sequence[Edge]) -> list[int]:
     """Return a class for the exchange of every edge by itself; equal numbers, equal exchanges.
 
-    They are beyond the classes of whole values, since units are kept under either.
+    They are beyond the classes of whole values, since fragments are kept under either.
     """
     numbers: dict[tuple[int, ...], int] = {}
     first = 1 << 40

@@ -17,7 +17,7 @@ import numpy as np
 from graph.strategy import Configuration
 from search.evaluate.optimistic_bound import OptimisticBound
 from search.kernels.incremental import compact, evaluate_program_order
-from search.kernels.records import Array, Step, StepTimes, Units, Workload
+from search.kernels.records import Array, Fragments, Step, StepTimes, Workload
 from search.outcome import NEVER_NS, Outcome
 from search.simulate.strategy_state import (
     Layout,
@@ -58,7 +58,7 @@ class IncrementalEvaluation:
         self._times = new_times(layout, 0, 64)
         self._buckets = new_buckets(64, 256, 0)
         self._gathers = new_gathers(layout, 64)
-        self._old_units = Units(*(array.copy() for array in layout.units))
+        self._old_fragments = Fragments(*(array.copy() for array in layout.fragments))
         self._generation = -1
         self._machines = builder.machines
         self._current = self._proposed = Outcome(0, 0)
@@ -97,8 +97,8 @@ class IncrementalEvaluation:
         """Keep the proposal."""
         self._current = self._proposed
         self._workloads.reverse()
-        for old, units in zip(self._old_units, self.layout.units, strict=True):
-            old[:] = units
+        for old, fragments in zip(self._old_fragments, self.layout.fragments, strict=True):
+            old[:] = fragments
         derivation = self._workloads[0].derivation
         if 2 * derivation.counts[1] > len(derivation.pool):
             self._compact()
@@ -109,7 +109,7 @@ class IncrementalEvaluation:
             self.layout.undo(self._undo)
 
     def _renew(self) -> None:
-        """Derive all of the current strategy where the units of the store are others now."""
+        """Derive all of the current strategy where the fragments of the store are others now."""
         store = self.layout.builder.store
         store.make_room()
         if store.generation == self._generation:
@@ -118,7 +118,7 @@ class IncrementalEvaluation:
         # All of it differs from nothing.
         pool = self._workloads[0].derivation.pool
         self._workloads = [new_workload(self.layout, pool) for _ in range(2)]
-        for old in self._old_units:
+        for old in self._old_fragments:
             old[:] = -1
         self._evaluate(NEVER_NS)
         self.accept()
@@ -127,25 +127,31 @@ class IncrementalEvaluation:
     def _evaluate(self, bound_ns: int) -> Outcome | None:
         builder, layout = self.layout.builder, self.layout
         store = builder.store
-        holds = store.holds.arrays()
-        self._buckets = buckets_for(holds, self._buckets)
+        resource_sets = store.resource_sets.arrays()
+        self._buckets = buckets_for(resource_sets, self._buckets)
         while True:
             step = Step(
-                store.wiring, layout.units, store.arena, holds, layout.groups, self._buckets, self._gathers
+                store.wiring,
+                layout.fragments,
+                store.arena,
+                resource_sets,
+                layout.groups,
+                self._buckets,
+                self._gathers,
             )
             old, new = self._workloads
             makespan_ns, excess_bytes = evaluate_program_order(
-                self._old_units, step, old, new, self._machines, self._times,
+                self._old_fragments, step, old, new, self._machines, self._times,
                 int(self._mechanisms.folding), bound_ns if self._mechanisms.bound else NEVER_NS,
             )  # fmt: skip
             if makespan_ns == -2:
                 self._grow()
             elif makespan_ns == -3:
                 self._buckets = more_buckets(self._buckets)
-                close_B = np.zeros(len(self._buckets.hold), np.int64)
+                close_B = np.zeros(len(self._buckets.resource_set), np.int64)
                 self._times = self._times._replace(close_B=close_B)
             elif makespan_ns == -4:
-                self._gathers = new_gathers(layout, 2 * len(self._gathers.hold))
+                self._gathers = new_gathers(layout, 2 * len(self._gathers.resource_set))
             else:
                 break
         if not 0 <= makespan_ns <= bound_ns:
@@ -163,13 +169,13 @@ class IncrementalEvaluation:
             work._replace(derivation=work.derivation._replace(pool=pool)) for work in self._workloads
         ]
         if len(self._times.forward_ns) != len(pool):
-            self._times = new_times(self.layout, len(pool), len(self._buckets.hold))
+            self._times = new_times(self.layout, len(pool), len(self._buckets.resource_set))
 
     def _compact(self) -> None:
         """Leave in the pool what the current strategy has there."""
         derivation, store = self._workloads[0].derivation, self.layout.builder.store
         target = np.zeros_like(derivation.pool)
-        compact(store.wiring, self._old_units, store.arena, derivation, target)
+        compact(store.wiring, self._old_fragments, store.arena, derivation, target)
         self._use(target)
         while len(self._workloads[0].derivation.pool) < 8 * derivation.counts[1]:
             self._grow()

@@ -61,7 +61,7 @@ class OptimisticBound:
         for place, weight in enumerate(graph.weights):
             for index in dict.fromkeys(index for index, _ in graph.readers[weight.name]):
                 self._weights_read[index].append(place)
-        # The units of weights when it was last counted how many weights sum over sets of so many devices.
+        # The fragments of weights when it was last counted how many weights sum over sets of so many devices.
         self._counted_at: Array = np.full(layout.builder.store.wiring.weight_count, -1, np.int64)
         self._generation = -1
         self._sets: Counter[int] = Counter()
@@ -108,7 +108,7 @@ class OptimisticBound:
         self._count_sets()
         places = list(sizes)
         sets = self._sets.copy()
-        for at in layout.units.static_at[places].tolist():
+        for at in layout.fragments.static_at[places].tolist():
             for size in store.set_sizes(at):
                 sets[size] -= 1
         return [place for place, size in sizes.items() if not sets[size]]
@@ -116,7 +116,10 @@ class OptimisticBound:
     def _count_sets(self) -> None:
         """Count, for the current strategy, the weights whose gradients are summed over sets of so many devices."""
         self._layout.refresh()
-        store, static_at = self._layout.builder.store, self._layout.units.static_at[: len(self._counted_at)]
+        store, static_at = (
+            self._layout.builder.store,
+            self._layout.fragments.static_at[: len(self._counted_at)],
+        )
         if self._generation != store.generation:
             self._generation = store.generation
             self._counted_at[:] = -1

@@ -31,8 +31,8 @@ from search.kernels.records import (
 def await_readers(emission: Emission, value: int, assembly: int, e: int) -> int:
     """Let a task wait for the backwards that give an assembly its gradient; return the end of the dependencies."""
     derivation = emission.derivation
-    graph, scratch, unit = emission.graph, emission.scratch, emission.units.value_at[value]
-    assemblies, readers = assemblies_of(emission.arena, unit), readers_of(emission.arena, unit)
+    graph, scratch, fragment = emission.graph, emission.scratch, emission.fragments.value_at[value]
+    assemblies, readers = assemblies_of(emission.arena, fragment), readers_of(emission.arena, fragment)
     for place in range(assemblies[assembly].first_reader, assemblies[assembly + 1].first_reader):
         reader = readers[place]
         reading = graph.reading_ptr[value] + reader.reading
@@ -54,7 +54,7 @@ def emit_recompute(emission: Emission, first: int, last: int) -> None:
     scratch, tasks, gathers = emission.scratch, emission.tasks, emission.gathers
     n, e = scratch.counts[0], scratch.counts[1]
     for operator in range(first, last + 1):
-        parts = tasks_of(emission.arena, emission.units.operator_at[operator])
+        parts = tasks_of(emission.arena, emission.fragments.operator_at[operator])
         for part in range(len(parts)):
             flat = derivation.active_at[operator] + part
             if not derivation.pool[flat]:
@@ -89,9 +89,9 @@ def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
     """Let a backward task wait for the gradients of its pieces of a value; return the end of the dependencies."""
     derivation = emission.derivation
     scratch, tasks, arena = emission.scratch, emission.tasks, emission.arena
-    unit = emission.units.value_at[value]
-    assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
-    first_pieces, by_source = first_pieces_of(arena, unit), pieces_by_source_of(arena, unit)
+    fragment = emission.fragments.value_at[value]
+    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+    first_pieces, by_source = first_pieces_of(arena, fragment), pieces_by_source_of(arena, fragment)
     latest = -1
     for position in range(first_pieces[part], first_pieces[part + 1]):
         piece = pieces[by_source[position]]
@@ -122,7 +122,7 @@ def emit_operator_backward(emission: Emission, operator: int) -> None:
     derivation = emission.derivation
     graph, scratch, tasks = emission.graph, emission.scratch, emission.tasks
     n, e = scratch.counts[0], scratch.counts[1]
-    parts = tasks_of(emission.arena, emission.units.operator_at[operator])
+    parts = tasks_of(emission.arena, emission.fragments.operator_at[operator])
     recomputed = emission.groups.of_O[operator] >= 0
     for part in range(len(parts)):
         flat = derivation.active_at[operator] + part
@@ -149,18 +149,18 @@ def emit_gradient_collectives(emission: Emission, operator: int) -> None:
     n, e = scratch.counts[0], scratch.counts[1]
     for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
         value = graph.read_value[position]
-        unit = emission.units.value_at[value]
-        count = value_header(arena, unit).collectives
+        fragment = emission.fragments.value_at[value]
+        count = value_header(arena, fragment).collectives
         if count == 0:
             continue
-        collectives, served = collectives_of(arena, unit), served_assemblies_of(arena, unit)
+        collectives, served = collectives_of(arena, fragment), served_assemblies_of(arena, fragment)
         for number in range(count):
             flat = derivation.collective_at[value] + number
             if derivation.pool[flat] != operator:
                 continue
             collective = collectives[number]
             put_communication(
-                emission, n, GRADIENT_COLLECTIVE, value, number, collective.back_hold, collective.back_ns,
+                emission, n, GRADIENT_COLLECTIVE, value, number, collective.back_resource_set, collective.back_ns,
                 collective.size_bytes,
             )  # fmt: skip
             scratch.gradient_collective[flat] = n
@@ -180,8 +180,8 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
     n, e = scratch.counts[0], scratch.counts[1]
     for position in range(graph.read_ptr[operator], graph.read_ptr[operator + 1]):
         value = graph.read_value[position]
-        unit = emission.units.value_at[value]
-        assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
+        fragment = emission.fragments.value_at[value]
+        assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
         for number in range(len(assemblies) - 1):
             flat = derivation.last_at[value] + number
             if derivation.pool[flat] != operator:
@@ -201,7 +201,7 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
                     scratch.gradient_base[flat] = n - piece.rank
                     based = True
                 put_communication(
-                    emission, n, GRADIENT_TRANSFER, value, place, piece.back_hold, piece.back_ns,
+                    emission, n, GRADIENT_TRANSFER, value, place, piece.back_resource_set, piece.back_ns,
                     piece.size_bytes,
                 )  # fmt: skip
                 e = await_readers(emission, value, number, e)
@@ -219,14 +219,14 @@ def emit_bucket(emission: Emission, position: int, member_D: Array) -> None:
     """
     derivation = emission.derivation
     graph, scratch, tasks = emission.graph, emission.scratch, emission.tasks
-    holds, buckets, gathers = emission.holds, emission.buckets, emission.gathers
+    sets, buckets, gathers = emission.resource_sets, emission.buckets, emission.gathers
     n, e = scratch.counts[0], scratch.counts[1]
     bucket = buckets.order[position]
-    hold, size_bytes = buckets.hold[bucket], buckets.size_bytes[bucket]
-    run_ns = collective_ns(holds, hold, size_bytes)
-    put_communication(emission, n, SYNCHRONIZE, position, 0, hold, run_ns, size_bytes)
-    for end in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-        device = holds.end[end]
+    resource_set, size_bytes = buckets.resource_set[bucket], buckets.size_bytes[bucket]
+    run_ns = collective_ns(sets, resource_set, size_bytes)
+    put_communication(emission, n, SYNCHRONIZE, position, 0, resource_set, run_ns, size_bytes)
+    for end in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+        device = sets.end[end]
         member_D[device] = position
         if buckets.sharing[bucket]:
             if gathers.reduced_D[device] >= 0:
@@ -239,7 +239,7 @@ def emit_bucket(emission: Emission, position: int, member_D: Array) -> None:
         weight = buckets.entry_weight[entry]
         for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
             operator = graph.weight_user[user]
-            parts = tasks_of(emission.arena, emission.units.operator_at[operator])
+            parts = tasks_of(emission.arena, emission.fragments.operator_at[operator])
             for part in range(len(parts)):
                 flat = derivation.active_at[operator] + part
                 if derivation.pool[flat] and member_D[parts[part].device] == position:
@@ -259,7 +259,7 @@ def emit_backward(emission: Emission, member_D: Array) -> None:
     """
     groups, buckets = emission.groups, emission.buckets
     position = 0
-    for operator in range(len(emission.units.operator_at) - 1, -1, -1):
+    for operator in range(len(emission.fragments.operator_at) - 1, -1, -1):
         if emission.gathers.counts[1]:
             emit_gathers(emission, 1, operator)
         if groups.first_O[operator] >= 0:

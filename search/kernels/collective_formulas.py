@@ -9,15 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import inner, quick_entry
-from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, Holds, Routes
+from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, ResourceSets, Routes
 
 
 @inner
-def collective_ns(holds: Holds, hold: int, size_bytes: int) -> int:
+def collective_ns(sets: ResourceSets, resource_set: int, size_bytes: int) -> int:
     """Return the nanoseconds of a device set's collective, as `search.cost.collective_cost.CollectivePrice` does."""
-    first = holds.latency_s[hold, 0] + size_bytes * holds.s_per_byte[hold, 0]
-    second = holds.latency_s[hold, 1] + size_bytes * holds.s_per_byte[hold, 1]
-    seconds = max(first, second) if holds.is_measured[hold] else min(first, second)
+    first = sets.latency_s[resource_set, 0] + size_bytes * sets.s_per_byte[resource_set, 0]
+    second = sets.latency_s[resource_set, 1] + size_bytes * sets.s_per_byte[resource_set, 1]
+    seconds = max(first, second) if sets.is_measured[resource_set] else min(first, second)
     return int(seconds * 1e9 + 0.5)
 
 

@@ -19,13 +19,13 @@ from search.kernels.fragments import (
     value_header,
 )
 from search.kernels.peak_memory import account_memory, find_peak_memory
-from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array, Derivation, GraphArrays, Groups, Units
+from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array, Derivation, Fragments, GraphArrays, Groups
 
 
 @entry
 def derive(
     graph: GraphArrays,
-    units: Units,
+    fragments: Fragments,
     arena: Array,
     groups: Groups,
     state_tensors: int,
@@ -33,16 +33,16 @@ def derive(
 ) -> int:
     """Derive a strategy from nothing; return the words that it takes, written only where the pool has them."""
     forget(derivation)
-    nothing = Units(
-        np.full_like(units.operator_at, -1),
-        np.full_like(units.value_at, -1),
-        np.full_like(units.static_at, -1),
+    nothing = Fragments(
+        np.full_like(fragments.operator_at, -1),
+        np.full_like(fragments.value_at, -1),
+        np.full_like(fragments.static_at, -1),
     )
-    dirty = np.empty(len(units.operator_at), np.int64)
-    find_changed_units(graph, nothing, units, arena, derivation, dirty)
+    dirty = np.empty(len(fragments.operator_at), np.int64)
+    find_changed_fragments(graph, nothing, fragments, arena, derivation, dirty)
     if derivation.counts[0] <= len(derivation.pool):
-        find_backwards(graph, units, arena, derivation, dirty)
-        account_memory(graph, nothing, units, arena, groups, state_tensors, derivation, derivation)
+        find_backwards(graph, fragments, arena, derivation, dirty)
+        account_memory(graph, nothing, fragments, arena, groups, state_tensors, derivation, derivation)
         find_peak_memory(derivation)
     return int(derivation.counts[0])
 
@@ -56,23 +56,28 @@ def forget(derivation: Derivation) -> None:
 
 
 @inner
-def find_changed_units(
-    graph: GraphArrays, old_units: Units, units: Units, arena: Array, new: Derivation, dirty: Array
+def find_changed_fragments(
+    graph: GraphArrays,
+    old_fragments: Fragments,
+    fragments: Fragments,
+    arena: Array,
+    new: Derivation,
+    dirty: Array,
 ) -> None:
-    """Find which operators have other units, or make values that have, and count the words of the new strategy.
+    """Find which operators have other fragments, or make values that have, and count the words of the new strategy.
 
     dirty: of operators, as `find_backwards` takes it.
     """
     dirty[:] = 0
     for value in range(graph.value_count):
-        was, now = old_units.value_at[value], units.value_at[value]
+        was, now = old_fragments.value_at[value], fragments.value_at[value]
         if was != now:
             dirty[graph.producer[value]] = 1
             new.counts[0] += value_words(arena, now)
             if was >= 0:
                 new.counts[0] -= value_words(arena, was)
-    for operator in range(len(units.operator_at)):
-        was, now = old_units.operator_at[operator], units.operator_at[operator]
+    for operator in range(len(fragments.operator_at)):
+        was, now = old_fragments.operator_at[operator], fragments.operator_at[operator]
         if was != now:
             dirty[operator] = 2
             new.counts[0] += operator_header(arena, now).tasks
@@ -81,24 +86,26 @@ def find_changed_units(
 
 
 @inner
-def value_words(arena: Array, unit: int) -> int:
+def value_words(arena: Array, fragment: int) -> int:
     """Return the words that a value has in the pool of a derivation."""
-    header = value_header(arena, unit)
+    header = value_header(arena, fragment)
     return int(header.assemblies + header.collectives)
 
 
 @inner
-def find_backwards(graph: GraphArrays, units: Units, arena: Array, new: Derivation, dirty: Array) -> None:
+def find_backwards(
+    graph: GraphArrays, fragments: Fragments, arena: Array, new: Derivation, dirty: Array
+) -> None:
     """Find which tasks have a backward, as `graph.plan` does, and who completes the gradients that they take.
 
     Of operators that are dirty, and of those that these make so: 0 not, 1 its outputs' readers may have changed, 2 it
     has another configuration.
     """
     pool = new.pool
-    for operator in range(len(units.operator_at) - 1, -1, -1):
+    for operator in range(len(fragments.operator_at) - 1, -1, -1):
         if dirty[operator] == 0:
             continue
-        at = units.operator_at[operator]
+        at = fragments.operator_at[operator]
         header = operator_header(arena, at)
         before, active_at = new.active_at[operator], new.counts[1]
         new.active_at[operator] = active_at
@@ -106,11 +113,11 @@ def find_backwards(graph: GraphArrays, units: Units, arena: Array, new: Derivati
         pool[active_at : active_at + header.tasks] = 0
         for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
             value = graph.output_value[output]
-            unit = units.value_at[value]
+            fragment = fragments.value_at[value]
             new.last_at[value] = new.counts[1]
-            new.collective_at[value] = new.counts[1] + value_header(arena, unit).assemblies
-            new.counts[1] += value_words(arena, unit)
-            find_last_readers(graph, units, arena, new, value, active_at)
+            new.collective_at[value] = new.counts[1] + value_header(arena, fragment).assemblies
+            new.counts[1] += value_words(arena, fragment)
+            find_last_readers(graph, fragments, arena, new, value, active_at)
             if value == graph.loss_value and graph.needs_gradient[value]:
                 for task in range(0, header.tasks, header.replicas):
                     pool[active_at + task] = 1
@@ -131,12 +138,16 @@ def find_backwards(graph: GraphArrays, units: Units, arena: Array, new: Derivati
 
 @inner
 def find_last_readers(
-    graph: GraphArrays, units: Units, arena: Array, new: Derivation, value: int, active_at: int
+    graph: GraphArrays, fragments: Fragments, arena: Array, new: Derivation, value: int, active_at: int
 ) -> None:
     """Write which operator's backward completes each gradient of a value, and mark the tasks that it goes to."""
-    pool, unit = new.pool, units.value_at[value]
+    pool, fragment = new.pool, fragments.value_at[value]
     last_at, collective_at = new.last_at[value], new.collective_at[value]
-    assemblies, pieces, readers = assemblies_of(arena, unit), pieces_of(arena, unit), readers_of(arena, unit)
+    assemblies, pieces, readers = (
+        assemblies_of(arena, fragment),
+        pieces_of(arena, fragment),
+        readers_of(arena, fragment),
+    )
     is_partial = False
     for number in range(len(assemblies) - 1):
         assembly, following = assemblies[number], assemblies[number + 1]
@@ -151,7 +162,7 @@ def find_last_readers(
                     if pool[new.active_at[user] + readers[place].task]:
                         last = user
                         break
-                    if tasks_of(arena, units.operator_at[user])[0].origin == PARTLY_ACTIVE:
+                    if tasks_of(arena, fragments.operator_at[user])[0].origin == PARTLY_ACTIVE:
                         # Some replica sends a gradient back: whose assembly that is, and so when, is not known.
                         perhaps = is_partial = True
                         break
@@ -159,21 +170,21 @@ def find_last_readers(
         if last >= 0 or perhaps:
             for place in range(assembly.first_piece, following.first_piece):
                 pool[active_at + pieces[place].source] = 1
-    find_gradient_collectives(arena, unit, new, value)
+    find_gradient_collectives(arena, fragment, new, value)
     if is_partial:
         # What goes back with what is not known is left out as well.
-        for place in range(last_at, collective_at + value_header(arena, unit).collectives):
+        for place in range(last_at, collective_at + value_header(arena, fragment).collectives):
             pool[place] = -1
 
 
 @inner
-def find_gradient_collectives(arena: Array, unit: int, new: Derivation, value: int) -> None:
+def find_gradient_collectives(arena: Array, fragment: int, new: Derivation, value: int) -> None:
     """Write after which operator's backward each collective of a value goes back as one, or -1."""
-    count = value_header(arena, unit).collectives
+    count = value_header(arena, fragment).collectives
     if count == 0:
         return
     pool, last_at = new.pool, new.last_at[value]
-    collectives, served = collectives_of(arena, unit), served_assemblies_of(arena, unit)
+    collectives, served = collectives_of(arena, fragment), served_assemblies_of(arena, fragment)
     for number in range(count):
         first, last = collectives[number].first_assembly, collectives[number + 1].first_assembly
         after = pool[last_at + served[first]]

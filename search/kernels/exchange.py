@@ -50,7 +50,7 @@ def write_exchange(
 ) -> int:
     """Write a value fragment at `at`; return its words, or minus the words needed where the arena is too short.
 
-    The same assemblies as `graph.exchange.exchange`, which is its oracle; of collectives all but holds and ns.
+    The same assemblies as `graph.exchange.exchange`, which is its oracle; of collectives all but resource sets and ns.
     """
     devices = len(links.node_D)
     first_reader, assembly_of = find_assemblies(readers, devices)
@@ -153,12 +153,16 @@ def write_pieces(
             piece.source, piece.assembly = task, place
             piece.size_bytes = overlaps.elements[overlap] * item_bytes
             if source == device:
-                piece.hold = piece.back_hold = piece.rank = -1
+                piece.resource_set = piece.back_resource_set = piece.rank = -1
                 piece.run_ns = piece.back_ns = 0
                 direct = sources.region[task] == readers.region[reader]
             else:
                 there, back = source * devices + device, device * devices + source
-                piece.hold, piece.back_hold, piece.rank = devices + there, devices + back, remote
+                piece.resource_set, piece.back_resource_set, piece.rank = (
+                    devices + there,
+                    devices + back,
+                    remote,
+                )
                 piece.run_ns = transfer_ns(links, there, piece.size_bytes)
                 piece.back_ns = transfer_ns(links, back, piece.size_bytes)
                 remote += 1
@@ -460,15 +464,15 @@ def exchange_ns(
     value = value_header(arena, at)
     for piece in pieces_of(arena, at):
         if 0 <= piece.rank < value.transfers:
-            hold = piece.back_hold if back else piece.hold
+            resource_set = piece.back_resource_set if back else piece.resource_set
             run_ns = piece.back_ns if back else piece.run_ns
-            for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+            for place in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
                 link_ns[resource[place] - devices] += run_ns
     for number in range(value.collectives):
         collective = collectives_of(arena, at)[number]
-        hold = collective.back_hold if back else collective.hold
+        resource_set = collective.back_resource_set if back else collective.resource_set
         run_ns = collective.back_ns if back else collective.run_ns
-        for place in range(resource_ptr[hold], resource_ptr[hold + 1]):
+        for place in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
             link_ns[resource[place] - devices] += run_ns
     longest_ns = 0
     for run_ns in link_ns:

@@ -6,7 +6,7 @@ import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
 from search.kernels.program_order import new_resources, serve
-from search.kernels.records import Array, Events, Holds, Resources, Tasks, Timeline
+from search.kernels.records import Array, Events, Resources, ResourceSets, Tasks, Timeline
 
 
 @inner
@@ -52,7 +52,7 @@ def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
 
 
 @inner_with_arrays
-def new_events(task_count: int, tasks: Tasks, holds: Holds, resource_count: int) -> Events:
+def new_events(task_count: int, tasks: Tasks, sets: ResourceSets, resource_count: int) -> Events:
     """Return the events before the first task: what waits for each, and what every resource has to do."""
     pred_ptr, pred_E = tasks.pred_ptr, tasks.pred
     waiting = np.empty(task_count, np.int64)
@@ -71,9 +71,9 @@ def new_events(task_count: int, tasks: Tasks, holds: Holds, resource_count: int)
             ptr[pred + 1] += 1
     left_ns_R = np.zeros(resource_count, np.int64)
     for task in range(task_count):
-        hold = tasks.hold[task]
-        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-            left_ns_R[holds.resource[place]] += tasks.run_ns[task]
+        resource_set = tasks.resource_set[task]
+        for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+            left_ns_R[sets.resource[place]] += tasks.run_ns[task]
     return Events(
         waiting,
         np.zeros(task_count, np.int64),
@@ -90,7 +90,7 @@ def new_events(task_count: int, tasks: Tasks, holds: Holds, resource_count: int)
 def run_fifo_order(
     task_count: int,
     tasks: Tasks,
-    holds: Holds,
+    sets: ResourceSets,
     contention_ppm_D: Array,
     resource_count: int,
     timeline: Timeline,
@@ -100,9 +100,9 @@ def run_fifo_order(
 
     Source: FlexFlow, Algorithm 1.
     """
-    events = new_events(task_count, tasks, holds, resource_count)
+    events = new_events(task_count, tasks, sets, resource_count)
     resources = new_resources(resource_count, contention_ppm_D)
-    return serve_by_readiness(task_count, tasks, holds, resources, timeline, events, bound_ns)
+    return serve_by_readiness(task_count, tasks, sets, resources, timeline, events, bound_ns)
 
 
 @inner
@@ -122,7 +122,7 @@ def begin(task_count: int, events: Events, bound_ns: int) -> int:
 def finish(
     task: int,
     tasks: Tasks,
-    holds: Holds,
+    sets: ResourceSets,
     resources: Resources,
     timeline: Timeline,
     events: Events,
@@ -133,10 +133,10 @@ def finish(
 
     The end is -1 where the makespan is sure to exceed the bound.
     """
-    hold, run_ns = tasks.hold[task], tasks.run_ns[task]
-    end_ns = serve(task, events.ready_ns[task], events.cause[task], tasks, holds, resources, timeline)
-    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        resource = holds.resource[place]
+    resource_set, run_ns = tasks.resource_set[task], tasks.run_ns[task]
+    end_ns = serve(task, events.ready_ns[task], events.cause[task], tasks, sets, resources, timeline)
+    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        resource = sets.resource[place]
         events.left_ns_R[resource] -= run_ns
         if end_ns > bound_ns - events.left_ns_R[resource]:
             return size, -1
@@ -156,7 +156,7 @@ def finish(
 def serve_by_readiness(
     task_count: int,
     tasks: Tasks,
-    holds: Holds,
+    sets: ResourceSets,
     resources: Resources,
     timeline: Timeline,
     events: Events,
@@ -167,7 +167,7 @@ def serve_by_readiness(
     while size > 0:
         task = events.heap_task[0]
         size = pop(events.heap_ns, events.heap_task, size)
-        size, end_ns = finish(task, tasks, holds, resources, timeline, events, bound_ns, size)
+        size, end_ns = finish(task, tasks, sets, resources, timeline, events, bound_ns, size)
         if end_ns < 0:
             return -1
         makespan_ns = max(makespan_ns, end_ns)

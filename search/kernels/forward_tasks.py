@@ -29,13 +29,13 @@ from search.kernels.records import (
 
 @hot
 def put(
-    tasks: Tasks, n: int, kind: int, subject: int, part: int, hold: int, run_ns: int, origin: int
+    tasks: Tasks, n: int, kind: int, subject: int, part: int, resource_set: int, run_ns: int, origin: int
 ) -> None:
     """Write task `n`, of no bytes."""
     tasks.kind[n] = kind
     tasks.subject[n] = subject
     tasks.part[n] = part
-    tasks.hold[n] = hold
+    tasks.resource_set[n] = resource_set
     tasks.run_ns[n] = run_ns
     tasks.origin[n] = origin
     tasks.size_bytes[n] = 0
@@ -43,27 +43,45 @@ def put(
 
 @hot
 def put_communication(
-    emission: Emission, n: int, kind: int, subject: int, part: int, hold: int, run_ns: int, size_bytes: int
+    emission: Emission,
+    n: int,
+    kind: int,
+    subject: int,
+    part: int,
+    resource_set: int,
+    run_ns: int,
+    size_bytes: int,
 ) -> None:
     """Write task `n`, a transfer or a collective."""
-    put(emission.tasks, n, kind, subject, part, hold, run_ns, emission.holds.origin[hold])
+    put(
+        emission.tasks,
+        n,
+        kind,
+        subject,
+        part,
+        resource_set,
+        run_ns,
+        emission.resource_sets.origin[resource_set],
+    )
     emission.tasks.size_bytes[n] = size_bytes
 
 
 @inner
 def emit_gathers(emission: Emission, side: int, operator: int) -> None:
     """Emit the gathers that begin before an operator, when their devices have computed all that comes before."""
-    scratch, tasks, holds, gathers = emission.scratch, emission.tasks, emission.holds, emission.gathers
+    scratch, tasks, sets, gathers = emission.scratch, emission.tasks, emission.resource_sets, emission.gathers
     n, e = scratch.counts[0], scratch.counts[1]
     begin, end = next_gathers(gathers, side, operator)
     for gather in range(begin, end):
-        hold, size_bytes = gathers.hold[gather], gathers.size_bytes[gather]
-        run_ns, subject = collective_ns(holds, hold, size_bytes), gathers.operator[gather]
-        put_communication(emission, n, FORWARD_GATHER + side, subject, gather, hold, run_ns, size_bytes)
+        resource_set, size_bytes = gathers.resource_set[gather], gathers.size_bytes[gather]
+        run_ns, subject = collective_ns(sets, resource_set, size_bytes), gathers.operator[gather]
+        put_communication(
+            emission, n, FORWARD_GATHER + side, subject, gather, resource_set, run_ns, size_bytes
+        )
         gathers.task[gather] = n
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            if gathers.latest_D[holds.end[place]] >= 0:
-                tasks.pred[e] = gathers.latest_D[holds.end[place]]
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            if gathers.latest_D[sets.end[place]] >= 0:
+                tasks.pred[e] = gathers.latest_D[sets.end[place]]
                 e += 1
         n += 1
         tasks.pred_ptr[n] = e
@@ -81,7 +99,7 @@ def await_gathers(emission: Emission, side: int, operator: int, device: int, e: 
             continue
         gathering = gathers.weight_2W[side, weight]
         for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):
-            if takes_part(emission.holds, gathers.hold[gather], device):
+            if takes_part(emission.resource_sets, gathers.resource_set[gather], device):
                 emission.tasks.pred[e] = gathers.task[gather]
                 e += 1
     return e
@@ -90,22 +108,29 @@ def await_gathers(emission: Emission, side: int, operator: int, device: int, e: 
 @inner
 def emit_collectives(emission: Emission, operator: int, value: int, kind: int) -> None:
     """Emit the collectives of a value that `operator` makes."""
-    scratch, tasks, arena, unit = (
+    scratch, tasks, arena, fragment = (
         emission.scratch,
         emission.tasks,
         emission.arena,
-        emission.units.value_at[value],
+        emission.fragments.value_at[value],
     )
-    count = value_header(arena, unit).collectives
+    count = value_header(arena, fragment).collectives
     if count == 0:
         return
     n, e = scratch.counts[0], scratch.counts[1]
     scratch.collective_base[value] = n
-    collectives, sources = collectives_of(arena, unit), served_sources_of(arena, unit)
+    collectives, sources = collectives_of(arena, fragment), served_sources_of(arena, fragment)
     for number in range(count):
         collective = collectives[number]
         put_communication(
-            emission, n, kind, value, number, collective.hold, collective.run_ns, collective.size_bytes
+            emission,
+            n,
+            kind,
+            value,
+            number,
+            collective.resource_set,
+            collective.run_ns,
+            collective.size_bytes,
         )
         for position in range(collective.first_source, collectives[number + 1].first_source):
             tasks.pred[e] = scratch.forward_base[operator] + sources[position]
@@ -119,22 +144,24 @@ def emit_collectives(emission: Emission, operator: int, value: int, kind: int) -
 @inner
 def emit_transfers(emission: Emission, operator: int, value: int, kind: int) -> None:
     """Emit the transfers of a value that `operator` makes."""
-    scratch, tasks, arena, unit = (
+    scratch, tasks, arena, fragment = (
         emission.scratch,
         emission.tasks,
         emission.arena,
-        emission.units.value_at[value],
+        emission.fragments.value_at[value],
     )
     n, e = scratch.counts[0], scratch.counts[1]
     scratch.transfer_base[value] = n
-    transfers, pieces = value_header(arena, unit).transfers, pieces_of(arena, unit)
+    transfers, pieces = value_header(arena, fragment).transfers, pieces_of(arena, fragment)
     if transfers == 0:
         return
     for number in range(len(pieces)):
         piece = pieces[number]
         if piece.rank < 0 or piece.rank >= transfers:
             continue
-        put_communication(emission, n, kind, value, number, piece.hold, piece.run_ns, piece.size_bytes)
+        put_communication(
+            emission, n, kind, value, number, piece.resource_set, piece.run_ns, piece.size_bytes
+        )
         tasks.pred[e] = scratch.forward_base[operator] + piece.source
         n += 1
         e += 1
@@ -150,7 +177,7 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
     gathers = emission.gathers
     n, e = scratch.counts[0], scratch.counts[1]
     scratch.forward_base[operator] = n
-    parts = tasks_of(arena, emission.units.operator_at[operator])
+    parts = tasks_of(arena, emission.fragments.operator_at[operator])
     for part in range(len(parts)):
         task = parts[part]
         put(tasks, n, FORWARD, operator, part, task.device, task.forward_ns, task.origin)
@@ -161,10 +188,10 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
             value = graph.slot_value[slot]
             if value < 0:
                 continue
-            unit = emission.units.value_at[value]
-            assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
-            first_reader = first_readers_of(arena, unit)[graph.slot_reading[slot]]
-            number = read_assemblies_of(arena, unit)[first_reader + part]
+            fragment = emission.fragments.value_at[value]
+            assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
+            first_reader = first_readers_of(arena, fragment)[graph.slot_reading[slot]]
+            number = read_assemblies_of(arena, fragment)[first_reader + part]
             assembly = assemblies[number]
             if assembly.collective >= 0:
                 tasks.pred[e] = scratch.collective_base[value] + assembly.collective

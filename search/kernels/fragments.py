@@ -53,19 +53,21 @@ VALUE = _record(
 # What a device needs of a value. collective: that serves it, or -1.
 ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_reader", "collective")
 # rank: among remote pieces, transfers first, or -1 where source and reader are on one device.
-PIECE = _record("source", "hold", "run_ns", "size_bytes", "rank", "assembly", "back_hold", "back_ns")
+PIECE = _record(
+    "source", "resource_set", "run_ns", "size_bytes", "rank", "assembly", "back_resource_set", "back_ns"
+)
 READER = _record("reading", "task")
 # root: a device or -1. priced_bytes: those that its price is for.
 COLLECTIVE = _record(
-    "kind", "root", "size_bytes", "priced_bytes", "first_assembly", "first_source", "hold", "run_ns", "back_hold",
-    "back_ns",
+    "kind", "root", "size_bytes", "priced_bytes", "first_assembly", "first_source", "resource_set", "run_ns",
+    "back_resource_set", "back_ns",
 )  # fmt: skip
 # sharing: a code of `graph.strategy.Sharding`.
 STATIC = _record("holders", "cells", "sharing")
 # Elements that a device keeps and that it updates.
 HOLDER = _record("device", "kept", "updated")
-# Part of a weight that several devices hold. gather_hold: what gathers its shares, or -1.
-CELL = _record("hold", "size_bytes", "gather_hold")
+# Part of a weight that several devices hold. gather_resource_set: that of the gather of its shares, or -1.
+CELL = _record("resource_set", "size_bytes", "gather_resource_set")
 _INT = np.dtype(np.int64)
 
 

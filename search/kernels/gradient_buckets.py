@@ -6,7 +6,16 @@ import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
 from search.kernels.fragments import cells_of, static_header
-from search.kernels.records import SHARED_WEIGHT, Array, Buckets, Gathers, GraphArrays, Groups, Holds, Units
+from search.kernels.records import (
+    SHARED_WEIGHT,
+    Array,
+    Buckets,
+    Fragments,
+    Gathers,
+    GraphArrays,
+    Groups,
+    ResourceSets,
+)
 
 
 @inner_with_arrays
@@ -36,7 +45,7 @@ def weights_by_operator(graph: GraphArrays, operator_active: Array) -> tuple[Arr
 @entry
 def fill_buckets(
     graph: GraphArrays,
-    units: Units,
+    fragments: Fragments,
     arena: Array,
     operator_active: Array,
     buckets: Buckets,
@@ -53,21 +62,21 @@ def fill_buckets(
     for operator in range(len(operator_active) - 1, -1, -1):
         for position in range(ptr[operator], ptr[operator + 1]):
             weight = weights[position]
-            at = units.static_at[weight]
+            at = fragments.static_at[weight]
             sharing = static_header(arena, at).sharing
             for cell in cells_of(arena, at):
-                if opened + 1 > len(buckets.hold) or entries + 1 > len(buckets.entry_weight):
+                if opened + 1 > len(buckets.resource_set) or entries + 1 > len(buckets.entry_weight):
                     return False
-                # One series a kind of sharing: the holds of the sums are the same for both.
-                series = cell.gather_hold if sharing == SHARED_WEIGHT else cell.hold
+                # One series a kind of sharing: the resource sets of the sums are the same for both.
+                series = cell.gather_resource_set if sharing == SHARED_WEIGHT else cell.resource_set
                 bucket = buckets.filling[series]
                 if bucket < 0:
                     bucket = opened
                     opened += 1
                     buckets.filling[series] = bucket
-                    buckets.hold[bucket] = cell.hold
+                    buckets.resource_set[bucket] = cell.resource_set
                     buckets.sharing[bucket] = sharing
-                    buckets.gather[bucket] = cell.gather_hold
+                    buckets.gather[bucket] = cell.gather_resource_set
                     buckets.size_bytes[bucket] = 0
                     buckets.after[bucket] = -1
                     buckets.first_entry[bucket] = entries
@@ -100,14 +109,19 @@ def fill_buckets(
 
 @inner
 def find_gathered_weights(
-    graph: GraphArrays, units: Units, arena: Array, operator_active: Array, groups: Groups, gathers: Gathers
+    graph: GraphArrays,
+    fragments: Fragments,
+    arena: Array,
+    operator_active: Array,
+    groups: Groups,
+    gathers: Gathers,
 ) -> int:
     """Find before which operator each weight is needed first, forward and backward; return how many are gathered."""
     gathers.weight_2W[:] = -1
     count = 0
     for weight in range(graph.weight_count):
         first, last = graph.reader_ptr[weight], graph.reader_ptr[weight + 1]
-        static = static_header(arena, units.static_at[weight])
+        static = static_header(arena, fragments.static_at[weight])
         if first == last or static.sharing != SHARED_WEIGHT or static.cells == 0:
             continue
         count += 1
@@ -121,7 +135,7 @@ def find_gathered_weights(
 @entry
 def find_gathers(
     graph: GraphArrays,
-    units: Units,
+    fragments: Fragments,
     arena: Array,
     operator_active: Array,
     groups: Groups,
@@ -135,9 +149,9 @@ def find_gathers(
     gathers.blocked_D[:] = -1
     gathers.reduced_D[:] = -1
     gathers.counts[:] = 0
-    if find_gathered_weights(graph, units, arena, operator_active, groups, gathers) == 0:
+    if find_gathered_weights(graph, fragments, arena, operator_active, groups, gathers) == 0:
         return True
-    operators = len(units.operator_at)
+    operators = len(fragments.operator_at)
     count = 0
     for side in range(2):
         # The weights of each operator as linked lists, in their order.
@@ -158,14 +172,14 @@ def find_gathers(
                 gathering, first, size_bytes = operator, count, 0
             while weight >= 0:
                 gathers.weight_2W[side, weight] = gathering
-                for cell in cells_of(arena, units.static_at[weight]):
+                for cell in cells_of(arena, fragments.static_at[weight]):
                     number = first
-                    while number < count and gathers.hold[number] != cell.gather_hold:
+                    while number < count and gathers.resource_set[number] != cell.gather_resource_set:
                         number += 1
                     if number == count:
-                        if count + 1 > len(gathers.hold):
+                        if count + 1 > len(gathers.resource_set):
                             return False
-                        gathers.hold[count] = cell.gather_hold
+                        gathers.resource_set[count] = cell.gather_resource_set
                         gathers.size_bytes[count] = 0
                         gathers.operator[count] = gathering
                         count += 1
@@ -194,9 +208,9 @@ def next_gathers(gathers: Gathers, side: int, operator: int) -> tuple[int, int]:
 
 
 @inner
-def takes_part(holds: Holds, hold: int, device: int) -> bool:
+def takes_part(sets: ResourceSets, resource_set: int, device: int) -> bool:
     """Return whether a device is one of those of a device set."""
     found = False
-    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-        found = found or holds.end[place] == device
+    for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+        found = found or sets.end[place] == device
     return found

@@ -17,12 +17,12 @@ from search.kernels.records import (
     SHARED_UPDATE,
     Array,
     Derivation,
+    Fragments,
     GraphArrays,
     Machine,
     Machines,
     Step,
     StepTimes,
-    Units,
     Workload,
 )
 from search.kernels.workload import add_load, derive_changes
@@ -30,7 +30,7 @@ from search.kernels.workload import add_load, derive_changes
 
 @entry
 def evaluate_program_order(
-    old_units: Units,
+    old_fragments: Fragments,
     step: Step,
     old: Workload,
     new: Workload,
@@ -39,14 +39,14 @@ def evaluate_program_order(
     folds: int,
     bound_ns: int,
 ) -> tuple[int, int]:
-    """Make `new` that of the strategy that has the step's units from `old`, and simulate it in program order.
+    """Make `new` that of the strategy that has the step's fragments from `old`, and simulate it in program order.
 
     folds: what all devices do alike is served together.
 
     Returns the makespan, -1 beyond the bound, -2 where the pool is too short, -3 where the buckets are, -4 where the
     gathers are; and the bytes beyond the devices' memories.
     """
-    shortage = derive_changes(old_units, step, old, new, machines)
+    shortage = derive_changes(old_fragments, step, old, new, machines)
     if shortage < 0:
         return shortage, 0
     makespan_ns = simulate_program_order(step, new, machines, times, folds, bound_ns)
@@ -69,7 +69,7 @@ def simulate_program_order(
     that exceeds the bound, so does the makespan.
     """
     graph, derivation, gathers = step.graph, work.derivation, step.gathers
-    operators, devices = len(step.units.operator_at), len(derivation.memory_D)
+    operators, devices = len(step.fragments.operator_at), len(derivation.memory_D)
     left_ns_R, update_ns_D = work.load_ns_R.copy(), np.zeros(devices, np.int64)
     is_shared = add_synchronization(step, left_ns_R)
     contended = False
@@ -115,35 +115,36 @@ def simulate_program_order(
 @inner
 def add_synchronization(step: Step, load_ns_R: Array) -> bool:
     """Add the time of sums of gradients and of gathers; return whether anything of a weight is shared."""
-    holds, buckets, gathers = step.holds, step.buckets, step.gathers
+    sets, buckets, gathers = step.resource_sets, step.buckets, step.gathers
     is_shared = gathers.counts[1] > 0
     for position in range(buckets.counts[0]):
         bucket = buckets.order[position]
-        add_load(holds, buckets.hold[bucket], bucket_ns(holds, buckets, bucket), load_ns_R)
+        add_load(sets, buckets.resource_set[bucket], bucket_ns(sets, buckets, bucket), load_ns_R)
         is_shared = is_shared or buckets.sharing[bucket] != 0
         if buckets.sharing[bucket] == SHARED_UPDATE:
-            hold = buckets.gather[bucket]
-            add_load(holds, hold, collective_ns(holds, hold, buckets.size_bytes[bucket]), load_ns_R)
+            resource_set = buckets.gather[bucket]
+            run_ns = collective_ns(sets, resource_set, buckets.size_bytes[bucket])
+            add_load(sets, resource_set, run_ns, load_ns_R)
     for gather in range(gathers.counts[1]):
-        hold = gathers.hold[gather]
-        add_load(holds, hold, collective_ns(holds, hold, gathers.size_bytes[gather]), load_ns_R)
+        resource_set = gathers.resource_set[gather]
+        add_load(sets, resource_set, collective_ns(sets, resource_set, gathers.size_bytes[gather]), load_ns_R)
     return bool(is_shared)
 
 
 @inner
 def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes, update_ns_D: Array) -> bool:
     """Serve what renews buffers, the updates, and the gathers of updated shares; return False beyond the bound."""
-    graph, holds, buckets, derivation = step.graph, step.holds, step.buckets, work.derivation
+    graph, sets, buckets, derivation = step.graph, step.resource_sets, step.buckets, work.derivation
     settle(machine)
     first, last = graph.value_count, graph.value_count + graph.buffer_count
     for value in range(first, last):
-        unit, active_at = step.units.value_at[value], derivation.active_at[graph.producer[value]]
+        fragment, active_at = step.fragments.value_at[value], derivation.active_at[graph.producer[value]]
         # Nobody waits for a renewed buffer.
-        if not simulate_collectives(step, machine, times, unit, active_at, -1, 0):
+        if not simulate_collectives(step, machine, times, fragment, active_at, -1, 0):
             return False
     for value in range(first, last):
-        unit, active_at = step.units.value_at[value], derivation.active_at[graph.producer[value]]
-        if not simulate_transfers(step, machine, times, unit, active_at, -1):
+        fragment, active_at = step.fragments.value_at[value], derivation.active_at[graph.producer[value]]
+        if not simulate_transfers(step, machine, times, fragment, active_at, -1):
             return False
     for device in range(len(update_ns_D)):
         if derivation.elements_D[device] == 0:
@@ -154,30 +155,33 @@ def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes,
         bucket = buckets.order[position]
         if buckets.sharing[bucket] != SHARED_UPDATE:
             continue
-        hold = buckets.gather[bucket]
+        resource_set = buckets.gather[bucket]
         ready_ns = 0
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            device = holds.end[place]
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[place]
             if derivation.elements_D[device]:
                 # The update is the last that the device computes.
                 ready_ns = max(ready_ns, machine.free_ns_R[device])
-        settle_links(holds, machine)
-        if carry(holds, machine, hold, ready_ns, collective_ns(holds, hold, buckets.size_bytes[bucket])) < 0:
+        settle_links(sets, machine)
+        run_ns = collective_ns(sets, resource_set, buckets.size_bytes[bucket])
+        if carry(sets, machine, resource_set, ready_ns, run_ns) < 0:
             return False
     if machine.deferred[HELD] >= 0:
-        settle_held(holds, machine)
+        settle_held(sets, machine)
     return True
 
 
 @quick_entry
-def compact(graph: GraphArrays, units: Units, arena: Array, derivation: Derivation, target: Array) -> None:
+def compact(
+    graph: GraphArrays, fragments: Fragments, arena: Array, derivation: Derivation, target: Array
+) -> None:
     """Copy the words of a derivation to another pool of the same length."""
     derivation.counts[1] = 0
-    for operator in range(len(units.operator_at)):
-        tasks = operator_header(arena, units.operator_at[operator]).tasks
+    for operator in range(len(fragments.operator_at)):
+        tasks = operator_header(arena, fragments.operator_at[operator]).tasks
         move_words(derivation.active_at, operator, tasks, derivation, target)
     for value in range(graph.value_count):
-        header = value_header(arena, units.value_at[value])
+        header = value_header(arena, fragments.value_at[value])
         move_words(derivation.last_at, value, header.assemblies, derivation, target)
         move_words(derivation.collective_at, value, header.collectives, derivation, target)
 

@@ -35,8 +35,8 @@ from search.kernels.records import (
     MIXED,
     ONE_COLLECTIVE,
     Buckets,
-    Holds,
     Machine,
+    ResourceSets,
     Step,
     StepTimes,
     Workload,
@@ -54,7 +54,7 @@ def simulate_backward(step: Step, machine: Machine, work: Workload, times: StepT
     find_awaited(step, work, times)
     clear_gradients(step, machine, work, times)
     position = 0
-    for operator in range(len(step.units.operator_at) - 1, -1, -1):
+    for operator in range(len(step.fragments.operator_at) - 1, -1, -1):
         if step.gathers.counts[1] and not simulate_gathers(step, machine, 1, operator):
             return False
         if step.groups.first_O[operator] >= 0:
@@ -69,7 +69,7 @@ def simulate_backward(step: Step, machine: Machine, work: Workload, times: StepT
             if uniform_ns >= 0:
                 defer(machine, uniform_ns)
             else:
-                at = step.units.operator_at[operator]
+                at = step.fragments.operator_at[operator]
                 compute_unawaited(machine, step.arena, at, derivation, derivation.active_at[operator])
         else:
             if machine.folds and exchange != MIXED and uniform_ns >= 0 and machine.deferred[EVEN]:
@@ -97,15 +97,15 @@ def is_unawaited(machine: Machine, work: Workload, times: StepTimes, operator: i
 def clear_gradients(step: Step, machine: Machine, work: Workload, times: StepTimes) -> None:
     """Write 0 where the latest of several times is to come."""
     derivation = work.derivation
-    for operator in range(len(step.units.operator_at)):
+    for operator in range(len(step.fragments.operator_at)):
         if derivation.operator_active[operator] and not is_unawaited(machine, work, times, operator):
             active_at = derivation.active_at[operator]
             for place in range(
-                active_at, active_at + len(tasks_of(step.arena, step.units.operator_at[operator]))
+                active_at, active_at + len(tasks_of(step.arena, step.fragments.operator_at[operator]))
             ):
                 times.backward_ns[place] = 0
     for value in range(step.graph.value_count):
-        header = value_header(step.arena, step.units.value_at[value])
+        header = value_header(step.arena, step.fragments.value_at[value])
         if step.graph.needs_gradient[value] and header.remote_pieces > 0:
             last_at = derivation.last_at[value]
             for place in range(last_at, last_at + header.assemblies):
@@ -117,7 +117,7 @@ def simulate_recompute(step: Step, machine: Machine, work: Workload, first: int,
     """Serve the forward tasks of a group that are recomputed; return False beyond the bound."""
     derivation, gathers = work.derivation, step.gathers
     for operator in range(first, last + 1):
-        tasks = tasks_of(step.arena, step.units.operator_at[operator])
+        tasks = tasks_of(step.arena, step.fragments.operator_at[operator])
         for part in range(len(tasks)):
             task = tasks[part]
             if not derivation.pool[derivation.active_at[operator] + part]:
@@ -136,7 +136,7 @@ def simulate_operator_backward(
 ) -> bool:
     """Serve the backward tasks of one operator; return False beyond the bound."""
     graph, arena, derivation, gathers = step.graph, step.arena, work.derivation, step.gathers
-    tasks, active_at = tasks_of(arena, step.units.operator_at[operator]), derivation.active_at[operator]
+    tasks, active_at = tasks_of(arena, step.fragments.operator_at[operator]), derivation.active_at[operator]
     pool, backward_ns = derivation.pool, times.backward_ns
     if machine.deferred[COMPUTED]:
         settle(machine)
@@ -158,9 +158,9 @@ def simulate_operator_backward(
     for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
         if sends_gradient(step, slot):
             value = graph.slot_value[slot]
-            unit, last_at = step.units.value_at[value], derivation.last_at[value]
-            read = read_assemblies_of(arena, unit)
-            first_reader = first_readers_of(arena, unit)[graph.slot_reading[slot]]
+            fragment, last_at = step.fragments.value_at[value], derivation.last_at[value]
+            read = read_assemblies_of(arena, fragment)
+            first_reader = first_readers_of(arena, fragment)[graph.slot_reading[slot]]
             for part in range(len(tasks)):
                 if pool[active_at + part]:
                     place = last_at + read[first_reader + part]
@@ -172,7 +172,7 @@ def simulate_operator_backward(
 def sends_gradient(step: Step, slot: int) -> bool:
     """Return whether a gradient of what is read through a slot may go to other devices."""
     graph, value = step.graph, step.graph.slot_value[slot]
-    if value < 0 or value_header(step.arena, step.units.value_at[value]).remote_pieces == 0:
+    if value < 0 or value_header(step.arena, step.fragments.value_at[value]).remote_pieces == 0:
         return False
     reading = graph.reading_ptr[value] + graph.slot_reading[slot]
     return bool(graph.needs_gradient[value] and graph.reading_gradient[reading])
@@ -220,12 +220,12 @@ def simulate_gradient_collectives(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int, value: int
 ) -> bool:
     """Serve the collectives of a value's gradient that an operator completes; return False beyond the bound."""
-    arena, unit, derivation = step.arena, step.units.value_at[value], work.derivation
-    count = value_header(arena, unit).collectives
+    arena, fragment, derivation = step.arena, step.fragments.value_at[value], work.derivation
+    count = value_header(arena, fragment).collectives
     if count == 0:
         return True
-    collectives, producer = collectives_of(arena, unit), step.graph.producer[value]
-    served, sources = served_assemblies_of(arena, unit), served_sources_of(arena, unit)
+    collectives, producer = collectives_of(arena, fragment), step.graph.producer[value]
+    served, sources = served_assemblies_of(arena, fragment), served_sources_of(arena, fragment)
     last_at, active_at = derivation.last_at[value], derivation.active_at[producer]
     for number in range(count):
         if derivation.pool[derivation.collective_at[value] + number] != operator:
@@ -234,10 +234,12 @@ def simulate_gradient_collectives(
         ready_ns = times.gradient_ns_V[value]
         for member in range(collective.first_assembly, following.first_assembly):
             ready_ns = max(ready_ns, times.backward_ns[last_at + served[member]])
-        end_ns = carry_collective(step.holds, machine, collective.back_hold, ready_ns, collective.back_ns)
+        end_ns = carry_collective(
+            step.resource_sets, machine, collective.back_resource_set, ready_ns, collective.back_ns
+        )
         if end_ns < 0:
             return False
-        if exchange_of(arena, unit) == ONE_COLLECTIVE:
+        if exchange_of(arena, fragment) == ONE_COLLECTIVE:
             times.gradients_ns_O[producer] = max(times.gradients_ns_O[producer], end_ns)
             continue
         for source in range(collective.first_source, following.first_source):
@@ -251,12 +253,12 @@ def simulate_gradient_transfers(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int, value: int
 ) -> bool:
     """Serve the transfers of a value's gradient that an operator completes; return False beyond the bound."""
-    arena, unit, derivation = step.arena, step.units.value_at[value], work.derivation
-    if value_header(arena, unit).remote_pieces == 0:
+    arena, fragment, derivation = step.arena, step.fragments.value_at[value], work.derivation
+    if value_header(arena, fragment).remote_pieces == 0:
         return True
     pool, last_at = derivation.pool, derivation.last_at[value]
     active_at = derivation.active_at[step.graph.producer[value]]
-    assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
+    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
     for number in range(len(assemblies) - 1):
         if pool[last_at + number] != operator:
             continue
@@ -264,13 +266,13 @@ def simulate_gradient_transfers(
         if assembly.collective >= 0 and pool[derivation.collective_at[value] + assembly.collective] >= 0:
             continue
         if machine.deferred[HELD] >= 0 or machine.contended:
-            settle_links(step.holds, machine)
+            settle_links(step.resource_sets, machine)
         ready_ns = times.backward_ns[last_at + number]
         for place in range(assembly.first_piece, assemblies[number + 1].first_piece):
             piece = pieces[place]
             if piece.rank < 0:
                 continue
-            end_ns = carry(step.holds, machine, piece.back_hold, ready_ns, piece.back_ns)
+            end_ns = carry(step.resource_sets, machine, piece.back_resource_set, ready_ns, piece.back_ns)
             if end_ns < 0:
                 return False
             source_at = active_at + piece.source
@@ -279,9 +281,9 @@ def simulate_gradient_transfers(
 
 
 @inner
-def bucket_ns(holds: Holds, buckets: Buckets, bucket: int) -> int:
+def bucket_ns(sets: ResourceSets, buckets: Buckets, bucket: int) -> int:
     """Return how long a bucket's all-reduce takes."""
-    return collective_ns(holds, buckets.hold[bucket], buckets.size_bytes[bucket])
+    return collective_ns(sets, buckets.resource_set[bucket], buckets.size_bytes[bucket])
 
 
 @inner
@@ -291,7 +293,7 @@ def find_awaited(step: Step, work: Workload, times: StepTimes) -> None:
     A device's tasks end one after the other: where the last operator that contributes to a bucket has a backward on
     each of its devices, that is all that the bucket waits for.
     """
-    graph, holds, buckets, derivation = step.graph, step.holds, step.buckets, work.derivation
+    graph, sets, buckets, derivation = step.graph, step.resource_sets, step.buckets, work.derivation
     for position in range(buckets.counts[0]):
         bucket = buckets.order[position]
         last = buckets.entry_weight[buckets.last_entry[bucket]]
@@ -302,14 +304,14 @@ def find_awaited(step: Step, work: Workload, times: StepTimes) -> None:
                 break
         covers = work.uniform_ns_2O[1, close] >= 0
         if not covers:
-            tasks = tasks_of(step.arena, step.units.operator_at[close])
+            tasks = tasks_of(step.arena, step.fragments.operator_at[close])
             for part in range(len(tasks)):
                 if derivation.pool[derivation.active_at[close] + part]:
                     times.member_D[tasks[part].device] = position
-            hold = buckets.hold[bucket]
+            resource_set = buckets.resource_set[bucket]
             covers = True
-            for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-                covers = covers and times.member_D[holds.end[place]] == position
+            for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+                covers = covers and times.member_D[sets.end[place]] == position
         times.close_B[position] = close if covers else -1
         if covers:
             times.is_awaited_O[close] = 1
@@ -330,7 +332,7 @@ def ended_ns(step: Step, work: Workload, times: StepTimes, operator: int, positi
         return int(times.end_ns_O[operator])
     ready_ns = 0
     tasks, active_at = (
-        tasks_of(step.arena, step.units.operator_at[operator]),
+        tasks_of(step.arena, step.fragments.operator_at[operator]),
         work.derivation.active_at[operator],
     )
     for part in range(len(tasks)):
@@ -342,12 +344,12 @@ def ended_ns(step: Step, work: Workload, times: StepTimes, operator: int, positi
 @inner
 def simulate_bucket(step: Step, machine: Machine, work: Workload, times: StepTimes, position: int) -> bool:
     """Serve the sum of one bucket; return False beyond the bound."""
-    graph, holds, buckets, gathers = step.graph, step.holds, step.buckets, step.gathers
+    graph, sets, buckets, gathers = step.graph, step.resource_sets, step.buckets, step.gathers
     bucket = buckets.order[position]
-    hold = buckets.hold[bucket]
+    resource_set = buckets.resource_set[bucket]
     ready_ns = 0
-    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-        device = holds.end[place]
+    for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+        device = sets.end[place]
         times.member_D[device] = position
         if buckets.sharing[bucket]:
             ready_ns = max(ready_ns, gathers.reduced_D[device])
@@ -361,9 +363,9 @@ def simulate_bucket(step: Step, machine: Machine, work: Workload, times: StepTim
             for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
                 ready_ns = max(ready_ns, ended_ns(step, work, times, graph.weight_user[user], position))
             entry = buckets.entry_next[entry]
-    end_ns = carry_collective(holds, machine, hold, ready_ns, bucket_ns(holds, buckets, bucket))
-    for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-        device = holds.end[place]
+    end_ns = carry_collective(sets, machine, resource_set, ready_ns, bucket_ns(sets, buckets, bucket))
+    for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+        device = sets.end[place]
         times.sync_end_D[device] = max(times.sync_end_D[device], end_ns)
         if buckets.sharing[bucket]:
             gathers.blocked_D[device] = gathers.reduced_D[device]

@@ -57,7 +57,7 @@ def simulate_forward(
             if uniform_ns >= 0:
                 defer(machine, uniform_ns)
             else:
-                at = step.units.operator_at[operator]
+                at = step.fragments.operator_at[operator]
                 compute_unawaited(machine, step.arena, at, work.derivation, -1)
         elif machine.folds and exchange == ONE_COLLECTIVE and uniform_ns >= 0 and machine.deferred[EVEN]:
             if not simulate_folded_forward(step, machine, work, times, operator):
@@ -72,10 +72,10 @@ def simulate_operator_forward(
     step: Step, machine: Machine, work: Workload, times: StepTimes, operator: int
 ) -> bool:
     """Serve the forward tasks of one operator, and the exchanges of its outputs; return False beyond the bound."""
-    graph, units, arena = step.graph, step.units, step.arena
+    graph, fragments, arena = step.graph, step.fragments, step.arena
     if machine.deferred[COMPUTED]:
         settle(machine)
-    tasks, active_at = tasks_of(arena, units.operator_at[operator]), work.derivation.active_at[operator]
+    tasks, active_at = tasks_of(arena, fragments.operator_at[operator]), work.derivation.active_at[operator]
     waits = find_ready(step, work, times, operator)
     for part in range(len(tasks)):
         task = tasks[part]
@@ -92,17 +92,17 @@ def simulate_operator_forward(
     first, last = graph.output_ptr[operator], graph.output_ptr[operator + 1]
     for output in range(first, last):
         value = graph.output_value[output]
-        unit, last_at = units.value_at[value], work.derivation.last_at[value]
-        header = value_header(arena, unit)
+        fragment, last_at = fragments.value_at[value], work.derivation.last_at[value]
+        header = value_header(arena, fragment)
         if header.remote_pieces > 0:
             for assembly in range(header.assemblies):
                 times.forward_ns[last_at + assembly] = 0
-            if not simulate_collectives(step, machine, times, unit, active_at, last_at, 0):
+            if not simulate_collectives(step, machine, times, fragment, active_at, last_at, 0):
                 return False
     for output in range(first, last):
         value = graph.output_value[output]
         last_at = work.derivation.last_at[value]
-        if not simulate_transfers(step, machine, times, units.value_at[value], active_at, last_at):
+        if not simulate_transfers(step, machine, times, fragments.value_at[value], active_at, last_at):
             return False
     return True
 
@@ -115,11 +115,11 @@ def simulate_folded_forward(
 
     Returns False beyond the bound.
     """
-    graph, units, arena, derivation = step.graph, step.units, step.arena, work.derivation
+    graph, fragments, arena, derivation = step.graph, step.fragments, step.arena, work.derivation
     ready_ns = 0
     for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
         value = graph.slot_value[slot]
-        if value >= 0 and value_header(arena, units.value_at[value]).remote_pieces > 0:
+        if value >= 0 and value_header(arena, fragments.value_at[value]).remote_pieces > 0:
             # One collective makes all of it.
             ready_ns = max(ready_ns, times.forward_ns[derivation.last_at[value]])
     end_ns = compute_everywhere(machine, ready_ns, work.uniform_ns_2O[0, operator])
@@ -127,15 +127,15 @@ def simulate_folded_forward(
         return False
     for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
         value = graph.output_value[output]
-        unit, last_at = units.value_at[value], derivation.last_at[value]
-        if not simulate_collectives(step, machine, times, unit, -1, last_at, end_ns):
+        fragment, last_at = fragments.value_at[value], derivation.last_at[value]
+        if not simulate_collectives(step, machine, times, fragment, -1, last_at, end_ns):
             return False
     return True
 
 
 @inner
 def simulate_collectives(
-    step: Step, machine: Machine, times: StepTimes, unit: int, active_at: int, last_at: int, ended_ns: int
+    step: Step, machine: Machine, times: StepTimes, fragment: int, active_at: int, last_at: int, ended_ns: int
 ) -> bool:
     """Serve the collectives of a value; return False beyond the bound.
 
@@ -143,18 +143,20 @@ def simulate_collectives(
     assemblies have when they are there; -1: nobody asks.
     """
     arena, forward_ns = step.arena, times.forward_ns
-    count = value_header(arena, unit).collectives
+    count = value_header(arena, fragment).collectives
     if count == 0:
         return True
-    collectives = collectives_of(arena, unit)
-    served, sources = served_assemblies_of(arena, unit), served_sources_of(arena, unit)
+    collectives = collectives_of(arena, fragment)
+    served, sources = served_assemblies_of(arena, fragment), served_sources_of(arena, fragment)
     for number in range(count):
         collective = collectives[number]
         ready_ns = ended_ns
         if active_at >= 0:
             for source in range(collective.first_source, collectives[number + 1].first_source):
                 ready_ns = max(ready_ns, forward_ns[active_at + sources[source]])
-        end_ns = carry_collective(step.holds, machine, collective.hold, ready_ns, collective.run_ns)
+        end_ns = carry_collective(
+            step.resource_sets, machine, collective.resource_set, ready_ns, collective.run_ns
+        )
         if end_ns < 0:
             return False
         if last_at >= 0:
@@ -165,21 +167,21 @@ def simulate_collectives(
 
 @inner
 def simulate_transfers(
-    step: Step, machine: Machine, times: StepTimes, unit: int, active_at: int, last_at: int
+    step: Step, machine: Machine, times: StepTimes, fragment: int, active_at: int, last_at: int
 ) -> bool:
     """Serve the transfers of a value; return False beyond the bound. Arguments as of `simulate_collectives`."""
-    arena, holds, forward_ns = step.arena, step.holds, times.forward_ns
-    transfers = value_header(arena, unit).transfers
+    arena, sets, forward_ns = step.arena, step.resource_sets, times.forward_ns
+    transfers = value_header(arena, fragment).transfers
     if transfers == 0:
         return True
     if machine.deferred[HELD] >= 0 or machine.contended:
-        settle_links(holds, machine)
-    pieces = pieces_of(arena, unit)
+        settle_links(sets, machine)
+    pieces = pieces_of(arena, fragment)
     for number in range(len(pieces)):
         piece = pieces[number]
         if not 0 <= piece.rank < transfers:
             continue
-        end_ns = carry(holds, machine, piece.hold, forward_ns[active_at + piece.source], piece.run_ns)
+        end_ns = carry(sets, machine, piece.resource_set, forward_ns[active_at + piece.source], piece.run_ns)
         if end_ns < 0:
             return False
         if last_at >= 0:
@@ -191,15 +193,16 @@ def simulate_transfers(
 @inner
 def simulate_gathers(step: Step, machine: Machine, side: int, operator: int) -> bool:
     """Serve the gathers of weights that begin before an operator; return False beyond the bound."""
-    holds, gathers = step.holds, step.gathers
+    sets, gathers = step.resource_sets, step.gathers
     begin, end = next_gathers(gathers, side, operator)
     for gather in range(begin, end):
-        hold = gathers.hold[gather]
+        resource_set = gathers.resource_set[gather]
         ready_ns = 0
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            ready_ns = max(ready_ns, machine.free_ns_R[holds.end[place]])
-        settle_links(holds, machine)
-        end_ns = carry(holds, machine, hold, ready_ns, collective_ns(holds, hold, gathers.size_bytes[gather]))
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            ready_ns = max(ready_ns, machine.free_ns_R[sets.end[place]])
+        settle_links(sets, machine)
+        run_ns = collective_ns(sets, resource_set, gathers.size_bytes[gather])
+        end_ns = carry(sets, machine, resource_set, ready_ns, run_ns)
         if end_ns < 0:
             return False
         gathers.task[gather] = end_ns
@@ -216,7 +219,7 @@ def gathered_ns(step: Step, side: int, operator: int, device: int) -> int:
         if gathering < 0:
             continue
         for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):
-            if takes_part(step.holds, gathers.hold[gather], device):
+            if takes_part(step.resource_sets, gathers.resource_set[gather], device):
                 ready_ns = max(ready_ns, gathers.task[gather])
     return ready_ns
 
@@ -224,22 +227,22 @@ def gathered_ns(step: Step, side: int, operator: int, device: int) -> int:
 @inner
 def find_ready(step: Step, work: Workload, times: StepTimes, operator: int) -> bool:
     """Write when all that comes to each forward task from other devices is there; return whether anything comes."""
-    graph, units, arena, forward_ns = step.graph, step.units, step.arena, times.forward_ns
-    count = len(tasks_of(arena, units.operator_at[operator]))
+    graph, fragments, arena, forward_ns = step.graph, step.fragments, step.arena, times.forward_ns
+    count = len(tasks_of(arena, fragments.operator_at[operator]))
     active_at = work.derivation.active_at[operator]
     waits = False
     for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
         value = graph.slot_value[slot]
-        if value < 0 or value_header(arena, units.value_at[value]).remote_pieces == 0:
+        if value < 0 or value_header(arena, fragments.value_at[value]).remote_pieces == 0:
             continue
         if not waits:
             waits = True
             for part in range(count):
                 forward_ns[active_at + part] = 0
-        unit, last_at = units.value_at[value], work.derivation.last_at[value]
+        fragment, last_at = fragments.value_at[value], work.derivation.last_at[value]
         read, first_reader = (
-            read_assemblies_of(arena, unit),
-            first_readers_of(arena, unit)[graph.slot_reading[slot]],
+            read_assemblies_of(arena, fragment),
+            first_readers_of(arena, fragment)[graph.slot_reading[slot]],
         )
         for part in range(count):
             there_ns = forward_ns[last_at + read[first_reader + part]]

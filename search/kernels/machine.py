@@ -17,18 +17,18 @@ from search.kernels.records import (
     MOST_LEFT,
     Array,
     Derivation,
-    Holds,
     Machine,
+    ResourceSets,
 )
 
 
 @inner
-def settle_held(holds: Holds, machine: Machine) -> None:
-    """Write to its resources what the hold that was served alone of late has done."""
-    deferred, hold = machine.deferred, machine.deferred[HELD]
-    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        machine.free_ns_R[holds.resource[place]] = deferred[HELD_END]
-        machine.left_ns_R[holds.resource[place]] -= deferred[HELD_DEFERRED]
+def settle_held(sets: ResourceSets, machine: Machine) -> None:
+    """Write to its resources what the resource set that was served alone of late has done."""
+    deferred, resource_set = machine.deferred, machine.deferred[HELD]
+    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        machine.free_ns_R[sets.resource[place]] = deferred[HELD_END]
+        machine.left_ns_R[sets.resource[place]] -= deferred[HELD_DEFERRED]
     deferred[HELD] = -1
 
 
@@ -53,35 +53,38 @@ def settle(machine: Machine) -> None:
 
 
 @inner
-def settle_links(holds: Holds, machine: Machine) -> None:
+def settle_links(sets: ResourceSets, machine: Machine) -> None:
     """Write to links and devices all that a communication by itself must find there."""
     if machine.deferred[HELD] >= 0:
-        settle_held(holds, machine)
+        settle_held(sets, machine)
     if machine.contended:
         settle(machine)
 
 
 @inner
-def carry_collective(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int) -> int:
+def carry_collective(
+    sets: ResourceSets, machine: Machine, resource_set: int, ready_ns: int, run_ns: int
+) -> int:
     """Serve a collective; return its end, or -1 where the makespan is sure to exceed the bound.
 
     Of several over the same devices, one after the other, the links are written once.
     """
     deferred = machine.deferred
-    if deferred[HELD] != hold:
+    if deferred[HELD] != resource_set:
         if deferred[HELD] >= 0:
-            settle_held(holds, machine)
-        deferred[HELD], deferred[HELD_END], deferred[HELD_DEFERRED], deferred[HELD_LEFT] = hold, 0, 0, 0
-        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-            resource = holds.resource[place]
+            settle_held(sets, machine)
+        deferred[HELD] = resource_set
+        deferred[HELD_END] = deferred[HELD_DEFERRED] = deferred[HELD_LEFT] = 0
+        for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+            resource = sets.resource[place]
             deferred[HELD_END] = max(deferred[HELD_END], machine.free_ns_R[resource])
             deferred[HELD_LEFT] = max(deferred[HELD_LEFT], machine.left_ns_R[resource])
     if machine.contended:
         settle(machine)
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            device = holds.end[place]
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[place]
             machine.debt_ns_D[device] += slowed_ns(
-                machine.contention_ppm_D[device] * holds.flows[hold], run_ns
+                machine.contention_ppm_D[device] * sets.flows[resource_set], run_ns
             )
     end_ns = max(ready_ns, deferred[HELD_END]) + run_ns
     deferred[HELD_END] = end_ns
@@ -149,25 +152,25 @@ def compute_unawaited(
 
 
 @hot
-def carry(holds: Holds, machine: Machine, hold: int, ready_ns: int, run_ns: int) -> int:
+def carry(sets: ResourceSets, machine: Machine, resource_set: int, ready_ns: int, run_ns: int) -> int:
     """Serve a transfer, or a collective by itself, after `settle_links`.
 
     Returns its end, or -1 where the makespan is sure to exceed the bound.
     """
-    first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
+    first, last = sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]
     begin_ns = ready_ns
     for place in range(first, last):
-        begin_ns = max(begin_ns, machine.free_ns_R[holds.resource[place]])
+        begin_ns = max(begin_ns, machine.free_ns_R[sets.resource[place]])
     if machine.contended:
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            device = holds.end[place]
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[place]
             machine.debt_ns_D[device] += slowed_ns(
-                machine.contention_ppm_D[device] * holds.flows[hold], run_ns
+                machine.contention_ppm_D[device] * sets.flows[resource_set], run_ns
             )
     end_ns = begin_ns + run_ns
     longest_ns = 0
     for place in range(first, last):
-        resource = holds.resource[place]
+        resource = sets.resource[place]
         machine.free_ns_R[resource] = end_ns
         left_ns = machine.left_ns_R[resource] - run_ns
         machine.left_ns_R[resource] = left_ns

@@ -8,37 +8,37 @@ from __future__ import annotations
 
 from search.kernels.cache import inner
 from search.kernels.fragments import assemblies_of, holders_of, tasks_of
-from search.kernels.records import Array, Derivation, GraphArrays, Groups, Units
+from search.kernels.records import Array, Derivation, Fragments, GraphArrays, Groups
 
 
 @inner
 def account_memory(
     graph: GraphArrays,
-    old_units: Units,
-    units: Units,
+    old_fragments: Fragments,
+    fragments: Fragments,
     arena: Array,
     groups: Groups,
     state_tensors: int,
     old: Derivation,
     new: Derivation,
 ) -> None:
-    """Bring memory and the elements to update from the old strategy's to the new one's; old units may be -1."""
-    for operator in range(len(units.operator_at)):
-        was, now = old_units.operator_at[operator], units.operator_at[operator]
+    """Bring memory and the elements to update from the old strategy's to the new one's; old fragments may be -1."""
+    for operator in range(len(fragments.operator_at)):
+        was, now = old_fragments.operator_at[operator], fragments.operator_at[operator]
         if was != now or old.active_at[operator] != new.active_at[operator]:
             group, ended = groups.of_O[operator], groups.ended_O[operator]
             if was >= 0:
                 account_operator(arena, was, new, old.active_at[operator], group, ended, -1)
             account_operator(arena, now, new, new.active_at[operator], group, ended, 1)
     for value in range(graph.value_count):
-        was, now = old_units.value_at[value], units.value_at[value]
+        was, now = old_fragments.value_at[value], fragments.value_at[value]
         if was != now or old.last_at[value] != new.last_at[value]:
             ended = groups.ended_O[graph.producer[value]]
             if was >= 0:
                 account_value(arena, was, new, old.last_at[value], ended, -1)
             account_value(arena, now, new, new.last_at[value], ended, 1)
     for static in range(graph.static_count):
-        was, now = old_units.static_at[static], units.static_at[static]
+        was, now = old_fragments.static_at[static], fragments.static_at[static]
         trained_before = was >= 0 and is_trained(graph, static, old.operator_active)
         trained = is_trained(graph, static, new.operator_active)
         if was != now or trained != trained_before:
@@ -66,9 +66,9 @@ def account_operator(
 
 
 @inner
-def account_value(arena: Array, unit: int, new: Derivation, last_at: int, ended: int, sign: int) -> None:
+def account_value(arena: Array, fragment: int, new: Derivation, last_at: int, ended: int, sign: int) -> None:
     """Add or take away the bytes of a value's assemblies that have a gradient."""
-    assemblies = assemblies_of(arena, unit)
+    assemblies = assemblies_of(arena, fragment)
     for number in range(len(assemblies) - 1):
         if new.pool[last_at + number] >= 0:
             assembly = assemblies[number]

@@ -16,10 +16,10 @@ from search.kernels.records import (
     UPDATE_GATHER,
     Array,
     Events,
-    Holds,
     Positions,
     Queues,
     Resources,
+    ResourceSets,
     Tasks,
     Timeline,
 )
@@ -36,21 +36,21 @@ def number_by_position(
     for task in range(task_count):
         kind, subject = tasks.kind[task], tasks.subject[task]
         first, last = tasks.pred_ptr[task], tasks.pred_ptr[task + 1]
-        if tasks.hold[task] < devices:
+        if tasks.resource_set[task] < devices:
             priority_T[task] = 0
             if kind == UPDATE:
                 continue
             number = positions.forward_O[subject] if kind == FORWARD else positions.backward_O[subject]
             for place in range(first, last):
                 pred = tasks.pred[place]
-                if tasks.hold[pred] >= devices and number < priority_T[pred]:
+                if tasks.resource_set[pred] >= devices and number < priority_T[pred]:
                     priority_T[pred] = number
             continue
         number = positions.last
         if kind == SYNCHRONIZE:
             for place in range(first, last):
                 pred = tasks.pred[place]
-                if tasks.hold[pred] < devices:
+                if tasks.resource_set[pred] < devices:
                     number = min(number, positions.next_O[tasks.subject[pred]])
             bucket_T[subject] = number
         elif kind == UPDATE_GATHER:
@@ -64,7 +64,7 @@ def number_by_position(
 def run_priority_order(
     task_count: int,
     tasks: Tasks,
-    holds: Holds,
+    sets: ResourceSets,
     contention_ppm_D: Array,
     resource_count: int,
     timeline: Timeline,
@@ -77,23 +77,23 @@ def run_priority_order(
 
     Source: TicTac (SysML 2019) and P3 (SysML 2019) for one channel; for several links see `search.simulate.simulator`.
     """
-    events = new_events(task_count, tasks, holds, resource_count)
+    events = new_events(task_count, tasks, sets, resource_count)
     resources = new_resources(resource_count, contention_ppm_D)
-    queues = new_queues(task_count, tasks, holds, resource_count, len(contention_ppm_D), priority_T)
-    return serve_by_priority(task_count, tasks, holds, resources, timeline, events, queues, bound_ns)
+    queues = new_queues(task_count, tasks, sets, resource_count, len(contention_ppm_D), priority_T)
+    return serve_by_priority(task_count, tasks, sets, resources, timeline, events, queues, bound_ns)
 
 
 @inner_with_arrays
 def new_queues(
-    task_count: int, tasks: Tasks, holds: Holds, resource_count: int, devices: int, priority_T: Array
+    task_count: int, tasks: Tasks, sets: ResourceSets, resource_count: int, devices: int, priority_T: Array
 ) -> Queues:
     """Return queues of links, all empty."""
     ptr = np.zeros(resource_count + 1, np.int64)
     for task in range(task_count):
-        hold = tasks.hold[task]
-        if hold >= devices:
-            for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-                ptr[holds.resource[place] + 1] += 1
+        resource_set = tasks.resource_set[task]
+        if resource_set >= devices:
+            for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+                ptr[sets.resource[place] + 1] += 1
     for resource in range(resource_count):
         ptr[resource + 1] += ptr[resource]
     return Queues(
@@ -113,43 +113,43 @@ def new_queues(
 
 @inner
 def may_start(
-    task: int, hold: int, holds: Holds, queues: Queues, free_ns_R: Array, now_ns: int, turn: int
+    task: int, resource_set: int, sets: ResourceSets, queues: Queues, free_ns_R: Array, now_ns: int, turn: int
 ) -> bool:
     """Return whether all links of a waiting communication are free, and it is the first at each of them."""
-    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        link = holds.resource[place]
+    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        link = sets.resource[place]
         if free_ns_R[link] > now_ns or queues.used_R[link] == turn or queues.task[queues.ptr[link]] != task:
             return False
     return True
 
 
 @inner
-def join(task: int, hold: int, holds: Holds, queues: Queues) -> None:
+def join(task: int, resource_set: int, sets: ResourceSets, queues: Queues) -> None:
     """Let a communication wait at all links that it holds."""
-    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        link = holds.resource[place]
+    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        link = sets.resource[place]
         first, size = queues.ptr[link], queues.size_R[link]
         priority = queues.priority_T[task]
         queues.size_R[link] = push(queues.priority[first:], queues.task[first:], size, priority, task)
 
 
 @inner
-def leave(hold: int, holds: Holds, queues: Queues, turn: int) -> None:
+def leave(resource_set: int, sets: ResourceSets, queues: Queues, turn: int) -> None:
     """Take a communication that starts, the first everywhere, from where it waits."""
-    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        link = holds.resource[place]
+    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        link = sets.resource[place]
         first, size = queues.ptr[link], queues.size_R[link]
         queues.size_R[link] = pop(queues.priority[first:], queues.task[first:], size)
         queues.used_R[link] = turn
 
 
 @inner
-def add_freed(tried: int, ended: int, tasks: Tasks, holds: Holds, queues: Queues, turn: int) -> int:
+def add_freed(tried: int, ended: int, tasks: Tasks, sets: ResourceSets, queues: Queues, turn: int) -> int:
     """Add who waits first at links that have just become free to those to be tried; return how many these are."""
     for position in range(ended):
-        hold = tasks.hold[queues.ended[position]]
-        for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-            link = holds.resource[place]
+        resource_set = tasks.resource_set[queues.ended[position]]
+        for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+            link = sets.resource[place]
             if queues.size_R[link] > 0:
                 first = queues.task[queues.ptr[link]]
                 if queues.tried_T[first] != turn:
@@ -163,7 +163,7 @@ def add_freed(tried: int, ended: int, tasks: Tasks, holds: Holds, queues: Queues
 def serve_by_priority(
     task_count: int,
     tasks: Tasks,
-    holds: Holds,
+    sets: ResourceSets,
     resources: Resources,
     timeline: Timeline,
     events: Events,
@@ -175,7 +175,7 @@ def serve_by_priority(
     In a round ends what ends by now; what is ready by now is served (computations) or waits (communications); then
     those that may start do. Only who has just become ready, or is first at a link that has just become free, can.
     """
-    hold_T, devices = tasks.hold, len(resources.debt_ns_D)
+    resource_set_T, devices = tasks.resource_set, len(resources.debt_ns_D)
     heap_ns, heap_task = events.heap_ns, events.heap_task
     running = turn = makespan_ns = 0
     size = begin(task_count, events, bound_ns)
@@ -194,23 +194,23 @@ def serve_by_priority(
         while size > 0 and heap_ns[0] <= now_ns:
             task = heap_task[0]
             size = pop(heap_ns, heap_task, size)
-            if hold_T[task] >= devices:
-                join(task, hold_T[task], holds, queues)
+            if resource_set_T[task] >= devices:
+                join(task, resource_set_T[task], sets, queues)
                 queues.tried_T[task] = turn
                 queues.tried[tried] = task
                 tried += 1
                 continue
-            size, end_ns = finish(task, tasks, holds, resources, timeline, events, bound_ns, size)
+            size, end_ns = finish(task, tasks, sets, resources, timeline, events, bound_ns, size)
             if end_ns < 0:
                 return -1
             makespan_ns = max(makespan_ns, end_ns)
-        tried = add_freed(tried, ended, tasks, holds, queues, turn)
+        tried = add_freed(tried, ended, tasks, sets, queues, turn)
         for position in range(tried):
             task = queues.tried[position]
-            if not may_start(task, hold_T[task], holds, queues, resources.free_ns_R, now_ns, turn):
+            if not may_start(task, resource_set_T[task], sets, queues, resources.free_ns_R, now_ns, turn):
                 continue
-            leave(hold_T[task], holds, queues, turn)
-            size, end_ns = finish(task, tasks, holds, resources, timeline, events, bound_ns, size)
+            leave(resource_set_T[task], sets, queues, turn)
+            size, end_ns = finish(task, tasks, sets, resources, timeline, events, bound_ns, size)
             if end_ns < 0:
                 return -1
             makespan_ns = max(makespan_ns, end_ns)

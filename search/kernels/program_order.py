@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import entry, hot, inner, inner_with_arrays
-from search.kernels.records import PARTS_PER_MILLION, Array, Holds, Resources, Tasks, Timeline
+from search.kernels.records import PARTS_PER_MILLION, Array, Resources, ResourceSets, Tasks, Timeline
 
 
 @hot
@@ -31,30 +31,36 @@ def new_resources(resource_count: int, contention_ppm_D: Array) -> Resources:
 
 @inner
 def serve(
-    task: int, ready_ns: int, cause: int, tasks: Tasks, holds: Holds, resources: Resources, timeline: Timeline
+    task: int,
+    ready_ns: int,
+    cause: int,
+    tasks: Tasks,
+    sets: ResourceSets,
+    resources: Resources,
+    timeline: Timeline,
 ) -> int:
     """Run one task as early as what it holds allows; return its end."""
-    hold, run_ns, begin_ns = tasks.hold[task], tasks.run_ns[task], ready_ns
-    first, last = holds.resource_ptr[hold], holds.resource_ptr[hold + 1]
+    resource_set, run_ns, begin_ns = tasks.resource_set[task], tasks.run_ns[task], ready_ns
+    first, last = sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]
     for place in range(first, last):
-        resource = holds.resource[place]
+        resource = sets.resource[place]
         if resources.free_ns_R[resource] > begin_ns:
             begin_ns = resources.free_ns_R[resource]
             cause = resources.last_R[resource]
     debt_ns_D = resources.debt_ns_D
-    if hold < len(debt_ns_D):
-        extra_ns = debt_ns_D[hold] - (begin_ns - resources.free_ns_R[hold])
+    if resource_set < len(debt_ns_D):
+        extra_ns = debt_ns_D[resource_set] - (begin_ns - resources.free_ns_R[resource_set])
         if extra_ns > 0:
             run_ns += extra_ns
-        debt_ns_D[hold] = 0
+        debt_ns_D[resource_set] = 0
     else:
-        flows = holds.flows[hold]
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            device = holds.end[place]
+        flows = sets.flows[resource_set]
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[place]
             debt_ns_D[device] += slowed_ns(resources.contention_ppm_D[device] * flows, run_ns)
     end_ns = begin_ns + run_ns
     for place in range(first, last):
-        resource = holds.resource[place]
+        resource = sets.resource[place]
         resources.free_ns_R[resource] = end_ns
         resources.last_R[resource] = task
     timeline.start_ns[task] = begin_ns
@@ -67,19 +73,19 @@ def serve(
 def run_program_order(
     task_count: int,
     tasks: Tasks,
-    holds: Holds,
+    sets: ResourceSets,
     contention_ppm_D: Array,
     resource_count: int,
     timeline: Timeline,
 ) -> int:
     """Serve the tasks in program order; return the makespan in nanoseconds."""
     resources = new_resources(resource_count, contention_ppm_D)
-    return serve_in_program_order(task_count, tasks, holds, resources, timeline)
+    return serve_in_program_order(task_count, tasks, sets, resources, timeline)
 
 
 @inner
 def serve_in_program_order(
-    task_count: int, tasks: Tasks, holds: Holds, resources: Resources, timeline: Timeline
+    task_count: int, tasks: Tasks, sets: ResourceSets, resources: Resources, timeline: Timeline
 ) -> int:
     """Serve the tasks in program order; return the makespan."""
     makespan_ns = 0
@@ -91,6 +97,6 @@ def serve_in_program_order(
             if timeline.end_ns[pred] > ready_ns:
                 ready_ns = timeline.end_ns[pred]
                 cause = pred
-        end_ns = serve(task, ready_ns, cause, tasks, holds, resources, timeline)
+        end_ns = serve(task, ready_ns, cause, tasks, sets, resources, timeline)
         makespan_ns = max(makespan_ns, end_ns)
     return makespan_ns

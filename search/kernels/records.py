@@ -19,7 +19,7 @@ SHARED_UPDATE, SHARED_WEIGHT = 1, 2
 # Codes of `graph.collectives.CollectiveKind`.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, REDUCE = range(6)
 FEWEST_DEVICES = 3
-# Instead of an origin, in the unit of an operator of which no cost is known: every task has a backward, or of the
+# Instead of an origin, in the fragment of an operator of which no cost is known: every task has a backward, or of the
 # replicas of each part some have, nobody knows which.
 ACTIVE, PARTLY_ACTIVE = -1, -2
 PARTS_PER_MILLION = 1_000_000
@@ -28,8 +28,8 @@ PARTS_PER_MILLION = 1_000_000
 LOCAL, ONE_COLLECTIVE, MIXED = range(3)
 # The words of `Machine.deferred`. To when each device is free are to be added, and from what it has left to be taken;
 # whether all devices are free at the same time, and then the most that one of them has left; whether something
-# was computed that paid no debt yet. Then a hold that was served alone of late, or -1: when it is free, what is to be
-# taken from what its resources have left, and the most that one of these had left before.
+# was computed that paid no debt yet. Then a resource set that was served alone of late, or -1: when it is free, what is
+# to be taken from what its resources have left, and the most that one of these had left before.
 (
     FREE_DEFERRED, LEFT_DEFERRED, EVEN, MOST_LEFT, COMPUTED, HELD, HELD_END, HELD_DEFERRED, HELD_LEFT,
 ) = range(9)  # fmt: skip
@@ -45,37 +45,37 @@ class GraphArrays(NamedTuple):
     slot_reading: Array  # position among the value's readings
     read_ptr: Array  # O + 1, into read_value
     read_value: Array  # distinct values read, ascending
-    producer: Array  # a value unit: its operator
+    producer: Array  # a value fragment: its operator
     reading_ptr: Array  # V + buffers + 1, into reading_operator and reading_gradient
     reading_operator: Array
     reading_gradient: Array  # whether a gradient flows back through the slot
     needs_gradient: Array  # V
     order: Array  # O: operators as they are executed, those that the loss depends on first
     loss_operators: int  # how many of these there are
-    buffer_count: int  # value units of renewed buffers are V and up
+    buffer_count: int  # value fragments of renewed buffers are V and up
     weight_ptr: Array  # W + 1, into weight_user
     weight_user: Array  # operators that read the weight, ascending
     reader_ptr: Array  # W + 1, into reader
     reader: Array  # operators that read the weight or a view of it, ascending
     behind_ptr: Array  # O + 1, into behind_weight
     behind_weight: Array  # weights that the operator reads, by themselves or through views, ascending
-    static_item_bytes: Array  # a static unit
+    static_item_bytes: Array  # a static fragment
     loss_value: int
     value_count: int
     weight_count: int
     static_count: int
 
 
-class Units(NamedTuple):
-    """Where the memo unit of each operator, value and static tensor starts in the arena."""
+class Fragments(NamedTuple):
+    """Where the fragment of each operator, value and static tensor starts in the arena."""
 
     operator_at: Array
     value_at: Array
     static_at: Array
 
 
-class Holds(NamedTuple):
-    """What a task holds while it runs: devices 0..D-1, then routes (source, destination), then device sets.
+class ResourceSets(NamedTuple):
+    """Sets of resources that a task holds: devices 0..D-1, then routes (source, destination), then device sets.
 
     Resources are devices 0..D-1, then links. `ends` are the devices whose compute the task slows, each as an end of
     `flows` messages at once.
@@ -85,7 +85,7 @@ class Holds(NamedTuple):
     resource: Array
     end_ptr: Array
     end: Array
-    latency_s: Array  # a hold: of two lines, see `search.cost.collective_cost.CollectivePrice`
+    latency_s: Array  # a resource set: of two lines, see `search.cost.collective_cost.CollectivePrice`
     s_per_byte: Array
     is_measured: Array  # whether the higher line counts, not the lower one
     origin: Array
@@ -98,7 +98,7 @@ class Tasks(NamedTuple):
 
     kind: Array
     run_ns: Array
-    hold: Array
+    resource_set: Array
     origin: Array
     subject: Array
     part: Array
@@ -156,17 +156,17 @@ class Scratch(NamedTuple):
 class Buckets(NamedTuple):
     """Gradient buckets, in the order of their all-reduces, with linked lists of weights."""
 
-    hold: Array
+    resource_set: Array
     size_bytes: Array
     after: Array
     first_entry: Array
     last_entry: Array
     entry_weight: Array
     entry_next: Array
-    filling: Array  # a hold: its bucket being filled, or -1
+    filling: Array  # a resource set: its bucket being filled, or -1
     order: Array
     sharing: Array  # what the holders of its cells share
-    gather: Array  # the hold that gathers their shares, or -1
+    gather: Array  # the resource set of the gather of their shares, or -1
     counts: Array  # 0 buckets, 1 entries
 
 
@@ -176,7 +176,7 @@ class Gathers(NamedTuple):
     Pairs are of the forward and of the backward.
     """
 
-    hold: Array
+    resource_set: Array
     size_bytes: Array
     operator: Array  # before which it must be there
     task: Array  # its number; where there is no task graph, when it ends
@@ -193,12 +193,12 @@ class Emission(NamedTuple):
     """All that kernels read and write while they emit the task graph of a strategy."""
 
     graph: GraphArrays
-    units: Units
+    fragments: Fragments
     arena: Array
     groups: Groups
     derivation: Derivation
     scratch: Scratch
-    holds: Holds
+    resource_sets: ResourceSets
     buckets: Buckets
     gathers: Gathers
     tasks: Tasks
@@ -283,9 +283,9 @@ class Step(NamedTuple):
     """All of a strategy that the incremental simulation reads, and what it writes of its weights."""
 
     graph: GraphArrays
-    units: Units
+    fragments: Fragments
     arena: Array
-    holds: Holds
+    resource_sets: ResourceSets
     groups: Groups
     buckets: Buckets
     gathers: Gathers

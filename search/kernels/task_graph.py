@@ -18,11 +18,16 @@ def most_tasks(emission: Emission) -> tuple[int, int]:
 
     Exact but for dependencies of gradients, which not all tasks give, and for devices that have no part in them.
     """
-    graph, units, arena, derivation = emission.graph, emission.units, emission.arena, emission.derivation
-    holds, buckets, gathers = emission.holds, emission.buckets, emission.gathers
+    graph, fragments, arena, derivation = (
+        emission.graph,
+        emission.fragments,
+        emission.arena,
+        emission.derivation,
+    )
+    sets, buckets, gathers = emission.resource_sets, emission.buckets, emission.gathers
     tasks, dependencies = len(derivation.elements_D), 0
-    for operator in range(len(units.operator_at)):
-        count = operator_header(arena, units.operator_at[operator]).tasks
+    for operator in range(len(fragments.operator_at)):
+        count = operator_header(arena, fragments.operator_at[operator]).tasks
         runs = 1
         if derivation.operator_active[operator]:
             recomputed = emission.groups.of_O[operator] >= 0
@@ -32,13 +37,13 @@ def most_tasks(emission: Emission) -> tuple[int, int]:
         tasks += count * runs
         if gathers.counts[1]:
             dependencies += count * runs * gathers_of(emission, operator)
-    for value in range(len(units.value_at)):
-        unit = units.value_at[value]
-        header = value_header(arena, unit)
+    for value in range(len(fragments.value_at)):
+        fragment = fragments.value_at[value]
+        header = value_header(arena, fragment)
         tasks += header.collectives + header.transfers
         dependencies += header.transfers
         if header.collectives:
-            dependencies += collectives_of(arena, unit)[header.collectives].first_source
+            dependencies += collectives_of(arena, fragment)[header.collectives].first_source
         if value < graph.value_count:
             dependencies += header.reads
             if graph.needs_gradient[value]:
@@ -46,15 +51,19 @@ def most_tasks(emission: Emission) -> tuple[int, int]:
                 dependencies += header.pieces + most_gradient_reads(emission, value)
     for gather in range(gathers.counts[1]):
         tasks += 1
-        dependencies += holds.end_ptr[gathers.hold[gather] + 1] - holds.end_ptr[gathers.hold[gather]]
+        dependencies += (
+            sets.end_ptr[gathers.resource_set[gather] + 1] - sets.end_ptr[gathers.resource_set[gather]]
+        )
     for bucket in range(buckets.counts[0]):
         tasks += 2
         # Of each device the bucket before it, its update, and the gather of what is updated.
-        dependencies += 3 * (holds.end_ptr[buckets.hold[bucket] + 1] - holds.end_ptr[buckets.hold[bucket]])
+        dependencies += 3 * (
+            sets.end_ptr[buckets.resource_set[bucket] + 1] - sets.end_ptr[buckets.resource_set[bucket]]
+        )
     for number in range(buckets.counts[1]):
         weight = buckets.entry_weight[number]
         for user in range(graph.weight_ptr[weight], graph.weight_ptr[weight + 1]):
-            dependencies += operator_header(arena, units.operator_at[graph.weight_user[user]]).tasks
+            dependencies += operator_header(arena, fragments.operator_at[graph.weight_user[user]]).tasks
     return tasks, dependencies
 
 
@@ -75,7 +84,7 @@ def gathers_of(emission: Emission, operator: int) -> int:
 def most_gradient_reads(emission: Emission, value: int) -> int:
     """Return how many dependencies on its readers' backwards the gradient of a value has at most."""
     collective_at = emission.derivation.collective_at[value]
-    header = value_header(emission.arena, emission.units.value_at[value])
+    header = value_header(emission.arena, emission.fragments.value_at[value])
     for place in range(collective_at, collective_at + header.collectives):
         if emission.derivation.pool[place] < 0:
             return int(header.piece_reads)

@@ -23,14 +23,16 @@ def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array,
     following_D: 0 everywhere; the number of what each waits for is counted there, and then where the next one goes.
     """
     derivation = emission.derivation
-    tasks, scratch, holds = emission.tasks, emission.scratch, emission.holds
+    tasks, scratch, sets = emission.tasks, emission.scratch, emission.resource_sets
     n, e = scratch.counts[0], scratch.counts[1]
     for task in range(n):
         if tasks.kind[task] == BACKWARD:
-            following_D[tasks.hold[task]] += 1
+            following_D[tasks.resource_set[task]] += 1
         elif tasks.kind[task] == SYNCHRONIZE:
-            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
-                following_D[holds.end[end]] += 1
+            for end in range(
+                sets.end_ptr[tasks.resource_set[task]], sets.end_ptr[tasks.resource_set[task] + 1]
+            ):
+                following_D[sets.end[end]] += 1
     last = n
     for device in range(len(update_ns_D)):
         waits = following_D[device]
@@ -44,10 +46,12 @@ def emit_updates(emission: Emission, update_ns_D: Array, update_origin_D: Array,
         tasks.pred_ptr[last] = e
     for task in range(n):
         if tasks.kind[task] == BACKWARD:
-            await_task(emission, task, tasks.hold[task], following_D)
+            await_task(emission, task, tasks.resource_set[task], following_D)
         elif tasks.kind[task] == SYNCHRONIZE:
-            for end in range(holds.end_ptr[tasks.hold[task]], holds.end_ptr[tasks.hold[task] + 1]):
-                await_task(emission, task, holds.end[end], following_D)
+            for end in range(
+                sets.end_ptr[tasks.resource_set[task]], sets.end_ptr[tasks.resource_set[task] + 1]
+            ):
+                await_task(emission, task, sets.end[end], following_D)
     scratch.counts[0] = last
     scratch.counts[1] = e
 
@@ -63,23 +67,23 @@ def await_task(emission: Emission, task: int, device: int, following_D: Array) -
 @inner
 def emit_update_gathers(emission: Emission, task_D: Array) -> None:
     """Emit the gathers of updated shares, in the order of their buckets; `task_D` is overwritten."""
-    tasks, scratch, holds, buckets = emission.tasks, emission.scratch, emission.holds, emission.buckets
+    tasks, scratch, sets, buckets = emission.tasks, emission.scratch, emission.resource_sets, emission.buckets
     n, e = scratch.counts[0], scratch.counts[1]
     task_D[:] = -1
     task = n - 1
     while task >= 0 and tasks.kind[task] == UPDATE:
-        task_D[tasks.hold[task]] = task
+        task_D[tasks.resource_set[task]] = task
         task -= 1
     for position in range(buckets.counts[0]):
         bucket = buckets.order[position]
         if buckets.sharing[bucket] != SHARED_UPDATE:
             continue
-        hold, size_bytes = buckets.gather[bucket], buckets.size_bytes[bucket]
-        run_ns = collective_ns(holds, hold, size_bytes)
-        put_communication(emission, n, UPDATE_GATHER, position, 0, hold, run_ns, size_bytes)
-        for place in range(holds.end_ptr[hold], holds.end_ptr[hold + 1]):
-            if task_D[holds.end[place]] >= 0:
-                tasks.pred[e] = task_D[holds.end[place]]
+        resource_set, size_bytes = buckets.gather[bucket], buckets.size_bytes[bucket]
+        run_ns = collective_ns(sets, resource_set, size_bytes)
+        put_communication(emission, n, UPDATE_GATHER, position, 0, resource_set, run_ns, size_bytes)
+        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            if task_D[sets.end[place]] >= 0:
+                tasks.pred[e] = task_D[sets.end[place]]
                 e += 1
         n += 1
         tasks.pred_ptr[n] = e

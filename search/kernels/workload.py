@@ -8,7 +8,7 @@ from search.kernels.cache import inner, section
 from search.kernels.derivation import (
     copy_derivation,
     find_backwards,
-    find_changed_units,
+    find_changed_fragments,
 )
 from search.kernels.fragments import assemblies_of, collectives_of, pieces_of, tasks_of, value_header
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
@@ -19,36 +19,40 @@ from search.kernels.records import (
     ONE_COLLECTIVE,
     Array,
     Derivation,
+    Fragments,
     GraphArrays,
-    Holds,
     Machines,
+    ResourceSets,
     Step,
-    Units,
     Workload,
 )
 
 
 @section
-def derive_changes(old_units: Units, step: Step, old: Workload, new: Workload, machines: Machines) -> int:
-    """Make `new` that of the strategy that has the step's units from `old`; and fill its buckets.
+def derive_changes(
+    old_fragments: Fragments, step: Step, old: Workload, new: Workload, machines: Machines
+) -> int:
+    """Make `new` that of the strategy that has the step's fragments from `old`; and fill its buckets.
 
-    old_units: -1 where nothing is known of an operator, a value or a static tensor.
+    old_fragments: -1 where nothing is known of an operator, a value or a static tensor.
     Returns -2 where the pool is too short, -3 where the buckets are, -4 where the gathers are, else 0.
     """
-    graph, units, arena, groups = step.graph, step.units, step.arena, step.groups
+    graph, fragments, arena, groups = step.graph, step.fragments, step.arena, step.groups
     copy_workload(old, new)
     derivation = new.derivation
-    dirty = np.empty(len(units.operator_at), np.int64)
-    find_changed_units(graph, old_units, units, arena, derivation, dirty)
+    dirty = np.empty(len(fragments.operator_at), np.int64)
+    find_changed_fragments(graph, old_fragments, fragments, arena, derivation, dirty)
     if derivation.counts[1] + derivation.counts[0] > len(derivation.pool):
         return -2
-    find_backwards(graph, units, arena, derivation, dirty)
-    account_memory(graph, old_units, units, arena, groups, machines.state_tensors, old.derivation, derivation)
-    account_work(old_units, step, old, new, dirty)
+    find_backwards(graph, fragments, arena, derivation, dirty)
+    account_memory(
+        graph, old_fragments, fragments, arena, groups, machines.state_tensors, old.derivation, derivation
+    )
+    account_work(old_fragments, step, old, new, dirty)
     active, bucket_bytes = derivation.operator_active, machines.bucket_bytes
-    if not fill_buckets(graph, units, arena, active, step.buckets, bucket_bytes):
+    if not fill_buckets(graph, fragments, arena, active, step.buckets, bucket_bytes):
         return -3
-    if not find_gathers(graph, units, arena, active, groups, step.gathers, bucket_bytes):
+    if not find_gathers(graph, fragments, arena, active, groups, step.gathers, bucket_bytes):
         return -4
     return 0
 
@@ -66,16 +70,16 @@ def copy_workload(source: Workload, target: Workload) -> None:
 
 
 @inner
-def account_work(old_units: Units, step: Step, old: Workload, new: Workload, dirty: Array) -> None:
+def account_work(old_fragments: Fragments, step: Step, old: Workload, new: Workload, dirty: Array) -> None:
     """Bring the work of every resource, and what can be folded, from the old strategy's to the new one's.
 
     dirty: of operators, is overwritten.
     """
-    graph, units, arena = step.graph, step.units, step.arena
+    graph, fragments, arena = step.graph, step.fragments, step.arena
     was_derived, derived = old.derivation, new.derivation
     dirty[:] = 0
-    for operator in range(len(units.operator_at)):
-        was, now = old_units.operator_at[operator], units.operator_at[operator]
+    for operator in range(len(fragments.operator_at)):
+        was, now = old_fragments.operator_at[operator], fragments.operator_at[operator]
         if was != now or was_derived.active_at[operator] != derived.active_at[operator]:
             group = step.groups.of_O[operator]
             if was >= 0:
@@ -83,8 +87,8 @@ def account_work(old_units: Units, step: Step, old: Workload, new: Workload, dir
             add_tasks(arena, now, new, derived.active_at[operator], group, 1)
             find_uniform(arena, now, new, operator)
             dirty[operator] |= was < 0
-    for value in range(len(units.value_at)):
-        was, now = old_units.value_at[value], units.value_at[value]
+    for value in range(len(fragments.value_at)):
+        was, now = old_fragments.value_at[value], fragments.value_at[value]
         if was != now or was_derived.last_at[value] != derived.last_at[value]:
             if was >= 0:
                 add_exchange(step, was, new, was_derived.last_at[value], was_derived.collective_at[value], -1)
@@ -92,20 +96,20 @@ def account_work(old_units: Units, step: Step, old: Workload, new: Workload, dir
             dirty[graph.producer[value]] = 1
             for reading in range(graph.reading_ptr[value], graph.reading_ptr[value + 1]):
                 dirty[graph.reading_operator[reading]] = 1
-    for operator in range(len(units.operator_at)):
+    for operator in range(len(fragments.operator_at)):
         if dirty[operator]:
-            find_exchanges(graph, units, arena, new, operator)
+            find_exchanges(graph, fragments, arena, new, operator)
     for value in range(graph.value_count, graph.value_count + graph.buffer_count):
-        if value_header(arena, units.value_at[value]).remote_pieces > 0:
+        if value_header(arena, fragments.value_at[value]).remote_pieces > 0:
             # When each task of its producer ends is asked for.
             new.exchange_2O[0, graph.producer[value]] = MIXED
 
 
 @inner
-def add_load(holds: Holds, hold: int, run_ns: int, load_ns_R: Array) -> None:
+def add_load(sets: ResourceSets, resource_set: int, run_ns: int, load_ns_R: Array) -> None:
     """Add a task's time to all that it holds."""
-    for place in range(holds.resource_ptr[hold], holds.resource_ptr[hold + 1]):
-        load_ns_R[holds.resource[place]] += run_ns
+    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        load_ns_R[sets.resource[place]] += run_ns
 
 
 @inner
@@ -123,30 +127,32 @@ def add_tasks(arena: Array, at: int, new: Workload, active_at: int, group: int, 
 
 
 @inner
-def add_exchange(step: Step, unit: int, new: Workload, last_at: int, collective_at: int, sign: int) -> None:
+def add_exchange(
+    step: Step, fragment: int, new: Workload, last_at: int, collective_at: int, sign: int
+) -> None:
     """Add or take away the time of a value's transfers and collectives; `last_at` -1: no gradient."""
-    arena, holds = step.arena, step.holds
-    header = value_header(arena, unit)
+    arena, sets = step.arena, step.resource_sets
+    header = value_header(arena, fragment)
     if header.remote_pieces == 0:
         return
     pool, load_ns_R = new.derivation.pool, new.load_ns_R
-    assemblies, pieces = assemblies_of(arena, unit), pieces_of(arena, unit)
+    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
     for number in range(len(pieces)):
         piece = pieces[number]
         if piece.rank < 0:
             continue
         if piece.rank < header.transfers:
-            add_load(holds, piece.hold, sign * piece.run_ns, load_ns_R)
+            add_load(sets, piece.resource_set, sign * piece.run_ns, load_ns_R)
         if last_at >= 0 and pool[last_at + piece.assembly] >= 0:
             served_by = assemblies[piece.assembly].collective
             if served_by < 0 or pool[collective_at + served_by] < 0:
-                add_load(holds, piece.back_hold, sign * piece.back_ns, load_ns_R)
-    collectives = collectives_of(arena, unit)
+                add_load(sets, piece.back_resource_set, sign * piece.back_ns, load_ns_R)
+    collectives = collectives_of(arena, fragment)
     for number in range(header.collectives):
         collective = collectives[number]
-        add_load(holds, collective.hold, sign * collective.run_ns, load_ns_R)
+        add_load(sets, collective.resource_set, sign * collective.run_ns, load_ns_R)
         if last_at >= 0 and pool[collective_at + number] >= 0:
-            add_load(holds, collective.back_hold, sign * collective.back_ns, load_ns_R)
+            add_load(sets, collective.back_resource_set, sign * collective.back_ns, load_ns_R)
 
 
 @inner
@@ -169,44 +175,46 @@ def find_uniform(arena: Array, at: int, new: Workload, operator: int) -> None:
 
 
 @inner
-def exchange_of(arena: Array, unit: int) -> int:
+def exchange_of(arena: Array, fragment: int) -> int:
     """Return how the tasks that make and those that read a value exchange it: a code of `Workload.exchange_2O`."""
-    header = value_header(arena, unit)
+    header = value_header(arena, fragment)
     if header.remote_pieces == 0:
         return LOCAL
     if header.collectives != 1 or header.transfers != 0:
         return MIXED
-    following = collectives_of(arena, unit)[1]
+    following = collectives_of(arena, fragment)[1]
     serves_all = following.first_assembly == header.assemblies and following.first_source == header.sources
     return ONE_COLLECTIVE if serves_all else MIXED
 
 
 @inner
 def gradient_exchange_of(
-    graph: GraphArrays, arena: Array, unit: int, derivation: Derivation, value: int
+    graph: GraphArrays, arena: Array, fragment: int, derivation: Derivation, value: int
 ) -> int:
     """Return how the gradient of a value goes back, as `exchange_of` does."""
-    if value_header(arena, unit).remote_pieces == 0 or not graph.needs_gradient[value]:
+    if value_header(arena, fragment).remote_pieces == 0 or not graph.needs_gradient[value]:
         return LOCAL
-    goes_as_one = exchange_of(arena, unit) == ONE_COLLECTIVE and (
+    goes_as_one = exchange_of(arena, fragment) == ONE_COLLECTIVE and (
         derivation.pool[derivation.collective_at[value]] >= 0
     )
     return ONE_COLLECTIVE if goes_as_one else MIXED
 
 
 @inner
-def find_exchanges(graph: GraphArrays, units: Units, arena: Array, new: Workload, operator: int) -> None:
+def find_exchanges(
+    graph: GraphArrays, fragments: Fragments, arena: Array, new: Workload, operator: int
+) -> None:
     """Find how an operator exchanges what it reads and what it makes, and their gradients."""
     forward = backward = LOCAL
     for slot in range(graph.slot_ptr[operator], graph.slot_ptr[operator + 1]):
         value = graph.slot_value[slot]
         if value >= 0:
-            unit = units.value_at[value]
-            forward = max(forward, exchange_of(arena, unit))
-            backward = max(backward, gradient_exchange_of(graph, arena, unit, new.derivation, value))
+            fragment = fragments.value_at[value]
+            forward = max(forward, exchange_of(arena, fragment))
+            backward = max(backward, gradient_exchange_of(graph, arena, fragment, new.derivation, value))
     for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
         value = graph.output_value[output]
-        unit = units.value_at[value]
-        forward = max(forward, exchange_of(arena, unit))
-        backward = max(backward, gradient_exchange_of(graph, arena, unit, new.derivation, value))
+        fragment = fragments.value_at[value]
+        forward = max(forward, exchange_of(arena, fragment))
+        backward = max(backward, gradient_exchange_of(graph, arena, fragment, new.derivation, value))
     new.exchange_2O[0, operator], new.exchange_2O[1, operator] = forward, backward

@@ -1,6 +1,6 @@
 """Forked processes: copies of this one, with all that it has in memory.
 
-A forked process has graph, memo units, chains and loaded kernels at once, where a new one would spend seconds on them.
+A forked process has graph, fragments, chains and loaded kernels at once, where a new one would spend seconds on them.
 It must leave alone threads, files and connections of the process that it was copied from: it runs only the work that
 it is given, closes every file but its pipe, collects no garbage that it did not make, and ends
 without cleaning up.

@@ -16,7 +16,7 @@ from search.cost.collective_cost import CollectivePrice, Prices
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.records import Array, GraphArrays, Holds
+from search.kernels.records import Array, GraphArrays, ResourceSets
 
 
 def csr(rows: Iterable[Sequence[int]]) -> tuple[Array, Array]:
@@ -145,15 +145,15 @@ FLOWS = tuple(1 if kind in ROOTED else 2 for kind in COLLECTIVE_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class SetHold:
-    """The hold of one kind of collective over a set of devices: its number, and what it costs."""
+class PricedResourceSet:
+    """The resource set of one kind of collective over a set of devices: its number, and its price."""
 
     number: int
     price: CollectivePrice
 
 
-class HoldStore:
-    """What tasks hold: every device, every route, and every set of devices that has met in a collective."""
+class ResourceSetStore:
+    """The resource sets that tasks hold: every device, every route, and the links of every collective so far."""
 
     def __init__(self, topology: Topology, links: LinkCosts) -> None:
         self.topology = topology
@@ -169,20 +169,20 @@ class HoldStore:
         self._end_ptr.extend([0])
         self._add_devices_and_routes(ORIGIN_CODE[links.transfers])
 
-    def emptied(self) -> HoldStore:
+    def emptied(self) -> ResourceSetStore:
         """Return a store that has met no collective yet; this one stays as it is."""
-        holds = len(self.topology.devices) * (len(self.topology.devices) + 1)
+        count = len(self.topology.devices) * (len(self.topology.devices) + 1)
         store = copy.copy(self)
         store._sets = {}
-        store._resource = self._resource.first(int(self._resource_ptr.items[holds]))
-        store._end = self._end.first(int(self._end_ptr.items[holds]))
+        store._resource = self._resource.first(int(self._resource_ptr.items[count]))
+        store._end = self._end.first(int(self._end_ptr.items[count]))
         store._resource_ptr, store._end_ptr = (
-            self._resource_ptr.first(holds + 1),
-            self._end_ptr.first(holds + 1),
+            self._resource_ptr.first(count + 1),
+            self._end_ptr.first(count + 1),
         )
-        store._latency_s, store._s_per_byte = self._latency_s.first(holds), self._s_per_byte.first(holds)
-        store._is_measured, store._origin = self._is_measured.first(holds), self._origin.first(holds)
-        store._operation, store._flows = self._operation.first(holds), self._flows.first(holds)
+        store._latency_s, store._s_per_byte = self._latency_s.first(count), self._s_per_byte.first(count)
+        store._is_measured, store._origin = self._is_measured.first(count), self._origin.first(count)
+        store._operation, store._flows = self._operation.first(count), self._flows.first(count)
         return store
 
     def _add_devices_and_routes(self, origin: int) -> None:
@@ -202,7 +202,7 @@ class HoldStore:
         self._flows.extend(np.ones(total, np.int64))
 
     def numbers(self, sets: Sequence[tuple[int, int, Array]]) -> list[int]:
-        """Return the numbers of the holds of collectives; those that are new are priced together.
+        """Return the numbers of the resource sets of collectives; those that are new are priced together.
 
         sets: of each the code of its kind (its place in `COLLECTIVE_KINDS`), its root or -1, its devices (ascending).
         """
@@ -235,8 +235,8 @@ class HoldStore:
         members: tuple[int, ...],
         kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
         root: int | None = None,
-    ) -> SetHold:
-        """Return the hold of a collective over `members` (ascending), and its price."""
+    ) -> PricedResourceSet:
+        """Return the resource set of a collective over `members` (ascending), and its price."""
         code = COLLECTIVE_KINDS.index(kind)
         (number,) = self.numbers([(code, -1 if root is None else root, np.array(members, np.int64))])
         first, last = self._resource_ptr.items[number : number + 2].tolist()
@@ -247,7 +247,7 @@ class HoldStore:
             ORIGINS[self._origin.items[number]],
             is_measured=bool(self._is_measured.items[number]),
         )
-        return SetHold(number, price)
+        return PricedResourceSet(number, price)
 
     def durations_ns(self, numbers: Sequence[int], size_bytes: Array) -> Array:
         """Return the nanoseconds of collectives by their numbers, as `CollectivePrice.duration_ns` does."""
@@ -261,20 +261,20 @@ class HoldStore:
         durations_ns: Array = (taken * 1e9 + 0.5).astype(np.int64)
         return durations_ns
 
-    def member_counts(self, holds: Array) -> Array:
-        """Return how many devices are the ends of each of some holds."""
+    def member_counts(self, numbers: Array) -> Array:
+        """Return how many devices are the ends of each of some resource sets, by their numbers."""
         ends = self._end_ptr.items
-        counts: Array = ends[holds + 1] - ends[holds]
+        counts: Array = ends[numbers + 1] - ends[numbers]
         return counts
 
     @property
     def count(self) -> int:
-        """Number of holds so far."""
+        """Number of resource sets so far."""
         return len(self._origin)
 
-    def arrays(self) -> Holds:
-        """Return all holds so far as arrays; valid until the next one is added."""
-        return Holds(
+    def arrays(self) -> ResourceSets:
+        """Return all resource sets so far as arrays; valid until the next one is added."""
+        return ResourceSets(
             self._resource_ptr.items,
             self._resource.items,
             self._end_ptr.items,

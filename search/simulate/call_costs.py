@@ -50,7 +50,7 @@ class TaskCosts:
         return [self._lasting_number[one] for one in lasting]
 
     def rows(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
-        """Return what the arena's operator unit has of every task (rows), but for its device.
+        """Return what the arena's operator fragment has of every task (rows), but for its device.
 
         Raises:
             CostError: a local call has no cost on this kind of device.
@@ -82,7 +82,7 @@ class TaskCosts:
     def _row(
         self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
     ) -> tuple[int, int, int, int, int]:
-        """Return what the arena's operator unit has of a task that executes a call."""
+        """Return what the arena's operator fragment has of a task that executes a call."""
         key = (self._classes[index], call.digest, kind, self._lasting_number[lasting])
         known = self._rows.get(key)
         if known is None:

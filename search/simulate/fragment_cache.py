@@ -42,7 +42,7 @@ from search.kernels.fragments import (
     word_of,
 )
 from search.kernels.records import ExchangeLinks, Readers, Sources
-from search.simulate.arrays import HoldStore, graph_arrays
+from search.simulate.arrays import ResourceSetStore, graph_arrays
 from search.simulate.call_costs import TaskCosts
 from search.simulate.exchange_patterns import Patterns, joined
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
@@ -115,8 +115,10 @@ class UnitStore:
     def _empty(self) -> None:
         self.generation += 1
         # To list the routes takes seconds where there are a million.
-        self.holds: HoldStore = (
-            HoldStore(self.topology, self.links) if self.generation == 1 else self.holds.emptied()
+        self.resource_sets: ResourceSetStore = (
+            ResourceSetStore(self.topology, self.links)
+            if self.generation == 1
+            else self.resource_sets.emptied()
         )
         self._end = 0
         self._regions.clear()
@@ -128,7 +130,7 @@ class UnitStore:
         self._needs: dict[tuple[int, int], IntArray] = {}
         self._set_size: dict[tuple[int, int], int | None] = {}
         self._set_sizes: dict[int, frozenset[int]] = {}
-        self._static_units: dict[tuple[int, int, bool, bytes], int] = {}
+        self._static_fragments: dict[tuple[int, int, bool, bytes], int] = {}
         self._table.slot[:] = -1
         self._table.counts[0] = 0
         # A value that goes nowhere, and a static tensor that nobody holds.
@@ -231,9 +233,9 @@ class UnitStore:
                 of_kind = self.task_costs.rows(index, configuration.degrees, self._kind_names[kind], lasting)
                 costs[kinds == kind] = of_kind[kinds == kind]
         at = self._reserve(words)
-        unit = self.arena[at : at + words]
-        unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
-        rows = unit[OPERATOR_WORDS:].reshape(len(devices), TASK_WORDS)
+        fragment = self.arena[at : at + words]
+        fragment[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
+        rows = fragment[OPERATOR_WORDS:].reshape(len(devices), TASK_WORDS)
         rows[:, 0], rows[:, 1:] = devices, costs
         return at
 
@@ -242,10 +244,10 @@ class UnitStore:
         devices = self._devices[self.configuration_number(configuration)]
         words = OPERATOR_WORDS + TASK_WORDS * len(devices)
         at = self._reserve(words)
-        unit = self.arena[at : at + words]
-        unit[:] = 0
-        unit[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
-        tasks = unit[OPERATOR_WORDS:].view(TASK)
+        fragment = self.arena[at : at + words]
+        fragment[:] = 0
+        fragment[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
+        tasks = fragment[OPERATOR_WORDS:].view(TASK)
         tasks["device"], tasks["origin"] = devices, code
         return at
 
@@ -278,7 +280,7 @@ class UnitStore:
         return at
 
     def _price_collectives(self, at: int, source_devices: IntArray) -> None:
-        """Write holds and durations of a value unit's collectives, forward and backward."""
+        """Write resource sets and durations of a value fragment's collectives, forward and backward."""
         arena = self.arena
         found, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])
         assembly_at = start + COLLECTIVE_WORDS * (found + 1)
@@ -306,9 +308,9 @@ class UnitStore:
             rows["kind"].tolist(), rows["root"].tolist(), itertools.pairwise(bounds), strict=True
         ):
             sets += [(code, root, members[first:last]), (BACKWARD_CODE[code], root, members[first:last])]
-        holds = self.holds.numbers(sets)
-        rows["hold"], rows["back_hold"] = holds[::2], holds[1::2]
-        durations_ns = self.holds.durations_ns(holds, np.repeat(rows["priced_bytes"], 2))
+        resource_sets = self.resource_sets.numbers(sets)
+        rows["resource_set"], rows["back_resource_set"] = resource_sets[::2], resource_sets[1::2]
+        durations_ns = self.resource_sets.durations_ns(resource_sets, np.repeat(rows["priced_bytes"], 2))
         rows["run_ns"], rows["back_ns"] = durations_ns[::2], durations_ns[1::2]
 
     def _derive_static(
@@ -321,19 +323,19 @@ class UnitStore:
         # Many configurations, of many operators, need the same of the same devices; more hold the same.
         held = needed
         need_key = held_key = (of.item_bytes, code, of.synchronized, needed.tobytes())
-        known = self._static_units.get(need_key)
+        known = self._static_fragments.get(need_key)
         if known is None:
             held = self._holders.covered(needed)
             if held is not needed:
                 held_key = (*need_key[:3], held.tobytes())
-                known = self._static_units.get(held_key)
+                known = self._static_fragments.get(held_key)
         if known is None:
             found = self._found(of.readers, read_by, needed, held)
-            known = self._make_static_unit(of, code, *found)
-        self._static_units[need_key] = self._static_units[held_key] = known
+            known = self._make_static_fragment(of, code, *found)
+        self._static_fragments[need_key] = self._static_fragments[held_key] = known
         return known
 
-    def _make_static_unit(
+    def _make_static_fragment(
         self, of: StaticClass, code: int, devices: IntArray, elements: IntArray, cells: list[SharedCell]
     ) -> int:
         if not of.synchronized:
@@ -357,22 +359,24 @@ class UnitStore:
             updated[places] -= others
             if code == SHARING_CODE[Sharding.PARAMETERS]:
                 kept[places] -= others
-        holds = self.holds.numbers(sets)
+        resource_sets = self.resource_sets.numbers(sets)
         cells_at = STATIC_WORDS + HOLDER_WORDS * len(devices)
         words = cells_at + CELL_WORDS * len(cells)
         at = self._reserve(words)
-        unit = self.arena[at : at + words]
-        unit[:STATIC_WORDS] = len(devices), len(cells), code
-        rows = unit[STATIC_WORDS:cells_at].view(HOLDER)
+        fragment = self.arena[at : at + words]
+        fragment[:STATIC_WORDS] = len(devices), len(cells), code
+        rows = fragment[STATIC_WORDS:cells_at].view(HOLDER)
         rows["device"], rows["kept"], rows["updated"] = devices, kept, updated
         if cells:
-            rows = unit[cells_at:].view(CELL)
+            rows = fragment[cells_at:].view(CELL)
             rows["size_bytes"] = np.array(travelling) * of.item_bytes
-            rows["hold"], rows["gather_hold"] = (holds, -1) if code == 0 else (holds[::2], holds[1::2])
+            rows["resource_set"], rows["gather_resource_set"] = (
+                (resource_sets, -1) if code == 0 else (resource_sets[::2], resource_sets[1::2])
+            )
         return at
 
     def set_size(self, place: int, configuration: Configuration) -> int | None:
-        """Return how many devices sum the gradient of each part of a weight; None where that takes its unit to tell.
+        """Return how many devices sum the gradient of each part of a weight; None where its fragment must tell.
 
         configuration: of an operator that reads the weight.
         """
@@ -388,13 +392,13 @@ class UnitStore:
         return self._set_size[key]
 
     def set_sizes(self, at: int) -> frozenset[int]:
-        """Return how many devices there are in each of the sums of a weight whose unit starts there."""
+        """Return how many devices there are in each of the sums of a weight whose fragment starts there."""
         known = self._set_sizes.get(at)
         if known is None:
             holders, cells = self.arena[at : at + 2].tolist()
             start = at + STATIC_WORDS + HOLDER_WORDS * holders
-            holds = self.arena[start : start + CELL_WORDS * cells].view(CELL)["hold"]
-            known = self._set_sizes[at] = frozenset(self.holds.member_counts(holds).tolist())
+            resource_sets = self.arena[start : start + CELL_WORDS * cells].view(CELL)["resource_set"]
+            known = self._set_sizes[at] = frozenset(self.resource_sets.member_counts(resource_sets).tolist())
         return known
 
     def holdings(

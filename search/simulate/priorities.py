@@ -144,7 +144,7 @@ def tac_of(flat: Tasks, count: int, devices: int) -> IntArray:
 def _wiring(flat: Tasks, count: int, devices: int) -> Wiring:
     from search.kernels.priorities import Wiring
 
-    return Wiring(flat.pred_ptr[: count + 1], flat.pred, np.asarray(flat.hold[:count] >= devices))
+    return Wiring(flat.pred_ptr[: count + 1], flat.pred, np.asarray(flat.resource_set[:count] >= devices))
 
 
 def _first_consumers(flat: Tasks, count: int) -> IntArray:

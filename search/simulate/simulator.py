@@ -87,7 +87,9 @@ class Simulation:
         """Seconds that each device computes."""
         compute = self._is_compute
         total = np.bincount(
-            self.tasks.hold_T[compute], self.busy_ns[compute], minlength=len(self.tasks.topology.devices)
+            self.tasks.resource_set_T[compute],
+            self.busy_ns[compute],
+            minlength=len(self.tasks.topology.devices),
         )
         return tuple(float(item) / 1e9 for item in total)
 
@@ -99,12 +101,15 @@ class Simulation:
     @cached_property
     def bounds_ns(self) -> tuple[int, int]:
         """The least and the most that the order can make of these tasks: all of the busiest resource, all there is."""
-        holds, hold_T = self.tasks.holds, self.tasks.hold_T
-        first, last = holds.resource_ptr[hold_T], holds.resource_ptr[hold_T + 1]
+        resource_sets, resource_set_T = self.tasks.resource_sets, self.tasks.resource_set_T
+        first, last = (
+            resource_sets.resource_ptr[resource_set_T],
+            resource_sets.resource_ptr[resource_set_T + 1],
+        )
         counts = last - first
         places = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         busy_ns_R = np.zeros(self.tasks.resource_count, np.int64)
-        np.add.at(busy_ns_R, holds.resource[places], np.repeat(self.busy_ns, counts))
+        np.add.at(busy_ns_R, resource_sets.resource[places], np.repeat(self.busy_ns, counts))
         return int(busy_ns_R.max(initial=0)), int(self.busy_ns.sum())
 
     @property
@@ -128,7 +133,7 @@ class Simulation:
     @cached_property
     def bytes_moved(self) -> int:
         """Bytes that all devices together send: of all transfers, and of collectives (`sent_bytes`)."""
-        collective = self.tasks.holds.operation[self.tasks.hold_T] >= 0
+        collective = self.tasks.resource_sets.operation[self.tasks.resource_set_T] >= 0
         moved = int(self.tasks.size_bytes_T[~collective].sum())
         return moved + sum(self.sent_bytes(task) for task in np.flatnonzero(collective).tolist())
 
@@ -226,7 +231,14 @@ def simulate_tasks(
 
     count = tasks.task_count
     timeline = Timeline(*(np.zeros(count, np.int64) for _ in range(3)))
-    arguments = (count, tasks.flat, tasks.holds, tasks.contention_ppm_D, tasks.resource_count, timeline)
+    arguments = (
+        count,
+        tasks.flat,
+        tasks.resource_sets,
+        tasks.contention_ppm_D,
+        tasks.resource_count,
+        timeline,
+    )
     if order == "program":
         makespan_ns = run_program_order(*arguments)
     elif order == "fifo":

@@ -20,14 +20,14 @@ from search.kernels.records import (
     Buckets,
     Derivation,
     Emission,
+    Fragments,
     Gathers,
     Groups,
-    Holds,
     Positions,
+    ResourceSets,
     Scratch,
     Tasks,
     Timeline,
-    Units,
 )
 from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.outcome import NEVER_NS
@@ -82,7 +82,7 @@ class Layout:
         self._keys.variant_S[subjects.statics_at :] = [SHARING_CODE[level] for level in levels]
         self._chosen = Chosen(self.configurations, lasting, levels, self._keys)
         at_S = self._keys.at_S
-        self.units = Units(
+        self.fragments = Fragments(
             at_S[:operators], at_S[operators : subjects.statics_at], at_S[subjects.statics_at :]
         )
         self._is_touched, self._touched = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -117,7 +117,7 @@ class Layout:
         Raises:
             CostError: a local call has no cost.
         """
-        # Only here: between a change and its undo the units must stay where they are.
+        # Only here: between a change and its undo the fragments must stay where they are.
         self.builder.store.make_room()
         return self.replace(changed)
 
@@ -127,7 +127,7 @@ class Layout:
         codes: Mapping[int, int] | None = None,
         left_out: Collection[int] = (),
     ) -> Undo:
-        """Change as `change`, all units staying where they are; the store may grow beyond its limit.
+        """Change as `change`, all fragments staying where they are; the store may grow beyond its limit.
 
         codes: of each changed operator, which of its tasks have a backward: `ACTIVE`, `PARTLY_ACTIVE`, 0 for none. The
             change is then made in part: changed operators take no time, what they make goes nowhere, and buffers stay
@@ -181,7 +181,7 @@ class Layout:
         self.is_shared = any(one is not Sharding.NONE for one in levels)
 
     def recompute(self, recomputation: Recomputation) -> None:
-        """Make other groups again; all units are found anew, so that it is none of the steps that `undo` takes back."""
+        """Make other groups again; all fragments are found anew, so that `undo` does not take this step back."""
         if recomputation == self._recomputation:
             return
         self._recomputation = recomputation
@@ -209,44 +209,44 @@ class Layout:
         store.find(self._chosen, np.arange(len(self._keys.at_S)))
         self._generation = store.generation
 
-    def assemble(self) -> tuple[Tasks, Holds]:
+    def assemble(self) -> tuple[Tasks, ResourceSets]:
         """Write the task graph; the arrays are valid until the next change, the first `task_count` tasks of them."""
         self.refresh()
         store = self.builder.store
-        holds = store.holds.arrays()
-        arena, units, wiring = store.arena, self.units, store.wiring
+        resource_sets = store.resource_sets.arrays()
+        arena, fragments, wiring = store.arena, self.fragments, store.wiring
         words = self._derive()
         if words > len(self._derivation.pool):
             self._reserve(2 * words)
             self._derive()
         derivation = self._derivation
-        self._buckets = buckets_for(holds, self._buckets)
+        self._buckets = buckets_for(resource_sets, self._buckets)
         while not fill_buckets(
-            wiring, units, arena, derivation.operator_active, self._buckets, self.builder.bucket_bytes
+            wiring, fragments, arena, derivation.operator_active, self._buckets, self.builder.bucket_bytes
         ):
             self._buckets = more_buckets(self._buckets)
         active, least_bytes = derivation.operator_active, self.builder.bucket_bytes
-        while not find_gathers(wiring, units, arena, active, self.groups, self.gathers, least_bytes):
-            self.gathers = new_gathers(self, 2 * len(self.gathers.hold))
+        while not find_gathers(wiring, fragments, arena, active, self.groups, self.gathers, least_bytes):
+            self.gathers = new_gathers(self, 2 * len(self.gathers.resource_set))
         emission = self.emission()
         tasks, dependencies = most_tasks(emission)
         if tasks > len(self._tasks.kind) or dependencies > len(self._tasks.pred):
             self._tasks = _new_tasks(2 * tasks, 2 * dependencies)
             emission = emission._replace(tasks=self._tasks)
         emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
-        return self._tasks, holds
+        return self._tasks, resource_sets
 
     def emission(self) -> Emission:
         """Return what `assemble` emits the task graph from; valid until the next change."""
         store = self.builder.store
         return Emission(
             store.wiring,
-            self.units,
+            self.fragments,
             store.arena,
             self.groups,
             self._derivation,
             self._scratch,
-            store.holds.arrays(),
+            store.resource_sets.arrays(),
             self._buckets,
             self.gathers,
             self._tasks,
@@ -262,7 +262,7 @@ class Layout:
         store = self.builder.store
         return derive(
             store.wiring,
-            self.units,
+            self.fragments,
             store.arena,
             self.groups,
             self.builder.state_tensors,
@@ -274,7 +274,7 @@ class Layout:
 
         In fifo order and by priority it is -1 where it exceeds the bound.
         """
-        tasks, holds = self.assemble()
+        tasks, resource_sets = self.assemble()
         if len(self._timeline.start_ns) < self.task_count:
             self._timeline = Timeline(*(np.zeros(2 * self.task_count, np.int64) for _ in range(3)))
         topology = self.builder.topology
@@ -282,7 +282,7 @@ class Layout:
         arguments = (
             self.task_count,
             tasks,
-            holds,
+            resource_sets,
             self.builder.contention_ppm_D,
             resource_count,
             self._timeline,
@@ -323,7 +323,7 @@ def _new_tasks(tasks: int, dependencies: int) -> Tasks:
     return Tasks(
         kind=np.zeros(tasks, np.int64),
         run_ns=np.zeros(tasks, np.int64),
-        hold=np.zeros(tasks, np.int64),
+        resource_set=np.zeros(tasks, np.int64),
         origin=np.zeros(tasks, np.int64),
         subject=np.zeros(tasks, np.int64),
         part=np.zeros(tasks, np.int64),
@@ -333,17 +333,17 @@ def _new_tasks(tasks: int, dependencies: int) -> Tasks:
     )
 
 
-def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
-    """Return room for that many buckets, entries of weights in them, and holds that they are of."""
+def new_buckets(buckets: int, entries: int, resource_sets: int) -> Buckets:
+    """Return room for that many buckets, entries of weights in them, and resource sets that they are of."""
     return Buckets(
-        hold=np.zeros(buckets, np.int64),
+        resource_set=np.zeros(buckets, np.int64),
         size_bytes=np.zeros(buckets, np.int64),
         after=np.zeros(buckets, np.int64),
         first_entry=np.zeros(buckets, np.int64),
         last_entry=np.zeros(buckets, np.int64),
         entry_weight=np.zeros(entries, np.int64),
         entry_next=np.zeros(entries, np.int64),
-        filling=np.zeros(holds, np.int64),
+        filling=np.zeros(resource_sets, np.int64),
         order=np.zeros(buckets, np.int64),
         sharing=np.zeros(buckets, np.int64),
         gather=np.zeros(buckets, np.int64),
@@ -351,16 +351,16 @@ def new_buckets(buckets: int, entries: int, holds: int) -> Buckets:
     )
 
 
-def buckets_for(holds: Holds, buckets: Buckets) -> Buckets:
-    """Return room for buckets of all holds: `buckets` themselves, where they have it."""
-    if len(buckets.filling) >= len(holds.origin):
+def buckets_for(resource_sets: ResourceSets, buckets: Buckets) -> Buckets:
+    """Return room for buckets of all resource sets: `buckets` themselves, where they have it."""
+    if len(buckets.filling) >= len(resource_sets.origin):
         return buckets
-    return new_buckets(len(buckets.hold), len(buckets.entry_weight), 2 * len(holds.origin))
+    return new_buckets(len(buckets.resource_set), len(buckets.entry_weight), 2 * len(resource_sets.origin))
 
 
 def more_buckets(buckets: Buckets) -> Buckets:
     """Return room for twice as many buckets and entries."""
-    return new_buckets(2 * len(buckets.hold), 2 * len(buckets.entry_weight), len(buckets.filling))
+    return new_buckets(2 * len(buckets.resource_set), 2 * len(buckets.entry_weight), len(buckets.filling))
 
 
 def new_gathers(layout: Layout, gathers: int) -> Gathers:
@@ -368,7 +368,7 @@ def new_gathers(layout: Layout, gathers: int) -> Gathers:
     wiring = layout.builder.store.wiring
     operators, devices = len(layout.configurations), len(layout.builder.topology.devices)
     return Gathers(
-        hold=np.zeros(gathers, np.int64),
+        resource_set=np.zeros(gathers, np.int64),
         size_bytes=np.zeros(gathers, np.int64),
         operator=np.zeros(gathers, np.int64),
         task=np.zeros(gathers, np.int64),

@@ -49,7 +49,7 @@ from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 
 if TYPE_CHECKING:
-    from search.kernels.records import Holds, Machines, Tasks
+    from search.kernels.records import Machines, ResourceSets, Tasks
     from search.simulate.strategy_state import Layout
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
@@ -90,7 +90,7 @@ class TaskGraph:
     """Tasks in program order, as flat arrays (T tasks, E dependencies, D devices).
 
     kind_T: `TaskKind`. run_ns_T: duration. origin_T: position in `search.cost.cost_table.ORIGINS`.
-    hold_T: what the task holds, see `resources`.
+    resource_set_T: what the task holds, see `resources`.
     subject_T: the operator of a forward (also one made again) or backward or before which weights are gathered, the
         value of a transfer or collective (renewed buffers after the values that operators make), the bucket of its sum
         or of the gather after its update, the device of an update.
@@ -105,7 +105,7 @@ class TaskGraph:
     topology: Topology
     kind_T: IntArray
     run_ns_T: IntArray
-    hold_T: IntArray
+    resource_set_T: IntArray
     origin_T: IntArray
     subject_T: IntArray
     part_T: IntArray
@@ -114,7 +114,7 @@ class TaskGraph:
     pred_E: IntArray
     contention_ppm_D: IntArray
     peak_memory_D: IntArray
-    holds: Holds
+    resource_sets: ResourceSets
 
     @property
     def task_count(self) -> int:
@@ -134,7 +134,7 @@ class TaskGraph:
         return Tasks(
             self.kind_T,
             self.run_ns_T,
-            self.hold_T,
+            self.resource_set_T,
             self.origin_T,
             self.subject_T,
             self.part_T,
@@ -144,22 +144,26 @@ class TaskGraph:
         )
 
     def resources(self, task: int) -> tuple[int, ...]:
-        """Return what a task holds while it runs: a device, or links (numbered after the devices)."""
-        hold = self.hold_T[task]
-        found = self.holds.resource[self.holds.resource_ptr[hold] : self.holds.resource_ptr[hold + 1]]
+        """Return the resources that a task holds while it runs: a device, or links (numbered after the devices)."""
+        resource_set = self.resource_set_T[task]
+        found = self.resource_sets.resource[
+            self.resource_sets.resource_ptr[resource_set] : self.resource_sets.resource_ptr[resource_set + 1]
+        ]
         return tuple(found.tolist())
 
     def ends(self, task: int) -> tuple[int, ...]:
         """Return the devices of a task: its own, (source, destination), or those of a collective."""
-        hold = self.hold_T[task]
-        if hold < len(self.topology.devices):
-            return (int(hold),)
-        found = self.holds.end[self.holds.end_ptr[hold] : self.holds.end_ptr[hold + 1]]
+        resource_set = self.resource_set_T[task]
+        if resource_set < len(self.topology.devices):
+            return (int(resource_set),)
+        found = self.resource_sets.end[
+            self.resource_sets.end_ptr[resource_set] : self.resource_sets.end_ptr[resource_set + 1]
+        ]
         return tuple(found.tolist())
 
     def operation(self, task: int) -> CollectiveKind | None:
         """Return which collective a task is, the all-reduce of a bucket among them; None for other tasks."""
-        code = int(self.holds.operation[self.hold_T[task]])
+        code = int(self.resource_sets.operation[self.resource_set_T[task]])
         return COLLECTIVE_KINDS[code] if code >= 0 else None
 
     def resource_names(self) -> list[str]:
@@ -203,7 +207,7 @@ class TaskGraph:
 
 
 class TaskGraphBuilder:
-    """Builds task graphs of one graph on one topology; memo units are shared by all its layouts.
+    """Builds task graphs of one graph on one topology; fragments are shared by all its layouts.
 
     Raises:
         CostError: later, where a local call has no cost.
@@ -284,7 +288,7 @@ class TaskGraphBuilder:
     def build(self, strategy: Strategy) -> TaskGraph:
         """Return the task graph of a validated strategy."""
         layout = self.layout(strategy)
-        tasks, holds = layout.assemble()
+        tasks, resource_sets = layout.assemble()
         count = layout.task_count
         return TaskGraph(
             graph=self.graph,
@@ -292,7 +296,7 @@ class TaskGraphBuilder:
             **_sliced(tasks, count),
             contention_ppm_D=self.contention_ppm_D,
             peak_memory_D=layout.peak_memory_D.copy(),
-            holds=type(holds)(*(array.copy() for array in holds)),
+            resource_sets=type(resource_sets)(*(array.copy() for array in resource_sets)),
         )
 
 
@@ -301,7 +305,7 @@ def _sliced(tasks: Tasks, count: int) -> Mapping[str, IntArray]:
     return {
         "kind_T": tasks.kind[:count].copy(),
         "run_ns_T": tasks.run_ns[:count].copy(),
-        "hold_T": tasks.hold[:count].copy(),
+        "resource_set_T": tasks.resource_set[:count].copy(),
         "origin_T": tasks.origin[:count].copy(),
         "subject_T": tasks.subject[:count].copy(),
         "part_T": tasks.part[:count].copy(),

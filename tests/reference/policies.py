@@ -12,7 +12,7 @@ def predecessors(tasks: TaskGraph, task: int) -> set[int]:
 
 def is_communication(tasks: TaskGraph, task: int) -> bool:
     """Return whether a task holds links."""
-    return int(tasks.hold_T[task]) >= len(tasks.topology.devices)
+    return int(tasks.resource_set_T[task]) >= len(tasks.topology.devices)
 
 
 def layer(tasks: TaskGraph) -> list[int]:

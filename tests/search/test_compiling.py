@@ -323,7 +323,7 @@ def test_kernels_are_called_with_the_arguments_that_are_compiled_beforehand() ->
         [sys.executable, "-c", EVERY_ORDER], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     called = dict(line.split() for line in found.stdout.splitlines())
-    # The last makes room where units have become too many.
+    # The last makes room where fragments have become too many.
     assert [name for name, how in called.items() if how != "as-said"] == ["compact"]
     assert called["compact"] == "not-at-all"
 

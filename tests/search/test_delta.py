@@ -87,9 +87,9 @@ def reference_ns(tasks: TaskGraph, order: Order) -> int:
                 dict.fromkeys(tasks.pred_E[tasks.pred_ptr_T1[task] : tasks.pred_ptr_T1[task + 1]].tolist())
             ),
             resources=tasks.resources(task),
-            device=int(tasks.hold_T[task]) if tasks.kind_T[task] in COMPUTE_KINDS else None,
+            device=int(tasks.resource_set_T[task]) if tasks.kind_T[task] in COMPUTE_KINDS else None,
             ends=() if tasks.kind_T[task] in COMPUTE_KINDS else tasks.ends(task),
-            flows=int(tasks.holds.flows[tasks.hold_T[task]]),
+            flows=int(tasks.resource_sets.flows[tasks.resource_set_T[task]]),
         )
         for task in range(tasks.task_count)
     ]

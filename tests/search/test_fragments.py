@@ -23,7 +23,7 @@ def test_equal_keys_have_one_fragment_and_other_keys_another_one(name: str) -> N
             index: drawn[index] for index in rng.choice(len(drawn), 2).tolist()
         }
         undo = layout.change(changed)
-        at_S = np.concatenate(layout.units)
+        at_S = np.concatenate(layout.fragments)
         for subject, at in enumerate(at_S.tolist()):
             ports = subjects.port[subjects.port_ptr[subject] : subjects.port_ptr[subject + 1]].tolist()
             key = (int(subjects.class_S[subject]), *(layout.configurations[port] for port in ports))
@@ -41,9 +41,9 @@ def test_what_an_undone_change_replaced_is_there_again() -> None:
     builder = TaskGraphBuilder(graph, cluster(), CostTable(MadeUpCosts()), TRAINING, local_calls=local_calls)
     layout = builder.layout(data_parallel(graph, 8))
     layout.refresh()
-    before, configurations = np.concatenate(layout.units), [*layout.configurations]
+    before, configurations = np.concatenate(layout.fragments), [*layout.configurations]
     undo = layout.change(dict(enumerate(random_anywhere(graph, 8, rng).configurations)))
-    assert not np.array_equal(np.concatenate(layout.units), before)
+    assert not np.array_equal(np.concatenate(layout.fragments), before)
     layout.undo(undo)
-    assert np.array_equal(np.concatenate(layout.units), before)
+    assert np.array_equal(np.concatenate(layout.fragments), before)
     assert layout.configurations == configurations

@@ -12,7 +12,7 @@ from graph.strategy import Strategy
 from graph.weight_placement import WeightCell, cells, held_regions
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
-from search.simulate.arrays import HoldStore, static_values
+from search.simulate.arrays import ResourceSetStore, static_values
 from search.simulate.fragment_cache import UnitStore
 from search.simulate.regions import Regions
 from search.simulate.weight_placement import REGIONS, Holders
@@ -95,7 +95,7 @@ def test_sets_that_are_met_together_are_held_and_priced_as_those_that_are_met_on
     links: LinkCosts,
 ) -> None:
     topology, rng = cluster(), np.random.default_rng(3)
-    together, apart = HoldStore(topology, links), HoldStore(topology, links)
+    together, apart = ResourceSetStore(topology, links), ResourceSetStore(topology, links)
     for _ in range(20):
         sets = []
         for _ in range(int(rng.integers(1, 6))):

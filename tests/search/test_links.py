@@ -12,7 +12,7 @@ from graph.topology import DeviceKind, Link, Topology, local_topology
 from search.cost.collective_cost import CollectivePrice, Prices
 from search.cost.cost_table import Origin
 from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Lines, LinkCosts
-from search.simulate.arrays import HoldStore
+from search.simulate.arrays import ResourceSetStore
 from tests.reference import links as reference
 from tests.search.builders import all_reduces, cluster, device_kind
 
@@ -182,7 +182,7 @@ def test_a_root_must_be_named() -> None:
 
 def test_in_all_collectives_but_broadcast_and_reduce_every_device_is_the_end_of_two_messages() -> None:
     topology = mesh(4)
-    store = HoldStore(topology, LinkCosts())
+    store = ResourceSetStore(topology, LinkCosts())
     devices = routes = len(topology.devices)
     expected = [1] * (devices + routes**2)
     for kind in CollectiveKind:

@@ -171,7 +171,7 @@ def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over
     layout = builder_of(graph, cluster(), local_calls=local_calls).layout(data_parallel(graph, 8))
     layout.refresh()
     bound, middle = OptimisticBound(layout), layout.configurations[1]
-    held = layout.units.static_at[1]
+    held = layout.fragments.static_at[1]
     for degrees, count, is_left_out in [
         ((4, 1, 1, 1), 4, True),
         ((4, 2, 1, 1), 8, True),
@@ -179,9 +179,11 @@ def test_weights_of_changed_operators_are_left_out_where_no_other_is_summed_over
     ]:
         undo = bound.replace({1: Configuration(degrees, middle.devices[:count])})
         assert undo is not None
-        assert (layout.builder.store.set_sizes(int(layout.units.static_at[1])) == frozenset()) is is_left_out
+        assert (
+            layout.builder.store.set_sizes(int(layout.fragments.static_at[1])) == frozenset()
+        ) is is_left_out
         layout.undo(undo)
-        assert layout.units.static_at[1] == held
+        assert layout.fragments.static_at[1] == held
 
 
 def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Counted]) -> None:

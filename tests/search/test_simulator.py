@@ -15,7 +15,7 @@ from graph.plan import build_plan
 from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
 from search.cost.link_costs import LinkCosts
-from search.kernels.records import Holds
+from search.kernels.records import ResourceSets
 from search.orders import Order
 from search.simulate.arrays import operator_values
 from search.simulate.simulator import Simulation, simulate, simulate_tasks
@@ -38,12 +38,14 @@ TRAINING = Training(8)
 
 
 def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
-    """Return a task graph with one hold a task, after those of the devices."""
+    """Return a task graph with one resource set a task, after those of the devices."""
     graph, topology = two_layers(), devices(DEVICES)
     resources = [(device,) for device in range(DEVICES)] + [task.resources for task in tasks]
     ends: list[tuple[int, ...]] = [()] * DEVICES + [task.ends for task in tasks]
     count = len(tasks)
-    hold = [task.device if task.device is not None else DEVICES + place for place, task in enumerate(tasks)]
+    resource_set = [
+        task.device if task.device is not None else DEVICES + place for place, task in enumerate(tasks)
+    ]
 
     def pointers(rows: list[tuple[int, ...]]) -> np.ndarray:
         return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
@@ -57,7 +59,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
         topology=topology,
         kind_T=zeros,
         run_ns_T=np.array([task.run_ns for task in tasks], np.int64),
-        hold_T=np.array(hold, np.int64),
+        resource_set_T=np.array(resource_set, np.int64),
         origin_T=zeros,
         subject_T=zeros,
         part_T=zeros,
@@ -66,7 +68,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
         pred_E=items([task.predecessors for task in tasks]),
         contention_ppm_D=np.array(contention_ppm, np.int64),
         peak_memory_D=np.zeros(DEVICES, np.int64),
-        holds=Holds(
+        resource_sets=ResourceSets(
             pointers(resources),
             items(resources),
             pointers(ends),

@@ -1,4 +1,4 @@
-"""What tasks hold: devices and routes, and sets of devices as they are met."""
+"""Resource sets that tasks hold: devices and routes, and sets of devices as they are met."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import numpy as np
 
 from graph.topology import load_topology
 from search.cost.link_costs import LinkCosts
-from search.simulate.arrays import HoldStore, SetHold
+from search.simulate.arrays import PricedResourceSet, ResourceSetStore
 
 
 def test_devices_hold_themselves_and_routes_their_links() -> None:
     topology = load_topology("p100-cluster", 3)
     count = len(topology.devices)
-    holds = HoldStore(topology, LinkCosts()).arrays()
+    resource_sets = ResourceSetStore(topology, LinkCosts()).arrays()
 
     def held(number: int) -> tuple[list[int], list[int]]:
-        resources = holds.resource[holds.resource_ptr[number] : holds.resource_ptr[number + 1]]
-        ends = holds.end[holds.end_ptr[number] : holds.end_ptr[number + 1]]
+        resources = resource_sets.resource[
+            resource_sets.resource_ptr[number] : resource_sets.resource_ptr[number + 1]
+        ]
+        ends = resource_sets.end[resource_sets.end_ptr[number] : resource_sets.end_ptr[number + 1]]
         return resources.tolist(), ends.tolist()
 
     assert [held(device) for device in range(count)] == [([device], []) for device in range(count)]
@@ -24,16 +26,16 @@ def test_devices_hold_themselves_and_routes_their_links() -> None:
         for destination in range(count):
             links = [count + link for link in topology.route(source, destination)]
             assert held(count * (1 + source) + destination) == (links, [source, destination])
-    assert len(holds.resource_ptr) == count * (count + 1) + 1
+    assert len(resource_sets.resource_ptr) == count * (count + 1) + 1
 
 
 def test_an_emptied_store_is_a_new_one_and_leaves_the_old() -> None:
     topology = load_topology("p100-cluster", 2)
-    old = HoldStore(topology, LinkCosts())
+    old = ResourceSetStore(topology, LinkCosts())
     first, second = old.device_set((0, 1, 2)), old.device_set((0, 5))
-    emptied, new = old.emptied(), HoldStore(topology, LinkCosts())
+    emptied, new = old.emptied(), ResourceSetStore(topology, LinkCosts())
     for store in (emptied, new):
-        assert store.device_set((0, 5)) == SetHold(first.number, second.price)
+        assert store.device_set((0, 5)) == PricedResourceSet(first.number, second.price)
     for one, other in zip(emptied.arrays(), new.arrays(), strict=True):
         np.testing.assert_array_equal(one, other)
     assert (old.device_set((0, 1, 2)), old.device_set((0, 5))) == (first, second)
