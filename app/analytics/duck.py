@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class DuckResources:
     """The memory that DuckDB may fill, and the folder for data beyond it, which DuckDB makes and removes.
 
     None: four fifths of the machine's memory, and a folder among the temporary ones.
@@ -46,7 +46,9 @@ class Resources:
 
 
 @contextmanager
-def connect(database: Database, resources: Resources = Resources()) -> Iterator[duckdb.DuckDBPyConnection]:
+def connect(
+    database: Database, resources: DuckResources = DuckResources()
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """Give a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
 
     The views are those of `app.analytics.catalog`. The proposals are those registered by now, also while searches go
@@ -77,7 +79,7 @@ def connect(database: Database, resources: Resources = Resources()) -> Iterator[
 
 
 def _connected(
-    database: Database, traces: list[TraceRecord], resources: Resources
+    database: Database, traces: list[TraceRecord], resources: DuckResources
 ) -> duckdb.DuckDBPyConnection:
     """Return a locked connection with the database attached and the views made."""
     import duckdb
@@ -120,7 +122,7 @@ def spill_folder() -> Path:
     return Path(tempfile.gettempdir(), f"soapstone-query-{uuid.uuid4().hex}")
 
 
-def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path], resources: Resources) -> None:
+def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path], resources: DuckResources) -> None:
     """Allow nothing but to read `files`, and to use `resources`."""
     spill = resources.spill or spill_folder()
     limit = resources.memory_bytes

@@ -37,7 +37,7 @@ RETRY_S = 0.05
 
 
 class Listener:
-    """Handles the signals that end a command while it runs. `first` is the one that came first, if any."""
+    """The handler of the signals that end a command. `first` is the number of the first signal, or None."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -50,7 +50,7 @@ class Listener:
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def start(self, *, watched: bool) -> None:
-        """Handle signals, but for those that the process was started to ignore (nohup, a shell's background).
+        """Handle signals, but for signals that the process was started to ignore (nohup, a shell's background).
 
         watched: with the thread that ends the process where it is asked twice, or does not end.
         """
@@ -149,7 +149,7 @@ def listening() -> Iterator[Listener]:
 
 
 def hear() -> None:
-    """Unblock signals in this process; those that came before are raised here."""
+    """Unblock signals in this process; signals that came before are raised here."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WORDS)
 
 

@@ -39,7 +39,7 @@ WIDTH_OF_FILES = 160
 
 
 def speaks() -> bool:
-    """Return whether this process prints for the user: of those that torchrun started, rank 0 alone."""
+    """Return whether this process prints for the user: of the ranks of torchrun, rank 0 alone."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 

@@ -33,7 +33,7 @@ NO_OTHERS = Others(*(np.empty(0, np.int64),) * 3)
 
 
 @dataclass(frozen=True, slots=True)
-class ProposalBatch:
+class ProposalRows:
     """Proposals of one search in the order in which they were made; arrays of one length.
 
     `step` counts the proposals of a chain from 1. `operator` is an index into the graph's operators, the head of the
@@ -167,7 +167,7 @@ def start_schema() -> pa.Schema:
     return pa.schema(fields)
 
 
-def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
+def proposal_table(search_id: int, batches: Sequence[ProposalRows]) -> pa.Table:
     """Return proposals, sorted by chain and step."""
 
     def column(name: str) -> npt.NDArray[Any]:
@@ -195,7 +195,7 @@ def proposal_table(search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table
 
 
 def _others(
-    batches: Sequence[ProposalBatch], order: npt.NDArray[np.intp]
+    batches: Sequence[ProposalRows], order: npt.NDArray[np.intp]
 ) -> tuple[pa.Array[Any], pa.Array[Any]]:
     """Return the columns of the batches' `others` for the sorted rows; of each row in the operators' order."""
     import pyarrow as pa

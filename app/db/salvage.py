@@ -87,7 +87,7 @@ class Source:
         return [line for text in rows for line in text.splitlines() if line != "ok"]
 
     def rows(self, table: sa.Table) -> Iterator[dict[str, Any] | LostRow]:
-        """Give each row of a table, or a `LostRow` for one that cannot be read."""
+        """Yield the rows of a table, a `LostRow` in place of a row that cannot be read."""
         read: set[int] = set()
         try:
             for row in self.all(sa.select(table).order_by(table.c.id)):

@@ -17,7 +17,7 @@ from app.db import chunk_files, chunks
 from app.db.records import SearchOutcome, TraceKind, TraceRecord
 from app.db.rows import (
     EntryRow,
-    ProposalBatch,
+    ProposalRows,
     StartEntry,
     configuration_table,
     proposal_table,
@@ -57,7 +57,7 @@ class ProposalTrace:
         self._lock = threading.Lock()
         # One thread writes at a time, while others go on adding.
         self._writing = threading.Lock()
-        self._batches: list[ProposalBatch] = []
+        self._batches: list[ProposalRows] = []
         self._entries: list[EntryRow] = []
         self._starts: list[StartEntry] = []
         self._checkpoint: Callable[[], str] | None = None
@@ -70,7 +70,7 @@ class ProposalTrace:
         self._flusher = threading.Thread(target=self._flush_regularly, name="trace", daemon=True)
         self._flusher.start()
 
-    def add(self, batch: ProposalBatch) -> None:
+    def add(self, batch: ProposalRows) -> None:
         """Append proposals; they are on disk within a second. The arrays must not be changed afterwards.
 
         Raises:
@@ -209,7 +209,7 @@ class ProposalTrace:
         chunks.merge(self._store, self._search_id, kind, neighbours)
         self._chunks[kind] = chunks.registered(self._store, self._search_id, kind)
 
-    def _proposal_table(self, search_id: int, batches: Sequence[ProposalBatch]) -> pa.Table:
+    def _proposal_table(self, search_id: int, batches: Sequence[ProposalRows]) -> pa.Table:
         text = None if self._checkpoint is None else self._checkpoint()
         return chunk_files.with_text(proposal_table(search_id, batches), chunk_files.CHECKPOINT, text)
 

@@ -163,6 +163,7 @@ class CrossEntropyRule(BaseRule):
         return {1: logits[0 if len(logits) == 1 else 1]}
 
 
+# Losses element by element, which a reduction of "none", "sum" or "mean" follows.
 LOSSES = (
     "mse_loss",
     "l1_loss",

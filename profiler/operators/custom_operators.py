@@ -17,6 +17,7 @@ from torch.nn import functional
 from graph.calls import LocalCall
 from graph.errors import CostError
 from graph.intervals import IndexSet, Region
+from graph.rules.reductions import LOSSES
 from profiler.operators.attention import attention
 from profiler.operators.batch_norm import (
     batch_norm,
@@ -374,18 +375,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "batch_norm": batch_norm,
     "running_statistics": running_statistics,
 }
-_LOSSES = frozenset(
-    {
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "soft_margin_loss",
-        "kl_div",
-    }
-)
 
 
 def resolve(call: LocalCall) -> Callable[..., Any]:
@@ -395,7 +384,7 @@ def resolve(call: LocalCall) -> Callable[..., Any]:
         CostError: there is no such operator.
     """
     name = call.target.removeprefix("soapstone.")
-    if name in _LOSSES:
+    if name in LOSSES:
         return partial(_mean_loss, getattr(torch.ops.aten, name).default)
     if name not in _FUNCTIONS:
         raise CostError(

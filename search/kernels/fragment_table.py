@@ -20,7 +20,7 @@ NO_TIME = -1
 LEFT_OUT = -1
 
 
-class Subjects(NamedTuple):
+class FragmentSubjects(NamedTuple):
     """What a graph has fragments of."""
 
     class_S: Array
@@ -52,7 +52,9 @@ class FragmentKeys(NamedTuple):
 
 
 @quick_entry
-def find_touched(subjects: Subjects, operators: Array, limit: int, is_touched: Array, touched: Array) -> int:
+def find_touched(
+    subjects: FragmentSubjects, operators: Array, limit: int, is_touched: Array, touched: Array
+) -> int:
     """Write the subjects below `limit` that some operators' configurations change, ascending; return how many."""
     first, last = limit, 0
     for operator in operators:
@@ -72,7 +74,7 @@ def find_touched(subjects: Subjects, operators: Array, limit: int, is_touched: A
 
 @quick_entry
 def find_fragments(
-    subjects: Subjects,
+    subjects: FragmentSubjects,
     table: FragmentTable,
     keys: FragmentKeys,
     chosen: Array,
@@ -105,7 +107,7 @@ def find_fragments(
 
 
 @inner
-def write_key(subjects: Subjects, table: FragmentTable, keys: FragmentKeys, subject: int) -> int:
+def write_key(subjects: FragmentSubjects, table: FragmentTable, keys: FragmentKeys, subject: int) -> int:
     """Write the key of a subject's fragment beyond those of the table; return its end."""
     end = table.key_ptr[table.counts[0]]
     table.key[end] = subjects.class_S[subject]

@@ -12,7 +12,7 @@ import numpy as np
 
 from graph.collectives import SUMMABLE
 from graph.operators import OperatorGraph
-from search.kernels.fragment_table import Subjects
+from search.kernels.fragment_table import FragmentSubjects
 from search.simulate.arrays import csr, operator_values, static_values
 from search.simulate.regions import Regions
 from search.simulate.saved_tensors import kept_outputs
@@ -108,7 +108,7 @@ class FragmentClasses:
             statics.append(StaticClass(number(static_key), reading, value.spec.item_bytes, weight))
         return cls(operators, values, statics)
 
-    def subjects(self) -> Subjects:
+    def subjects(self) -> FragmentSubjects:
         """Return what there are fragments of, as the kernels take it."""
         ports: list[Sequence[int]] = [[index] for index in range(len(self.operators))]
         ports += [[one.producer.operator, *(port.operator for port in one.readers)] for one in self.values]
@@ -123,6 +123,6 @@ class FragmentClasses:
             *(one.number for one in self.statics),
         ]
         values_at = len(self.operators)
-        return Subjects(
+        return FragmentSubjects(
             np.array(classes, np.int64), *csr(ports), *csr(touched), values_at, values_at + len(self.values)
         )

@@ -226,7 +226,7 @@ def run_check(request: ProfileRequest, progress: Progress) -> ProfileReport:
 def _compare(
     pool: WorkerPool, devices: Sequence[PhysicalDevice], progress: Progress
 ) -> tuple[DeviceConsistency, ...]:
-    """Compare devices of one kind, and warn of those that differ from the others."""
+    """Compare devices of one kind, and warn of devices that differ from the others."""
     from profiler.device_consistency import compare
 
     progress.begin(f"comparing {len(devices)} x {devices[0].kind.name}", None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from app.analytics.answer import Answer, answer
-from app.analytics.duck import Resources, connect, spill_folder
+from app.analytics.duck import DuckResources, connect, spill_folder
 from app.analytics.formats import FORMATS, Format, write_csv, write_json, write_parquet
 from app.db.engine import Database
 from app.db.schema import open_database
@@ -129,7 +129,7 @@ def _used(database: Database, sql: str, use: Callable[[Answer], T], limits: Limi
     database.dispose()
 
     def work() -> T:
-        resources = Resources(int(limits.memory_bytes * _SHARE_OF_DUCKDB), spill)
+        resources = DuckResources(int(limits.memory_bytes * _SHARE_OF_DUCKDB), spill)
         with connect(database, resources) as connection:
             bound_memory(limits.memory_bytes)
             return use(answer(connection, sql))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.db.records import DEEPEST_COPY, SearchOutcome
-from app.db.rows import EntryRow, Family, Others, ProposalBatch, StartEntry
+from app.db.rows import EntryRow, Family, Others, ProposalRows, StartEntry
 from app.db.trace import ProposalTrace
 from app.services.progress import Progress
 from graph.axes import Degrees
@@ -254,7 +254,7 @@ class TraceRecorder:
         """
         codes, others = self._codes.of_proposals(batch, self._current)
         simulated = np.asarray(batch.simulated_ns)
-        rows = ProposalBatch(
+        rows = ProposalRows(
             chain=batch.chain,
             step=batch.step,
             operator=batch.operator,
@@ -315,7 +315,7 @@ class Recorded:
         """Take operator, simulated time (-1 for none) and acceptance of each."""
         self._rows = dict(rows)
 
-    def without(self, batch: ProposalBatch) -> ProposalBatch:
+    def without(self, batch: ProposalRows) -> ProposalRows:
         """Return the proposals that are not in the trace yet.
 
         Raises:

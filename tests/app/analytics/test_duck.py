@@ -21,7 +21,7 @@ from app.analytics.views import TRACE_COLUMNS
 from app.db.records import LinkCostRecord, LinkFitRecord, SearchOutcome
 from app.db.rows import (
     ConfigurationEntry,
-    ProposalBatch,
+    ProposalRows,
     StartEntry,
     configuration_schema,
     proposal_schema,
@@ -36,11 +36,11 @@ from tests.app.db import samples
 from tests.app.db.samples import Scene
 
 
-def proposals(first_step: int, count: int) -> ProposalBatch:
+def proposals(first_step: int, count: int) -> ProposalRows:
     """Return proposals of one chain: cut where the step is divisible by 3, accepted where it is by 5."""
     step = np.arange(first_step, first_step + count)
     cut = step % 3 == 0
-    return ProposalBatch(
+    return ProposalRows(
         chain=np.zeros(count, dtype=np.int16),
         step=step,
         operator=step % 7,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.db import chunks, trace
-from app.db.rows import ConfigurationEntry, ProposalBatch, StartEntry
+from app.db.rows import ConfigurationEntry, ProposalRows, StartEntry
 from app.db.store import Store
 from app.db.trace import ProposalTrace
 
@@ -17,10 +17,10 @@ ROWS = 50
 """Proposals of a batch, each of which is a chunk of its own at first."""
 
 
-def proposals(first: int) -> ProposalBatch:
+def proposals(first: int) -> ProposalRows:
     """Return the proposals `first` to `first + ROWS - 1` of one chain, each of a configuration of its own."""
     step = np.arange(first, first + ROWS)
-    return ProposalBatch(
+    return ProposalRows(
         chain=np.zeros(ROWS, dtype=np.int16),
         step=step,
         operator=np.zeros(ROWS, dtype=np.int32),

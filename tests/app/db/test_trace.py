@@ -25,7 +25,7 @@ from app.db.records import SearchOutcome, TraceKind
 from app.db.rows import (
     ConfigurationEntry,
     Others,
-    ProposalBatch,
+    ProposalRows,
     StartEntry,
     configuration_schema,
     proposal_schema,
@@ -37,11 +37,11 @@ from graph.errors import DatabaseError
 from tests.app.db.samples import Scene
 
 
-def batch(first_step: int, count: int, *, chain: int = 0) -> ProposalBatch:
+def batch(first_step: int, count: int, *, chain: int = 0) -> ProposalRows:
     """Return proposals of which every third was cut at its bound, and every seventh changes further operators."""
     step = np.arange(first_step, first_step + count)
     cut = step % 3 == 0
-    return ProposalBatch(
+    return ProposalRows(
         chain=np.full(count, chain, dtype=np.int16),
         step=step,
         operator=(step % 121).astype(np.int32),
