@@ -190,6 +190,13 @@ def begins_as_sqlite(path: Path) -> bool:
         return False
 
 
+def not_sqlite(name: str) -> DatabaseError:
+    """Return the error for a file that SQLite cannot read as a database."""
+    return DatabaseError(
+        f"database {name}: is not a SQLite database, must be one; name another by --database"
+    )
+
+
 def migration_engine(url: sa.URL) -> sa.Engine:
     """Return an engine for schema changes: writing, and on SQLite without foreign keys.
 
@@ -244,6 +251,9 @@ def _check_sqlite_path(path: Path) -> None:
         raise DatabaseError(f"database {path}: is a folder, must be a file; add a file name")
     if path.exists() and not path.is_file():
         raise DatabaseError(f"database {path}: is no regular file, must be one; name another by --database")
+    # SQLite takes a file of one byte for a new database, and would write over it.
+    if path.exists() and path.stat().st_size == 1:
+        raise not_sqlite(str(path))
     if not path.parent.is_dir():
         raise DatabaseError(
             f"database {path}: folder {path.parent} does not exist, must exist; make it first"

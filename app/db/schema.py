@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from app.db.engine import Database, connect_engines, display_name, migration_engine, resolve_url
+from app.db.engine import Database, connect_engines, display_name, migration_engine, not_sqlite, resolve_url
 from app.db.failures import database_failure, is_damage, is_full, one_line
 from app.db.models import metadata
 from graph.errors import DamagedDataError, DatabaseError
@@ -242,9 +242,7 @@ def unusable(url: sa.URL, error: exc.DBAPIError) -> DatabaseError:
         return database_failure(display_name(url), error)
     reason = one_line(error)
     if "file is not a database" in reason:
-        return DatabaseError(
-            f"database {display_name(url)}: is not a SQLite database, must be one; name another by --database"
-        )
+        return not_sqlite(display_name(url))
     return DatabaseError(
         f"database {display_name(url)}: cannot be used ({reason}); check the file or the URL"
     )

@@ -266,15 +266,18 @@ def test_plain_postgresql_means_psycopg(url: str) -> None:
 
 def test_unusable_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("certainly not a database\n" * 100)
+    (tmp_path / "byte.sqlite").write_text("x")
     (tmp_path / "folder").mkdir()
     for name, message in {
         "text.sqlite": "is not a SQLite database",
+        "byte.sqlite": "is not a SQLite database",
         "folder": "is a folder, must be a file",
         "missing/x.sqlite": "missing does not exist, must exist",
     }.items():
         with pytest.raises(DatabaseError, match=message) as raised:
             open_database(tmp_path / name)
         assert "\n" not in str(raised.value)
+    assert (tmp_path / "byte.sqlite").read_text() == "x"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
