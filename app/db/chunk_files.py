@@ -63,6 +63,8 @@ def write_file(path: Path, kind: TraceKind, table: pa.Table, *, compressed: bool
         temporary.replace(path)
     except OSError as error:
         raise unwritable(path.parent, error) from None
+    finally:
+        temporary.unlink(missing_ok=True)  # a signal may come at any moment
 
 
 _ENCODINGS: dict[TraceKind, tuple[dict[str, str] | None, list[str]]] = {

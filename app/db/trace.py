@@ -117,7 +117,11 @@ class ProposalTrace:
         with self._lock:
             self._closing = True
             self._changed.notify()
-        self._flusher.join()
+        try:
+            self._flusher.join()
+        except BaseException:
+            self._flusher.join()  # the process may end after a signal, but not in the middle of a file
+            raise
         with self._lock:
             self._raise_failure()
         self._flush()

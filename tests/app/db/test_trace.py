@@ -333,6 +333,19 @@ def test_what_was_not_written_to_its_end_is_deleted(store: Store, monkeypatch: p
     assert read(store, search)["step"].to_pylist() == list(range(20))
 
 
+def test_a_signal_while_a_chunk_is_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_file: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    table = proposal_schema().empty_table()
+    with pytest.raises(KeyboardInterrupt):
+        chunk_files.write_file(tmp_path / "chunk-000001.parquet", "proposals", table)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("moment", ["written", "registered", "lost"])
 def test_a_kill_while_chunks_are_merged_loses_and_doubles_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, moment: str
