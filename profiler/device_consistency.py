@@ -32,7 +32,7 @@ BOUNDS: tuple[Bound, ...] = ("arithmetic", "memory")
 SLOW_SHARE = 0.10
 ROUNDS = 3
 # Samples longer than a scheduler's time slice, so that a process that shares the core shows in each of them.
-OPTIONS = MeasureOptions(repetitions=5, budget_s=0.05, maximum_s=0.5, batch_below_s=0.02)
+OPTIONS = MeasureOptions(repetitions=5, budget_s=0.05, maximum_s=0.5, batch_below_s=0.02, wall=True)
 
 # Rows and columns of square matrices, and elements of a vector: large enough to fill the device, and beyond the caches
 # of its own, small enough to be measured in less than a second.

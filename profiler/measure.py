@@ -54,7 +54,7 @@ class MeasureOptions:
     least `repetitions` samples are taken, and more until they took `budget_s` a phase and the confidence interval of
     each phase's median is within `interval` of it to both sides. `maximum_repetitions` samples end it; past `maximum_s`
     seconds three are enough. Calls shorter than `batch_below_s` are timed in batches that last about as long. `seed`
-    draws the inputs.
+    draws the inputs. `wall`: count on a CPU also the time that other processes take of its core.
     """
 
     warm_ups: int = 2
@@ -66,6 +66,7 @@ class MeasureOptions:
     maximum_s: float = 1.0
     batch_below_s: float = 50e-6
     seed: int = 0
+    wall: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ class _Session:
 
     def __init__(self, call: LocalCall, device: PhysicalDevice, options: MeasureOptions) -> None:
         self.call, self.device, self.options = call, device, options
-        self.timer: Timer[object] = timer_for(device.torch_name)
+        self.timer: Timer[object] = timer_for(device.torch_name, of_process=not options.wall)
         self.subject = CallInputs(call, device, options.seed)
         self.backward_failure: str | None = None
 

@@ -1,7 +1,9 @@
-"""One clock for the profiler and the runtime, so that measured and executed times compare.
+"""The clocks of the profiler and the runtime.
 
-On a CPU the clock is the host's monotonic one. On CUDA it is the device's: events in the current stream, so that
-the host's launch time counts only where the device waits for it.
+On CUDA the clock is the device's: events in the current stream, so that the host's launch time counts only where the
+device waits for it. On a CPU a step, or a message, takes what passes on the host's monotonic clock; an operator takes
+the processor time of its process, which is the same on a core of its own, and on a core that others compute on as well
+is what it would take alone.
 """
 
 from __future__ import annotations
@@ -39,6 +41,18 @@ class CpuTimer:
         return (end - start) * 1e-9
 
 
+class ProcessTimer:
+    """The processor time of this process, of all its threads together. Marks are nanoseconds."""
+
+    def mark(self) -> int:
+        """Return what the process has computed so far."""
+        return time.process_time_ns()
+
+    def elapsed_s(self, start: int, end: int) -> float:
+        """Return the seconds that the process computed from `start` to `end`."""
+        return (end - start) * 1e-9
+
+
 class CudaTimer:
     """Events in the current stream of one CUDA device. Resolution: about half a microsecond."""
 
@@ -59,12 +73,14 @@ class CudaTimer:
         return float(start.elapsed_time(end)) * 1e-3
 
 
-def timer_for(device: torch.device | str) -> Timer[object]:
-    """Return the timer of a device: CUDA events on "cuda", else the host's clock."""
+def timer_for(device: torch.device | str, *, of_process: bool = False) -> Timer[object]:
+    """Return the timer of a device: CUDA events on "cuda", else the host's clock, or that `of_process` alone."""
     import torch
 
+    timer: CpuTimer | ProcessTimer | CudaTimer = ProcessTimer() if of_process else CpuTimer()
     chosen = torch.device(device)
-    timer: CpuTimer | CudaTimer = CudaTimer(chosen) if chosen.type == "cuda" else CpuTimer()
+    if chosen.type == "cuda":
+        timer = CudaTimer(chosen)
     return timer  # type: ignore[return-value]  # a mark goes back only into the timer that made it
 
 

@@ -1,6 +1,7 @@
 """Measuring in this process: what is counted and reported, never how long it took."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -175,6 +176,16 @@ def test_cpu_clock_counts_seconds() -> None:
     assert timer.elapsed_s(timer.mark(), timer.mark()) >= 0
     assert isinstance(timer_for("cpu"), CpuTimer)
     synchronize("cpu")
+
+
+def test_process_clock_stands_still_while_others_compute() -> None:
+    computed, passed = timer_for("cpu", of_process=True), timer_for("cpu")
+    starts = computed.mark(), passed.mark()
+    time.sleep(0.5)
+    assert passed.elapsed_s(starts[1], passed.mark()) >= 0.5
+    assert computed.elapsed_s(starts[0], computed.mark()) < 0.25
+    sum(range(10**6))
+    assert computed.elapsed_s(starts[0], computed.mark()) > 0
 
 
 @pytest.mark.cuda
