@@ -64,7 +64,10 @@ Devices = Annotated[
 ]
 Topology = Annotated[
     str,
-    typer.Option("--topology", help="local, a packaged topology (see app topology list), or a YAML file."),
+    typer.Option(
+        "--topology",
+        help="local, a packaged or measured topology (see app topology list), or a YAML file.",
+    ),
 ]
 OfModel = Annotated[
     str | None,

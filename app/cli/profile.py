@@ -33,8 +33,8 @@ def profile(
         str,
         typer.Option(
             "--topology",
-            help="For searches over its devices: local (those measured on, and their links), a packaged topology or a "
-            "YAML file with devices of the kind measured on.",
+            help="For searches over its devices: local (those measured on, and their links), a packaged or measured "
+            "topology or a YAML file with devices of the kind measured on.",
         ),
     ] = "local",
     nodes: options.Nodes = None,
@@ -75,8 +75,8 @@ def profile(
     """
     from app.cli.output import TerminalProgress, print_json
     from app.services.costs.profile import ProfileRequest, run_check, run_profile
+    from app.services.costs.topologies import LOCAL
     from app.services.models.models import known_models
-    from app.services.predict.predict import LOCAL
     from graph.errors import UsageError
 
     if check and (model or everything or retry_failed or products or topology != LOCAL or nodes is not None):

@@ -79,7 +79,8 @@ def run(
         str,
         typer.Option(
             "--topology",
-            help="Under torchrun: a packaged topology or a YAML file whose device r is rank r. Default: measured.",
+            help="Under torchrun: the topology whose device r is rank r: a packaged one, a YAML file, or one that app "
+            "topology probe --name measured. Default: measured for this run.",
             show_default=False,
         ),
     ] = "local",

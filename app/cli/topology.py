@@ -18,15 +18,22 @@ application = typer.Typer(
 
 
 @application.command("list")
-def list_topologies(as_json: options.AsJson = False) -> None:
-    """List the packaged topologies.
+def list_topologies(database: options.Database = None, as_json: options.AsJson = False) -> None:
+    """List the packaged topologies, and those that were measured under a name.
 
     Example: app topology list
     """
     from app.cli.output import print_json, print_table
+    from app.db.schema import status
+    from app.db.store import Store
+    from app.services.costs.topologies import measured_topologies
     from graph.topology import load_topology, packaged_topologies
 
     topologies = [load_topology(name) for name in packaged_topologies()]
+    # A list makes no database.
+    if status(database)[0] is not None:
+        with Store.open(database) as store:
+            topologies += measured_topologies(store)
     rows = [
         {
             "name": topology.name,
@@ -55,25 +62,27 @@ def list_topologies(as_json: options.AsJson = False) -> None:
 
 @application.command("show")
 def show_topology(
-    topology: Annotated[str, typer.Argument(help="local, a packaged topology, or a YAML file.")],
+    topology: Annotated[
+        str, typer.Argument(help="local, a packaged topology, a YAML file, or the name of a measured one.")
+    ],
     nodes: options.Nodes = None,
     devices: options.Devices = None,
     device: options.Device = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show devices and links of a topology; local ones are measured if they never were.
+    """Show devices and links of a topology; those of topology local are measured if they never were.
 
     Example: app topology show p100-cluster
     """
     from app.cli.output import TerminalProgress
     from app.db.store import Store
-    from app.services.predict.predict import LOCAL, find_target, named_topology
+    from app.services.costs.topologies import LOCAL, find_topology
+    from app.services.predict.predict import find_target
     from graph.errors import UsageError
 
     if topology != LOCAL and device is not None:
         raise UsageError(f"--device: is for topology local, must be left out for {topology}; leave it out")
-    links = None
     if topology == LOCAL:
         with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
             target = find_target(
@@ -81,7 +90,8 @@ def show_topology(
             )
             resolved, links = target.topology, target.links
     else:
-        resolved = named_topology(topology, devices=devices, nodes=nodes)
+        named = find_topology(topology, database, devices=devices, nodes=nodes)
+        resolved, links = named.topology, named.links
     _show(resolved, links, as_json=as_json)
 
 
@@ -89,19 +99,38 @@ def show_topology(
 def probe_topology(
     devices: options.Devices = None,
     device: options.Device = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            help="Under torchrun: the name under which the topology of all ranks is stored, for --topology.",
+            show_default=False,
+        ),
+    ] = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure the links between this machine's devices again.
+    """Measure the links between this machine's devices again; under torchrun, those between all ranks.
 
     Example: app topology probe --device cpu --devices 2
+
+    Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST -m app topology probe --name mine
     """
+    from runtime.ranks.ranks import is_rank
+
+    if is_rank():
+        _probe_ranks(name, devices, device, database, as_json=as_json)
+        return
     from app.cli.output import TerminalProgress
     from app.db.store import Store
     from app.services.costs.link_costs import local_links, topology_of
     from app.services.costs.machine import default_processor, describe, local_devices
     from graph.errors import UsageError
 
+    if name is not None:
+        raise UsageError(
+            "--name: is for ranks that torchrun started, must be left out; this machine's own topology is local"
+        )
     local = local_devices(options.processor(device) or default_processor(), devices)
     if len(local) < 2:
         raise UsageError(
@@ -112,6 +141,24 @@ def probe_topology(
         links = local_links(store, machine, progress, again=True)
         measured = topology_of(machine, links)
     _show(measured, links, as_json=as_json)
+
+
+def _probe_ranks(
+    name: str | None, devices: int | None, device: str | None, database: str | None, *, as_json: bool
+) -> None:
+    from app.cli.output import TerminalProgress, speaks
+    from app.services.run.cluster import probe_cluster
+    from graph.errors import UsageError
+    from runtime.launch.torchrun import DEFAULT_TIMEOUT_S
+
+    if devices is not None:
+        raise UsageError("--devices: was given under torchrun, must be left out; every rank is a device")
+    if name is None:
+        raise UsageError("--name: is missing, must be given under torchrun; name the topology of its ranks")
+    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+        measured = probe_cluster(database, name, options.processor(device), DEFAULT_TIMEOUT_S, progress)
+    if measured is not None:
+        _show(measured.topology, measured.links, as_json=as_json)
 
 
 def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> None:

@@ -58,7 +58,7 @@ def test_a_group_within_a_host_says_nothing_of_others_of_its_size() -> None:
         (0.25,) * 4,
     )
     links = measured_links(ranks, probe)
-    prices = Prices(measured_topology(ranks, (0, 0, 1, 1), probe), links.costs)
+    prices = Prices(measured_topology("hosts", ranks, probe), links.costs)
     assert [prices.of(group).duration_ns(0) for group in ((0, 1), (2, 3), (0, 1, 2, 3))] == [
         1_000_000,
         2_000_000,
@@ -73,7 +73,7 @@ def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:
     other = replace(KIND, name="other core")
     ranks = [RankDevice("a", KIND), RankDevice("a", KIND), RankDevice("b", other)]
     probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.2, 0.4, 0.9))
-    topology = measured_topology(ranks, (0, 0, 1), probe)
+    topology = measured_topology("hosts", ranks, probe)
     assert topology.contention_of("core") == pytest.approx(0.3)
     assert topology.contention_of("other core") == 0.9
 
@@ -81,7 +81,7 @@ def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:
 def test_messages_of_a_host_share_its_network_link() -> None:
     ranks = [RankDevice(host, KIND) for host in ("a", "a", "b")]
     probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.25, 0.25, 0.25))
-    topology = measured_topology(ranks, nodes_of([member.host for member in ranks]), probe)
+    topology = measured_topology("hosts", ranks, probe)
     assert [(device.node, device.local_index) for device in topology.devices] == [(0, 0), (0, 1), (1, 0)]
     assert topology.transfer_time_s(0, 2, 10**9) == pytest.approx(1 + 3e-5)
     assert topology.transfer_time_s(0, 1, 8 * 10**9) == pytest.approx(1 + 1e-6)

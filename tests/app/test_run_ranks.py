@@ -40,6 +40,11 @@ class Agent:
 
 def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
     """Run `app run` under one torchrun a host, all on this machine."""
+    return on_hosts(folder, hosts, processes, "run", *arguments, *RUN)
+
+
+def on_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
+    """Run a command under one torchrun a host, all on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -53,7 +58,7 @@ def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list
     command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     agents = [
         subprocess.Popen(
-            [*command, f"--node-rank={host}", "-m", "app", "run", *arguments, *RUN],
+            [*command, f"--node-rank={host}", "-m", "app", *arguments],
             cwd=folder,
             env={**os.environ, **child_variables()},
             stdout=subprocess.PIPE,
@@ -128,3 +133,27 @@ def test_a_topology_of_another_size_is_refused_by_rank_0_alone(folder: Path, dat
     )
     assert (first.output, second.output, second.errors) == ("", "", ())
     assert executions(database) == []
+
+
+def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(folder: Path, database: Path) -> None:
+    probe = ("topology", "probe", "--device", "cpu", "--json")
+    first, second = on_hosts(folder, 2, 1, *probe, "--name", "wire")
+    assert (first.code, first.errors, second) == (0, (), Agent(0, "", ()))
+    topology = json.loads(first.output)
+    assert [device["node"] for device in topology["devices"]] == [0, 1]
+    assert {"p2p 0,1", "all_reduce 0,1", "all_gather 0,1"} <= {fit["pattern"] for fit in topology["measured"]}
+    first, second = run_hosts(folder, 2, 1, "--model", "networks:fine", "--topology", "wire", "--json")
+    assert (first.code, second) == (0, Agent(0, "", ())), first
+    assert executions(database) == [("finished", None)]
+    with sqlite3.connect(database) as connection:
+        # The run is on the devices that the probe stored.
+        ((document,),) = connection.execute("SELECT document FROM topologies").fetchall()
+    assert json.loads(document)["links"] == topology["links"]
+
+
+def test_a_probe_of_ranks_without_a_name_is_refused_by_rank_0_alone(folder: Path, database: Path) -> None:
+    (agent,) = on_hosts(folder, 1, 2, "topology", "probe", "--device", "cpu")
+    assert agent == Agent(
+        1, "", ("error: --name: is missing, must be given under torchrun; name the topology of its ranks",)
+    )
+    assert not database.exists()

@@ -310,6 +310,19 @@ def test_a_step_on_two_hosts_is_equal_to_one_on_one_device(two_hosts: str, tmp_p
     assert processes_in([f"{two_hosts}-0", f"{two_hosts}-1"]) == ()
 
 
+@pytest.mark.slow
+def test_a_probe_finds_the_rate_of_the_wire(two_hosts: str, tmp_path: Path) -> None:
+    command = ["app", "topology", "probe", "--device", "cpu", "--name", "wire", "--json"]
+    database = ["--database", str(tmp_path / "test.sqlite")]
+    code, output, errors = outcome("run", "--name", two_hosts, "--", *command, *database, folder=tmp_path)
+    assert code == 0, errors
+    document = json.loads(output)
+    assert [device["node"] for device in document["devices"]] == [0, 1]
+    (fit,) = [fit for fit in document["measured"] if fit["pattern"] == "p2p"]
+    # What a link lets pass at once after a pause makes small messages faster, and the line through all steeper.
+    assert 0 < fit["bandwidth_bytes_per_s"] <= 1.2 * 1e9 / 8
+
+
 def test_ranks_have_the_cores_of_their_host_and_the_first_failure_ends_all(
     two_hosts: str, tmp_path: Path
 ) -> None:

@@ -221,8 +221,8 @@ def probe(store: Store, machine: LocalMachine, progress: Progress) -> LocalLinks
     return links
 
 
-def cost_records(result: LinkProbe, indices: Sequence[int]) -> list[LinkCostRecord]:
-    """Return the rows of a probe's raw samples; `indices` are its devices' indices, by rank."""
+def cost_records(result: LinkProbe, indices: Sequence[int], *, alike: bool = True) -> list[LinkCostRecord]:
+    """Return the rows of a probe's raw samples; `indices` and `alike` as in `fit_records`."""
     return [
         LinkCostRecord(
             pattern=pattern,
@@ -232,7 +232,7 @@ def cost_records(result: LinkProbe, indices: Sequence[int]) -> list[LinkCostReco
             median_s=sample.median_s,
             samples_s=sample.samples_s,
         )
-        for pattern, link in _named(result, indices)
+        for pattern, link in _named(result, indices, alike=alike)
         for sample in link.samples
     ]
 

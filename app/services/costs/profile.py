@@ -20,11 +20,12 @@ from app.services.costs.machine import (
 )
 from app.services.costs.operator_costs import cost_records
 from app.services.costs.precisions import check_topology, in_precision
+from app.services.costs.topologies import find_topology
 from app.services.models.models import ImportedModel, import_graph, requested_model
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.errors import UsageError
-from graph.topology import Processor, Topology, load_topology
+from graph.topology import Processor, Topology
 from graph.training import Training
 from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
 from profiler.products import products_between
@@ -166,7 +167,7 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
     """
     if not request.models:
         raise UsageError("--model: is missing, must name a network; give --model NAME or --all")
-    topology = _topology(request)
+    topology = _topology(request, database)
     devices = in_precision(_devices(request, topology), request.precision)
     if topology is not None:
         devices = _devices_of(topology, devices, progress)
@@ -240,12 +241,12 @@ def _compare(
     return agreement
 
 
-def _topology(request: ProfileRequest) -> Topology | None:
+def _topology(request: ProfileRequest, database: str | None) -> Topology | None:
     if request.topology is None:
         if request.nodes is not None:
             raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
         return None
-    topology = load_topology(request.topology, request.nodes)
+    topology = find_topology(request.topology, database, nodes=request.nodes).topology
     check_topology(topology, request.precision)
     return topology
 

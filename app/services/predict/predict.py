@@ -34,6 +34,7 @@ from app.services.costs.machine import (
 from app.services.costs.operator_costs import CostsByKind, DatabaseCosts, OnMiss
 from app.services.costs.precisions import check_topology, in_precision
 from app.services.costs.profile import Measurer
+from app.services.costs.topologies import LOCAL, named_topology
 from app.services.models.models import ImportedModel
 from app.services.predict.peak_memory import footprints
 from app.services.progress import Progress
@@ -42,7 +43,7 @@ from graph.canonical import canonical_json
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Strategy, strategy_text
-from graph.topology import Processor, Topology, load_topology
+from graph.topology import Processor, Topology
 from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
 from search.cost.link_costs import LinkCosts
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from search.simulate.simulator import Simulation
     from search.simulate.task_graph import TaskGraphBuilder
 
-LOCAL = "local"
 NEARLY_FULL = 0.4
 SURELY_TOO_FULL = 1.5
 """The parts of a device's memory between which the search's sum alone does not decide whether a strategy fits.
@@ -80,16 +80,6 @@ class Target:
         return LinkCosts(transfers=Origin.DATASHEET) if self.links is None else self.links.costs
 
 
-def named_topology(name: str, *, devices: int | None, nodes: int | None) -> Topology:
-    """Return a packaged topology or that of a YAML file, or its first `devices`.
-
-    Raises:
-        TopologyError: there is no such topology, or it has fewer devices.
-    """
-    topology = load_topology(name, nodes)
-    return topology if devices is None else topology.subset(devices)
-
-
 def find_target(
     store: Store,
     name: str,
@@ -100,7 +90,7 @@ def find_target(
     processor: Processor | None = None,
     precision: str = "float32",
 ) -> Target:
-    """Return the topology called `name`: `local`, a packaged one, or a YAML file.
+    """Return the topology called `name`: `local`, a packaged one, a YAML file, or one that was measured under a name.
 
     Raises:
         TopologyError: there is no such topology, or it has fewer devices.
@@ -109,13 +99,24 @@ def find_target(
     if name != LOCAL:
         if processor is not None:
             raise UsageError(f"--device: is for topology local, must be left out for {name}; leave it out")
-        topology = named_topology(name, devices=devices, nodes=nodes)
-        check_topology(topology, precision)
-        return Target(topology, None, None)
+        named = named_topology(store, name, devices=devices, nodes=nodes)
+        check_topology(named.topology, precision)
+        machine = None if named.links is None else _machine_like(store, named.topology, precision)
+        return Target(named.topology, machine, named.links)
     if nodes is not None:
         raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
     local = local_devices(processor or default_processor(), devices)
     return local_target(store, in_precision(local, precision), progress)
+
+
+def _machine_like(store: Store, topology: Topology, precision: str) -> LocalMachine | None:
+    """Return this machine's devices of a topology's kinds, on which its costs can be measured; None without any."""
+    from profiler.devices import available_devices
+
+    names = {kind.name for kind in topology.kinds}
+    devices = in_precision(available_devices(topology.kinds[0].processor), precision)
+    alike = [device for device in devices if device.kind.name in names]
+    return describe(store, alike) if alike else None
 
 
 def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Progress) -> Target:

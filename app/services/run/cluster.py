@@ -7,19 +7,26 @@ that the user names, or is measured between the ranks themselves.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from app.db.store import Store
 from app.services.costs.exchange_overhead import OverheadJobs, overhead_jobs
 from app.services.costs.link_costs import LocalLinks, fit_records, links_of
 from app.services.costs.machine import default_processor, describe, local_devices
-from app.services.predict.predict import LOCAL, Target, find_target
+from app.services.costs.topologies import (
+    LOCAL,
+    NamedTopology,
+    check_new_name,
+    named_topology,
+    put_measured,
+)
+from app.services.predict.predict import Target, find_target
 from app.services.progress import Progress
-from graph.errors import UsageError
-from graph.topology import Device, DeviceKind, Link, Processor, Topology, load_topology
+from graph.errors import RankFailure, SoapstoneError, UsageError
+from graph.topology import Device, DeviceKind, Link, Processor, Topology
 from runtime.launch.rank_leader import LaunchedRanks
 from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
 
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
     from profiler.links import LinkOptions, LinkProbe
     from runtime.jobs.job import Job, JobResult
+
+Result = TypeVar("Result")
 
 MEASURED = "ranks"
 
@@ -46,6 +55,7 @@ class ProbeOrder:
     pairs: tuple[tuple[int, int], ...]
     groups: tuple[tuple[int, ...], ...]
     jobs: OverheadJobs
+    options: LinkOptions
 
 
 @dataclass(frozen=True)
@@ -111,25 +121,120 @@ def cluster_target(
         )
     machine = describe(store, devices)
     if topology != LOCAL:
-        named = load_topology(topology)
-        if len(named.devices) != launched.size:
-            raise UsageError(
-                f"topology {named.name}: has {len(named.devices)} devices, must have {launched.size}, one for each "
-                "process that torchrun started; start as many, or pass another topology"
-            )
-        return Target(named, machine, None)
-    progress.begin(f"measuring links between {len(set(nodes))} hosts (--topology FILE saves that)", None)
+        named = named_topology(store, topology)
+        check_ranks(named.topology, ranks, measured=named.links is not None)
+        return Target(named.topology, machine, named.links)
+    probe = _probe(launched, nodes, own_device(devices), _short_options(), progress)
+    return Target(measured_topology(MEASURED, ranks, probe), machine, measured_links(ranks, probe))
+
+
+def check_ranks(topology: Topology, ranks: Sequence[RankDevice], *, measured: bool) -> None:
+    """Check that the ranks can be the devices of a topology, and are those that it was `measured` between.
+
+    Raises:
+        UsageError: they are not.
+    """
+    if len(topology.devices) != len(ranks):
+        raise UsageError(
+            f"topology {topology.name}: has {len(topology.devices)} devices, must have {len(ranks)}, one for each "
+            "process that torchrun started; start as many, or pass another topology"
+        )
+    nodes = nodes_of([member.host for member in ranks])
+    there = [(device.node, device.kind_name) for device in topology.devices]
+    if measured and there != [(node, member.kind.name) for node, member in zip(nodes, ranks, strict=True)]:
+        raise UsageError(
+            f"topology {topology.name}: was measured between {len({node for node, _ in there})} hosts with other "
+            f"devices than these {len(set(nodes))} have, must be that of the ranks; measure them: app topology probe "
+            "--name"
+        )
+
+
+def probe_cluster(
+    database: str | None, name: str, processor: Processor | None, timeout_s: float, progress: Progress
+) -> NamedTopology | None:
+    """Measure the links between all ranks, of one host or several, and store them; all ranks must call it.
+
+    Returns the topology and its links on rank 0, which alone opens the database, and None on the others.
+
+    Raises:
+        UsageError: the name is that of another topology, or there is one rank.
+        RankFailure: a rank failed.
+    """
+    from profiler.links import LinkOptions
+
+    check_new_name(name)
+
+    def lead(launched: LaunchedRanks) -> NamedTopology:
+        if launched.size < 2:
+            raise UsageError("topology probe: there is 1 rank, must be at least 2 to have links; start more")
+        devices = own_devices(processor)
+        device = own_device(devices)
+        ranks = launched.execute(lambda: members(device))
+        with Store.open(database) as store:
+            machine = describe(store, devices)
+            nodes = nodes_of([member.host for member in ranks])
+            probe = _probe(launched, nodes, device, LinkOptions(), progress)
+            topology = measured_topology(name, ranks, probe)
+            links = put_measured(store, topology, probe, machine.environment_id)
+        launched.execute(lambda: launched.give(Leaving()))
+        return NamedTopology(topology, links)
+
+    return as_rank(processor, timeout_s, lead)
+
+
+def as_rank(
+    processor: Processor | None, timeout_s: float, lead: Callable[[LaunchedRanks], Result]
+) -> Result | None:
+    """Return, on rank 0, the result of `lead`; on the others None, after they have followed its orders.
+
+    Raises:
+        SoapstoneError: rank 0 refuses to go on.
+        RankFailure: a rank failed.
+    """
+    launched = LaunchedRanks.join(processor or default_processor(), timeout_s)
     try:
-        order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(_options().limit_s))
+        result = None
+        if launched.leads:
+            result = lead(launched)
+        else:
+            launched.execute(lambda: follow(launched, processor))
+    except RankFailure:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        failure = launched.cause_of_signal()
+        if failure is not None:
+            raise failure from None
+        raise
+    except BaseException as error:
+        # Whatever it is, the others must not wait for it.
+        launched.refuse(error, error.exit_code if isinstance(error, SoapstoneError) else 1)
+        raise
+    launched.leave()
+    return result
+
+
+def _probe(
+    launched: LaunchedRanks,
+    nodes: Sequence[int],
+    device: PhysicalDevice,
+    options: LinkOptions,
+    progress: Progress,
+) -> LinkProbe:
+    """Measure between all ranks, as rank 0, which the others follow."""
+    hosts = len(set(nodes))
+    progress.begin(
+        f"measuring links between {len(nodes)} ranks on {hosts} host{'' if hosts == 1 else 's'}", None
+    )
+    try:
+        order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(options.limit_s), options)
 
         def ordered() -> LinkProbe:
             launched.give(order)
-            return probe_ranks(own_device(devices), order)
+            return probe_ranks(device, order)
 
-        probe = launched.execute(ordered)
+        return launched.execute(ordered)
     finally:
         progress.end()
-    return Target(measured_topology(ranks, nodes, probe), machine, measured_links(ranks, probe))
 
 
 def probed_pairs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -150,7 +255,8 @@ def _by_node(nodes: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(rank for rank, of in enumerate(nodes) if of == node) for node in dict.fromkeys(nodes)]
 
 
-def _options() -> LinkOptions:
+def _short_options() -> LinkOptions:
+    """Return the sizes for one run alone."""
     from profiler.links import KIB, MIB, LinkOptions
 
     sizes = (KIB, 64 * KIB, MIB, 4 * MIB)
@@ -165,7 +271,7 @@ def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
     from profiler.links import summarize
 
     device.occupy()
-    plan = _options().plan(
+    plan = order.options.plan(
         dist.get_rank(), dist.get_world_size(), order.pairs, order.groups, exercise=order.jobs
     )
     return summarize(gather_everywhere(probe_joined(device, plan)))
@@ -180,8 +286,9 @@ def measured_links(ranks: Sequence[RankDevice], probe: LinkProbe) -> LocalLinks:
     return links
 
 
-def measured_topology(ranks: Sequence[RankDevice], nodes: Sequence[int], probe: LinkProbe) -> Topology:
+def measured_topology(name: str, ranks: Sequence[RankDevice], probe: LinkProbe) -> Topology:
     """Return the topology of the ranks: inside a host a link a pair, between hosts each host's two network links."""
+    nodes = nodes_of([member.host for member in ranks])
     kinds = {member.kind.name: member.kind for member in ranks}
     local_index: dict[int, int] = {}
     devices = []
@@ -220,7 +327,7 @@ def measured_topology(ranks: Sequence[RankDevice], nodes: Sequence[int], probe: 
                 routes[source, destination] = (len(links),)
                 links.append(Link(f"memory/{source}->{destination}", "memory", *inside[nodes[source]]))
     return Topology(
-        name=MEASURED,
+        name=name,
         kinds=tuple(kinds.values()),
         devices=tuple(devices),
         links=tuple(links),

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from app.db.records import ExecutionRecord
 from app.db.store import Store
-from app.services.costs.machine import LocalMachine, default_processor
+from app.services.costs.machine import LocalMachine
 from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
+from app.services.costs.topologies import LOCAL
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
-from app.services.predict.predict import LOCAL, Setting, Target, find_target, named_strategy, predict, prepare
+from app.services.predict.predict import Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
 from app.services.timeline.store import write_recording
-from graph.errors import RankFailure, RuntimeFailure, SoapstoneError, UsageError
+from graph.errors import RuntimeFailure, SoapstoneError, UsageError
 from graph.strategy import Strategy
 from graph.topology import Processor
 from graph.training import Training
@@ -257,36 +258,12 @@ def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Tra
 
 def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
     """Run as one of the processes that torchrun started."""
-    from runtime.launch.rank_leader import LaunchedRanks
+    from app.services.run.cluster import as_rank
 
-    launched = LaunchedRanks.join(request.processor or default_processor(), request.timeout_s)
-    try:
-        report = None
-        if launched.leads:
-            report = _lead(launched, request, database, progress)
-        else:
-            _follow(launched, request)
-    except RankFailure:
-        raise
-    except SoapstoneError as error:
-        launched.refuse(error, error.exit_code)
-        raise
-    except _OverLimit as error:
-        launched.refuse(error, 1)
-        raise
-    except (KeyboardInterrupt, SystemExit):
-        failure = launched.cause_of_signal()
-        if failure is not None:
-            raise failure from None
-        raise
-    launched.leave()
-    return report
+    def lead(launched: LaunchedRanks) -> RunReport | None:
+        return _lead(launched, request, database, progress)
 
-
-def _follow(launched: LaunchedRanks, request: RunRequest) -> None:
-    from app.services.run.cluster import follow
-
-    launched.execute(lambda: follow(launched, request.processor))
+    return as_rank(request.processor, request.timeout_s, lead)
 
 
 def _lead(

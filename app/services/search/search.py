@@ -10,13 +10,12 @@ from app.db import chunks
 from app.db.failures import as_written
 from app.db.records import SearchOutcome, SearchStatus
 from app.db.store import Store
+from app.services.costs.topologies import LOCAL, find_topology
 from app.services.models.models import ImportedModel, import_graph
 from app.services.predict.predict import (
-    LOCAL,
     Setting,
     cost_environments,
     find_target,
-    named_topology,
     prepare,
     resolve_costs,
 )
@@ -62,7 +61,7 @@ def run_search(
     """
     options, names = search_options(request), algorithm_names(request)
     workers = worker_count(request.workers)
-    _check_topology(request)
+    _check_topology(request, database)
     with Store.open(database) as store:
         chunks.check_next_folder(store)
         model = _imported(request, names, workers, progress, imported)
@@ -102,7 +101,7 @@ def resume_search(
             shares = MoveShares(**record.options["moves"]) if "moves" in record.options else ONE_GROUP
             stored_starts = [(start["digest"], start["found_for"]) for start in record.options["known"]]
         options, names = replace(search_options(request), shares=shares), algorithm_names(request)
-        _check_topology(request)
+        _check_topology(request, database)
         model = _imported(request, names, processes, progress)
         with _setting(store, request, model, progress) as setting:
             check_same(record, setting)
@@ -128,10 +127,10 @@ def resume_search(
             return _search(store, setting, plan, progress)
 
 
-def _check_topology(request: SearchRequest) -> None:
+def _check_topology(request: SearchRequest, database: str | None) -> None:
     """Refuse a topology that does not exist or is too small, before the model is imported, which takes longer."""
     if request.topology != LOCAL:
-        named_topology(request.topology, devices=request.devices, nodes=request.nodes)
+        find_topology(request.topology, database, devices=request.devices, nodes=request.nodes)
 
 
 def _imported(
@@ -176,7 +175,7 @@ def _setting(
         precision=request.model.precision,
     )
     # Of other machines there are only estimates.
-    on_miss = request.on_miss or ("measure" if request.topology == LOCAL else "estimate")
+    on_miss = request.on_miss or ("estimate" if target.machine is None else "measure")
     with prepare(store, model, target, training, on_miss, progress) as setting:
         if on_miss == "measure":
             # As `app profile` does; the walk then seldom meets a call without a cost.

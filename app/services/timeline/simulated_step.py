@@ -17,8 +17,9 @@ from app.services.costs.environments import say_used
 from app.services.costs.link_costs import fitted_links
 from app.services.costs.machine import links_kind_name
 from app.services.costs.operator_costs import CostsByKind, DatabaseCosts
+from app.services.costs.topologies import LOCAL, measured_links
 from app.services.models.models import import_graph, stored_request
-from app.services.predict.predict import LOCAL, Target
+from app.services.predict.predict import Target
 from app.services.progress import Progress
 from app.services.stored import strategy_of, topology_of, training_of
 from graph.errors import UsageError
@@ -172,8 +173,9 @@ def _costs(
             store, kind, kind_id, environment_id, "estimate", precision=precision
         )
     links = None
-    # Links are measured for the topology `local` alone.
-    if topology.name == LOCAL and environment_id is not None:
+    if topology.name != LOCAL:
+        links = measured_links(store, topology)
+    elif environment_id is not None:
         stored = store.device_kind(links_kind_name([device.kind_name for device in topology.devices]))
         if stored is not None:
             links = fitted_links(store, stored.id, environment_id, len(topology.devices))
