@@ -1,7 +1,7 @@
 """The share of the cores' time that other processes took during a measurement, which may be worth repeating then.
 
 Counted by the operating system (Linux), for each core: all the time that it worked, for whomever, and that a virtual
-machine's host took away. What this process's own children took is subtracted, once they have ended.
+machine's host took away. What this process took is subtracted, and its children, once they have ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OthersMeter:
     def __init__(self, cores: Collection[int]) -> None:
         self._cores = frozenset(cores)
         self._began = time.monotonic()
-        self._busy_s, self._own_s = _busy_s(self._cores), _children_s()
+        self._busy_s, self._own_s = _busy_s(self._cores), _own_s()
 
     def share(self) -> float | None:
         """Return the share of the cores' time that others took, at least 0; None where it is not counted."""
@@ -30,7 +30,7 @@ class OthersMeter:
         if busy_s is None or self._busy_s is None or not self._cores:
             return None
         elapsed_s = (time.monotonic() - self._began) * len(self._cores)
-        others_s = busy_s - self._busy_s - (_children_s() - self._own_s)
+        others_s = busy_s - self._busy_s - (_own_s() - self._own_s)
         return max(0.0, others_s / elapsed_s) if elapsed_s > 0 else 0.0
 
 
@@ -48,6 +48,6 @@ def _busy_s(cores: Collection[int]) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _children_s() -> float:
+def _own_s() -> float:
     times = os.times()
-    return times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system

@@ -138,7 +138,11 @@ def test_a_topology_of_another_size_is_refused_by_rank_0_alone(folder: Path, dat
 def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(folder: Path, database: Path) -> None:
     probe = ("topology", "probe", "--device", "cpu", "--json")
     first, second = on_hosts(folder, 2, 1, *probe, "--name", "wire")
-    assert (first.code, first.errors, second) == (0, (), Agent(0, "", ()))
+    # Others may work here meanwhile, and are then warned of.
+    assert [
+        line for line in first.errors if not line.startswith("warning: links: other processes took")
+    ] == []
+    assert (first.code, second) == (0, Agent(0, "", ()))
     topology = json.loads(first.output)
     assert [device["node"] for device in topology["devices"]] == [0, 1]
     assert {"p2p 0,1", "all_reduce 0,1", "all_gather 0,1"} <= {fit["pattern"] for fit in topology["measured"]}

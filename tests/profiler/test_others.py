@@ -1,4 +1,4 @@
-"""What others take of a core is told from what this process's children take."""
+"""What others take of a core is told from what this process and its children take."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from profiler.others import STATISTICS, OthersMeter
@@ -32,6 +33,24 @@ def test_work_of_others_counts_and_that_of_children_does_not() -> None:
     assert seen is not None
     assert ended is not None
     assert seen - ended > 0.25 / (time.monotonic() - began)
+
+
+def test_own_work_is_not_that_of_others() -> None:
+    def busy_s() -> float:
+        every = [psutil.cpu_times(percpu=True)[core] for core in cores]
+        return sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in every)
+
+    # On all cores: the system may move this thread.
+    cores = usable_cores()
+    meter, before_s, began = OthersMeter(cores), busy_s(), time.monotonic()
+    own_before_s = time.process_time()
+    while time.process_time() - own_before_s < 1:
+        pass
+    share, after_s, elapsed_s = meter.share(), busy_s(), time.monotonic() - began
+    own_s = time.process_time() - own_before_s
+    assert share is not None
+    # The kernel counts in ticks of 10 ms, on each core.
+    assert share * elapsed_s * len(cores) == pytest.approx(max(0.0, after_s - before_s - own_s), abs=0.2)
 
 
 def test_no_cores_are_disturbed_by_nobody() -> None:

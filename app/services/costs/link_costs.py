@@ -194,11 +194,17 @@ def undisturbed_probe(measure: Callable[[], LinkProbe], progress: Progress) -> L
         if len(results) < MOST_PROBES:
             progress.say(f"other processes took {share:.0%} of the devices' cores meanwhile: measuring again")
     quietest = min(results, key=lambda result: result.others_share or 0.0)
-    progress.warn(
-        f"links: other processes took {quietest.others_share:.0%} of the devices' cores while they were measured, "
-        f"should take at most {RESTLESS_SHARE:.0%}; measure again when they rest: app topology probe"
-    )
+    warn_if_disturbed(quietest, progress)
     return quietest
+
+
+def warn_if_disturbed(result: LinkProbe, progress: Progress) -> None:
+    """Warn where other processes took much of the cores that a probe needed."""
+    if result.others_share is not None and result.others_share > RESTLESS_SHARE:
+        progress.warn(
+            f"links: other processes took {result.others_share:.0%} of the devices' cores while they were measured, "
+            f"should take at most {RESTLESS_SHARE:.0%}; measure again when they rest: app topology probe"
+        )
 
 
 def probe(store: Store, machine: LocalMachine, progress: Progress) -> LocalLinks:
