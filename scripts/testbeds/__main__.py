@@ -122,7 +122,7 @@ def _show(hosts: EmulatedHosts) -> None:
     print(f"testbed {hosts.name}: {hosts}")
     for host, namespace in enumerate(hosts.namespaces):
         count = len(network.processes_in([namespace]))
-        print(f"  host {host}: namespace {namespace}, address {network.address(host)}, {count} processes")
+        print(f"  host {host}: namespace {namespace}, address {network.address(host)}, processes: {count}")
 
 
 if __name__ == "__main__":

@@ -74,6 +74,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def is_written(path: Path) -> bool:
+    return path.exists() and path.read_text().endswith("\n")
+
+
 def is_alive(process: int) -> bool:
     try:
         # A process that has ended, and that nobody has waited for, is none.
@@ -247,9 +251,8 @@ def test_down_takes_away_what_a_killed_up_made(
     # In the middle, up waits for this.
     path = program(f"echo $$ >{tmp_path}/waiting; exec sleep 600")
     with start("up", "--name", absent, path=path) as process:
-        wait_for((tmp_path / "waiting").exists)
+        wait_for(lambda: is_written(tmp_path / "waiting"))
         process.kill()
-    wait_for(lambda: bool((tmp_path / "waiting").read_text().strip()))
     os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
     assert namespaces_of(absent)
     code, _, errors = outcome("run", "--name", absent, "--", "true")
@@ -257,6 +260,40 @@ def test_down_takes_away_what_a_killed_up_made(
     assert errors.startswith(f"error: testbed {absent}: is not up completely, must be;")
     assert outcome("down", "--name", absent) == (0, f"testbed {absent}: is down\n", "")
     assert namespaces_of(absent) == ()
+
+
+def test_an_interrupted_up_takes_away_what_it_made(
+    absent: str, program: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = program(f"echo $$ >{tmp_path}/waiting; exec sleep 600")
+    with start("up", "--name", absent, path=path) as process:
+        wait_for(lambda: is_written(tmp_path / "waiting"))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == (143, "interrupted\n")
+    assert namespaces_of(absent) == ()
+    assert not is_alive(int((tmp_path / "waiting").read_text()))
+
+
+def test_a_damaged_description_is_one_line_and_down_needs_none(absent: str) -> None:
+    assert outcome("up", "--name", absent)[0] == 0
+    state_file(absent).write_text('{"name": 1')
+    code, output, errors = outcome("status", "--name", absent)
+    assert (code, output, errors.count("\n")) == (1, "", 1)
+    assert errors.startswith(f"error: {state_file(absent)}: is damaged")
+    assert outcome("down", "--name", absent) == (0, f"testbed {absent}: is down\n", "")
+    assert namespaces_of(absent) == ()
+
+
+def test_status_names_hosts_addresses_and_cores(two_hosts: str) -> None:
+    code, output, errors = outcome("status", "--name", two_hosts)
+    cores = "; ".join(",".join(map(str, own)) for own in divided_cores(sorted(os.sched_getaffinity(0)), 2))
+    assert (code, errors) == (0, "")
+    assert output.splitlines() == [
+        f"testbed {two_hosts}: 2 hosts of 1 device each at 1000 Mbit/s, on cores {cores}",
+        f"  host 0: namespace {two_hosts}-0, address 10.77.0.1, processes: 0",
+        f"  host 1: namespace {two_hosts}-1, address 10.77.0.2, processes: 0",
+    ]
 
 
 # ---- the wire
