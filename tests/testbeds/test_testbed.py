@@ -314,10 +314,9 @@ def transfer(name: str, senders: Sequence[int], receivers: Sequence[int], size: 
     addresses = [f"10.77.0.{number + 1}" for number in receivers]
     sending = [subprocess.Popen([*host[number], SEND, str(size), *addresses]) for number in senders]
     # On the clock of the machine, which all processes share.
-    times = [map(float, process.communicate(timeout=WAIT_S)[0].split()) for process in receiving]
+    shown = [process.communicate(timeout=WAIT_S)[0].split() for process in receiving]
     assert [process.wait(WAIT_S) for process in sending] == [0] * len(sending)
-    began, ended = zip(*times, strict=True)
-    return max(ended) - min(began)
+    return max(float(ended) for _, ended in shown) - min(float(began) for began, _ in shown)
 
 
 @pytest.mark.parametrize(
