@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from app.analytics.accuracy import Accuracy, accuracy_query
 from app.analytics.duck import as_text, connect
 from app.db.engine import Database
+from app.db.records import is_restless
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ class ComparisonRow:
     """One strategy on one topology under one training; None where there is no prediction or no finished run.
 
     `relative_error` is (predicted - measured median) / measured median; `relative_error_to_minimum` the same
-    for the fastest step. `measured_noise_s` is what repeating moves the median by (`app.analytics.accuracy`).
+    for the fastest step, `relative_error_undisturbed` for `measured_undisturbed_s`, the step without what other
+    processes took of the cores (None where that was not counted). `measured_noise_s` is what repeating moves the
+    median by (`app.analytics.accuracy`).
     Speed-ups are over data parallelism on the same graph, topology and training. The shares say what part of the
     predicted time rests on measured costs, estimates and data sheets.
     """
@@ -41,6 +44,8 @@ class ComparisonRow:
     measured_throughput_samples_per_s: float | None
     relative_error: float | None
     relative_error_to_minimum: float | None
+    measured_undisturbed_s: float | None
+    relative_error_undisturbed: float | None
     predicted_speedup: float | None
     measured_speedup: float | None
     measured_share: float | None
@@ -48,6 +53,11 @@ class ComparisonRow:
     datasheet_share: float | None
     feasible: bool | None
     executions: int
+
+    @property
+    def is_restless(self) -> bool:
+        """True where other processes took so much of the cores that the measured step says little."""
+        return is_restless(self.measured_median_s, self.measured_undisturbed_s)
 
 
 @dataclass(frozen=True, slots=True)

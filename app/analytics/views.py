@@ -160,7 +160,7 @@ FROM store.simulations AS run {_RUN_JOINS}
 _EXECUTIONS = f"""
 SELECT run.id, {_RUN_NAMES}, run.status, run.iterations, run.minimum_s, run.median_s, run.mean_s,
        run.throughput_samples_per_s, run.step_times_s, run.failure, run.largest_deviation,
-       run.peak_bytes, run.process_bytes,
+       run.peak_bytes, run.process_bytes, run.lost_s, run.undisturbed_s,
        environment.fingerprint AS environment, run.created_at, run.finished_at, run.strategy_id,
        run.topology_id, run.training_id
 FROM store.executions AS run {_RUN_JOINS}
@@ -186,7 +186,7 @@ WITH predicted AS (
     ) = 1
 ),
 measured AS (
-    SELECT strategy_id, topology_id, training_id, median_s, minimum_s, count(*) OVER alike AS executions,
+    SELECT strategy_id, topology_id, training_id, median_s, minimum_s, undisturbed_s, count(*) OVER alike AS executions,
            greatest(
                list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.75)
                - list_aggregate(step_times_s::DOUBLE[], 'quantile_cont', 0.25),
@@ -202,7 +202,7 @@ measured AS (
 run AS (
     SELECT strategy_id, topology_id, training_id, predicted.step_time_s AS predicted_s,
            measured.median_s AS measured_median_s, measured.minimum_s AS measured_minimum_s,
-           measured.noise_s AS measured_noise_s,
+           measured.noise_s AS measured_noise_s, measured.undisturbed_s AS measured_undisturbed_s,
            coalesce(measured.executions, 0) AS executions, predicted.feasible::BOOLEAN AS feasible,
            predicted.task_order, predicted.measured_share, predicted.estimated_share, predicted.datasheet_share
     FROM predicted
@@ -213,6 +213,8 @@ SELECT {_RUN_NAMES}, run.predicted_s, run.measured_median_s, run.measured_minimu
        training.batch_size / run.measured_median_s AS measured_throughput_samples_per_s,
        (run.predicted_s - run.measured_median_s) / run.measured_median_s AS relative_error,
        (run.predicted_s - run.measured_minimum_s) / run.measured_minimum_s AS relative_error_to_minimum,
+       run.measured_undisturbed_s,
+       (run.predicted_s - run.measured_undisturbed_s) / run.measured_undisturbed_s AS relative_error_undisturbed,
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.predicted_s END) OVER alike
            / run.predicted_s AS predicted_speedup,
        max(CASE WHEN strategy.source = 'data-parallel' THEN run.measured_median_s END) OVER alike

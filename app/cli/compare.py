@@ -118,6 +118,20 @@ def _print_rows(rows: Sequence[ComparisonRow]) -> None:
             ],
             title=title,
         )
+    restless = [row for row in rows if row.is_restless]
+    if restless:
+        print_table(
+            ["restless: others took more than 10 %", "measured", "less what they took", "error then"],
+            [
+                [
+                    row.strategy[:12],
+                    milliseconds(row.measured_median_s),
+                    milliseconds(row.measured_undisturbed_s),
+                    percent(row.relative_error_undisturbed),
+                ]
+                for row in restless
+            ],
+        )
     print_lines(
         "measured: median step of the newest run; noise: what repeating moves it by;",
         "error: (predicted - measured) / measured; samples/s and speedup: predicted / measured;",

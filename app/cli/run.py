@@ -133,6 +133,16 @@ def run(
         raise RuntimeFailure(report.failure)
 
 
+def _undisturbed(report: RunReport) -> list[list[str]]:
+    """Return the row of the step without what other processes took of the cores, where that was counted."""
+    from app.cli.output import milliseconds
+
+    step_s = report.undisturbed_s
+    if step_s is None or step_s <= 0:
+        return []
+    return [["measured, less what others took", milliseconds(step_s), f"{report.batch_size / step_s:.2f}"]]
+
+
 def _print(report: RunReport) -> None:
     from app.cli.output import mebibytes, milliseconds, percent, print_lines, print_table
 
@@ -150,8 +160,13 @@ def _print(report: RunReport) -> None:
                 milliseconds(report.minimum_s),
                 f"{report.batch_size / report.minimum_s:.2f}",
             ],
+            *_undisturbed(report),
         ],
     )
+    if report.is_restless:
+        print_lines(
+            "restless: other processes took more than a tenth of the steps; run it again where nothing else computes"
+        )
     print_lines(
         f"prediction error {percent(report.relative_error)}; loss {report.first_loss:.4f} in the first step, "
         f"{report.last_loss:.4f} in the last"

@@ -292,6 +292,8 @@ executions = sa.Table(
     sa.Column("alive_at", UtcDateTime),
     sa.Column("peak_bytes", sa.Text),
     sa.Column("process_bytes", sa.Text),
+    sa.Column("lost_s", sa.Text),
+    sa.Column("undisturbed_s", sa.Double),
     sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
     sa.Index(None, "strategy_id", "topology_id", "training_id"),
 )

@@ -294,7 +294,9 @@ class ExecutionRecord:
 
     `largest_deviation` is the largest difference found by verification against one device; None if it was not
     asked for. `peak_bytes` and `process_bytes`, one entry a device: what a step's tensors take at most, and what the
-    process that ran the device has held at most; None where it was not measured. `owner` and `alive_at` as in
+    process that ran the device has held at most; None where it was not measured. `lost_s`, one entry a step: the most
+    seconds that other processes took from one of its ranks; `undisturbed_s`: what a step would have taken without; None
+    where the system does not count them. `owner` and `alive_at` as in
     `SearchRecord`.
     """
 
@@ -313,11 +315,23 @@ class ExecutionRecord:
     largest_deviation: float | None = None
     peak_bytes: tuple[int, ...] | None = None
     process_bytes: tuple[int, ...] | None = None
+    lost_s: tuple[float, ...] | None = None
+    undisturbed_s: float | None = None
     created_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
     owner: str | None = field(default=None, compare=False)
     alive_at: datetime | None = field(default=None, compare=False)
     id: int = 0
+
+
+RESTLESS = 0.1
+
+
+def is_restless(median_s: float | None, undisturbed_s: float | None) -> bool:
+    """Return whether other processes took so much of the cores, more than a tenth, that a measured step says little."""
+    if median_s is None or undisturbed_s is None:
+        return False
+    return median_s - undisturbed_s > RESTLESS * median_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,6 +253,8 @@ class RunStore(StorePart):
         largest_deviation: float | None = None,
         peak_bytes: Sequence[int] | None = None,
         process_bytes: Sequence[int] | None = None,
+        lost_s: Sequence[float] | None = None,
+        undisturbed_s: float | None = None,
     ) -> ExecutionRecord:
         """Store the times of a run's steps and their statistics; return the finished row.
 
@@ -281,6 +283,8 @@ class RunStore(StorePart):
             "largest_deviation": largest_deviation,
             "peak_bytes": None if peak_bytes is None else canonical_json(list(peak_bytes)),
             "process_bytes": None if process_bytes is None else canonical_json(list(process_bytes)),
+            "lost_s": None if lost_s is None else canonical_json(list(lost_s)),
+            "undisturbed_s": undisturbed_s,
             "finished_at": utc_now(),
         }
         with self.write() as connection:

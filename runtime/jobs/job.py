@@ -75,6 +75,7 @@ class JobResult:
     peaks: the peak memory of a step, by rank, where asked for.
     gradients, weights, buffers: whole tensors, where asked for.
     recorded: the timelines of the recorded steps.
+    lost_s: for each measured iteration, the seconds that each rank lost to other processes; None: not counted.
     """
 
     step_times_s: tuple[float, ...]
@@ -86,6 +87,7 @@ class JobResult:
     weights: Arrays | None = None
     buffers: Arrays | None = None
     recorded: Recorded = ()
+    lost_s: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def minimum_s(self) -> float:
@@ -96,6 +98,24 @@ class JobResult:
     def median_s(self) -> float:
         """The median measured step."""
         return statistics.median(self.step_times_s)
+
+    @property
+    def most_lost_s(self) -> tuple[float, ...] | None:
+        """For each measured iteration, the most that one rank lost to other processes; None: not counted."""
+        return None if self.lost_s is None else tuple(max(of_step) for of_step in self.lost_s)
+
+    @property
+    def undisturbed_s(self) -> float | None:
+        """The step without what other processes took of the cores; None where that was not counted.
+
+        Ranks wait for each other, so that a step loses at least what one rank loses. That is taken off the half of the
+        steps that lost least; the median of them.
+        """
+        lost = self.most_lost_s
+        if not lost:
+            return None
+        least_lost = sorted(zip(lost, self.step_times_s, strict=True))[: (len(lost) + 1) // 2]
+        return statistics.median(step_s - lost_s for lost_s, step_s in least_lost)
 
 
 def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResult | None:

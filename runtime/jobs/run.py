@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from graph.plan import Plan
 from profiler.operators.counter_rng import forget_positions
+from profiler.others import LostTime
 from profiler.timers import synchronize, timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor, InitialTensors
@@ -58,12 +60,14 @@ class JobRun:
         """Execute all steps; return the result on rank 0."""
         job = self._job
         losses = []
-        times = []
+        times: list[float] = []
+        lost: list[float | None] = []
         gradients: Arrays | None = None
         for number in range(job.steps):
-            elapsed_s = self._timed_step(number)
-            if number >= job.warmup:
+            elapsed_s, lost_s = self._timed_step(number)
+            if job.warmup <= number < job.warmup + job.iterations:
                 times.append(elapsed_s)
+                lost.append(lost_s)
             losses.append(self._executor.loss())
             if number == 0 and job.collect:
                 gradients = self._collect_gradients()
@@ -73,35 +77,36 @@ class JobRun:
             weights, buffers = self._collect_state()
         recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
         peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
-        measured = self._world.gather(
-            (tuple(times[-job.iterations :] if job.iterations else ()), peak, recorded)
-        )
+        measured = self._world.gather((tuple(times), tuple(lost), peak, recorded))
         if measured is None:
             return None
-        rank_times = tuple(times for times, _, _ in measured)
+        rank_times, rank_lost, peaks, rank_recorded = zip(*measured, strict=True)
         return JobResult(
             step_times_s=tuple(max(times_of_step) for times_of_step in zip(*rank_times, strict=True)),
             rank_times_s=rank_times,
             losses=tuple(losses),
             verification=None if self._verified is None else self._verified.with_run(losses[0]),
-            peaks=tuple(peak for _, peak, _ in measured if peak is not None),
+            lost_s=None if None in chain(*rank_lost) else tuple(zip(*rank_lost, strict=True)),
+            peaks=tuple(peak for peak in peaks if peak is not None),
             gradients=gradients,
             weights=weights,
             buffers=buffers,
-            recorded=tuple(zip(*(steps for _, _, steps in measured), strict=True)),
+            recorded=tuple(zip(*rank_recorded, strict=True)),
         )
 
-    def _timed_step(self, number: int) -> float:
+    def _timed_step(self, number: int) -> tuple[float, float | None]:
+        """Return the seconds of a step, and those that this rank lost to other processes meanwhile."""
         timer = timer_for(self._device)
         heartbeat(f"in step {number}")
         if number == self._job.warmup:
             # No garbage of building or verifying may be collected inside a measured step.
             gc.collect()
         self._world.barrier(self._device)
+        lost = LostTime()
         start = timer.mark()
         self._executor.step(number)
         synchronize(self._device)
-        return timer.elapsed_s(start, timer.mark())
+        return timer.elapsed_s(start, timer.mark()), lost.seconds()
 
     def _recorded_step(self, number: int) -> tuple[Span, ...]:
         from runtime.observe.recorder import record_step

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from app.db.records import ExecutionRecord
+from app.db.records import ExecutionRecord, is_restless
 from app.db.store import Store
 from app.services.costs.machine import LocalMachine
 from app.services.costs.operator_costs import OnMiss
@@ -101,6 +101,7 @@ class RunReport:
     median_s: float
     throughput: float
     predicted_s: float
+    undisturbed_s: float | None
     first_loss: float
     last_loss: float
     deviations: tuple[Deviation, ...] | None
@@ -113,6 +114,11 @@ class RunReport:
     def relative_error(self) -> float:
         """(predicted - measured median) / measured median."""
         return (self.predicted_s - self.median_s) / self.median_s
+
+    @property
+    def is_restless(self) -> bool:
+        """True where other processes took so much of the cores that the measured step says little."""
+        return is_restless(self.median_s, self.undisturbed_s)
 
     @property
     def fullest(self) -> int | None:
@@ -139,6 +145,7 @@ class RunReport:
             "throughput_samples_per_s": self.throughput,
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
+            "undisturbed_s": self.undisturbed_s,
             "losses": [self.first_loss, self.last_loss],
             "recomputed": [list(pair) for pair in self.recomputed],
             "memory_account": self.memory_account,
@@ -399,6 +406,8 @@ def _finish(
         largest_deviation=None if not deviations else deviations[0].relative,
         peak_bytes=[peak.tensor_bytes for peak in result.peaks] or None,
         process_bytes=[peak.process_bytes for peak in result.peaks] or None,
+        lost_s=result.most_lost_s,
+        undisturbed_s=result.undisturbed_s,
     )
     if result.recorded:
         write_recording(store, record, result.recorded)
@@ -417,6 +426,7 @@ def _finish(
         median_s=result.median_s,
         throughput=record.throughput_samples_per_s or setting.training.batch_size / result.median_s,
         predicted_s=simulation.step_time_s,
+        undisturbed_s=result.undisturbed_s,
         first_loss=result.losses[0],
         last_loss=result.losses[-1],
         deviations=deviations,

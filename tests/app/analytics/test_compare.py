@@ -17,9 +17,18 @@ from tests.app.db import samples
 from tests.app.db.samples import Scene
 
 
-def run(store: Store, scene: Scene, strategy_id: int, step_times_s: list[float], *, at: int = 0) -> None:
+def run(
+    store: Store,
+    scene: Scene,
+    strategy_id: int,
+    step_times_s: list[float],
+    *,
+    at: int = 0,
+    undisturbed_s: float | None = None,
+) -> None:
     """Store a finished execution."""
-    store.finish_execution(store.start_execution(scene.execution(strategy_id, at=at)), step_times_s)
+    execution = store.start_execution(scene.execution(strategy_id, at=at))
+    store.finish_execution(execution, step_times_s, undisturbed_s=undisturbed_s)
 
 
 def strategy(store: Store, scene: Scene, number: int, source: StrategySource = "search") -> int:
@@ -45,8 +54,8 @@ def scene(store: Store) -> Scene:
     store.put_simulation(scene.simulation(searched, 1.0, search_id=search))
     store.put_simulation(replace(scene.simulation(predicted_only, 4.0), feasible=False))
     run(store, scene, data_parallel, [6.0, 6.0, 6.0], at=0)
-    run(store, scene, data_parallel, [2.5, 2.0, 4.0], at=1)
-    run(store, scene, searched, [0.8, 0.5, 0.9])
+    run(store, scene, data_parallel, [2.5, 2.0, 4.0], at=1, undisturbed_s=1.6)
+    run(store, scene, searched, [0.8, 0.5, 0.9], undisturbed_s=0.75)
     run(store, scene, measured_only, [5.0, 5.0, 5.0])
     store.fail_execution(store.start_execution(scene.execution(searched, at=9)), "rank 1: killed")
     store.finish_search(search, "finished", SearchOutcome(10, 5, 2.0, 1.0, searched))
@@ -80,6 +89,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         measured_throughput_samples_per_s=10.0,
         relative_error=(1.0 - 0.8) / 0.8,
         relative_error_to_minimum=1.0,
+        measured_undisturbed_s=0.75,
+        relative_error_undisturbed=(1.0 - 0.75) / 0.75,
         predicted_speedup=2.0,
         measured_speedup=3.125,
         executions=1,
@@ -95,6 +106,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         measured_throughput_samples_per_s=3.2,
         relative_error=-0.2,
         relative_error_to_minimum=0.0,
+        measured_undisturbed_s=1.6,
+        relative_error_undisturbed=(2.0 - 1.6) / 1.6,
         predicted_speedup=1.0,
         measured_speedup=1.0,
         executions=2,
@@ -110,6 +123,8 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         measured_throughput_samples_per_s=1.6,
         relative_error=None,
         relative_error_to_minimum=None,
+        measured_undisturbed_s=None,
+        relative_error_undisturbed=None,
         predicted_speedup=None,
         measured_speedup=0.5,
         measured_share=None,
@@ -129,12 +144,16 @@ def test_compare_equals_numbers_by_hand(store: Store, scene: Scene) -> None:
         measured_throughput_samples_per_s=None,
         relative_error=None,
         relative_error_to_minimum=None,
+        measured_undisturbed_s=None,
+        relative_error_undisturbed=None,
         predicted_speedup=0.5,
         measured_speedup=None,
         feasible=False,
         executions=0,
     )
     assert compare(store.database).rows == (searched, data_parallel, measured_only, predicted_only)
+    # Of data parallelism's 2.5 s others took 0.9, of the searched strategy's 0.8 s 0.05.
+    assert [row.is_restless for row in compare(store.database).rows] == [False, True, False, False]
 
 
 def test_compare_takes_what_is_asked_for(store: Store, scene: Scene) -> None:
@@ -153,6 +172,20 @@ def test_compare_takes_what_is_asked_for(store: Store, scene: Scene) -> None:
     assert compare(store.database, model="alexnet", search=1) == nothing
     with pytest.raises(UsageError, match="search 99: is not in database"):
         compare(store.database, search=99)
+
+
+def test_a_run_that_others_disturbed_is_named(command: Command, database: Path) -> None:
+    with Store.open(database) as store:
+        scene = Scene.stored(store)
+        disturbed, quiet = strategy(store, scene, 1, "data-parallel"), strategy(store, scene, 2)
+        for strategy_id, undisturbed_s in ((disturbed, 1.5), (quiet, 1.9)):
+            store.put_simulation(scene.simulation(strategy_id, 1.2))
+            run(store, scene, strategy_id, [2.0], undisturbed_s=undisturbed_s)
+    printed = command("compare").output.split("restless")[1].split("measured: median")[0]
+    assert samples.strategy(scene.graph_id, 1).digest[:12] in printed
+    assert "1500.0 ms" in printed
+    assert "-20.0 %" in printed
+    assert samples.strategy(scene.graph_id, 2).digest[:12] not in printed
 
 
 def test_precisions_stand_apart_in_tables_and_documents(command: Command, database: Path) -> None:
