@@ -76,7 +76,7 @@ def test_upgrade_again_keeps_the_rows_and_downgrade_drops_them(database_url: str
 def test_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(database_url, revision="0001")
     with pytest.raises(
-        DatabaseError, match=r"schema is 0001, must be 0006; run: app db upgrade --database "
+        DatabaseError, match=rf"schema is 0001, must be {schema.HEAD}; run: app db upgrade --database "
     ) as raised:
         open_database(database_url)
     assert "\n" not in str(raised.value)
