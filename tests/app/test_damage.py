@@ -353,16 +353,33 @@ def test_a_view_in_place_of_a_table_does_not_run(command: Command, copy: Path) -
         assert "has a view strategies, which is none of Soapstone's" in outcome.errors
 
 
-def test_of_two_repairs_into_one_file_one_is_refused(copy: Path, tmp_path: Path) -> None:
-    new = tmp_path / "other" / "new.sqlite"
-    new.parent.mkdir()
-    words = (sys.executable, "-m", "app", "db", "check", "--database", str(copy), "--repair", str(new))
+def test_of_two_repairs_into_one_database_one_is_refused(sound: Path, database_url: str) -> None:
+    words = (sys.executable, "-m", "app", "db", "check", "--database", str(sound), "--repair", database_url)
     repairs = [
         subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     errors = [one.communicate()[1] for one in repairs]
     assert sorted(one.returncode for one in repairs) == [0, 2], errors
-    assert "is there already" in "".join(errors)
-    assert [path.name for path in new.parent.iterdir() if path.name.startswith(".")] == []
-    assert check(str(new)).damages == []
+    (refusal,) = [error for error, one in zip(errors, repairs, strict=True) if one.returncode == 2]
+    reasons = ("is there already", "is not empty", "another repair is writing into")
+    assert any(reason in refusal for reason in reasons), refusal
+    if database_url.startswith("sqlite"):
+        folder = Path(database_url.removeprefix("sqlite:///")).parent
+        assert [path.name for path in folder.iterdir() if path.name.endswith(".repairing")] == []
+    assert check(database_url).damages == []
+    with Store.open(database_url) as repaired, Store.open(sound) as old:
+        assert repaired.table_counts() == old.table_counts()
+
+
+def test_a_repair_without_room_is_one_line_and_leaves_nothing(sound: Path, tmp_path: Path) -> None:
+    new = tmp_path / "other" / "new.sqlite"
+    new.parent.mkdir()
+    # Files may grow to 64 KiB.
+    limited = ("bash", "-c", 'ulimit -f 64; exec "$@"', "full")
+    words = (sys.executable, "-m", "app", "db", "check", "--database", str(sound), "--repair", str(new))
+    ended = subprocess.run([*limited, *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended
+    assert ended.stderr.startswith(f"error: database {new}: the disk or a quota is full "), ended
+    assert ended.stderr.count("\n") == 1
+    assert list(new.parent.iterdir()) == []

@@ -26,9 +26,11 @@ from app.db.failures import database_failure, unwritable
 from app.db.records import utc_now
 from app.services.database.check import Findings, Row, check
 from app.services.timeline.store import FOLDER
-from graph.errors import UsageError
+from graph.errors import DatabaseError, UsageError
 
 BATCH_ROWS = 1000
+# Of PostgreSQL's: any number that nobody else is likely to lock in the same database.
+_ADVISORY_LOCK = 0x52455041
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,13 @@ def repair(database: str | None, new: str) -> tuple[Findings, Repaired]:
     """
     target = connect_engines(resolve_url(new))
     target.dispose()
-    _check_new(target, new)
+    _check_new(target)
     with _filled(target) as made:
-        schema.upgrade(made.url)
+        try:
+            schema.upgrade(made.url)
+        except DatabaseError as error:
+            # Under the name that was asked for: the other one is soon gone.
+            raise type(error)(str(error).replace(made.name, target.name)) from None
         engine = migration_engine(made.url)
         try:
             with engine.begin() as connection:
@@ -147,7 +153,7 @@ def _first(error: exc.DBAPIError) -> exc.DBAPIError:
     return error
 
 
-def _check_new(target: Database, new: str) -> None:
+def _check_new(target: Database) -> None:
     """Check that there is nothing yet where the new database is to be."""
     beside = target.trace_folder
     there = beside.is_dir() and any(beside.iterdir())
@@ -158,7 +164,7 @@ def _check_new(target: Database, new: str) -> None:
         ]
         if named:
             raise _there_already(named[0])
-    elif schema.status(new)[0] is not None:
+    elif schema.status(target.url.render_as_string(hide_password=False))[0] is not None:
         raise UsageError(f"--repair: database {target.name} is not empty, must be; make a new one")
     if there or (beside.exists() and not beside.is_dir()):
         raise UsageError(f"--repair: {beside} is there already, must be new; choose another name")
@@ -172,8 +178,10 @@ def _filled(target: Database) -> Iterator[Database]:
     however a repair ends. One of PostgreSQL is the target itself.
     """
     if target.url.get_backend_name() != "sqlite":
-        with _emptied_on_failure(target):
-            yield target
+        with _locked(target):
+            _check_new(target)  # a repair that has just ended may have filled it
+            with _emptied_on_failure(target):
+                yield target
         return
     file = Path(str(target.url.database))
     try:
@@ -206,6 +214,25 @@ def _move(made: Database, target: Database) -> None:
 
 def _there_already(path: Path) -> UsageError:
     return UsageError(f"--repair: {path} is there already, must be a new file; choose another name")
+
+
+@contextmanager
+def _locked(target: Database) -> Iterator[None]:
+    """Let no other repair into a database of PostgreSQL's.
+
+    Raises:
+        UsageError: one is writing into it.
+    """
+    try:
+        with target.write_engine.connect() as connection:
+            if not connection.scalar(sa.select(sa.func.pg_try_advisory_lock(_ADVISORY_LOCK))):
+                raise UsageError(
+                    f"--repair: another repair is writing into database {target.name}, must be alone; name another one"
+                )
+            connection.rollback()  # the lock is the connection's, not the transaction's
+            yield
+    finally:
+        target.dispose()  # a pool would keep the connection, and the lock
 
 
 @contextmanager
