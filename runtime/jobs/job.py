@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -145,4 +146,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     if dist.is_initialized() and dist.get_rank() >= size:
         return None
     multiply_in_tf32(allowed=job.training.precision == "tf32")
+    # What is loaded stays: the collections before measured steps look at the job's own objects alone.
+    gc.collect()
+    gc.freeze()
     return JobRun(job, plan, device).result()
