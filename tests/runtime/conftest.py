@@ -7,8 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.runtime.pool import LocalPool
+from tests.servers import warm_processes
 
 PROCESSES = 4
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """Start processes from a server, other than the pool's."""
+    with warm_processes():
+        yield
 
 
 @pytest.fixture(scope="session")

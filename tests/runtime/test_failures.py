@@ -18,6 +18,8 @@ from tests.runtime.oracle import graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
 from tests.runtime.strategies import by_kind, in_turn
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def job_of(model: ModelReference) -> Job:
     graph = graph_of("perceptron")
