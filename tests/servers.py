@@ -21,6 +21,9 @@ from profiler.pinning import child_variables, started_with
 PRELOADED = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.distributed_c10d",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
     "app.db.store",
     "profiler.link_worker",
     "profiler.operators",

@@ -1,32 +1,23 @@
-"""Run under torchrun: checks generated files one after another, in one process group.
-
-Prints, on rank 0, one line for each file: its name and whether it equals the plain module.
-"""
+"""What each rank does: check generated files one after another, in one process group."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 
-def main() -> None:
-    for file in sys.argv[1:]:
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+def check_files(files: Sequence[Path]) -> dict[str, bool]:
+    """Return, by name, whether each file's network equals the plain module."""
+    equal = {}
+    for file in files:
+        spec = importlib.util.spec_from_file_location(file.stem, file)
         assert spec is not None
         assert spec.loader is not None
         generated = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(generated)
-        equal = generated.check(generated.make_mesh())
-        if dist.get_rank() == 0:
-            sys.stdout.write(f"checked {Path(file).name} {equal}\n")
+        equal[file.stem] = generated.check(generated.make_mesh())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as the generated files end: a thread of gloo may still hold a tensor
+    return equal

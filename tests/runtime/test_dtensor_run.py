@@ -1,4 +1,7 @@
-"""Generated files, really run under torchrun on gloo: loss and every gradient equal the plain module's."""
+"""Generated files, run by ranks of gloo: loss and every gradient equal the plain module's.
+
+Under torchrun itself they run in `tests/app/test_export.py`, and here where one is wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import pytest
 
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
@@ -22,6 +27,8 @@ from tests.runtime.dtensor_cases import (
     write_plan,
     zoo,
 )
+from tests.runtime.dtensor_runner import check_files
+from tests.runtime.spawned import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BERT = zoo("bert-large")
@@ -76,20 +83,17 @@ def torchrun(processes: int, *arguments: str, folder: Path) -> subprocess.Comple
 
 def check_all(cases: Mapping[str, Case], processes: int, folder: Path) -> None:
     """Write the file of every case and check all of them in one start."""
-    files = [
-        str(write_plan(network, choose, folder / f"{name}.py")) for name, (network, choose) in cases.items()
-    ]
-    ran = torchrun(processes, str(ROOT / "tests/runtime/dtensor_runner.py"), *files, folder=folder)
-    checked = [line for line in ran.stdout.splitlines() if line.startswith("checked ")]
-    assert checked == [f"checked {name}.py True" for name in cases], ran.stdout + ran.stderr[-4000:]
-    assert ran.returncode == 0
+    files = [write_plan(network, choose, folder / f"{name}.py") for name, (network, choose) in cases.items()]
+    assert run_ranks(check_files, processes, folder, files) == [dict.fromkeys(cases, True)] * processes
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_processes_equal_the_module(tmp_path: Path) -> None:
     """Data parallel, columns and rows, the sequence; tied weights, uneven ignored targets, a hostile name."""
     check_all(ON_TWO, 2, tmp_path)
 
 
+@pytest.mark.usefixtures("warm")
 def test_four_processes_equal_the_module(tmp_path: Path) -> None:
     """Grids of data and tensor parallel ranks, and one dim of four."""
     check_all(ON_FOUR, 4, tmp_path)
