@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sqlite3
 import subprocess
@@ -149,13 +150,10 @@ def test_an_interrupted_run_is_stored_as_such(database: Path) -> None:
     assert executions(database) == [("failed", "interrupted", False)]
 
 
-def test_a_run_past_its_limit_is_given_up_and_stored(database: Path) -> None:
-    process = started("--limit", "30")
-    try:
-        output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    line = "run: took longer than 30 s, must end within --limit; allow more or ask for fewer iterations"
-    assert (process.returncode, output) == (1, "")
-    assert errors.splitlines()[-1] == f"error: {line}"
+def test_a_run_past_its_limit_is_given_up_and_stored(command: Command, database: Path) -> None:
+    done = command(*SMALL, "--iterations", "1000000000", "--limit", "12")
+    line = "run: took longer than 12 s, must end within --limit; allow more or ask for fewer iterations"
+    assert (done.code, done.output) == (1, "")
+    assert done.errors.splitlines()[-1] == f"error: {line}"
+    assert multiprocessing.active_children() == []
     assert executions(database) == [("failed", line, False)]
