@@ -54,6 +54,7 @@ class ProbePlan:
     groups: between which collectives are.
     sizes: bytes of each pattern.
     measurement_s: seconds after which a collective of one size is timed no more often; that counts for all of it.
+    overlap_rounds: how often computation and messages are laid beside each other.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class ProbePlan:
     measurement_s: float
     limit_s: float
     exercise: Exercise | None = None
+    overlap_rounds: int = OVERLAP_ROUNDS
 
 
 @dataclass(slots=True)
@@ -295,7 +297,7 @@ class ProbeRank:
         self._barrier()
         message_s = self._timed(lambda: wait_for(4)) / 4
         count = self._agree(OVERLAP_SHARE * COMPUTE_S / message_s, MOST_OVERLAPPED)
-        for _ in range(OVERLAP_ROUNDS):
+        for _ in range(self.plan.overlap_rounds):
             self._barrier()
             alone = self._occupied(lambda: compute(rounds))
             self._barrier()

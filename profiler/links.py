@@ -18,7 +18,15 @@ from profiler.devices import PhysicalDevice
 from profiler.exclusive import held
 from profiler.fits import LinkFit, fit_link
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
-from profiler.link_worker import Exercise, Members, ProbeFailure, ProbePlan, ProbeReport, probe
+from profiler.link_worker import (
+    OVERLAP_ROUNDS,
+    Exercise,
+    Members,
+    ProbeFailure,
+    ProbePlan,
+    ProbeReport,
+    probe,
+)
 from profiler.others import OthersMeter
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
@@ -33,7 +41,7 @@ COLLECTIVES_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Sizes in bytes, and the seconds after which the whole probe is given up.
+    """Sizes in bytes, the seconds after which the whole probe is given up, and the rounds that contention rests on.
 
     The sizes of a message; of an all-reduce; and of the other collectives, which are exchanges of operators' values
     (see `profiler.link_patterns` for what counts).
@@ -43,6 +51,7 @@ class LinkOptions:
     all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
     exchange_sizes: tuple[int, ...] = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
     limit_s: float = 120.0
+    overlap_rounds: int = OVERLAP_ROUNDS
 
     def plan(
         self,
@@ -67,6 +76,7 @@ class LinkOptions:
             COLLECTIVES_S / max(1, measured),
             self.limit_s,
             exercise,
+            self.overlap_rounds,
         )
 
 

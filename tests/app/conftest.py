@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.servers import warm_processes
 
 
 @dataclass(frozen=True)
@@ -76,18 +79,43 @@ def unchanged_imports() -> Iterator[None]:
                 del sys.modules[name]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def probed_once() -> Iterator[None]:
-    """Measure links once, whatever works beside the tests: they look at what is done with them."""
-    from app.services.costs import link_costs as links
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Start the processes of commands that run in this one from a server."""
+    with warm_processes():
+        yield
 
+
+# Enough sizes for a line through all of them, and for one through those beyond the caches.
+BRIEF_PROBE: dict[str, Any] = {
+    "p2p_sizes": (2**10, 2**16, 2**20),
+    "all_reduce_sizes": (2**10, 2**20, 2**22, 2**23),
+    "exchange_sizes": (2**10, 2**20),
+    "overlap_rounds": 1,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_briefly() -> Iterator[None]:
+    """Take few samples of operators and links, whatever works beside the tests: they look at what is done with them."""
+    from app.services.costs import link_costs
+    from profiler import device_consistency, links, repeated_sampling, workers
+    from profiler.measure import MeasureOptions
+
+    brief = MeasureOptions(warm_ups=1, maximum_warm_ups=1, repetitions=3, budget_s=0.001, maximum_s=0.02)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "MOST_PROBES", 1)
+        patch.setattr(link_costs, "MOST_PROBES", 1)
+        patch.setattr(links, "COLLECTIVES_S", 0.1)
+        patch.setattr(links, "LinkOptions", partial(links.LinkOptions, **BRIEF_PROBE))
+        patch.setattr(workers, "MeasureOptions", lambda: brief)
+        patch.setattr(device_consistency, "OPTIONS", brief)
+        patch.setattr(repeated_sampling, "LATER_ROUND", brief)
+        patch.setattr(repeated_sampling, "ROUNDS", 2)
         yield
 
 
 @pytest.fixture(scope="session")
-def probed(tmp_path_factory: pytest.TempPathFactory, probed_once: None) -> Path:
+def probed(tmp_path_factory: pytest.TempPathFactory, measured_briefly: None) -> Path:
     """A database that knows the links between two CPU devices, and nothing else; to be copied."""
     from app.db.store import Store
     from app.services.costs.link_costs import local_links

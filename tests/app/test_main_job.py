@@ -58,7 +58,9 @@ def test_profile_search_run_and_compare_work_on_one_database(command: Command, d
 def test_the_same_seed_gives_the_same_strategy_from_nothing_that_is_known(
     command: Command, database: Path
 ) -> None:
-    arguments = ("search", *INCEPTION, "--topology", "p100-cluster", "--proposals", "80", "--fresh", "--json")
+    arguments = (
+        "search", *INCEPTION, "--topology", "p100-cluster", "--devices", "4", "--proposals", "80", "--fresh", "--json",
+    )  # fmt: skip
     found = [command(*arguments, "--seed", seed).document for seed in ("7", "7", "8")]
     assert all(one["known"] == [] for one in found)
     first, again, other = (one["predictions"][0] for one in found)
@@ -130,6 +132,7 @@ def test_every_zoo_network_is_searched_on_four_devices_with_its_estimates_marked
     assert best["shares"] == {"measured": 0.0, "estimated": 0.0, "datasheet": pytest.approx(1.0)}
 
 
+@pytest.mark.usefixtures("known_links")
 def test_a_search_without_a_profile_measures_what_the_profile_would(command: Command, database: Path) -> None:
     small = ("--model", "mlp", "--preset", "small", *TWO_CPUS)
     searched = command("search", *small, "--proposals", "40", "--json")
