@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, and the skip of CUDA tests where there is no such device."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -26,6 +27,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.mkdtemp(prefix=f"soapstone-{kept.lower()}-")
         os.environ[f"SOAPSTONE_{kept}_DIR"] = folder
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector pass by all that is loaded now: it would look at it every few seconds, and find nothing."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

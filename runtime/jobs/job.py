@@ -146,7 +146,8 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     if dist.is_initialized() and dist.get_rank() >= size:
         return None
     multiply_in_tf32(allowed=job.training.precision == "tf32")
-    # What is loaded stays: the collections before measured steps look at the job's own objects alone.
-    gc.collect()
-    gc.freeze()
+    if dist.is_initialized():
+        # A process of a rank's own, in which what is loaded stays: collections before measured steps pass it by.
+        gc.collect()
+        gc.freeze()
     return JobRun(job, plan, device).result()
