@@ -90,7 +90,7 @@ def warm() -> Iterator[None]:
 BRIEF_PROBE: dict[str, Any] = {
     "p2p_sizes": (2**10, 2**16, 2**20),
     "all_reduce_sizes": (2**10, 2**20, 2**22, 2**23),
-    "exchange_sizes": (2**10, 2**20),
+    "exchange_sizes": (2**10, 2**22, 2**23),
     "overlap_rounds": 1,
 }
 

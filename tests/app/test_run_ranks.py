@@ -117,6 +117,7 @@ def test_a_failure_on_another_host_ends_all_and_rank_0_says_why(folder: Path, da
     assert executions(database) == [("failed", reason)]
 
 
+@pytest.mark.usefixtures("known_links")
 def test_a_killed_rank_is_named_though_torchrun_ends_the_others(folder: Path, database: Path) -> None:
     (agent,) = run_hosts(folder, 1, 2, "--model", "networks:dying", "--json")
     assert (agent.code, agent.output) == (1, "")
