@@ -138,7 +138,7 @@ def test_result_that_came_in_time_counts_however_slow_the_caller() -> None:
 
 def test_worker_that_never_starts_is_an_error() -> None:
     with (
-        WorkerPool(cpu_devices(1), QUICK, start_limit_s=0.01) as pool,
+        WorkerPool(cpu_devices(1), QUICK, start_limit_s=0.0) as pool,
         pytest.raises(RuntimeFailure, match=r"worker on cpu:0: did not start 3 times \(took longer"),
     ):
         list(pool.measure(_short_calls(1)))
