@@ -115,8 +115,12 @@ class JobResult:
         lost = self.most_lost_s
         if not lost:
             return None
-        least_lost = sorted(zip(lost, self.step_times_s, strict=True))[: (len(lost) + 1) // 2]
-        return statistics.median(step_s - lost_s for lost_s, step_s in least_lost)
+        most_s = statistics.median_low(lost)
+        return statistics.median(
+            step_s - lost_s
+            for step_s, lost_s in zip(self.step_times_s, lost, strict=True)
+            if lost_s <= most_s
+        )
 
 
 def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResult | None:

@@ -19,7 +19,7 @@ from tests.search.builders import devices
 
 TWO = ("--device", "cpu", "--devices", "2", "--strategy", "data-parallel", "--on-miss", "estimate")
 RUN = ("run", "--model", "alexnet", "--preset", "small", *TWO, "--iterations", "1")
-QUERY = "SELECT peak_bytes, process_bytes FROM executions"
+QUERY = "SELECT peak_bytes, process_bytes, lost_s, undisturbed_s, median_s FROM executions"
 
 
 @pytest.mark.usefixtures("known_links")
@@ -38,6 +38,10 @@ def test_a_run_shows_and_stores_what_each_device_took(command: Command) -> None:
     (row,) = command("query", QUERY, "--json").document
     assert json.loads(row["peak_bytes"]) == [one["measured_peak_bytes"] for one in found]
     assert json.loads(row["process_bytes"]) == [one["process_bytes"] for one in found]
+    if row["lost_s"] is not None:  # on Linux
+        (lost_s,) = json.loads(row["lost_s"])
+        assert lost_s >= 0
+        assert row["undisturbed_s"] == pytest.approx(row["median_s"] - lost_s)
     (row,) = command("query", "SELECT peak_bytes FROM simulations", "--json").document
     assert json.loads(row["peak_bytes"]) == [one["predicted_peak_bytes"] for one in found]
 
