@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from statistics import median
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from runtime.jobs.job import JobResult
 
 
-def result(step_times_s: list[float], lost_s: list[tuple[float, ...]] | None) -> JobResult:
+def result(step_times_s: Sequence[float], lost_s: Sequence[tuple[float, ...]] | None) -> JobResult:
     """Return the result of a job of these steps, and of these losses by step and rank."""
     lost = None if lost_s is None else tuple(lost_s)
     return JobResult(tuple(step_times_s), (), (), None, lost_s=lost)
