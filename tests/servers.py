@@ -34,19 +34,29 @@ PRELOADED = (
 )
 
 
+_get_context = multiprocessing.get_context
+
+
+@contextmanager
+def fresh_processes() -> Iterator[None]:
+    """Let processes be spawned from nothing while the context lasts, within one of `warm_processes` too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", _get_context)
+        yield
+
+
 @contextmanager
 def warm_processes() -> Iterator[None]:
     """Let processes that are to be spawned be forked from the server while the context lasts."""
-    get_context = multiprocessing.get_context
 
     def from_server(method: str | None = None) -> BaseContext:
         if method != "spawn":
-            return get_context(method)
+            return _get_context(method)
         forkserver.set_forkserver_preload(list(PRELOADED))
         # Its children have its variables, whatever those of the moment are.
         with started_with({"TORCH_CPP_LOG_LEVEL": "ERROR", **child_variables()}):
             forkserver.ensure_running()
-        return get_context("forkserver")
+        return _get_context("forkserver")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", from_server)

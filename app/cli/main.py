@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ FAILED, MISUSED = 1, 2
 LONGEST_LINE = 1200
 LONGEST_MISTAKE = 300
 """Letters of what Typer says, which repeats what was typed."""
+REFUSAL_S = 2.0
+"""All ranks refuse a command line, the first says why, and torchrun ends every rank as soon as one has ended."""
 
 
 def main() -> NoReturn:
@@ -171,6 +174,8 @@ def command() -> None:
             ending.end_children()
         elif not ending.is_rank() and (_others_work() or _is_watched()):
             sys.exit(code)
+        elif code == MISUSED and not _speaks():
+            time.sleep(REFUSAL_S)
         atexit._run_exitfuncs()
         ending.end_tracker()
         sys.stderr.flush()

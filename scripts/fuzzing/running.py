@@ -251,6 +251,9 @@ def _enter(folder: Path, limits: CommandLimits, files: tuple[Path, Path, Path]) 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(folder)
+    # A folder has what its command wrote, whether or not this user keeps bytecode.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     tempfile.tempdir = None
     sys.modules["__main__"].__package__ = None  # messages say `app`, as argv does
     os.environ |= {

@@ -95,8 +95,8 @@ BRIEF_PROBE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def measured_briefly() -> Iterator[None]:
+@contextmanager
+def brief_measurements() -> Iterator[None]:
     """Take few samples of operators and links, whatever works beside the tests: they look at what is done with them."""
     from app.services.costs import link_costs
     from profiler import device_consistency, links, repeated_sampling, workers
@@ -114,8 +114,15 @@ def measured_briefly() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def measured_briefly() -> Iterator[None]:
+    """Measure briefly here, and not in the packages whose tests come after."""
+    with brief_measurements():
+        yield
+
+
 @pytest.fixture(scope="session")
-def probed(tmp_path_factory: pytest.TempPathFactory, measured_briefly: None) -> Path:
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database that knows the links between two CPU devices, and nothing else; to be copied."""
     from app.db.store import Store
     from app.services.costs.link_costs import local_links
@@ -123,7 +130,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory, measured_briefly: None) -> 
     from app.services.progress import Silent
 
     path = tmp_path_factory.mktemp("probed") / "links.sqlite"
-    with Store.open(path) as store:
+    with brief_measurements(), Store.open(path) as store:
         local_links(store, describe(store, local_devices("cpu", 2)), Silent())
     return path
 

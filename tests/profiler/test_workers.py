@@ -21,6 +21,7 @@ from profiler.pinning import can_pin, describe_exit, usable_cores
 from profiler.updates import update_call
 from profiler.workers import CallResult, WorkerPool
 from tests.profiler.examples import impossible_matrix_product, long_matrix_product, matrix_product
+from tests.servers import fresh_processes
 
 QUICK = MeasureOptions(repetitions=3, budget_s=0.0)
 PATIENCE_S = 60.0
@@ -137,8 +138,10 @@ def test_result_that_came_in_time_counts_however_slow_the_caller() -> None:
 
 
 def test_worker_that_never_starts_is_an_error() -> None:
+    # Starting takes seconds.
     with (
-        WorkerPool(cpu_devices(1), QUICK, start_limit_s=0.0) as pool,
+        fresh_processes(),
+        WorkerPool(cpu_devices(1), QUICK, start_limit_s=0.01) as pool,
         pytest.raises(RuntimeFailure, match=r"worker on cpu:0: did not start 3 times \(took longer"),
     ):
         list(pool.measure(_short_calls(1)))

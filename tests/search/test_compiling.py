@@ -101,8 +101,14 @@ class Folder:
         paths = os.pathsep.join([str(self.path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
             [sys.executable, "-c", BEGINNING + script, str(self.path / "compiled.txt")],
-            env={**os.environ, "NUMBA_CACHE_DIR": str(self.path / "kept"), "PYTHONPATH": paths}
-            | dict(environment or {}),
+            env={
+                **os.environ,
+                "NUMBA_CACHE_DIR": str(self.path / "kept"),
+                "PYTHONPATH": paths,
+                # Bytecode of a file counts as the next one's, of the same length and written in the same second.
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **(environment or {}),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
