@@ -134,7 +134,7 @@ def run(
 
 
 def _undisturbed(report: RunReport) -> list[list[str]]:
-    """Return the row of the step without what other processes took of the cores, where that was counted."""
+    """Return the table's row of the undisturbed step, or no row where lost time was not counted."""
     from app.cli.output import milliseconds
 
     step_s = report.undisturbed_s

@@ -24,7 +24,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop what was measured."""
+    """Drop the columns, and their values."""
     # In SQL: Alembic would write a SQLite table anew, and lose its other constraints by that.
     for name, _ in reversed(_COLUMNS):
         op.execute(f"ALTER TABLE executions DROP COLUMN {name}")
