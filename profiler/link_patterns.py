@@ -69,7 +69,7 @@ def _messages(participant: Participant, size_bytes: int) -> Repetition:
         source = sources[repetition % SOURCES]
         outgoing = source[:, columns:].contiguous()
         incoming = torch.empty_like(outgoing)
-        messages = [dist.P2POp(dist.isend, outgoing, other), dist.P2POp(dist.irecv, incoming, other)]
+        messages = [dist.P2POp(dist.irecv, incoming, other), dist.P2POp(dist.isend, outgoing, other)]
         for started in dist.batch_isend_irecv(messages):
             started.wait()
         return torch.cat([source[:, :columns], incoming], 1)

@@ -276,8 +276,8 @@ class ProbeRank:
             started: list[dist.Work] = []
             for sent, received in zip(outgoing[:count], incoming[:count], strict=True):
                 messages = [
-                    dist.P2POp(dist.isend, sent, following),
                     dist.P2POp(dist.irecv, received, preceding),
+                    dist.P2POp(dist.isend, sent, following),
                 ]
                 started.extend(dist.batch_isend_irecv(messages))
             return started

@@ -164,14 +164,16 @@ class World:
         if not sends and not receives:
             return [], []
         everyone = _group(self._ranks)
-        operations = [dist.P2POp(dist.isend, m.tensor, m.peer, everyone) for m in sends]
-        operations += [dist.P2POp(dist.irecv, m.tensor, m.peer, everyone) for m in receives]
+        # Receives first. With gloo a peer sends once it hears that this rank receives; behind a large message on the
+        # same connection it hears it only after that, and where one rank is late one way follows the other.
+        operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, everyone) for m in receives]
+        operations += [dist.P2POp(dist.isend, m.tensor, m.peer, everyone) for m in sends]
         with naming_lost_peers(self.rank):
             works = dist.batch_isend_irecv(operations)
         if len(works) != len(operations):
             # NCCL groups a batch into one launch: one work stands for all of them.
             works = [works[-1]] * len(operations)
-        return works[: len(sends)], works[len(sends) :]
+        return works[len(receives) :], works[: len(receives)]
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start the sum of `tensor` over `ranks`, in place; return its work."""
