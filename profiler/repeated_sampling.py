@@ -39,11 +39,13 @@ def measure_repeatedly(
     calls: Sequence[LocalCall],
     *,
     on: Collection[PhysicalDevice] | None = None,
+    long_ones: bool = False,
     is_wanted: Callable[[LocalCall], bool] = lambda _: True,
     begin: Callable[[int, int], None] = lambda _number, _calls: None,
 ) -> Iterator[SampledCall]:
     """Measure `calls`, the short ones in `ROUNDS` rounds, and yield the pooled result of a call after each round.
 
+    With `long_ones`, the long ones too; each round then has a (seeded) order of its own, else each but the first.
     `begin(number, calls)` is called before each round with its number, from 1, and its number of calls. For the
     rest see `WorkerPool.measure`; `is_wanted` is asked before the first round only.
 
@@ -55,6 +57,9 @@ def measure_repeatedly(
     for number in range(1, ROUNDS + 1):
         if not due:
             return
+        if number > 1 or long_ones:
+            # In another order: beside another call on the next device, after another one on the same.
+            random.Random(number).shuffle(due)
         begin(number, len(due))
         measuring = (
             pool.measure(due, on=on, is_wanted=is_wanted)
@@ -67,9 +72,11 @@ def measure_repeatedly(
             if not taken or _is_measured(result):
                 taken.append(result)
             yield SampledCall(number, _pooled_results(taken))
-        due = [taken[0].call for taken in results.values() if _is_short(taken[0])]
-        # In another order: beside another call on the next device, after another one on the same.
-        random.Random(number).shuffle(due)
+        due = [
+            taken[0].call
+            for taken in results.values()
+            if _is_short(taken[0]) or (long_ones and _is_measured(taken[0]))
+        ]
 
 
 def _pooled_results(results: Sequence[CallResult]) -> CallResult:

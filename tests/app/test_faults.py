@@ -19,11 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
+from app.db.records import OpCostRecord
 from app.db.store import Store
 from app.services.costs.machine import describe
+from app.services.costs.operator_costs import signature_record
 from app.services.costs.profile import Measurer, missing_calls
 from app.services.progress import Silent
 from profiler.devices import cpu_devices
+from profiler.measure import phases
 from profiler.updates import update_call
 from tests.app.conftest import Command
 from tests.app.db.backends import database_url, postgres_host
@@ -97,6 +100,27 @@ def test_a_call_that_hangs_or_wants_too_much_memory_costs_itself_alone(tmp_path:
             again = measurer.measure([huge, *others])
         assert (again.succeeded, [reason for _, reason in again.failures]) == (0, reasons[1:])
     check_whole(path)
+
+
+def test_measuring_again_replaces_costs_and_takes_none_away(tmp_path: Path) -> None:
+    hanging, *others = [long_matrix_product(), update_call("sgd", 100), matrix_product(256, 256, 256)]
+    with Store.open(tmp_path / "again.sqlite") as store:
+        (group,) = describe(store, cpu_devices(1)).groups
+        planted = [
+            OpCostRecord(signature_record(call), phase, 1e6, 1e6, 1e6, samples_s=(1e6,) * 5)
+            for call in (hanging, *others)
+            for phase in phases(call)
+        ]
+        store.put_op_costs(group.kind_id, group.environment_id, planted)
+        with Measurer(store, group, Silent(), call_limit_s=3.0) as measurer:
+            measured = measurer.measure_again([hanging, *others])
+        assert (measured.succeeded, len(measured.failures)) == (2, 1)
+        for (name, _), cost in store.op_costs(group.kind_id, group.environment_id).items():
+            if name == hanging.digest:
+                assert cost.samples_s == (1e6,) * 5
+            else:
+                assert cost.failure is None
+                assert max(cost.samples_s) < 1e6
 
 
 # ---- a full disk

@@ -55,6 +55,23 @@ def test_short_calls_are_visited_again_long_and_failed_ones_are_not() -> None:
         assert bool(failures) == (visit.result.call == failing)
 
 
+def test_long_calls_are_visited_as_often_as_short_ones_where_asked_for_and_failed_ones_are_not() -> None:
+    long, failing = matrix_product(1024, 1024, 1024), impossible_matrix_product()
+    calls = [long, *_short_calls(3), failing]
+    rounds: list[tuple[int, int]] = []
+    orders: dict[int, list[str]] = {}
+    with WorkerPool(cpu_devices(1), ONCE) as pool:
+        for visit in measure_repeatedly(
+            pool, calls, long_ones=True, begin=lambda number, count: rounds.append((number, count))
+        ):
+            orders.setdefault(visit.number, []).append(visit.result.call.digest)
+            for one in _measurements(visit.result):
+                assert len(one.samples_s) >= 3 * visit.number
+    assert rounds == [(1, 5), *((number, 4) for number in range(2, ROUNDS + 1))]
+    assert all(set(order) == {call.digest for call in calls[:-1]} for order in list(orders.values())[1:])
+    assert len({tuple(name for name in order if name != failing.digest) for order in orders.values()}) > 1
+
+
 def test_worker_killed_in_a_later_visit_takes_nothing_from_the_first() -> None:
     calls, again = _short_calls(4), threading.Event()
     with WorkerPool(cpu_devices(1), ONCE) as pool:

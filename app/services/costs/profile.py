@@ -410,6 +410,20 @@ class Measurer:
             RuntimeFailure: no worker can be started.
             DatabaseError: a result cannot be stored.
         """
+        return self._measure(calls, again=False)
+
+    def measure_again(self, calls: Sequence[LocalCall]) -> Measured:
+        """Measure calls, long and short, in several rounds, each in another order, and replace what is stored of them.
+
+        Replaced, not pooled with: it may be what they were chosen by. A phase that fails keeps what is stored of it.
+
+        Raises:
+            RuntimeFailure: no worker can be started.
+            DatabaseError: a result cannot be stored.
+        """
+        return self._measure(calls, again=True)
+
+    def _measure(self, calls: Sequence[LocalCall], *, again: bool) -> Measured:
         from profiler.measure import FailedMeasurement
         from profiler.repeated_sampling import ROUNDS, measure_repeatedly
 
@@ -425,12 +439,26 @@ class Measurer:
         def begin(visit: int, count: int) -> None:
             if visit > 1:
                 self._progress.end()
-            again = "" if visit == 1 else f", short calls again ({visit} of {ROUNDS})"
-            self._progress.begin(f"measuring on {where}{again}", count)
+            if again:
+                text = f"measuring again on {where} ({visit} of {ROUNDS})"
+            else:
+                later = "" if visit == 1 else f", short calls again ({visit} of {ROUNDS})"
+                text = f"measuring on {where}{later}"
+            self._progress.begin(text, count)
 
+        visits = (
+            measure_repeatedly(pool, calls, on=sound, long_ones=True, begin=begin)
+            if again
+            else measure_repeatedly(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin)
+        )
         try:
-            for visit in measure_repeatedly(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin):
-                self._store.put_op_costs(group.kind_id, group.environment_id, cost_records(visit.result))
+            for visit in visits:
+                records = [
+                    record
+                    for record in cost_records(visit.result)
+                    if not (again and record.failure is not None)
+                ]
+                self._store.put_op_costs(group.kind_id, group.environment_id, records)
                 self._progress.advance()
                 if visit.number > 1:
                     continue
