@@ -117,6 +117,14 @@ def search(
             "backward.",
         ),
     ] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm/--no-confirm",
+            help="On this machine's devices, measure again what decides between the best strategies found and the "
+            "best baseline, and search on where the order changes.",
+        ),
+    ] = True,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -198,6 +206,7 @@ def search(
         workers=workers,
         share_weights=share_weights,
         recompute=recompute,
+        confirm=confirm,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -238,7 +247,7 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
         print_json(report.to_json())
     else:
         _print(report)
-    if report.interrupted:
+    if report.interrupted or report.unconfirmed:
         # Ctrl-C is a user's "enough": the best so far is a result all the same.
         raise typer.Exit(128 + signal.SIGINT)
 
@@ -333,6 +342,16 @@ def _print(report: SearchReport) -> None:
         f"best baseline: {report.best_baseline.name}, {milliseconds(report.best_baseline.step_time_s)}; what was found "
         f"is {report.best_baseline.step_time_s / report.best.step_time_s:.2f} x as fast"
     )
+    for confirmation in report.confirmations:
+        print_lines(f"search {confirmation.search_id}: {confirmation.says()}")
+    if report.confirmations:
+        print_lines(
+            "confirmed: the winner holds"
+            if report.confirmations[-1].holds
+            else "not confirmed: the winner changed again; search once more, best on a quiet machine"
+        )
+    if report.unconfirmed:
+        print_lines("not confirmed: interrupted while its costs were measured again")
     if report.bound is not None and report.gap is not None:
         print_lines(
             f"at most {percent(report.gap)} above the best possible: lower bound {milliseconds(report.bound.seconds)} "

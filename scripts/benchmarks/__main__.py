@@ -14,7 +14,16 @@ from rich.console import Console
 from graph.errors import SoapstoneError
 from scripts.benchmarks.result import BenchmarkResult, show
 
-NOT_BENCHMARKS = ("__main__", "growth_plot", "pairs", "recording", "result", "tensor_parallel_pair", "zoo")
+NOT_BENCHMARKS = (
+    "__main__",
+    "growth_plot",
+    "pairs",
+    "recording",
+    "result",
+    "tensor_parallel_pair",
+    "wire_ddp",
+    "zoo",
+)
 
 
 def benchmark_names() -> list[str]:

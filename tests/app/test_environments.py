@@ -93,8 +93,9 @@ def test_differences_are_named_in_words_what_changes_often_first() -> None:
 def test_costs_of_another_torch_are_not_used_and_that_is_said(command: Command, database: Path) -> None:
     store_old_costs(database, "2.11.0", "2.12.0")
     searched = command(
-        "search", *SMALL, "--device", "cpu", "--devices", "2", "--on-miss", "estimate", "--proposals", "0"
-    )
+        "search", *SMALL, "--device", "cpu", "--devices", "2", "--on-miss", "estimate", "--proposals", "0",
+        "--no-confirm",
+    )  # fmt: skip
     assert searched.code == 0, searched
     (line,) = [line for line in searched.errors.splitlines() if "not used" in line]
     assert line.startswith("3 stored costs of ")

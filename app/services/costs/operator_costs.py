@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -130,6 +130,16 @@ class DatabaseCosts:
                 self._measured[name, phase] = time_s
                 self._least_measured_s = min(self._least_measured_s, time_s)
 
+    def read_again(self, digests: Collection[str]) -> None:
+        """Read the stored costs of these calls again: they were measured since. Estimates then rest on these."""
+        again = set(digests)
+        for name in again:
+            self._failed.discard(name)
+            self._errors.pop(name, None)
+        self._measured = {key: time_s for key, time_s in self._measured.items() if key[0] not in again}
+        self._estimator = None
+        self._load(again)
+
     def copies(self) -> bool:
         """Prepare for a fork; return whether forked copies may be asked for costs: not where it measures."""
         if self._on_miss == "measure" and self._measure is not None:
@@ -250,6 +260,10 @@ class CostsByKind:
 
     def __init__(self, sources: dict[str, DatabaseCosts]) -> None:
         self._sources = sources
+
+    def read_again(self, kind_name: str, digests: Collection[str]) -> None:
+        """Read the stored costs of these calls on a device kind again."""
+        self._sources[kind_name].read_again(digests)
 
     def copies(self) -> bool:
         """Prepare for a fork; return whether forked copies of all sources may be asked for costs."""

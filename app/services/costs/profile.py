@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from app.db.records import OpCostRecord, utc_now
 from app.db.store import Store
 from app.services.costs.environments import say_unused
 from app.services.costs.link_costs import local_links
@@ -416,6 +417,7 @@ class Measurer:
         """Measure calls, long and short, in several rounds, each in another order, and replace what is stored of them.
 
         Replaced, not pooled with: it may be what they were chosen by. A phase that fails keeps what is stored of it.
+        All are stored at the end, with one moment, so that no interruption leaves new costs beside old ones.
 
         Raises:
             RuntimeFailure: no worker can be started.
@@ -451,14 +453,14 @@ class Measurer:
             if again
             else measure_repeatedly(pool, calls, on=sound, is_wanted=self._is_wanted, begin=begin)
         )
+        latest: dict[str, list[OpCostRecord]] = {}
         try:
             for visit in visits:
-                records = [
-                    record
-                    for record in cost_records(visit.result)
-                    if not (again and record.failure is not None)
-                ]
-                self._store.put_op_costs(group.kind_id, group.environment_id, records)
+                records = cost_records(visit.result)
+                if again:
+                    latest[visit.result.call.digest] = records
+                else:
+                    self._store.put_op_costs(group.kind_id, group.environment_id, records)
                 self._progress.advance()
                 if visit.number > 1:
                     continue
@@ -470,7 +472,26 @@ class Measurer:
                     succeeded += 1
         finally:
             self._progress.end()
+        moment = utc_now()
+        replacing = [
+            replace(record, measured_at=moment)
+            for of_call in latest.values()
+            for record in of_call
+            if record.failure is None
+        ]
+        self._store.put_op_costs(group.kind_id, group.environment_id, replacing)
         return Measured(succeeded, tuple(failures), self._agreement)
+
+    def measured_together(self, calls: Sequence[LocalCall]) -> bool:
+        """Return whether the stored costs of these calls, two or more, are all of one `measure_again`."""
+        from profiler.measure import phases
+
+        stored = self._store.op_costs(
+            self._group.kind_id, self._group.environment_id, [call.digest for call in calls]
+        )
+        costs = [stored.get((call.digest, phase)) for call in calls for phase in phases(call)]
+        moments = {None if cost is None else cost.measured_at for cost in costs}
+        return len(calls) > 1 and len(moments) == 1 and None not in moments
 
     def _workers(self) -> WorkerPool:
         from profiler.workers import CALL_LIMIT_S, WorkerPool

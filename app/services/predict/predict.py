@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +43,7 @@ from graph.calls import LocalCall
 from graph.canonical import canonical_json
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
-from graph.strategy import Configuration, Strategy, strategy_text
+from graph.strategy import Strategy, strategy_text
 from graph.topology import Processor, Topology
 from graph.training import Training
 from search.cost.cost_table import CostTable, Origin
@@ -128,7 +129,10 @@ def local_target(store: Store, devices: Sequence[PhysicalDevice], progress: Prog
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, target and training that predictions share, with their costs and the ids of their rows."""
+    """The model, target and training that predictions share, with their costs and the ids of their rows.
+
+    measurers: by device kind, of the kinds that this machine has.
+    """
 
     model: ImportedModel
     target: Target
@@ -138,6 +142,7 @@ class Setting:
     training_id: int
     source: CostsByKind
     table: CostTable
+    measurers: Mapping[str, Measurer] = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
@@ -152,6 +157,13 @@ class Setting:
         return TaskGraphBuilder(
             self.model.graph, self.topology, self.table, self.training, links=self.target.link_costs
         )
+
+
+def with_costs_read_again(setting: Setting, calls: Mapping[str, Iterable[LocalCall]]) -> Setting:
+    """Return the setting with the stored costs of some calls, by device kind, as they are now."""
+    for kind_name, of_kind in calls.items():
+        setting.source.read_again(kind_name, [call.digest for call in of_kind])
+    return replace(setting, table=CostTable(setting.source))
 
 
 def without_measuring(store: Store, setting: Setting) -> CostTable:
@@ -180,17 +192,19 @@ def prepare(
     """
     with ExitStack() as stack:
         sources = {}
+        measurers: dict[str, Measurer] = {}
         for kind in target.topology.kinds:
-            measurer = None
             # A cluster may have devices of other kinds than this machine.
             group = target.group(kind.name)
             if group is None:
                 say_used(store, kind.name, training.precision, progress)
             else:
                 say_unused(store, group, training.precision, progress)
-                measurer = stack.enter_context(Measurer(store, group, progress))
-            sources[kind.name] = _kind_source(store, target, kind.name, training.precision, on_miss, measurer)
-        yield _setting(store, model, target, training, CostsByKind(sources))
+                measurers[kind.name] = stack.enter_context(Measurer(store, group, progress))
+            sources[kind.name] = _kind_source(
+                store, target, kind.name, training.precision, on_miss, measurers.get(kind.name)
+            )
+        yield replace(_setting(store, model, target, training, CostsByKind(sources)), measurers=measurers)
 
 
 def _setting(
@@ -266,29 +280,42 @@ def resolve_costs(setting: Setting, calls: Mapping[str, Sequence[LocalCall]]) ->
         setting.table.costs(wanted, kind_name)
 
 
-def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalCall]]:
-    """Return the distinct calls of a strategy for each device kind that executes them."""
+def executions_by_kind(setting: Setting, strategy: Strategy) -> dict[str, dict[LocalCall, int]]:
+    """Return, for each device kind, the distinct calls of a strategy, and how often its devices execute each."""
     from graph.rules import cost_class, local_calls
 
     graph = setting.model.graph
     kinds = [device.kind_name for device in setting.topology.devices]
-    calls_of: dict[str, dict[str, LocalCall]] = {}
-    seen: set[tuple[int, Configuration]] = set()
+    # Equal layers have calls of equal cost.
+    layers = Counter(
+        (cost_class(graph, operator), configuration)
+        for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
+    )
+    found: dict[str, dict[str, LocalCall]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
-        # Equal layers have calls of equal cost.
-        if (cost_class(graph, operator), configuration) in seen:
+        count = layers.pop((cost_class(graph, operator), configuration), 0)
+        if not count:
             continue
-        seen.add((cost_class(graph, operator), configuration))
         calls = local_calls(graph, operator, configuration.degrees)
-        distinct_calls = {
-            (kinds[device], id(call)): call for call, device in zip(calls, configuration.devices, strict=True)
-        }
-        distinct = {
-            (kind_name, replace(call, bindings=())): None for (kind_name, _), call in distinct_calls.items()
-        }
-        for kind_name, call in distinct:
-            calls_of.setdefault(kind_name, {})[call.digest] = call
-    return {kind_name: list(calls.values()) for kind_name, calls in calls_of.items()}
+        # Equal calls are one object, as a rule.
+        tasks = Counter(
+            (kinds[device], id(call)) for call, device in zip(calls, configuration.devices, strict=True)
+        )
+        by_id = {id(call): call for call in calls}
+        for (kind_name, identity), number in tasks.items():
+            call = replace(by_id[identity], bindings=())
+            found.setdefault(kind_name, {}).setdefault(call.digest, call)
+            counts[kind_name, call.digest] += count * number
+    return {
+        kind_name: {call: counts[kind_name, name] for name, call in of_kind.items()}
+        for kind_name, of_kind in found.items()
+    }
+
+
+def calls_by_kind(setting: Setting, strategy: Strategy) -> dict[str, list[LocalCall]]:
+    """Return the distinct calls of a strategy for each device kind that executes them."""
+    return {kind_name: list(calls) for kind_name, calls in executions_by_kind(setting, strategy).items()}
 
 
 def graph_record(model: ImportedModel) -> GraphRecord:

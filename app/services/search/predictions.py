@@ -21,12 +21,12 @@ from search.space import baselines
 
 
 class SearchPredictions:
-    """Predicts strategies of a search, and stores each with its prediction."""
+    """Predicts strategies of a search, and stores each with its prediction. `strategies`: the baselines, by name."""
 
     def __init__(self, store: Store, setting: Setting, plan: SearchPlan) -> None:
         self._store, self._setting, self._plan = store, setting, plan
         named = baselines.all_baselines if plan.compare_baselines else baselines.starting_baselines
-        self._baselines = {
+        self.strategies = {
             baseline.name: baseline.strategy
             for baseline in named(setting.model.graph, len(setting.topology.devices))
         }
@@ -39,8 +39,8 @@ class SearchPredictions:
         """
         walk: MemoryWalk = "nearly full" if self._plan.compare_baselines else "never"
         predictions = []
-        for name, strategy in self._baselines.items():
-            predictions.append(self._predict(strategy, name, source_of(name), walk))
+        for name, strategy in self.strategies.items():
+            predictions.append(self.predict(strategy, name, source_of(name), walk))
             progress.advance(text=f"simulating the baselines: {name}")
         return predictions
 
@@ -50,7 +50,7 @@ class SearchPredictions:
         The memory of a baseline that would beat it is walked first, and its prediction corrected in place. Where the
         search's own sum of memory was too low, and the strategy does not fit, a known start that does is taken.
         """
-        best = self._predict(strategy)
+        best = self.predict(strategy)
         for name, change in (("sharding", share_weights), ("recomputation", recompute)):
             if name in self._plan.names and not best.feasible:
                 strategy = repair_memory(
@@ -58,21 +58,21 @@ class SearchPredictions:
                     strategy,
                     change,
                     self._plan.options,
-                    lambda changed: self._predict(changed).peak_memory_bytes,
-                    lambda changed: self._predict(changed, walk="never").peak_memory_bytes,
+                    lambda changed: self.predict(changed).peak_memory_bytes,
+                    lambda changed: self.predict(changed, walk="never").peak_memory_bytes,
                 )
-                best = self._predict(strategy)
+                best = self.predict(strategy)
         if not best.feasible:
             starts = dict.fromkeys(
                 start.strategy for start in self._plan.starts if start.strategy != strategy
             )
             best = min(
-                [best, *(self._predict(start) for start in starts)], key=lambda prediction: prediction.rank
+                [best, *(self.predict(start) for start in starts)], key=lambda prediction: prediction.rank
             )
         for index, baseline in enumerate(baseline_predictions):
             if baseline.feasible and baseline.rank < best.rank:
                 name = baseline.name
-                baseline_predictions[index] = self._predict(self._baselines[name], name, source_of(name))
+                baseline_predictions[index] = self.predict(self.strategies[name], name, source_of(name))
         best = min([best, *baseline_predictions], key=lambda prediction: prediction.rank)
         return replace(best, name="found")
 
@@ -89,13 +89,14 @@ class SearchPredictions:
         )
         return recomputation_report(self._setting.model.graph, strategy, recomputed, kept)
 
-    def _predict(
+    def predict(
         self,
         strategy: Strategy,
         name: str = "found",
         source: StrategySource = "search",
         walk: MemoryWalk = "nearly full",
     ) -> Prediction:
+        """Predict a strategy, and store it with that."""
         strategy_id, simulation = predict(
             self._store,
             self._setting,

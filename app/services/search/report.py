@@ -11,6 +11,7 @@ from app.services.predict.recomputation_report import RecomputationReport
 from app.services.search.start_strategies import StartStrategy
 
 if TYPE_CHECKING:
+    from app.services.search.confirmation import Confirmation
     from search.bounds.lower_bound import Bound
 
 
@@ -69,7 +70,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """The result of a search. `predictions` holds the best strategy first, then the baselines."""
+    """The result of a search. `predictions` holds the best strategy first, then the baselines.
+
+    confirmations: of this search and those that it goes on from, in their order. searched_s: the best step by the
+    costs of the search, where they were measured again since. unconfirmed: confirming was interrupted.
+    """
 
     search_id: int
     model: str
@@ -89,6 +94,9 @@ class SearchReport:
     estimate_errors: tuple[float, ...] = ()
     cost_environments: tuple[Mapping[str, Any], ...] = ()
     recomputation: RecomputationReport | None = None
+    confirmations: tuple[Confirmation, ...] = ()
+    searched_s: float | None = None
+    unconfirmed: bool = False
 
     @property
     def estimate_error(self) -> float | None:
@@ -98,7 +106,10 @@ class SearchReport:
     @property
     def gap(self) -> float | None:
         """The largest share by which the best strategy may be above the optimum; None without a lower bound."""
-        return None if self.bound is None or not self.bound.time_ns else self.bound.gap(self.best.step_time_s)
+        if self.bound is None or not self.bound.time_ns:
+            return None
+        # The bound rests on the costs of the search.
+        return self.bound.gap(self.best.step_time_s if self.searched_s is None else self.searched_s)
 
     @property
     def best_baseline(self) -> Prediction:
@@ -135,5 +146,6 @@ class SearchReport:
             "cost_environments": [dict(environment) for environment in self.cost_environments],
             "best_baseline": self.best_baseline.name,
             "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
+            "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }

@@ -32,7 +32,7 @@ class SearchRequest:
     before it. `compare_baselines` simulates all baselines that the network has, not only those that chains start from.
     `share_weights`: chains start also from data parallelism that shares its weights, and the best strategy is searched
     for weights to share. `recompute`: where a strategy does not fit, it is searched for activations to recompute, for a
-    start of a chain and at the end.
+    start of a chain and at the end. `confirm`: what decides between the best strategies is measured again at the end.
     """
 
     model: ModelRequest
@@ -56,6 +56,7 @@ class SearchRequest:
     workers: int | None = None
     share_weights: bool = False
     recompute: bool = False
+    confirm: bool = True
 
 
 def search_options(request: SearchRequest) -> SearchOptions:

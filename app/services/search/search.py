@@ -20,6 +20,7 @@ from app.services.predict.predict import (
     resolve_costs,
 )
 from app.services.progress import Progress
+from app.services.search.confirmation import Confirmation, Confirmed, Finalist, confirm, finalists
 from app.services.search.fitting_starts import fitting_starts, recomputed_starts, sharded_starts
 from app.services.search.lower_bound import LowerBoundTask
 from app.services.search.predictions import SearchPredictions
@@ -35,11 +36,16 @@ from app.services.search.request import (
 from app.services.search.run_algorithms import SearchPlan, run_algorithms, worker_count
 from app.services.search.start_strategies import StartStrategy, given_starts, known_starts, start_of
 from app.services.trace.replay import TraceReader, resumed_chains
+from graph.errors import RuntimeFailure
 from graph.training import Training
 from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
 from search.cost.calls_to_profile import needed_calls
+
+# Searches that follow one whose winner does not hold, at most, and the part of its proposals that each has.
+MOST_SEARCHES_ON = 2
+SHARE_SEARCHED_ON = 4
 
 
 def run_search(
@@ -77,7 +83,7 @@ def run_search(
                 compare_baselines=request.compare_baselines,
                 workers=workers,
             )
-            return _search(store, setting, plan, progress)
+            return _search_and_confirm(store, setting, request, plan, progress)
 
 
 def resume_search(
@@ -124,7 +130,7 @@ def resume_search(
             plan = SearchPlan(
                 search_id, names, options, starts, tuple(resumed), request.compare_baselines, processes
             )
-            return _search(store, setting, plan, progress)
+            return _search_and_confirm(store, setting, request, plan, progress)
 
 
 def _check_topology(request: SearchRequest, database: str | None) -> None:
@@ -203,8 +209,72 @@ def _starts(
     return starts
 
 
-def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress) -> SearchReport:
-    """Run the algorithms, and store how the search ended."""
+def _search_and_confirm(
+    store: Store, setting: Setting, request: SearchRequest, plan: SearchPlan, progress: Progress
+) -> SearchReport:
+    """Search, and confirm the winner; where that changes much, search on from the strategies that were compared.
+
+    Each search has a row of its own: its numbers rest on the same costs.
+    """
+    confirmations: list[Confirmation] = []
+    while True:
+        report, compared = _search(store, setting, plan, progress)
+        if not request.confirm or report.interrupted:
+            break
+        try:
+            confirmed = confirm(setting, plan.search_id, compared, plan.options.order)
+        except KeyboardInterrupt:
+            report = replace(report, unconfirmed=True)
+            break
+        except RuntimeFailure as failure:
+            progress.warn(f"the winner is not confirmed: {failure}")
+            break
+        if confirmed is None:
+            break
+        setting = confirmed.setting
+        confirmations.append(confirmed.confirmation)
+        report, starts = _predicted_again(store, confirmed, plan, report, progress)
+        if confirmed.confirmation.holds or len(confirmations) > MOST_SEARCHES_ON:
+            break
+        request = replace(request, proposals=request.proposals // SHARE_SEARCHED_ON)
+        options = replace(plan.options, proposals=request.proposals)
+        if options.time_limit_s is not None:
+            options = replace(options, time_limit_s=options.time_limit_s / SHARE_SEARCHED_ON)
+        search_id = store.start_search(search_record(request, options, setting, starts))
+        progress.say(f"search {plan.search_id}: {confirmed.confirmation.says()}; searching on")
+        plan = replace(plan, search_id=search_id, options=options, starts=starts, resumed=())
+    return replace(report, confirmations=tuple(confirmations))
+
+
+def _predicted_again(
+    store: Store, confirmed: Confirmed, plan: SearchPlan, report: SearchReport, progress: Progress
+) -> tuple[SearchReport, tuple[StartStrategy, ...]]:
+    """Return a search's report by the costs measured again, and the strategies compared as starts of another."""
+    predictions = SearchPredictions(store, confirmed.setting, plan)
+    progress.begin("simulating what was compared", None)
+    baselines = predictions.baselines(progress)
+    # Also those that are not reported: what is stored of them rests on the old costs.
+    digests = [predictions.predict(finalist.strategy).digest for finalist in confirmed.compared]
+    best = predictions.best(confirmed.compared[0].strategy, baselines)
+    progress.end()
+    starts = tuple(start_of(confirmed.setting, store.strategy(digest)) for digest in digests)
+    searched_s = report.best.step_time_s if report.searched_s is None else report.searched_s
+    return (
+        replace(
+            report,
+            predictions=(best, *baselines),
+            searched_s=searched_s,
+            recomputation=predictions.recomputation(best),
+            cost_environments=cost_environments(store, confirmed.setting),
+        ),
+        starts,
+    )
+
+
+def _search(
+    store: Store, setting: Setting, plan: SearchPlan, progress: Progress
+) -> tuple[SearchReport, list[Finalist]]:
+    """Run the algorithms, and store how the search ended; return the report, and the strategies to confirm."""
     status: SearchStatus = "failed"
     outcome: SearchOutcome | None = None
     # Strategies that share weights are in the space; whether one came from a baseline alone, is known at the end.
@@ -249,7 +319,7 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
             store.halt_search(plan.search_id, status)
         else:
             store.finish_search(plan.search_id, status, outcome)
-    return SearchReport(
+    report = SearchReport(
         search_id=plan.search_id,
         model=setting.model.graph.name,
         topology=setting.topology.name,
@@ -269,6 +339,8 @@ def _search(store: Store, setting: Setting, plan: SearchPlan, progress: Progress
         cost_environments=cost_environments(store, setting),
         recomputation=predictions.recomputation(best),
     )
+    strategy = start_of(setting, store.strategy(best.digest)).strategy
+    return report, finalists(setting, strategy, results, predictions.strategies, plan.options.order)
 
 
 def _algorithm_report(result: AlgorithmResult) -> AlgorithmReport:
