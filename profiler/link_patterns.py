@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 CollectivePattern = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"]
 Pattern = Literal["p2p"] | CollectivePattern
 COLLECTIVE_PATTERNS: tuple[CollectivePattern, ...] = get_args(CollectivePattern)
-# An exchanged piece is the right half of a tensor of so many rows; tensors take turns.
+# An exchanged piece is the right half of a tensor of so many rows; tensors take turns, unless no cache holds one.
 ROWS = 8
-SOURCES = 3
+SOURCES, LARGEST_IN_TURNS = 3, 16 * 2**20
 ITEM_BYTES = 4
 
 # The n-th repetition.
@@ -66,7 +66,7 @@ def _messages(participant: Participant, size_bytes: int) -> Repetition:
     sources, columns = _halves(participant, size_bytes // ITEM_BYTES)
 
     def work(repetition: int) -> torch.Tensor:
-        source = sources[repetition % SOURCES]
+        source = sources[repetition % len(sources)]
         outgoing = source[:, columns:].contiguous()
         incoming = torch.empty_like(outgoing)
         messages = [dist.P2POp(dist.irecv, incoming, other), dist.P2POp(dist.isend, outgoing, other)]
@@ -82,10 +82,10 @@ def _all_reduce(participant: Participant, size_bytes: int) -> Repetition:
     import torch.distributed as dist
 
     bucket = participant.zeros(max(1, size_bytes // ITEM_BYTES))
-    sources = [participant.zeros(len(bucket)) for _ in range(SOURCES)]
+    sources = [participant.zeros(len(bucket)) for _ in range(_turns(size_bytes))]
 
     def work(repetition: int) -> torch.Tensor:
-        bucket.copy_(sources[repetition % SOURCES])
+        bucket.copy_(sources[repetition % len(sources)])
         dist.all_reduce(bucket, group=participant.group)
         return bucket
 
@@ -102,7 +102,7 @@ def _all_gather(participant: Participant, size_bytes: int) -> Repetition:
     sources, columns = _halves(participant, size_bytes // ITEM_BYTES // count)
 
     def work(repetition: int) -> torch.Tensor:
-        part = sources[repetition % SOURCES][:, columns:].contiguous()
+        part = sources[repetition % len(sources)][:, columns:].contiguous()
         result = participant.empty(count * part.numel())
         gather(result, part.view(-1), group=participant.group)
         return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
@@ -118,7 +118,7 @@ def _reduce_scatter(participant: Participant, size_bytes: int) -> Repetition:
     sources, columns = _wholes(participant, size_bytes)
 
     def work(repetition: int) -> torch.Tensor:
-        packed = _packed(sources[repetition % SOURCES], columns)
+        packed = _packed(sources[repetition % len(sources)], columns)
         result = participant.empty(ROWS * columns)
         scatter(result, packed, group=participant.group)
         return result
@@ -135,7 +135,7 @@ def _all_to_all(participant: Participant, size_bytes: int) -> Repetition:
     sizes = [ROWS * columns] * count
 
     def work(repetition: int) -> torch.Tensor:
-        packed = _packed(sources[repetition % SOURCES], columns)
+        packed = _packed(sources[repetition % len(sources)], columns)
         result = participant.empty(len(packed))
         dist.all_to_all_single(result, packed, sizes, sizes, group=participant.group)
         return torch.cat(result.view(count, ROWS, columns).unbind(), 1)
@@ -151,7 +151,7 @@ def _broadcast(participant: Participant, size_bytes: int) -> Repetition:
 
     def work(repetition: int) -> torch.Tensor:
         if participant.rank == root:
-            value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
+            value = sources[repetition % len(sources)][:, columns:].contiguous().view(-1)
         else:
             value = participant.empty(ROWS * columns)
         dist.broadcast(value, root, group=participant.group)
@@ -167,23 +167,28 @@ def _reduce(participant: Participant, size_bytes: int) -> Repetition:
 
     def work(repetition: int) -> torch.Tensor:
         # The tensors of all ranks are new ones: they are overwritten.
-        value = sources[repetition % SOURCES][:, columns:].contiguous().view(-1)
+        value = sources[repetition % len(sources)][:, columns:].contiguous().view(-1)
         dist.reduce(value, participant.members[0], group=participant.group)
         return value
 
     return work
 
 
+def _turns(size_bytes: int) -> int:
+    return SOURCES if size_bytes <= LARGEST_IN_TURNS else 1
+
+
 def _halves(participant: Participant, elements: int) -> tuple[list[torch.Tensor], int]:
     """Return tensors whose right halves have so many elements, and the columns of a half."""
     columns = max(1, elements // ROWS)
-    return [participant.zeros(ROWS, 2 * columns) for _ in range(SOURCES)], columns
+    return [participant.zeros(ROWS, 2 * columns) for _ in range(_turns(elements * ITEM_BYTES))], columns
 
 
 def _wholes(participant: Participant, size_bytes: int) -> tuple[list[torch.Tensor], int]:
     """Return tensors with a slice of columns for each rank, and the columns of a slice."""
     columns = max(1, size_bytes // ITEM_BYTES // ROWS // len(participant.members))
-    return [participant.zeros(ROWS, columns * len(participant.members)) for _ in range(SOURCES)], columns
+    count = len(participant.members)
+    return [participant.zeros(ROWS, columns * count) for _ in range(_turns(size_bytes))], columns
 
 
 def _packed(source: torch.Tensor, columns: int) -> torch.Tensor:

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from profiler.devices import PhysicalDevice
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
 from profiler.measure import describe_error
 from profiler.pinning import threads_that_yield
+from profiler.processors import memory_bytes
 from profiler.timers import synchronize, timer_for
 
 if TYPE_CHECKING:
@@ -26,6 +29,10 @@ MIB = 2**20
 WARM_UPS = 2
 # Timed at least so often, however long it takes.
 FEWEST = 5
+# Larger messages are left out where they would take too long, or where there is no memory for so many times their
+# bytes; still larger ones are timed so often.
+LARGE_BYTES, LARGE_COPIES = MIB, 8
+HUGE_BYTES, HUGE_FEWEST = 16 * MIB, 3
 # Written before each message, so that neither data nor code is left in the caches, as after a convolution.
 EVICTED_BYTES = 16 * MIB
 BETWEEN = ((2, 64, 35, 35), (96, 64, 3, 3))
@@ -54,6 +61,7 @@ class ProbePlan:
     groups: between which collectives are.
     sizes: bytes of each pattern.
     measurement_s: seconds after which a collective of one size is timed no more often; that counts for all of it.
+    large_s: seconds beyond which a pattern of one large size, and those of larger ones, are left out.
     overlap_rounds: how often computation and messages are laid beside each other.
     """
 
@@ -64,6 +72,7 @@ class ProbePlan:
     groups: tuple[Members, ...]
     sizes: Mapping[Pattern, tuple[int, ...]]
     measurement_s: float
+    large_s: float
     limit_s: float
     exercise: Exercise | None = None
     overlap_rounds: int = OVERLAP_ROUNDS
@@ -96,6 +105,14 @@ def repetitions(pattern: Pattern, size_bytes: int) -> int:
     if pattern in ("p2p", "all_reduce"):
         return 30 if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
     return 10 if size_bytes <= MIB else 6
+
+
+def continued_s(times_s: Mapping[int, float], size_bytes: int) -> float:
+    """Return the seconds of a size on the line through the two largest of those timed; 0 where fewer were."""
+    if len(times_s) < 2:
+        return 0.0
+    (before, before_s), (last, last_s) = sorted(times_s.items())[-2:]
+    return last_s + max(0.0, last_s - before_s) / (last - before) * (size_bytes - last)
 
 
 def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
@@ -208,18 +225,35 @@ class ProbeRank:
         synchronize(self.device.torch_name)
 
     def _measure_pair(self, pair: Members) -> None:
-        participant = Participant(self.plan.rank, pair, None, self.device.torch_name)
-        for size in self.plan.sizes["p2p"]:
-            self._measure("p2p", participant, size, repetitions("p2p", size))
+        self._measure_sizes("p2p", Participant(self.plan.rank, pair, None, self.device.torch_name))
 
     def _measure_group(self, members: Members, group: Any) -> None:
         participant = Participant(self.plan.rank, members, group, self.device.torch_name)
         for pattern in COLLECTIVE_PATTERNS:
-            for size in self.plan.sizes[pattern]:
-                self._measure(pattern, participant, size, repetitions(pattern, size))
+            self._measure_sizes(pattern, participant)
 
-    def _measure(self, pattern: Pattern, participant: Participant, size: int, most: int) -> None:
-        """Time a pattern between the ranks of `place`, with data and code out of the caches."""
+    def _measure_sizes(self, pattern: Pattern, participant: Participant) -> None:
+        """Time a pattern of all sizes, up to the first that is too large for the time or the memory there is."""
+        least_s: dict[int, float] = {}
+        for size in self.plan.sizes[pattern]:
+            if size > LARGE_BYTES:
+                takes_s = (WARM_UPS + HUGE_FEWEST) * continued_s(least_s, size)
+                is_possible = takes_s <= self.plan.large_s and LARGE_COPIES * size <= self._free_bytes()
+                if not self._least(float(is_possible), pattern, participant):
+                    return
+            least_s[size] = self._measure(pattern, participant, size, repetitions(pattern, size))
+
+    def _free_bytes(self) -> int:
+        """Return the memory that this rank may take: of a host's, as if all ranks were on it."""
+        import torch
+
+        if self.device.processor == "cuda":
+            return int(torch.cuda.mem_get_info(self.device.torch_name)[0])
+        available = min(int(psutil.virtual_memory().available), memory_bytes() // 2)
+        return available // self.plan.world_size
+
+    def _measure(self, pattern: Pattern, participant: Participant, size: int, most: int) -> float:
+        """Time a pattern with data and code out of the caches; return the least seconds of it."""
         work, disturb = prepare(pattern, participant, size), self._disturbance(pattern)
         times: list[float] = []
 
@@ -231,11 +265,30 @@ class ProbeRank:
             return time.perf_counter() - start
 
         least_s = min(repeat() for _ in range(WARM_UPS))
-        if pattern != "p2p":
+        if size > HUGE_BYTES:
+            most = HUGE_FEWEST
+        elif pattern != "p2p":
             most = max(FEWEST, self._agree(self.plan.measurement_s / least_s, most, participant.group))
         for _ in range(most):
             repeat()
         self.report.times_s[pattern, participant.members, size] = times[WARM_UPS:]
+        return min(times)
+
+    def _least(self, value: float, pattern: Pattern, participant: Participant) -> float:
+        """Return the least value of the ranks of a pair or a group."""
+        import torch
+        import torch.distributed as dist
+
+        values = torch.tensor([value], device=self.device.torch_name)
+        if pattern != "p2p":
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=participant.group)
+            return float(values.item())
+        (other,) = (rank for rank in participant.members if rank != self.plan.rank)
+        received = torch.empty_like(values)
+        messages = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, values, other)]
+        for started in dist.batch_isend_irecv(messages):
+            started.wait()
+        return min(value, float(received.item()))
 
     def _meet(self, pattern: Pattern, participant: Participant) -> None:
         """Wait for the other ranks of `place`; a pair has no process group, so that its two exchange messages."""

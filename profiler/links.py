@@ -16,7 +16,7 @@ from pathlib import Path
 from graph.errors import RuntimeFailure, UsageError
 from profiler.devices import PhysicalDevice
 from profiler.exclusive import held
-from profiler.fits import LinkFit, fit_link
+from profiler.fits import fit_link
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.link_worker import (
     OVERLAP_ROUNDS,
@@ -31,12 +31,12 @@ from profiler.others import OthersMeter
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 KIB, MIB = 2**10, 2**20
-# From here on messages leave the caches, and memory that is fetched for them is new: time grows faster with the size.
-LARGE_BYTES = 4 * MIB
 # While contention is measured, messages go around a ring: each rank is an end of two, one sent and one received.
 MESSAGES_AT_ONCE = 2
 # All collectives together are given about so long; the fewest repetitions of each may take longer.
 COLLECTIVES_S = 8.0
+# The larger sizes of all patterns together are given about so long.
+LARGE_S = 24.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,13 @@ class LinkOptions:
     """Sizes in bytes, the seconds after which the whole probe is given up, and the rounds that contention rests on.
 
     The sizes of a message; of an all-reduce; and of the other collectives, which are exchanges of operators' values
-    (see `profiler.link_patterns` for what counts).
+    (see `profiler.link_patterns` for what counts); ascending. The largest are left out where they would take too long
+    or too much memory (`profiler.link_worker`).
     """
 
-    p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(8))  # 1 KiB to 16 MiB
-    all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(9))  # 1 KiB to 64 MiB
-    exchange_sizes: tuple[int, ...] = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
+    p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(10))  # 1 KiB to 256 MiB
+    all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(10))
+    exchange_sizes: tuple[int, ...] = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
     limit_s: float = 120.0
     overlap_rounds: int = OVERLAP_ROUNDS
 
@@ -74,6 +75,7 @@ class LinkOptions:
             groups,
             sizes,
             COLLECTIVES_S / max(1, measured),
+            LARGE_S / max(1, len(pairs) + len(groups) * len(COLLECTIVE_PATTERNS)),
             self.limit_s,
             exercise,
             self.overlap_rounds,
@@ -95,8 +97,7 @@ class LinkMeasurement:
     """A communication pattern between the devices at places `members`, and the line fitted to its median times.
 
     Time = `latency_s` + bytes / `bandwidth_bytes_per_s`; for a collective the bytes are those of one rank's buffer.
-    `residual` is the fit's mean absolute relative error. `large` is another line, fitted to the messages of LARGE_BYTES
-    and more; None where there are fewer than two sizes of them.
+    `residual` is the fit's mean absolute relative error.
     """
 
     pattern: Pattern
@@ -105,7 +106,6 @@ class LinkMeasurement:
     latency_s: float
     bandwidth_bytes_per_s: float
     residual: float
-    large: LinkFit | None = None
 
     @property
     def group_size(self) -> int:
@@ -297,13 +297,7 @@ def measurement(
         LinkSample(size, min(times), statistics.median(times), tuple(times)) for size, times in taken.items()
     )
     fit = fit_link([sample.size_bytes for sample in samples], [sample.median_s for sample in samples])
-    of_large = [sample for sample in samples if sample.size_bytes >= LARGE_BYTES]
-    large = None
-    if len(of_large) > 1:
-        large = fit_link([item.size_bytes for item in of_large], [item.median_s for item in of_large])
-    return LinkMeasurement(
-        pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual, large
-    )
+    return LinkMeasurement(pattern, members, samples, fit.latency_s, fit.bandwidth_bytes_per_s, fit.residual)
 
 
 def contention_factor(rounds: Sequence[tuple[float, float, float]]) -> float:

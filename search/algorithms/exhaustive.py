@@ -120,7 +120,8 @@ class _BranchAndBound:
         self.partial = PartialStrategy(paths, self.best.builder.bucket_bytes)
         self.visited = 0
         # A compact space does not have all that renaming gives.
-        self.alike = space.whole and all_alike(problem.topology)
+        messages = {problem.links.messages.get(pair) for pair in problem.topology.routes}
+        self.alike = space.whole and all_alike(problem.topology) and len(messages) <= 1
         # The least bound of the strategies that were not searched yet.
         self.open_ns = paths.bound_ns()
 

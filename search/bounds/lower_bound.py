@@ -59,6 +59,7 @@ from graph.intervals import intersect_regions, volume
 from graph.operators import Operator, OperatorGraph, ValueKind
 from search.bounds.critical_path import CriticalPaths
 from search.cost.cost_table import nanoseconds
+from search.cost.link_costs import Curve
 from search.problem import Array, Problem, Tables
 from search.simulate.backward_reachability import operators_with_backward
 from search.space.enumerated_space import all_degrees, count_degrees, count_whole, whole_space
@@ -170,7 +171,7 @@ class _BestTimes:
             lambda graph, operator, degrees: calls_of(graph, operator, degrees)[0]
         )
         self.kinds = [kind.name for kind in problem.topology.kinds]
-        self._lines: dict[int, list[tuple[float, float]]] = {}
+        self._curves: dict[int, list[Curve]] = {}
         self.whole = True
         self.surely_active = operators_with_backward(self.graph, surely=True)
         self.least = self._all_least(most_calls)
@@ -291,14 +292,14 @@ class _BestTimes:
 
     def _all_reduce_ns(self, least_members: int, size_bytes: int) -> int:
         """Return the least time of an all-reduce over at least so many devices: of a bucket that holds these bytes."""
-        if least_members not in self._lines:
-            self._lines[least_members] = self._all_reduce_lines(least_members)
-        least_s = min(alpha + beta * size_bytes for alpha, beta in self._lines[least_members])
+        if least_members not in self._curves:
+            self._curves[least_members] = self._all_reduce_curves(least_members)
+        least_s = min(curve.seconds(size_bytes) for curve in self._curves[least_members])
         # One nanosecond for rounding.
         return max(0, nanoseconds(least_s) - 1)
 
-    def _all_reduce_lines(self, least_members: int) -> list[tuple[float, float]]:
-        """Return lines, in seconds over bytes, of which an all-reduce over at least so many devices is on or above one.
+    def _all_reduce_curves(self, least_members: int) -> list[Curve]:
+        """Return curves of which an all-reduce over at least so many devices is on or above one.
 
         What the formula gives rises with the number of devices, so that of the numbers that nobody measured the first
         is enough.
@@ -306,15 +307,19 @@ class _BestTimes:
         links, topology = self.problem.links, self.problem.topology
         fastest = max(link.bandwidth_bytes_per_s for link in topology.links)
         latency_s = min(link.latency_s for link in topology.links)
-        all_lines = []
+        curves: list[Curve] = []
         by_formula = False
         for members in range(least_members, self.problem.device_count + 1):
             # Groups of one size may cost differently; those that nobody measured are priced by formulas.
-            all_lines += [lines.line for lines in links.measured_over(CollectiveKind.ALL_REDUCE, members)]
+            curves += links.measured_over(CollectiveKind.ALL_REDUCE, members)
             if not by_formula and (CollectiveKind.ALL_REDUCE, members) not in links.by_size:
-                all_lines.append((2 * ceil(log2(members)) * latency_s, 2 * (members - 1) / members / fastest))
+                least_s, s_per_byte = (
+                    2 * ceil(log2(members)) * latency_s,
+                    2 * (members - 1) / members / fastest,
+                )
+                curves.append(Curve.line(least_s, s_per_byte))
                 by_formula = True
-        return all_lines
+        return curves
 
     def path_ns(self) -> int:
         """Return the longest path through sure edges, forward to the loss and back."""

@@ -5,7 +5,7 @@ Source: specs "Communication systems", section 3 (alpha-beta model): an all-redu
 all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N / b) along a binomial tree, or
 (ceil(log2(p)) + p - 1) alpha + 2 N (p - 1) / (p b) by scatter and all-gather; a pairwise all-to-all
 (p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
-All of these are linear in N; of a measured collective the higher of two lines counts. The formulas are compiled:
+All of these are linear in N; of a measured collective its curve counts. The formulas are compiled:
 `search.kernels.collective_formulas`.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
-from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, LinkCosts
+from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.collective_formulas import price_collectives
 from search.kernels.records import Array, Routes
@@ -31,20 +31,22 @@ class CollectivePrice:
     """The price of a collective: N bytes take latency_s[k] + N * s_per_byte[k] seconds, the less of two algorithms k.
 
     links: the links that it holds, ascending.
-    is_measured: the two are lines fitted to measured times instead, see `Lines`, and the more counts.
+    curve: what was measured, which counts instead.
     """
 
     latency_s: tuple[float, float]
     s_per_byte: tuple[float, float]
     links: tuple[int, ...]
     origin: Origin
-    is_measured: bool = False
+    curve: Curve | None = None
 
     def duration_ns(self, size_bytes: int) -> int:
         """Return the nanoseconds of a collective of `size_bytes`."""
+        if self.curve is not None:
+            return nanoseconds(self.curve.seconds(size_bytes))
         first = self.latency_s[0] + size_bytes * self.s_per_byte[0]
         second = self.latency_s[1] + size_bytes * self.s_per_byte[1]
-        return nanoseconds(max(first, second) if self.is_measured else min(first, second))
+        return nanoseconds(min(first, second))
 
 
 class PriceTable(NamedTuple):
@@ -55,7 +57,7 @@ class PriceTable(NamedTuple):
     link_ptr: Array
     link: Array
     origin_K: Array
-    is_measured_K: Array
+    curves: list[Curve | None]
 
 
 class Prices:
@@ -98,7 +100,7 @@ class Prices:
             tuple(s_per_byte),
             tuple(found.link.tolist()),
             ORIGINS[found.origin_K[0]],
-            is_measured=bool(found.is_measured_K[0]),
+            curve=found.curves[0],
         )
 
     def table(self, codes: Sequence[int], roots: Sequence[int], members: Sequence[Array]) -> PriceTable:
@@ -126,29 +128,22 @@ class Prices:
         number, link = used.nonzero()
         link_ptr = number.searchsorted(np.arange(count + 1))
         origin = np.full(count, self._formulas, np.int64)
-        is_measured = np.zeros(count, np.bool_)
+        curves: list[Curve | None] = [None] * count
         if self._costs.by_size or self._costs.by_members:
             for place, (code, one) in enumerate(zip(codes, members, strict=True)):
-                lines = self._measured(COLLECTIVE_KINDS[code], one.tolist())
-                if lines is not None:
-                    latency_s[place], s_per_byte[place], source = lines
-                    origin[place], is_measured[place] = ORIGIN_CODE[source], True
-        return PriceTable(latency_s, s_per_byte, link_ptr, link, origin, is_measured)
+                measured = self._measured(COLLECTIVE_KINDS[code], one.tolist())
+                if measured is not None:
+                    curves[place], source = measured
+                    origin[place] = ORIGIN_CODE[source]
+        return PriceTable(latency_s, s_per_byte, link_ptr, link, origin, curves)
 
-    def _measured(
-        self, kind: CollectiveKind, members: Sequence[int]
-    ) -> tuple[tuple[float, float], tuple[float, float], Origin] | None:
-        """Return latencies and seconds per byte of what was measured, and what they rest on; None where nothing was."""
-        share, origin = 1.0, Origin.MEASURED
-        measured = self._costs.measured(kind, members)
-        if measured is None and kind in HALVES:
-            share, origin = 0.5, Origin.ESTIMATED
-            measured = self._costs.measured(CollectiveKind.ALL_REDUCE, members)
-        if measured is None:
-            return None
-        line = measured.line
-        large = line if measured.large is None else measured.large
-        return (share * line[0], share * large[0]), (share * line[1], share * large[1]), origin
+    def _measured(self, kind: CollectiveKind, members: Sequence[int]) -> tuple[Curve, Origin] | None:
+        """Return the curve of what was measured, and what it rests on; None where nothing was."""
+        curve = self._costs.measured(kind, members)
+        if curve is not None:
+            return curve, Origin.MEASURED
+        whole = self._costs.measured(CollectiveKind.ALL_REDUCE, members) if kind in HALVES else None
+        return None if whole is None else (whole.scaled(0.5), Origin.ESTIMATED)
 
 
 def _routes(topology: Topology) -> Routes:

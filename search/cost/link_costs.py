@@ -1,11 +1,13 @@
-"""Measured costs of communication: lines, seconds as a function of bytes. `search.cost.collective_cost` has prices."""
+"""Measured costs of communication: curves, seconds as a function of bytes. `search.cost.collective_cost` has prices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from graph.collectives import CollectiveKind
+from graph.topology import Pair
 from search.cost.cost_table import Origin
 
 # A collective's code in the kernels is its place here.
@@ -14,16 +16,48 @@ ROOTED = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
 # An all-reduce is the two of them one after the other.
 HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
-# Latency in seconds, seconds per byte.
-Line = tuple[float, float]
+# Bytes from which it counts, seconds there, seconds for each byte beyond.
+Segment = tuple[int, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """What was measured of a collective: `line`, and `large` of large messages, which counts where it is more."""
+class Curve:
+    """Measured seconds over bytes: line segments by the bytes from which each counts, ascending, the first from 0."""
 
-    line: Line
-    large: Line | None = None
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def line(cls, latency_s: float, s_per_byte: float) -> Curve:
+        """Return a single line."""
+        return cls(((0, latency_s, s_per_byte),))
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Curve:
+        """Return the lines between the seconds measured of two sizes in bytes or more.
+
+        A larger size takes no less than a smaller one. Below the smallest size all take as long as it does; beyond the
+        largest the last line goes on.
+        """
+        sizes = sorted(points)
+        times = accumulate((points[size] for size in sizes), max)
+        measured = list(zip(sizes, times, strict=True))
+        segments: list[Segment] = [(0, measured[0][1], 0.0)]
+        for (size, time_s), (larger, longer_s) in pairwise(measured):
+            segments.append((size, time_s, (longer_s - time_s) / (larger - size)))
+        return cls(tuple(segments))
+
+    def seconds(self, size_bytes: int) -> float:
+        """Return the seconds of `size_bytes`."""
+        start, start_s, s_per_byte = next(one for one in reversed(self.segments) if size_bytes >= one[0])
+        return start_s + (size_bytes - start) * s_per_byte
+
+    def scaled(self, share: float) -> Curve:
+        """Return the curve with all times multiplied by `share`."""
+        return Curve(tuple((start, share * time_s, share * slope) for start, time_s, slope in self.segments))
+
+    def later(self, seconds: float) -> Curve:
+        """Return the curve `seconds` higher."""
+        return Curve(tuple((start, time_s + seconds, slope) for start, time_s, slope in self.segments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +67,23 @@ class LinkCosts:
     by_size: collectives measured, by kind and number of devices; they take precedence over the formulas.
     by_members: collectives measured between just these devices, ascending; they take precedence over `by_size`.
     transfers: what the topology's links rest on (MEASURED where they were probed).
+    messages: messages measured, by source and destination; they take precedence over the topology's links.
     """
 
-    by_size: Mapping[tuple[CollectiveKind, int], Lines] = field(default_factory=dict)
-    by_members: Mapping[tuple[CollectiveKind, tuple[int, ...]], Lines] = field(default_factory=dict)
+    by_size: Mapping[tuple[CollectiveKind, int], Curve] = field(default_factory=dict)
+    by_members: Mapping[tuple[CollectiveKind, tuple[int, ...]], Curve] = field(default_factory=dict)
     transfers: Origin = Origin.DATASHEET
+    messages: Mapping[Pair, Curve] = field(default_factory=dict)
 
-    def measured(self, kind: CollectiveKind, members: Sequence[int]) -> Lines | None:
+    def measured(self, kind: CollectiveKind, members: Sequence[int]) -> Curve | None:
         """Return what was measured of a kind of collective between `members`, or between as many; else None."""
         exact = self.by_members.get((kind, tuple(sorted(members))))
         return exact if exact is not None else self.by_size.get((kind, len(members)))
 
-    def measured_over(self, kind: CollectiveKind, size: int) -> list[Lines]:
+    def measured_over(self, kind: CollectiveKind, size: int) -> list[Curve]:
         """Return all that was measured of a kind of collective between `size` devices, whichever they are."""
         found = [
-            lines for (of, members), lines in self.by_members.items() if (of, len(members)) == (kind, size)
+            curve for (of, members), curve in self.by_members.items() if (of, len(members)) == (kind, size)
         ]
         if (kind, size) in self.by_size:
             found.append(self.by_size[kind, size])

@@ -13,12 +13,23 @@ from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Ar
 
 
 @inner
+def curve_s(curve: Array, first: int, last: int, size_bytes: int) -> float:
+    """Return the seconds of a size on the segments `first` to `last`, as `search.cost.link_costs.Curve.seconds`."""
+    place = last - 1
+    while place > first and size_bytes < curve[place, 0]:
+        place -= 1
+    return float(curve[place, 1] + (size_bytes - curve[place, 0]) * curve[place, 2])
+
+
+@inner
 def collective_ns(sets: ResourceSets, resource_set: int, size_bytes: int) -> int:
     """Return the nanoseconds of a device set's collective, as `search.cost.collective_cost.CollectivePrice` does."""
+    begin, end = sets.segments[resource_set, 0], sets.segments[resource_set, 1]
+    if begin < end:
+        return int(curve_s(sets.curve, begin, end, size_bytes) * 1e9 + 0.5)
     first = sets.latency_s[resource_set, 0] + size_bytes * sets.s_per_byte[resource_set, 0]
     second = sets.latency_s[resource_set, 1] + size_bytes * sets.s_per_byte[resource_set, 1]
-    seconds = max(first, second) if sets.is_measured[resource_set] else min(first, second)
-    return int(seconds * 1e9 + 0.5)
+    return int(min(first, second) * 1e9 + 0.5)
 
 
 @inner

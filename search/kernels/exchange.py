@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.collective_formulas import curve_s
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     COLLECTIVE_WORDS,
@@ -451,7 +452,11 @@ def choose_replica(device_T: Array, first: int, replicas: int, device: int, link
 
 @inner
 def transfer_ns(links: ExchangeLinks, pair: int, size_bytes: int) -> int:
-    """Return the nanoseconds of a transfer; the same expression as `Topology.transfer_time_s`, rounded."""
+    """Return the nanoseconds of a transfer: measured, or the same expression as `Topology.transfer_time_s`, rounded."""
+    if len(links.segments):
+        begin, end = links.segments[pair, 0], links.segments[pair, 1]
+        if begin < end:
+            return int(curve_s(links.curve, begin, end, size_bytes) * 1e9 + 0.5)
     return int((links.latency_s_DD[pair] + size_bytes / links.bandwidth_DD[pair]) * 1e9 + 0.5)
 
 

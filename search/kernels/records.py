@@ -87,10 +87,11 @@ class ResourceSets(NamedTuple):
     end: Array
     latency_s: Array  # a resource set: of two lines, see `search.cost.collective_cost.CollectivePrice`
     s_per_byte: Array
-    is_measured: Array  # whether the higher line counts, not the lower one
+    segments: Array  # S, 2: the first segment in `curve` of what was measured and the one after its last, else equal
     origin: Array
     operation: Array  # the code of a device set's collective, else -1
     flows: Array
+    curve: Array  # segments, 3: see `search.cost.link_costs.Curve`
 
 
 class Tasks(NamedTuple):
@@ -377,11 +378,16 @@ class Overlaps(NamedTuple):
 
 
 class ExchangeLinks(NamedTuple):
-    """The node of each device, and latency and bandwidth between all pairs of them: source * D + destination."""
+    """The node of each device, and latency and bandwidth between all pairs of them: source * D + destination.
+
+    Where messages were measured, segments and curve as in `ResourceSets`, which take precedence; else none.
+    """
 
     node_D: Array
     latency_s_DD: Array
     bandwidth_DD: Array
+    segments: Array
+    curve: Array
 
 
 class Routes(NamedTuple):

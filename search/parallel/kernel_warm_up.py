@@ -49,13 +49,23 @@ _INTS_2D, _FLAGS_2D, _NUMBERS_2D, _INTS_3D = int64[:, ::1], boolean[:, ::1], flo
 # The arrays that are no lines of integers, by the kernel or the tuple that has them.
 UNUSUAL: Mapping[str, Mapping[str, Any]] = {
     "GraphArrays": {"reading_gradient": _FLAGS, "needs_gradient": _FLAGS},
-    "ResourceSets": {"latency_s": _NUMBERS_2D, "s_per_byte": _NUMBERS_2D, "is_measured": _FLAGS},
+    "ResourceSets": {
+        "latency_s": _NUMBERS_2D,
+        "s_per_byte": _NUMBERS_2D,
+        "segments": _INTS_2D,
+        "curve": _NUMBERS_2D,
+    },
     "Derivation": {"again_2GD": _INTS_3D},
     "Workload": {"uniform_ns_2O": _INTS_2D, "exchange_2O": _INTS_2D},
     "Gathers": {"first_2O": _INTS_2D, "last_2O": _INTS_2D, "weight_2W": _INTS_2D},
     "Machines": {"update_s_D": _NUMBERS},
     "Routes": {"latency_s": _NUMBERS, "bandwidth": _NUMBERS, "is_used": _FLAGS},
-    "ExchangeLinks": {"latency_s_DD": _NUMBERS, "bandwidth_DD": _NUMBERS},
+    "ExchangeLinks": {
+        "latency_s_DD": _NUMBERS,
+        "bandwidth_DD": _NUMBERS,
+        "segments": _INTS_2D,
+        "curve": _NUMBERS_2D,
+    },
     "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
 }
 

@@ -14,7 +14,7 @@ from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
 from search.cost.collective_cost import CollectivePrice, Prices
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS
-from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, LinkCosts
+from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
 from search.kernels.records import Array, GraphArrays, ResourceSets
 
@@ -144,6 +144,38 @@ class GrowingArray:
 FLOWS = tuple(1 if kind in ROOTED else 2 for kind in COLLECTIVE_KINDS)
 
 
+class CurveStore:
+    """The segments of curves as arrays, each curve once."""
+
+    def __init__(self) -> None:
+        self.segments = GrowingArray(np.float64, 3)
+        self._spans: dict[Curve, tuple[int, int]] = {}
+
+    def span(self, curve: Curve | None) -> tuple[int, int]:
+        """Return a curve's first segment and the one after its last; (0, 0) where there is none."""
+        if curve is None:
+            return 0, 0
+        if curve not in self._spans:
+            first = len(self.segments)
+            self.segments.extend(curve.segments)
+            self._spans[curve] = first, len(self.segments)
+        return self._spans[curve]
+
+    def curve(self, first: int, last: int) -> Curve | None:
+        """Return the curve of a span."""
+        return next((curve for curve, span in self._spans.items() if span == (first, last)), None)
+
+
+def message_curves(topology: Topology, links: LinkCosts) -> tuple[Array, Array]:
+    """Return segments and curve of all pairs of devices, see `ExchangeLinks`: both empty where none was measured."""
+    curves, count = CurveStore(), len(topology.devices)
+    spans = np.zeros((count * count if links.messages else 0, 2), np.int64)
+    for (source, destination), curve in links.messages.items():
+        if (source, destination) in topology.routes:
+            spans[source * count + destination] = curves.span(curve)
+    return spans, curves.segments.items
+
+
 @dataclass(frozen=True, slots=True)
 class PricedResourceSet:
     """The resource set of one kind of collective over a set of devices: its number, and its price."""
@@ -161,7 +193,7 @@ class ResourceSetStore:
         self._resource_ptr, self._end_ptr = GrowingArray(np.int64), GrowingArray(np.int64)
         self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
         self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
-        self._is_measured = GrowingArray(np.bool_)
+        self._segments, self._curves = GrowingArray(np.int64, 2), CurveStore()
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
         self._sets: dict[tuple[int, int, bytes], int] = {}
@@ -181,7 +213,8 @@ class ResourceSetStore:
             self._end_ptr.first(count + 1),
         )
         store._latency_s, store._s_per_byte = self._latency_s.first(count), self._s_per_byte.first(count)
-        store._is_measured, store._origin = self._is_measured.first(count), self._origin.first(count)
+        store._segments, store._origin = self._segments.first(count), self._origin.first(count)
+        store._curves = CurveStore()
         store._operation, store._flows = self._operation.first(count), self._flows.first(count)
         return store
 
@@ -196,7 +229,7 @@ class ResourceSetStore:
         self._end_ptr.extend(np.concatenate([np.zeros(count, np.int64), 2 * np.arange(1, pairs + 1)]))
         self._latency_s.extend(np.zeros((total, 2)))
         self._s_per_byte.extend(np.zeros((total, 2)))
-        self._is_measured.extend(np.zeros(total, np.bool_))
+        self._segments.extend(np.zeros((total, 2), np.int64))
         self._origin.extend(np.full(total, origin))
         self._operation.extend(np.full(total, -1))
         self._flows.extend(np.ones(total, np.int64))
@@ -225,7 +258,7 @@ class ResourceSetStore:
         self._end.extend(np.concatenate(members))
         self._latency_s.extend(prices.latency_s_K2)
         self._s_per_byte.extend(prices.s_per_byte_K2)
-        self._is_measured.extend(prices.is_measured_K)
+        self._segments.extend([self._curves.span(curve) for curve in prices.curves])
         self._origin.extend(prices.origin_K)
         self._operation.extend(codes)
         self._flows.extend([FLOWS[code] for code in codes])
@@ -245,7 +278,7 @@ class ResourceSetStore:
             tuple(self._s_per_byte.items[number].tolist()),
             tuple((self._resource.items[first:last] - len(self.topology.devices)).tolist()),
             ORIGINS[self._origin.items[number]],
-            is_measured=bool(self._is_measured.items[number]),
+            curve=self._curves.curve(*self._segments.items[number].tolist()),
         )
         return PricedResourceSet(number, price)
 
@@ -256,8 +289,14 @@ class ResourceSetStore:
         with np.errstate(invalid="ignore"):
             first = latency_s[:, 0] + size_bytes * s_per_byte[:, 0]
             second = latency_s[:, 1] + size_bytes * s_per_byte[:, 1]
-            counts = np.where(self._is_measured.items[numbers], second > first, second < first)
-        taken = np.where(counts, second, first)
+            taken = np.where(second < first, second, first)
+        begin, end = self._segments.items[numbers].T
+        is_measured, place, curve = begin < end, end - 1, self._curves.segments.items
+        if is_measured.any():
+            while (before := (place > begin) & (size_bytes < curve[place, 0])).any():
+                place = place - before
+            seconds = curve[place, 1] + (size_bytes - curve[place, 0]) * curve[place, 2]
+            taken = np.where(is_measured, seconds, taken)
         durations_ns: Array = (taken * 1e9 + 0.5).astype(np.int64)
         return durations_ns
 
@@ -281,10 +320,11 @@ class ResourceSetStore:
             self._end.items,
             self._latency_s.items,
             self._s_per_byte.items,
-            self._is_measured.items,
+            self._segments.items,
             self._origin.items,
             self._operation.items,
             self._flows.items,
+            self._curves.segments.items,
         )
 
 

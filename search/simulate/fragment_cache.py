@@ -42,7 +42,7 @@ from search.kernels.fragments import (
     word_of,
 )
 from search.kernels.records import ExchangeLinks, Readers, Sources
-from search.simulate.arrays import ResourceSetStore, graph_arrays
+from search.simulate.arrays import ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
 from search.simulate.exchange_patterns import Patterns, joined
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
@@ -102,7 +102,9 @@ class UnitStore:
         self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
         node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
-        self._exchange_links = ExchangeLinks(node_D, routes.latency_s_P, routes.bandwidth_P)
+        self._exchange_links = ExchangeLinks(
+            node_D, routes.latency_s_P, routes.bandwidth_P, *message_curves(topology, links)
+        )
         count = len(self.subjects.class_S)
         # The words of the keys of all subjects: more than one look-up adds to the table.
         self._key_words = 2 * count + len(self.subjects.port)

@@ -16,11 +16,10 @@ from app.db.records import DeviceKindRecord, EnvironmentRecord
 from app.db.store import Store
 from app.services.costs import link_costs as links
 from app.services.costs.link_costs import (
-    LARGE,
     LONGEST_PATTERN,
     cost_records,
     fit_records,
-    fitted_links,
+    links_between,
     links_of,
     local_links,
     members_text,
@@ -35,9 +34,10 @@ from app.services.progress import Silent
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, local_topology
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
-from profiler.links import LARGE_BYTES, LinkProbe, measurement
+from profiler.links import MIB, LinkProbe, measurement
 from search.cost.collective_cost import Prices
 from search.cost.cost_table import Origin
+from search.cost.link_costs import Curve
 from tests.app.conftest import Command
 
 PATTERNS: tuple[Pattern, ...] = ("p2p", *COLLECTIVE_PATTERNS)
@@ -50,23 +50,22 @@ def test_what_a_probe_measured_is_what_predictions_take(probed: Path) -> None:
         links = stored_links(store, machine)
         assert links is not None
         fits = {fit.pattern: fit for fit in store.link_fits(machine.links_kind_id, machine.environment_id)}
-    assert set(fits) == {
-        *("p2p", "contention", "exchange"),
-        *(pattern for name in COLLECTIVE_PATTERNS for pattern in (name, LARGE + name)),
-    }
+        medians: dict[str, dict[int, float]] = {pattern: {} for pattern in PATTERNS}
+        for row in store.link_costs(machine.links_kind_id, machine.environment_id):
+            medians[row.pattern][row.size_bytes] = row.median_s
+    assert set(fits) == {"p2p", "contention", "exchange", *COLLECTIVE_PATTERNS}
     costs = Target(topology_of(machine, links), machine, links).link_costs
     assert links.unmeasured == ()
     assert (costs.transfers, costs.by_members) == (Origin.MEASURED, {})
+    exchange_s = fits["exchange"].latency_s
+    assert exchange_s is not None
     for kind in CollectiveKind:
-        pattern = kind.value.replace("-", "_")
-        lines = costs.by_size[kind, 2]
+        curve = Curve.through(medians[kind.value.replace("-", "_")])
         # What stands for messages between operators takes what an exchange takes besides.
-        besides_s = 0.0 if kind is CollectiveKind.ALL_REDUCE else fits["exchange"].latency_s
-        assert besides_s is not None
-        for line, fit in ((lines.line, fits[pattern]), (lines.large, fits[LARGE + pattern])):
-            assert fit.latency_s is not None
-            assert fit.bandwidth_bytes_per_s is not None
-            assert line == pytest.approx((fit.latency_s + besides_s, 1 / fit.bandwidth_bytes_per_s))
+        besides_s = 0.0 if kind is CollectiveKind.ALL_REDUCE else exchange_s
+        assert costs.by_size[kind, 2] == curve.later(besides_s)
+    curve = Curve.through(medians["p2p"]).later(exchange_s)
+    assert costs.messages == {(0, 1): curve, (1, 0): curve}
 
 
 def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> None:
@@ -78,12 +77,10 @@ def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> N
     for fit in fits:
         if fit.latency_s is None or fit.bandwidth_bytes_per_s is None:
             continue
-        is_large = fit.pattern.startswith(LARGE)
         medians = {
             cost.size_bytes: statistics.median(cost.samples_s)
             for cost in costs
-            if cost.pattern == fit.pattern.removeprefix(LARGE)
-            and (cost.size_bytes >= LARGE_BYTES or not is_large)
+            if cost.pattern == fit.pattern
         }
         errors = [
             abs(fit.latency_s + size / fit.bandwidth_bytes_per_s - time) / time
@@ -92,7 +89,7 @@ def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> N
         assert len(errors) >= 2
         assert fit.residual == pytest.approx(statistics.mean(errors))
         checked += 1
-    assert checked == 1 + 2 * len(COLLECTIVE_PATTERNS)
+    assert checked == 1 + len(COLLECTIVE_PATTERNS)
 
 
 @pytest.mark.usefixtures("known_links")
@@ -186,7 +183,7 @@ def test_a_disturbed_probe_is_repeated_a_few_times_and_the_least_disturbed_kept(
 
 
 def made_up_probe(groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...]) -> LinkProbe:
-    sizes = (1024, LARGE_BYTES, 4 * LARGE_BYTES)
+    sizes = (1024, 4 * MIB, 16 * MIB)
     pairs = [group for group in groups if len(group) == 2]
     links = [
         measurement(pattern, group, {size: [seconds(pattern, group, size)] for size in sizes})
@@ -208,10 +205,8 @@ def test_each_group_has_its_own_line_and_the_slowest_stands_for_its_size() -> No
     }  # fmt: skip
     assert max(len(fit.pattern) for fit in fits) <= LONGEST_PATTERN
     rows = {(cost.pattern, cost.group_size) for cost in cost_records(probe, indices)}
-    assert rows == {(fit.pattern, fit.group_size) for fit in fits if fit.bandwidth_bytes_per_s} - {
-        (fit.pattern, fit.group_size) for fit in fits if fit.pattern.startswith(LARGE)
-    }
-    links = links_of(fits, indices)
+    assert rows == {(fit.pattern, fit.group_size) for fit in fits if fit.bandwidth_bytes_per_s}
+    links = links_of(fits, cost_records(probe, indices), indices)
     assert links is not None
     device = DeviceKind("k", "cuda", (("float32", 1e12),), 2**30, 1e12, 0.0)
     price = Prices(local_topology(4, device, 1e9, 1e-6), links.costs)
@@ -229,6 +224,22 @@ def test_each_group_has_its_own_line_and_the_slowest_stands_for_its_size() -> No
     assert links.pairs[0, 1][0] == pytest.approx(1e9)
     assert links.pairs[0, 2][0] == pytest.approx(0.5e9)
     assert links.bytes_per_s == pytest.approx(0.5e9)
+    message_s = [seconds("p2p", pair, 2**20) + probe.overhead_s for pair in ((0, 1), (0, 2))]
+    assert links.costs.messages[1, 0].seconds(2**20) == pytest.approx(message_s[0])
+    # The slowest pair stands for one that was not measured.
+    assert links.costs.messages[1, 3].seconds(2**20) == pytest.approx(message_s[1])
+
+
+def test_where_only_lines_are_known_they_count() -> None:
+    """As in a pack or a repaired database without raw samples."""
+    probe = made_up_probe(GROUPS, (0.1,) * 4)
+    links = links_of(fit_records(probe, range(4), ["k"] * 4), [], range(4))
+    assert links is not None
+    for size in (1, 10**6, 10**9):
+        reduced_s = links.costs.by_members[CollectiveKind.ALL_REDUCE, (0, 1)].seconds(size)
+        assert reduced_s == pytest.approx(seconds("all_reduce", (0, 1), size))
+        message_s = links.costs.messages[0, 1].seconds(size)
+        assert message_s == pytest.approx(seconds("p2p", (0, 1), size) + probe.overhead_s)
 
 
 @given(st.sets(st.integers(0, 40), min_size=2, max_size=9), st.data())
@@ -251,8 +262,8 @@ def test_names_of_groups_are_short(indices: tuple[int, ...], name: str) -> None:
 def test_each_kind_of_device_has_its_own_contention() -> None:
     """Of like devices the median counts; of a mix that of each kind."""
     probe = made_up_probe(GROUPS, (0.1, 0.2, 0.9, 0.5))
-    alike = links_of(fit_records(probe, range(4), ["a"] * 4), range(4))
-    mixed = links_of(fit_records(probe, range(4), ["a", "a", "b", "b"]), range(4))
+    alike = links_of(fit_records(probe, range(4), ["a"] * 4), [], range(4))
+    mixed = links_of(fit_records(probe, range(4), ["a", "a", "b", "b"]), [], range(4))
     assert alike is not None
     assert mixed is not None
     assert alike.contention == pytest.approx(0.35)
@@ -267,9 +278,9 @@ def test_what_is_stored_of_one_kind_is_read_for_that_kind_alone(database: Path) 
         for kind, factor in zip(kinds, (0.25, 0.75), strict=False):
             probe = made_up_probe(GROUPS, (factor,) * 4)
             store.put_link_fits(kind, environment, fit_records(probe, range(4), ["k"] * 4))
-        found = [fitted_links(store, kind, environment, 4) for kind in kinds]
-        assert fitted_links(store, kinds[0], environment + 1, 4) is None
-        assert fitted_links(store, kinds[0], environment, 3) is None
+        found = [links_between(store, kind, environment, range(4)) for kind in kinds]
+        assert links_between(store, kinds[0], environment + 1, range(4)) is None
+        assert links_between(store, kinds[0], environment, range(3)) is None
     assert [one and one.contention for one in found] == [0.25, 0.75, None]
 
 
@@ -282,11 +293,11 @@ def test_a_pack_carries_all_patterns_and_groups(database: Path, tmp_path: Path) 
         environment = store.put_environment(EnvironmentRecord({"torch": "2"}))
         store.put_link_costs(kind, environment, cost_records(probe, indices))
         store.put_link_fits(kind, environment, fits)
-        expected = fitted_links(store, kind, environment, 4)
+        expected = links_between(store, kind, environment, range(4))
         assert write_pack(store, file).link_fits == len(fits)
     with Store.open(tmp_path / "other.sqlite") as store:
         assert merge_pack(store, read_pack(file)).link_costs == len(cost_records(probe, indices))
-        found = fitted_links(store, 1, 1, 4)
+        found = links_between(store, 1, 1, range(4))
     assert expected is not None
     assert found is not None
     assert (found.costs, found.pairs, found.contentions) == (

@@ -94,6 +94,10 @@ def test_a_measured_topology_has_the_costs_of_each_class_of_pair_and_of_its_grou
             EXCHANGE_S + latency_s + 1e7 / bandwidth, rel=1e-3
         )
     assert named.links.costs.transfers is Origin.MEASURED
+    messages = named.links.costs.messages
+    for pair, (latency_s, bandwidth) in (((3, 2), INSIDE), ((3, 1), BETWEEN)):
+        expected_s = EXCHANGE_S + latency_s + 1e7 / bandwidth
+        assert messages[pair].seconds(10**7) == pytest.approx(expected_s, rel=1e-3)
     prices = Prices(topology, named.links.costs)
     for group, (latency_s, bandwidth) in (((2, 3), INSIDE), ((0, 2), BETWEEN), ((0, 1, 2, 3), BETWEEN)):
         collective = prices.of(group, CollectiveKind.ALL_REDUCE)

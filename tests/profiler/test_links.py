@@ -18,6 +18,8 @@ from profiler.kinds import datasheet_kind
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, prepare
 from profiler.link_worker import (
     FEWEST,
+    HUGE_BYTES,
+    HUGE_FEWEST,
     Members,
     ProbePlan,
     ProbeRank,
@@ -27,7 +29,6 @@ from profiler.link_worker import (
 from profiler.link_worker import probe as probe_as_rank
 from profiler.links import (
     KIB,
-    LARGE_BYTES,
     MIB,
     LinkMeasurement,
     LinkOptions,
@@ -110,15 +111,6 @@ def test_slowest_pair_stands_for_messages_and_each_pair_for_itself() -> None:
     assert topology.transfer_time_s(2, 0, 10**9) == pytest.approx(1.0, rel=1e-4)
     with pytest.raises(UsageError, match="all_reduce was not measured"):
         probe.find("all_reduce")
-
-
-def test_large_messages_have_a_line_of_their_own_where_two_sizes_of_them_were_measured() -> None:
-    small = {KIB: [1e-4], 64 * KIB: [1.2e-4], MIB: [5e-4]}
-    assert measurement("all_reduce", (0, 1), {**small, LARGE_BYTES: [3e-3]}).large is None
-    link = measurement("all_reduce", (0, 1), {**small, LARGE_BYTES: [3e-3], 16 * LARGE_BYTES: [48e-3]})
-    assert link.large is not None
-    assert link.large.time_s(4 * LARGE_BYTES) == pytest.approx(12e-3)
-    assert link.latency_s + 16 * LARGE_BYTES / link.bandwidth_bytes_per_s < 48e-3
 
 
 def test_all_pairs_of_gpus_and_one_of_cores_are_measured() -> None:
@@ -207,6 +199,17 @@ def test_each_rank_times_the_groups_that_it_is_in_and_without_time_the_fewest_re
     assert [link.members for link in links if link.pattern == "p2p"] == [(0, 3), (1, 2)]
     assert {link.members for link in links if link.pattern == "reduce"} == set(groups)
     assert {len(sample.samples_s) for link in links for sample in link.samples} == {FEWEST, 30}
+
+
+def test_of_sizes_that_take_too_long_or_too_much_memory_the_first_ends_a_pattern() -> None:
+    sizes = (1024, MIB, HUGE_BYTES + 1024, 2**50, 2**51)
+    options = LinkOptions(p2p_sizes=sizes, all_reduce_sizes=sizes, exchange_sizes=(1024,), limit_s=60.0)
+    (first, second) = run_plans(options, ((0, 1),), ((0, 1),))
+    assert list(first.times_s) == list(second.times_s)
+    for pattern in ("p2p", "all_reduce"):
+        times_s = {size: times for (known, _, size), times in first.times_s.items() if known == pattern}
+        assert list(times_s) == list(sizes[:3])
+        assert len(times_s[HUGE_BYTES + 1024]) == HUGE_FEWEST
 
 
 def run_plans(

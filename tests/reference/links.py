@@ -10,7 +10,7 @@ from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.cost.collective_cost import CollectivePrice
 from search.cost.cost_table import Origin
-from search.cost.link_costs import Lines, LinkCosts
+from search.cost.link_costs import Curve, LinkCosts
 
 
 def collective_price(
@@ -21,20 +21,31 @@ def collective_price(
     root: int | None = None,
 ) -> CollectivePrice:
     """Return the price of a collective over `members` (in ring order), as `search.cost.collective_cost.Prices.of`."""
-    size = len(members)
-    measured = _measured(costs, kind, members)
+    price = _formula_price(topology, members, costs, kind, root)
+    curve = _measured(costs, kind, members)
+    if curve is not None:
+        return replace(price, curve=curve, origin=Origin.MEASURED)
     # An all-reduce is a reduce-scatter and an all-gather, which cost the same.
-    if measured is None and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
+    if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
         whole = _measured(costs, CollectiveKind.ALL_REDUCE, members)
         if whole is not None:
-            price = _measured_price(topology, members, kind, whole, Origin.ESTIMATED)
-            return replace(
-                price,
-                latency_s=(price.latency_s[0] / 2, price.latency_s[1] / 2),
-                s_per_byte=(price.s_per_byte[0] / 2, price.s_per_byte[1] / 2),
-            )
-    if measured is not None:
-        return _measured_price(topology, members, kind, measured, Origin.MEASURED)
+            half = Curve(tuple((start, time_s / 2, slope / 2) for start, time_s, slope in whole.segments))
+            return replace(price, curve=half, origin=Origin.ESTIMATED)
+    return price
+
+
+def message_s(topology: Topology, costs: LinkCosts, source: int, destination: int, size_bytes: int) -> float:
+    """Return the seconds of a message: measured, else over the links of its route."""
+    curve = costs.messages.get((source, destination))
+    if curve is None:
+        return topology.transfer_time_s(source, destination, size_bytes)
+    return curve.seconds(size_bytes)
+
+
+def _formula_price(
+    topology: Topology, members: Sequence[int], costs: LinkCosts, kind: CollectiveKind, root: int | None
+) -> CollectivePrice:
+    size = len(members)
     # A formula over measured links is an estimate.
     origin = costs.transfers if costs.transfers is not Origin.MEASURED else Origin.ESTIMATED
     ring_hops = [(members[k], members[(k + 1) % size]) for k in range(size)]
@@ -61,28 +72,15 @@ def collective_price(
     )
 
 
-def _measured(costs: LinkCosts, kind: CollectiveKind, members: Sequence[int]) -> Lines | None:
+def _measured(costs: LinkCosts, kind: CollectiveKind, members: Sequence[int]) -> Curve | None:
     """Return what was measured of just these members, else of as many."""
-    for (known, devices), lines in costs.by_members.items():
+    for (known, devices), curve in costs.by_members.items():
         if known is kind and set(devices) == set(members):
-            return lines
-    for (known, size), lines in costs.by_size.items():
+            return curve
+    for (known, size), curve in costs.by_size.items():
         if known is kind and size == len(members):
-            return lines
+            return curve
     return None
-
-
-def _measured_price(
-    topology: Topology, members: Sequence[int], kind: CollectiveKind, lines: Lines, origin: Origin
-) -> CollectivePrice:
-    """Return a price that is the higher of two lines; a single one counts twice."""
-    size = len(members)
-    hops = [(members[k], members[(k + 1) % size]) for k in range(size)]
-    links = _links_of(topology, _pairs(members) if kind is CollectiveKind.ALL_TO_ALL else hops)
-    (first_s, first_s_per_byte), (second_s, second_s_per_byte) = (lines.line, lines.large or lines.line)
-    return CollectivePrice(
-        (first_s, second_s), (first_s_per_byte, second_s_per_byte), links, origin, is_measured=True
-    )
 
 
 def _pairs(members: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from search.cost.cost_table import CostSource, OperatorCost
 from search.cost.link_costs import LinkCosts
 from search.simulate.saved_tensors import extra_bytes, keeps_output, kept_inputs, kept_outputs
 from search.space.groups import is_view
-from tests.reference.links import collective_price
+from tests.reference.links import collective_price, message_s
 
 Calls = Callable[[OperatorGraph, Operator, Degrees], tuple[LocalCall, ...]]
 # ("forward", operator, task), ("transfer", value, assembly, piece), ("synchronize", bucket), ...
@@ -292,7 +292,7 @@ class Deriver:
     def transfer(
         self, key: Key, source: int, destination: int, size_bytes: int, waits: frozenset[Key]
     ) -> None:
-        run_ns = nanoseconds(self.topology.transfer_time_s(source, destination, size_bytes))
+        run_ns = nanoseconds(message_s(self.topology, self.links, source, destination, size_bytes))
         resources = self.link_resources(source, destination)
         self.tasks.append(Task(key, run_ns, resources, (source, destination), size_bytes, waits))
 

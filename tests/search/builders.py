@@ -25,7 +25,7 @@ from graph.operators import ITEM_BYTES, Operator, OperatorGraph, Slot, TensorSpe
 from graph.strategy import Configuration, Strategy
 from graph.topology import DeviceKind, Topology, load_topology, local_topology
 from search.cost.cost_table import OperatorCost, Origin
-from search.cost.link_costs import Line, Lines, LinkCosts
+from search.cost.link_costs import Curve, LinkCosts
 
 SAMPLE, ATTRIBUTE, PARAMETER, REDUCTION = (
     AxisKind.SAMPLE,
@@ -35,28 +35,22 @@ SAMPLE, ATTRIBUTE, PARAMETER, REDUCTION = (
 )
 
 
-def all_reduces(
-    lines: Mapping[int, Line],
-    large: Mapping[int, Line] | None = None,
-    transfers: Origin = Origin.DATASHEET,
-) -> LinkCosts:
-    """Return what is known where all-reduces of some group sizes were measured."""
-    by_size = {
-        (CollectiveKind.ALL_REDUCE, size): Lines(line, (large or {}).get(size))
-        for size, line in lines.items()
-    }
+def all_reduces(lines: Mapping[int, tuple[float, float]], transfers: Origin = Origin.DATASHEET) -> LinkCosts:
+    """Return what is known where all-reduces of some group sizes were measured, each a line."""
+    by_size = {(CollectiveKind.ALL_REDUCE, size): Curve.line(*line) for size, line in lines.items()}
     return LinkCosts(by_size, transfers=transfers)
 
 
-# Some kinds of collectives over two and three devices were measured, all others follow from formulas.
+# Some kinds of collectives over two and three devices were measured, and some messages; others follow from formulas.
 SOME_MEASURED = LinkCosts(
     {
-        (CollectiveKind.ALL_REDUCE, 2): Lines((1e-5, 2e-9)),
-        (CollectiveKind.ALL_REDUCE, 3): Lines((2e-5, 3e-9), (0.0, 4e-9)),
-        (CollectiveKind.ALL_GATHER, 3): Lines((3e-5, 1e-9)),
-        (CollectiveKind.BROADCAST, 3): Lines((1e-5, 5e-9), (0.0, 7e-9)),
+        (CollectiveKind.ALL_REDUCE, 2): Curve.line(1e-5, 2e-9),
+        (CollectiveKind.ALL_REDUCE, 3): Curve.through({100: 2e-5, 10_000: 5e-5, 50_000: 2e-4}),
+        (CollectiveKind.ALL_GATHER, 3): Curve.line(3e-5, 1e-9),
+        (CollectiveKind.BROADCAST, 3): Curve.through({1: 1e-5, 20_000: 1.1e-4, 90_000: 6e-4}),
     },
-    {(CollectiveKind.ALL_REDUCE, (0, 1)): Lines((3e-5, 1e-9))},
+    {(CollectiveKind.ALL_REDUCE, (0, 1)): Curve.line(3e-5, 1e-9)},
+    messages={(0, 1): Curve.through({64: 1e-5, 2_000: 2e-5, 30_000: 2e-4}), (1, 0): Curve.line(2e-5, 1e-9)},
 )
 
 

@@ -14,7 +14,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from search.bounds.lower_bound import Bound, best_times_bound, lower_bound, path_bound_ns, sizes_degrees
 from search.cost.cost_table import CostTable
-from search.cost.link_costs import Lines, LinkCosts
+from search.cost.link_costs import Curve, LinkCosts
 from search.orders import Order
 from search.problem import Problem
 from search.simulate.simulator import simulate
@@ -127,7 +127,7 @@ def test_no_strategy_met_is_below_it(place: int, count: int) -> None:
     if count == 8:
         links = all_reduces({2: (1e-6, 1e-10), 8: (0.0, 0.0)})
         # Two of the devices sum faster than any other two.
-        links = replace(links, by_members={(CollectiveKind.ALL_REDUCE, (0, 1)): Lines((0.0, 1e-11))})
+        links = replace(links, by_members={(CollectiveKind.ALL_REDUCE, (0, 1)): Curve.line(0.0, 1e-11)})
         one = replace(one, topology=cluster(), links=links)
     bound_ns = best_times_bound(one).time_ns
     rng = np.random.default_rng(count)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, Link, Topology, local_topology
 from search.cost.collective_cost import CollectivePrice, Prices
 from search.cost.cost_table import Origin
-from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Lines, LinkCosts
+from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts
 from search.simulate.arrays import ResourceSetStore
 from tests.reference import links as reference
 from tests.search.builders import all_reduces, cluster, device_kind
@@ -82,7 +83,7 @@ def test_measured_sizes_take_precedence_over_formulas() -> None:
 
 @pytest.mark.parametrize("kind", CollectiveKind)
 def test_each_measured_kind_takes_precedence_over_formulas_and_halves(kind: CollectiveKind) -> None:
-    lines = {(one, 4): Lines((0.5 + place, 1e-3)) for place, one in enumerate(CollectiveKind)}
+    lines = {(one, 4): Curve.line(0.5 + place, 1e-3) for place, one in enumerate(CollectiveKind)}
     root = 0 if kind in ROOTED else None
     price = collective_price(mesh(4), range(4), LinkCosts(lines), kind, root)
     assert price.duration_ns(1000) == (COLLECTIVE_KINDS.index(kind) * 1_000 + 1_500) * 10**6
@@ -92,7 +93,7 @@ def test_each_measured_kind_takes_precedence_over_formulas_and_halves(kind: Coll
 
 def test_what_just_these_devices_took_takes_precedence_over_what_as_many_did() -> None:
     reduction = CollectiveKind.ALL_REDUCE
-    costs = LinkCosts({(reduction, 2): Lines((2.0, 0.0))}, {(reduction, (0, 3)): Lines((1.0, 0.0))})
+    costs = LinkCosts({(reduction, 2): Curve.line(2.0, 0.0)}, {(reduction, (0, 3)): Curve.line(1.0, 0.0)})
     assert collective_price(mesh(4), (0, 3), costs).duration_ns(8) == 10**9
     assert collective_price(mesh(4), (3, 0), costs).duration_ns(8) == 10**9
     assert collective_price(mesh(4), (0, 1), costs).duration_ns(8) == 2 * 10**9
@@ -110,10 +111,49 @@ def test_a_formula_over_measured_links_is_an_estimate(kind: CollectiveKind) -> N
         assert price.origin is formula
 
 
-def test_of_a_measured_line_for_large_messages_and_the_other_the_higher_counts() -> None:
-    price = collective_price(mesh(3), range(3), all_reduces({3: (1e-3, 1e-9)}, {3: (0.0, 3e-9)}))
-    assert price.duration_ns(1000) == 1_001_000
-    assert price.duration_ns(10**7) == 30_000_000
+@pytest.mark.parametrize("seed", range(20))
+def test_a_curve_meets_its_points_and_is_straight_between_them(seed: int) -> None:
+    generator = random.Random(seed)
+    sizes = sorted(generator.sample(range(1, 10**6), 5))
+    times = sorted(generator.uniform(1e-5, 1.0) for _ in sizes)
+    curve = Curve.through(dict(zip(sizes, times, strict=True)))
+    for size in generator.sample(range(2 * 10**6), 200):
+        below = [place for place in range(5) if sizes[place] <= size]
+        first = min(below[-1], 3) if below else 0
+        slope = (times[first + 1] - times[first]) / (sizes[first + 1] - sizes[first])
+        expected_s = times[first] + (size - sizes[first]) * slope if below else times[0]
+        assert curve.seconds(size) == pytest.approx(expected_s, rel=1e-9)
+        assert curve.scaled(0.5).seconds(size) == pytest.approx(0.5 * expected_s, rel=1e-9)
+        assert curve.later(2.0).seconds(size) == pytest.approx(expected_s + 2.0, rel=1e-9)
+
+
+def test_a_larger_message_never_takes_less_than_a_smaller_one_that_was_measured() -> None:
+    curve = Curve.through({10: 2.0, 20: 1.0, 40: 4.0})
+    assert [curve.seconds(size) for size in (0, 10, 15, 20, 30, 40, 60)] == [
+        2.0,
+        2.0,
+        2.0,
+        2.0,
+        3.0,
+        4.0,
+        6.0,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_measured_times_at_once_are_those_of_each_curve_to_the_nanosecond(seed: int) -> None:
+    generator = random.Random(seed)
+    topology = mesh(4)
+    links = random_costs(generator)
+    store = ResourceSetStore(topology, links)
+    kinds = [kind for kind in CollectiveKind if kind not in ROOTED]
+    sets = [
+        store.device_set(members, kind) for kind in kinds for members in ((0, 1), (0, 1, 2), (0, 1, 2, 3))
+    ]
+    sizes = [generator.randrange(10 ** generator.randint(1, 9)) for _ in sets]
+    expected = [one.price.duration_ns(size) for one, size in zip(sets, sizes, strict=True)]
+    numbers = [one.number for one in sets]
+    assert store.durations_ns(numbers, np.array(sizes)).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -207,16 +247,18 @@ def random_topology(generator: random.Random) -> Topology:
 
 
 def random_costs(generator: random.Random) -> LinkCosts:
-    """Return measured lines, of some kinds and sizes and of some groups of their own."""
+    """Return measured curves, of some kinds and sizes and of some groups of their own."""
 
-    def lines() -> Lines:
-        line, large = ((generator.uniform(0, 1e-4), generator.uniform(0, 5e-9)) for _ in range(2))
-        return Lines(line, generator.choice((None, large)))
+    def curve() -> Curve:
+        if generator.random() < 0.3:
+            return Curve.line(generator.uniform(0, 1e-4), generator.uniform(0, 5e-9))
+        sizes = generator.sample(range(1, 10**7), generator.randint(2, 6))
+        return Curve.through({size: generator.uniform(1e-5, 1e-1) for size in sizes})
 
     return LinkCosts(
-        {(kind, generator.randint(2, 5)): lines() for kind in CollectiveKind if generator.random() < 0.5},
+        {(kind, generator.randint(2, 5)): curve() for kind in CollectiveKind if generator.random() < 0.5},
         {
-            (kind, (0, generator.randint(1, 3))): lines()
+            (kind, (0, generator.randint(1, 3))): curve()
             for kind in CollectiveKind
             if generator.random() < 0.5
         },

@@ -26,7 +26,7 @@ from search.problem import Problem
 from search.space.baselines import random_strategy, single_device
 from search.space.enumerated_space import whole_space
 from search.space.groups import find_groups
-from tests.reference.links import collective_price
+from tests.reference.links import collective_price, message_s
 from tests.runtime.strategies import seeds
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers
 from tests.search.small import small_problem, strategies
@@ -83,7 +83,7 @@ def _exchange_ns(one: Problem, strategy: Strategy, name: str, reading: int) -> i
             for piece in assembly.remote_pieces if number not in served else ():
                 ends = piece.source_device, assembly.device
                 there, here = reversed(ends) if back else ends
-                time_s = topology.transfer_time_s(there, here, volume(piece.region) * spec.item_bytes)
+                time_s = message_s(topology, one.links, there, here, volume(piece.region) * spec.item_bytes)
                 for link in topology.route(there, here):
                     busy[link] += nanoseconds(time_s)
         total += max(busy, default=0)

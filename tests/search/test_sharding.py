@@ -16,7 +16,7 @@ from search.algorithms.mcmc import SearchOptions, search
 from search.algorithms.weight_sharding import share_weights
 from search.bounds.lower_bound import best_times_bound
 from search.cost.cost_table import CostTable
-from search.cost.link_costs import Lines, LinkCosts
+from search.cost.link_costs import Curve, LinkCosts
 from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
 from search.evaluate.incremental import IncrementalEvaluation
 from search.orders import Order
@@ -148,7 +148,7 @@ def test_weights_are_shared_where_else_they_do_not_fit() -> None:
     """With plenty of memory and dear gathers nothing is shared; with less than plain strategies take, something is."""
     graph = GRAPHS["two_layers"]
     plain = data_parallel(graph, 4)
-    dear = LinkCosts({(CollectiveKind.ALL_GATHER, 4): Lines((1.0, 0.0))})
+    dear = LinkCosts({(CollectiveKind.ALL_GATHER, 4): Curve.line(1.0, 0.0)})
     roomy = problem_of(graph, devices(4), dear)
     assert share_weights(roomy, (plain,), most=200).strategy.sharding == ()
 
@@ -169,7 +169,7 @@ def test_weights_are_shared_where_else_they_do_not_fit() -> None:
 def test_an_update_that_takes_long_is_shared() -> None:
     """Adam over many elements against links that cost nothing."""
     graph = GRAPHS["two_layers"]
-    free = LinkCosts({(kind, 4): Lines((0.0, 0.0)) for kind in CollectiveKind})
+    free = LinkCosts({(kind, 4): Curve.line(0.0, 0.0) for kind in CollectiveKind})
     problem = problem_of(graph, devices(4), free)
     found = share_weights(problem, (data_parallel(graph, 4),), most=200)
     assert found.strategy.sharding

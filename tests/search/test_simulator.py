@@ -75,10 +75,11 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
             items(ends),
             np.zeros((len(resources), 2)),
             np.zeros((len(resources), 2)),
-            np.zeros(len(resources), np.bool_),
+            np.zeros((len(resources), 2), np.int64),
             np.zeros(len(resources), np.int64),
             np.full(len(resources), -1, np.int64),
             np.array([1] * DEVICES + [task.flows for task in tasks], np.int64),
+            np.zeros((0, 3)),
         ),
     )
 

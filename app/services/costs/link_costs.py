@@ -2,8 +2,7 @@
 
 A row's pattern is "p2p" or a collective's name. Where several pairs or groups of one size were measured, the slowest
 stands for all of the size, and each has rows of its own under its name and its devices: "p2p 0,3", "all_reduce 4-7".
-So has the contention of each kind of device where there are several. Lines fitted to large messages alone are under
-"large " and the name.
+So has the contention of each kind of device where there are several.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import Pair, Topology, local_topology
 from search.cost.cost_table import Origin
-from search.cost.link_costs import Line, Lines, LinkCosts
+from search.cost.link_costs import Curve, LinkCosts
 
 if TYPE_CHECKING:
     from profiler.links import LinkMeasurement, LinkProbe
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
 P2P = "p2p"
 CONTENTION = "contention"
 EXCHANGE = "exchange"
-LARGE = "large "
+# Of several measured pairs that a pair is like, the one counts where a message of so many bytes takes longest.
+COMPARED_BYTES = 2**20
 # A probe is repeated beyond this share: others' work delays messages, and their times would stay for good.
 RESTLESS_SHARE = 0.2
 MOST_PROBES = 3
@@ -65,7 +65,7 @@ class LocalLinks:
 
 def is_of_one_group(pattern: str) -> bool:
     """Return whether a row is of just the devices that its pattern names, and does not stand for all of its size."""
-    return " " in pattern.removeprefix(LARGE)
+    return " " in pattern
 
 
 # ---- from fits
@@ -73,20 +73,40 @@ def is_of_one_group(pattern: str) -> bool:
 
 def stored_links(store: Store, machine: LocalMachine) -> LocalLinks | None:
     """Return the links that an earlier probe of as many devices measured in this environment, or None."""
-    fits = store.link_fits(machine.links_kind_id, machine.environment_id)
-    return links_of(fits, [device.index for device in machine.devices])
+    return links_between(
+        store, machine.links_kind_id, machine.environment_id, [device.index for device in machine.devices]
+    )
 
 
-def fitted_links(store: Store, kind_id: int, environment_id: int, count: int) -> LocalLinks | None:
-    """Return the links that a probe of the first `count` devices of a kind measured in an environment, or None."""
-    return links_of(store.link_fits(kind_id, environment_id), range(count))
+def links_between(
+    store: Store,
+    kind_id: int,
+    environment_id: int,
+    indices: Sequence[int],
+    nodes: Sequence[int] | None = None,
+) -> LocalLinks | None:
+    """Return the links that a probe of devices of a kind measured in an environment, as `links_of` does."""
+    samples = store.link_costs(kind_id, environment_id)
+    return links_of(store.link_fits(kind_id, environment_id), samples, indices, nodes)
 
 
-def links_of(fits: Iterable[LinkFitRecord], indices: Sequence[int]) -> LocalLinks | None:
-    """Return the links between the devices of these indices, from fits to measurements.
+def links_of(
+    fits: Iterable[LinkFitRecord],
+    samples: Iterable[LinkCostRecord],
+    indices: Sequence[int],
+    nodes: Sequence[int] | None = None,
+) -> LocalLinks | None:
+    """Return the links between the devices of these indices, from measurements and the lines fitted to them.
 
-    None where messages, an all-reduce over all of them, contention, or the cost of an exchange is not among the fits;
-    collectives of other kinds and sizes may be missing.
+    Costs are the curves through what was measured; where only a line is known, as in a database that was repaired, the
+    line. None where messages, an all-reduce over all of them, contention, or the cost of an exchange is not among the
+    fits; collectives of other kinds and sizes may be missing.
+
+    Args:
+        fits: the lines.
+        samples: what they were fitted to.
+        indices: of the devices.
+        nodes: the node of each, where the pairs measured stand for those of their nodes, else None.
     """
     count = len(indices)
     chosen = {
@@ -106,10 +126,14 @@ def links_of(fits: Iterable[LinkFitRecord], indices: Sequence[int]) -> LocalLink
         or exchange.latency_s is None
     ):
         return None
+    points: dict[tuple[str, int], dict[int, float]] = {}
+    for sample in samples:
+        points.setdefault((sample.pattern, sample.group_size), {})[sample.size_bytes] = sample.median_s
     contentions: dict[int, float] = {}
     pairs: dict[Pair, tuple[float, float]] = {}
-    by_size: dict[tuple[CollectiveKind, int], Lines] = {}
-    by_members: dict[tuple[CollectiveKind, tuple[int, ...]], Lines] = {}
+    messages: dict[Pair, Curve] = {}
+    by_size: dict[tuple[CollectiveKind, int], Curve] = {}
+    by_members: dict[tuple[CollectiveKind, tuple[int, ...]], Curve] = {}
     for (pattern, size), fit in chosen.items():
         name, _, named = pattern.partition(" ")
         members = places_named(named, indices) if named else ()
@@ -123,16 +147,18 @@ def links_of(fits: Iterable[LinkFitRecord], indices: Sequence[int]) -> LocalLink
         if name == P2P and members:
             first, second = members
             pairs[first, second] = pairs[second, first] = (line[1], line[0] + exchange.latency_s)
+            curve = _curve(line, points.get((pattern, size)), exchange.latency_s)
+            messages[first, second] = messages[second, first] = curve
         elif name in KIND_OF:
             kind = KIND_OF[name]
             # All but the sums of weights' gradients stand in for messages between operators.
             extra_s = 0.0 if kind is CollectiveKind.ALL_REDUCE else exchange.latency_s
-            large = _line(chosen, LARGE + pattern, size)
-            lines = Lines(_later(line, extra_s), None if large is None else _later(large, extra_s))
+            curve = _curve(line, points.get((pattern, size)), extra_s)
             if members:
-                by_members[kind, members] = lines
+                by_members[kind, members] = curve
             else:
-                by_size[kind, size] = lines
+                by_size[kind, size] = curve
+    slowest = _curve(point, points.get((P2P, 2)), exchange.latency_s)
     return LocalLinks(
         count,
         point[0] + exchange.latency_s,
@@ -140,7 +166,7 @@ def links_of(fits: Iterable[LinkFitRecord], indices: Sequence[int]) -> LocalLink
         contention.contention_factor,
         contentions,
         pairs,
-        LinkCosts(by_size, by_members, Origin.MEASURED),
+        LinkCosts(by_size, by_members, Origin.MEASURED, _all_messages(messages, slowest, count, nodes)),
         tuple(chosen.values()),
     )
 
@@ -155,9 +181,32 @@ def _line(
     return fit.latency_s, fit.bandwidth_bytes_per_s
 
 
-def _later(fitted: tuple[float, float], seconds: float) -> Line:
-    """Return the line of a latency and a bandwidth, `seconds` higher."""
-    return fitted[0] + seconds, 1 / fitted[1]
+def _curve(fitted: tuple[float, float], points: Mapping[int, float] | None, extra_s: float) -> Curve:
+    """Return the curve through measured seconds of several sizes, else the fitted line; `extra_s` higher."""
+    if points is None or len(points) < 2:
+        return Curve.line(fitted[0] + extra_s, 1 / fitted[1])
+    return Curve.through(points).later(extra_s)
+
+
+def _all_messages(
+    measured: Mapping[Pair, Curve], slowest: Curve, count: int, nodes: Sequence[int] | None
+) -> dict[Pair, Curve]:
+    """Return the curves of all pairs of devices: of those not measured, what was measured between their nodes."""
+    pairs = list(itertools.permutations(range(count), 2))
+    if nodes is None:
+        return {pair: measured.get(pair, slowest) for pair in pairs}
+    by_nodes: dict[frozenset[int], list[Curve]] = {}
+    for (source, destination), curve in measured.items():
+        by_nodes.setdefault(frozenset((nodes[source], nodes[destination])), []).append(curve)
+    curves = {}
+    for pair in pairs:
+        ends = {nodes[rank] for rank in pair}
+        # Between nodes, each was measured with the first.
+        spans = [ends] if len(ends) == 1 else [{nodes[0], end} for end in ends - {nodes[0]}]
+        alike = [curve for span in spans for curve in by_nodes.get(frozenset(span), ())]
+        slowest_alike = max(alike, key=lambda curve: curve.seconds(COMPARED_BYTES), default=slowest)
+        curves[pair] = measured.get(pair, slowest_alike)
+    return curves
 
 
 def members_text(indices: Sequence[int]) -> str:
@@ -262,14 +311,6 @@ def fit_records(
         records.append(
             LinkFitRecord(pattern, size, link.latency_s, link.bandwidth_bytes_per_s, residual=link.residual)
         )
-        # A topology's link has one line.
-        if link.large is not None and link.pattern != P2P and len(LARGE + pattern) <= LONGEST_PATTERN:
-            line = link.large
-            records.append(
-                LinkFitRecord(
-                    LARGE + pattern, size, line.latency_s, line.bandwidth_bytes_per_s, residual=line.residual
-                )
-            )
     for kind in sorted(set(kinds)) if len(set(kinds)) > 1 else ():
         places = [rank for rank in range(count) if kinds[rank] == kind]
         pattern = f"{CONTENTION} {members_text([indices[rank] for rank in places])}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from app.db.records import DeviceKindRecord, TopologyRecord
 from app.db.schema import status
 from app.db.store import Store
-from app.services.costs.link_costs import LocalLinks, cost_records, fit_records, links_of
+from app.services.costs.link_costs import LocalLinks, cost_records, fit_records, links_between
 from app.services.stored import topology_of
 from graph.errors import UsageError
 from graph.topology import Topology, load_topology, packaged_topologies
@@ -101,10 +101,12 @@ def measured_links(store: Store, topology: Topology) -> LocalLinks | None:
     kind = store.device_kind(_links_kind(topology.name, topology.digest))
     if kind is None:
         return None
-    places = range(len(topology.devices))
+    nodes = [device.node for device in topology.devices]
     environments = {environment.fingerprint: environment.id for environment in store.environments()}
     environment_id = environments.get(str(kind.description.get("environment")))
-    return None if environment_id is None else links_of(store.link_fits(kind.id, environment_id), places)
+    if environment_id is None:
+        return None
+    return links_between(store, kind.id, environment_id, range(len(nodes)), nodes)
 
 
 def put_measured(store: Store, topology: Topology, probe: LinkProbe, environment_id: int) -> LocalLinks:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app.db.store import Store
 from app.services.costs.exchange_overhead import OverheadJobs, overhead_jobs
-from app.services.costs.link_costs import LocalLinks, fit_records, links_of, warn_if_disturbed
+from app.services.costs.link_costs import (
+    LocalLinks,
+    cost_records,
+    fit_records,
+    links_of,
+    warn_if_disturbed,
+)
 from app.services.costs.machine import default_processor, describe, local_devices
 from app.services.costs.topologies import (
     LOCAL,
@@ -287,7 +293,12 @@ def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
 def measured_links(ranks: Sequence[RankDevice], probe: LinkProbe) -> LocalLinks:
     """Return the links measured by a probe of all ranks."""
     places, kinds = range(len(ranks)), [member.kind.name for member in ranks]
-    links = links_of(fit_records(probe, places, kinds, alike=False), places)
+    links = links_of(
+        fit_records(probe, places, kinds, alike=False),
+        cost_records(probe, places, alike=False),
+        places,
+        nodes_of([member.host for member in ranks]),
+    )
     if links is None:
         raise UsageError("links: the probe measured no all-reduce over all ranks, must; start two or more")
     return links

@@ -14,7 +14,7 @@ from app.db.records import ExecutionRecord, GraphRecord, StrategyRecord, TaskOrd
 from app.db.references import Referred, required
 from app.db.store import Store
 from app.services.costs.environments import say_used
-from app.services.costs.link_costs import fitted_links
+from app.services.costs.link_costs import links_between
 from app.services.costs.machine import links_kind_name
 from app.services.costs.operator_costs import CostsByKind, DatabaseCosts
 from app.services.costs.topologies import LOCAL, measured_links
@@ -178,5 +178,5 @@ def _costs(
     elif environment_id is not None:
         stored = store.device_kind(links_kind_name([device.kind_name for device in topology.devices]))
         if stored is not None:
-            links = fitted_links(store, stored.id, environment_id, len(topology.devices))
+            links = links_between(store, stored.id, environment_id, range(len(topology.devices)))
     return Target(topology, None, links), CostsByKind(sources)
