@@ -176,7 +176,7 @@ def device_warnings(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
         )
     if len(set(cores)) < len(cores):
         warnings.append(
-            f"CPU devices: {len(cores)} share {len(set(cores))} core(s), so they take turns and times vary more; "
-            "use at most one device a core"
+            f"CPU devices: {len(cores)} share {len(set(cores))} core(s), so they take turns, which predictions "
+            "do not know, and times vary more; use at most one device a core"
         )
     return tuple(warnings)

@@ -15,18 +15,18 @@ CLASSES = 5
 
 
 class UNet(nn.Module):
-    """Two levels down and up again, with skips: segmentation."""
+    """Two levels down and up again, with skips: segmentation. `width`: channels of the first level."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.first = self._block(3, 8)
-        self.second = self._block(8, 16)
-        self.bottom = self._block(16, 16)
-        self.up_second = nn.ConvTranspose2d(16, 16, 2, stride=2)
-        self.back_second = self._block(32, 8)
-        self.up_first = nn.ConvTranspose2d(8, 8, 2, stride=2)
-        self.back_first = self._block(16, 8)
-        self.head = nn.Conv2d(8, CLASSES, 1)
+        self.first = self._block(3, width)
+        self.second = self._block(width, 2 * width)
+        self.bottom = self._block(2 * width, 2 * width)
+        self.up_second = nn.ConvTranspose2d(2 * width, 2 * width, 2, stride=2)
+        self.back_second = self._block(4 * width, width)
+        self.up_first = nn.ConvTranspose2d(width, width, 2, stride=2)
+        self.back_first = self._block(2 * width, width)
+        self.head = nn.Conv2d(width, CLASSES, 1)
 
     @staticmethod
     def _block(inputs: int, outputs: int) -> nn.Module:
@@ -43,9 +43,9 @@ class UNet(nn.Module):
         return functional.cross_entropy(self.head(x), targets)
 
 
-def unet(batch_size: int = 4) -> Built:
-    images = torch.randn(batch_size, 3, 16, 16)
-    return UNet(), (images, torch.randint(0, CLASSES, (batch_size, 16, 16))), {}
+def unet(batch_size: int = 4, width: int = 8, image_size: int = 16) -> Built:
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    return UNet(width), (images, torch.randint(0, CLASSES, (batch_size, image_size, image_size))), {}
 
 
 class InvertedResidual(nn.Module):

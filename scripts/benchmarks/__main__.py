@@ -17,6 +17,7 @@ from scripts.benchmarks.result import BenchmarkResult, show
 NOT_BENCHMARKS = (
     "__main__",
     "growth_plot",
+    "outside",
     "pairs",
     "recording",
     "result",

@@ -1,4 +1,5 @@
-"""Predicted against measured step times of many strategies, executed for real on two CPU devices of this machine.
+"""Predicted against measured step times of many strategies, executed for real on CPU devices of this machine: two, and
+four where it has so many cores.
 
 Of every network: the strategies that a user names, the one that a search finds, and data parallelism with a part of its
 operators configured at random, so that there is much to put in order. All of it is stored as any run is; the figures
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
 
-DEVICES = 2
+DEVICES = (2, 4)
+OUTSIDE = "scripts.benchmarks.outside"
 # Batch sizes for which a step takes 0.1 to 2 s on one core, at published sizes otherwise.
-NETWORKS = {"mlp": 64, "alexnet": 16, "inception": 4, "resnet101": 2, "densenet121": 2}
+NETWORKS = {
+    "mlp": 64, "alexnet": 16, "inception": 4, "resnet101": 2, "densenet121": 2,
+    f"{OUTSIDE}:unet": 4, f"{OUTSIDE}:gru": 32, f"{OUTSIDE}:moe": 8,
+}  # fmt: skip
 NAMED = ("data-parallel", "single-device", "expert", "megatron")
 # The share of the groups of operators that are configured at random.
 RANDOM_SHARES = (0.05, 0.2, 0.5)
@@ -45,12 +50,17 @@ def run(*, quick: bool) -> BenchmarkResult:
     Raises:
         SoapstoneError: a run failed.
     """
+    from profiler.pinning import usable_cores
+
     networks = {"mlp": 8} if quick else NETWORKS
+    # Devices that share a core take turns, which no prediction knows.
+    counts = [count for count in DEVICES if count <= max(DEVICES[0], len(usable_cores()))]
     with database(), tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
-        for name, batch_size in networks.items():
-            _execute_all(name, "small" if quick else "paper", batch_size, Path(folder))
+        for devices in counts[:1] if quick else counts:
+            for name, batch_size in networks.items():
+                _execute_all(name, "small" if quick else "paper", batch_size, devices, Path(folder))
         rows = _measurements()
-    conditions: dict[str, str | int | float] = {"devices": DEVICES, "steps a run": 10}
+    conditions: dict[str, str | int | float] = {"devices": " and ".join(map(str, counts)), "steps a run": 10}
     return BenchmarkResult(benchmark="prediction", conditions=conditions, measurements=rows)
 
 
@@ -68,7 +78,7 @@ def database() -> Iterator[None]:
             del os.environ["SOAPSTONE_DATABASE_URL"]
 
 
-def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
+def _execute_all(name: str, preset: str, batch_size: int, devices: int, folder: Path) -> None:
     from app.services.models.models import import_graph, requested_model
     from app.services.progress import Silent
     from app.services.search.request import SearchRequest
@@ -77,32 +87,34 @@ def _execute_all(name: str, preset: str, batch_size: int, folder: Path) -> None:
     model = requested_model(name, preset, batch_size)
     search = run_search(
         SearchRequest(
-            model=model, topology="local", devices=DEVICES, nodes=None, processor="cpu",
+            model=model, topology="local", devices=devices, nodes=None, processor="cpu",
             optimizer="sgd", batch_norm="synchronized", proposals=300, chains=4, seed=0, beta=300.0, order="program",
             time_limit_s=None, on_miss="measure",
         ),
         None,
         Silent(),
     )  # fmt: skip
-    by_digest = {executed(model, reference).strategy_digest: reference for reference in NAMED}
+    by_digest = {executed(model, reference, devices).strategy_digest: reference for reference in NAMED}
     references = [*by_digest.values()]
     best = search.predictions[0].digest
     graph = import_graph(model, batch_norm="synchronized").graph
     drawn = []
-    for number, strategy in enumerate(_partly_random(graph)):
+    for number, strategy in enumerate(_partly_random(graph, devices)):
         if strategy.digest not in {best, *by_digest}:
-            file = folder / f"{name}-{number}.json"
+            file = folder / f"{name}-{devices}-{number}.json"
             file.write_text(json.dumps(strategy.to_json(graph)))
             drawn.append(str(file))
     others = [*([best] if best not in by_digest else []), *drawn]
     for reference in others:
-        executed(model, reference)
+        executed(model, reference, devices)
     # Once more, backwards: a machine's speed drifts, and how far belongs to the noise of a measurement.
     for reference in reversed([*references, *others]):
-        executed(model, reference)
+        executed(model, reference, devices)
 
 
-def executed(model: ModelRequest, reference: str, devices: int = DEVICES, iterations: int = 10) -> RunReport:
+def executed(
+    model: ModelRequest, reference: str, devices: int = DEVICES[0], iterations: int = 10
+) -> RunReport:
     """Execute a strategy on CPU devices and return the report; costs that are missing are measured first."""
     from app.services.progress import Silent
     from app.services.run.run import RunRequest, run_strategy
@@ -121,11 +133,11 @@ def executed(model: ModelRequest, reference: str, devices: int = DEVICES, iterat
     return report
 
 
-def _partly_random(graph: OperatorGraph) -> Iterator[Strategy]:
+def _partly_random(graph: OperatorGraph, devices: int) -> Iterator[Strategy]:
     import numpy as np
 
     for seed, share in enumerate(RANDOM_SHARES):
-        yield partly_random(graph, DEVICES, share, np.random.default_rng(seed))
+        yield partly_random(graph, devices, share, np.random.default_rng(seed))
 
 
 def partly_random(graph: OperatorGraph, devices: int, share: float, rng: np.random.Generator) -> Strategy:
@@ -149,7 +161,9 @@ def _measurements() -> list[MeasuredValue]:
 
     rows: list[MeasuredValue] = []
     with open_database() as database:
-        accuracies = database.frame("SELECT * FROM prediction_accuracy ORDER BY model").to_dict("records")
+        accuracies = database.frame("SELECT * FROM prediction_accuracy ORDER BY topology_id, model").to_dict(
+            "records"
+        )
         (every,) = database.frame(EVERY).to_dict("records")
     for accuracy in accuracies:
         what = f"{accuracy['model']}, {accuracy['strategies']} strategies"
