@@ -149,10 +149,10 @@ def random_tensor(spec: TensorSpec, device: PhysicalDevice, seed: int) -> torch.
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(min(spec.elements, DRAWN_ELEMENTS), generator=generator).to(dtype)
+    drawn = torch.rand(min(spec.elements, DRAWN_ELEMENTS), generator=generator).to(device.torch_name, dtype)
     if spec.elements > DRAWN_ELEMENTS:
         drawn = drawn.repeat(ceil(spec.elements / DRAWN_ELEMENTS))[: spec.elements]
-    return drawn.reshape(spec.shape).to(device.torch_name).contiguous()
+    return drawn.reshape(spec.shape).contiguous()
 
 
 def _executor(

@@ -29,7 +29,9 @@ REASONS = {
 
 
 class ClockWatch:
-    """Reads a device's clock when it is entered and left; a context manager.
+    """Reads a device's clock when it is entered and left, and by `read`; a context manager.
+
+    A GPU's clock is that of its work only while it works: where there was such a reading, the others do not count.
 
     `clock_hz`: the median of the readings, None where there are none. `throttle`: the reasons of throttling as text,
     "" for none; None where they are unknown.
@@ -38,36 +40,48 @@ class ClockWatch:
     def __init__(self, device: PhysicalDevice) -> None:
         self._reader = _reader(device)
         self._clocks: list[float] = []
+        self._busy_clocks: list[float] = []
         self._reasons: set[str] | None = None
         self._throttled_before: int | None = None
 
     def __enter__(self) -> Self:
         self._throttled_before = self._reader.throttle_count()
-        self._read()
+        self._read(self._clocks)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._read()
+        self._read(self._clocks)
         now = self._reader.throttle_count()
         if now is not None and self._throttled_before is not None:
             self._reasons = (self._reasons or set()) | (
                 {"thermal limit"} if now > self._throttled_before else set()
             )
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read the clock; call it while the device works."""
+        self._read(self._busy_clocks)
+
+    def _read(self, clocks: list[float]) -> None:
         clock_hz, reasons = self._reader.clock_hz(), self._reader.reasons()
         # Some drivers report a clock of 0 where it is unknown.
         if clock_hz is not None and clock_hz > 0:
-            self._clocks.append(clock_hz)
+            clocks.append(clock_hz)
         if reasons is not None:
             self._reasons = (self._reasons or set()) | reasons
 
     @property
     def clock_hz(self) -> float | None:
         """The clock in Hz."""
-        return median(self._clocks) if self._clocks else None
+        clocks = self._busy_clocks or self._clocks
+        return median(clocks) if clocks else None
+
+    @property
+    def spread(self) -> float:
+        """How far the clock's readings while the device worked differ, as a share of the lowest; 0 where unknown."""
+        clocks = self._busy_clocks
+        return max(clocks) / min(clocks) - 1 if clocks else 0.0
 
     @property
     def throttle(self) -> str | None:

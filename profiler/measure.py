@@ -27,7 +27,7 @@ from profiler.call_inputs import CallInputs, ForwardPass, storage_sizes
 from profiler.clocks import ClockWatch
 from profiler.devices import PhysicalDevice
 from profiler.pinning import return_freed_memory
-from profiler.timers import Timer, synchronize, timer_for
+from profiler.timers import Elapsed, Timer, synchronize, timer_for
 from profiler.updates import is_update
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ LONGEST_REASON = 300
 # An execution is warm when it takes no less than this share of the one before.
 WARM_SHARE = 0.9
 NOTCH = 1.57
+# Samples are taken again, so often in all, where the device's clock differed by more between them.
+STEADY_SHARE = 0.03
+MOST_UNSTEADY = 3
 # A process that holds more after a call gives freed memory back to the system.
 LARGE_BYTES = 2**31
 
@@ -76,8 +79,8 @@ class Measurement:
     `digest`: the call's cost key. `samples_s`: the raw samples in the order taken; each is a mean over a batch where
     the call is short. `executions`: of all samples together. `peak_bytes`: on CUDA, the peak of the allocator beyond
     other calls' tensors; on a CPU, the tensors alive in the phase (inputs, outputs, saved tensors, gradients) without
-    the temporaries of a kernel. `launch_s`: the host's time to issue an execution (median), where the device computes
-    apart from it; else None. `clock_hz` and `throttle`: see `profiler.clocks`.
+    the temporaries of a kernel. `launch_s`: the host's time to issue an execution (median) while it waits for nothing,
+    where the device computes apart from it; else None. `clock_hz` and `throttle`: see `profiler.clocks`.
     """
 
     digest: str
@@ -197,14 +200,6 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    """Seconds of one execution of a phase: of the device, and of the host to issue it."""
-
-    device_s: float
-    host_s: float
-
-
 class _Session:
     """The measurement of one call."""
 
@@ -213,25 +208,26 @@ class _Session:
         self.timer: Timer[object] = timer_for(device.torch_name, of_process=not options.wall)
         self.subject = CallInputs(call, device, options.seed)
         self.backward_failure: str | None = None
+        # Executions between two marks.
+        self.batch = 1
 
     def run(self) -> tuple[PhaseOutcome, ...]:
         peaks = self._first_pass()
         with _collector_paused():
-            batch = self._warm_up()
-            with ClockWatch(self.device) as clock:
-                samples = self._sample(batch)
+            self._warm_up()
+            samples, clock = self._steady_samples()
         launches = self.device.processor != "cpu"
         outcomes: list[PhaseOutcome] = []
         for phase, taken, peak in zip(phases(self.call), samples, peaks, strict=True):
             if phase == "backward" and self.backward_failure is not None:
                 outcomes.append(FailedMeasurement(self.call.digest, phase, self.backward_failure))
                 continue
-            measured = summarize(self.call.digest, phase, [timed.device_s for timed in taken], peak)
+            measured = summarize(self.call.digest, phase, [elapsed.device_s for elapsed in taken], peak)
             outcomes.append(
                 replace(
                     measured,
-                    executions=batch * len(taken),
-                    launch_s=median(timed.host_s for timed in taken) if launches else None,
+                    executions=self.batch * len(taken),
+                    launch_s=median(elapsed.host_s for elapsed in taken) if launches else None,
                     clock_hz=clock.clock_hz,
                     throttle=clock.throttle,
                 )
@@ -266,47 +262,63 @@ class _Session:
         self.subject.rotate([size for block, size in result_blocks.items() if block not in input_blocks])
         return peaks
 
-    def _warm_up(self) -> int:
-        """Execute until warm, the first pass counted; return how many executions make a batch."""
+    def _warm_up(self) -> None:
+        """Execute until warm, the first pass counted; settle how many executions make a batch."""
+        self.timer.warm_up()
         fewest, most = max(1, self.options.warm_ups - 1), self.options.maximum_warm_ups - 1
         taken: list[float] = []
         while len(taken) < fewest or (taken[-1] < WARM_SHARE * taken[-2] and len(taken) < most):
-            taken.append(sum(timed.device_s for timed in self._timed_batch(1)))
+            taken.append(sum(elapsed.device_s for elapsed in self._timed_batch()))
             fewest = max(fewest, 2)
         shortest = min(taken) / (2 if self._differentiates else 1)
-        if shortest >= self.options.batch_below_s:
-            return 1
-        return min(LONGEST_BATCH, ceil(self.options.batch_below_s / max(shortest, 1e-9)))
+        if shortest < self.options.batch_below_s:
+            self.batch = min(LONGEST_BATCH, ceil(self.options.batch_below_s / max(shortest, 1e-9)))
 
-    def _timed_batch(self, batch: int) -> list[_Timed]:
-        """Return the seconds of one execution, for forward and (where there is one) backward."""
+    def _timed_batch(self, noted: Callable[[], None] = lambda: None) -> list[Elapsed]:
+        """Return the seconds of one execution, for forward and (where there is one) backward.
+
+        `noted` is called while the device is busy.
+        """
+        while (times := self._attempt(noted)) is None:
+            if self.timer.waits and self.batch > 1:
+                # Perhaps the device's queue is full.
+                self.batch = self.batch // 2
+                self.timer.restart()
+        return [Elapsed(elapsed.device_s / self.batch, elapsed.host_s / self.batch) for elapsed in times]
+
+    def _attempt(self, noted: Callable[[], None]) -> list[Elapsed] | None:
+        """Execute a batch of each phase; return their times, if the timer has them (`Timer.time`)."""
         passes: list[ForwardPass] = []
         made: list[list[torch.Tensor | None]] = []
-        taken = [self._timed(batch, lambda: passes.extend(self.subject.forward() for _ in range(batch)))]
-        if self._differentiates:
-            taken.append(
-                self._timed(batch, lambda: made.extend(self.subject.backward(done) for done in passes))
-            )
-        for done, gradients in zip(passes, made or [[]] * batch, strict=True):
+
+        def forward() -> None:
+            passes.extend(self.subject.forward() for _ in range(self.batch))
+
+        def backward() -> None:
+            made.extend(self.subject.backward(done) for done in passes)
+
+        works = (forward, backward) if self._differentiates else (forward,)
+        times = self.timer.time(*works, noted=noted)
+        for done, gradients in zip(passes, made or [[]] * self.batch, strict=True):
             self.subject.hold([*done.outputs, *gradients])
-        return taken
+        return times
 
-    def _timed(self, batch: int, work: Callable[[], object]) -> _Timed:
-        synchronize(self.device.torch_name)
-        began = time.perf_counter()
-        start = self.timer.mark()
-        work()
-        end = self.timer.mark()
-        issued = time.perf_counter()
-        return _Timed(self.timer.elapsed_s(start, end) / batch, (issued - began) / batch)
+    def _steady_samples(self) -> tuple[list[list[Elapsed]], ClockWatch]:
+        """Return samples of each phase during which the device's clock was steady, where it can be; and its clock."""
+        for _ in range(MOST_UNSTEADY):
+            with ClockWatch(self.device) as clock:
+                samples = self._sample(clock.read)
+            if clock.spread <= STEADY_SHARE:
+                break
+        return samples, clock
 
-    def _sample(self, batch: int) -> list[list[_Timed]]:
+    def _sample(self, noted: Callable[[], None]) -> list[list[Elapsed]]:
         """Return the samples of each phase of the call, as many as the options ask for."""
         options, names = self.options, phases(self.call)
-        samples: list[list[_Timed]] = [[] for _ in names]
+        samples: list[list[Elapsed]] = [[] for _ in names]
         began, look_at = time.perf_counter(), options.repetitions
         while True:
-            for of_phase, taken in zip(samples, self._timed_batch(batch), strict=False):
+            for of_phase, taken in zip(samples, self._timed_batch(noted), strict=False):
                 of_phase.append(taken)
             count, spent = len(samples[0]), time.perf_counter() - began
             if count >= options.maximum_repetitions:
@@ -315,7 +327,7 @@ class _Session:
                 return samples
             if count >= look_at and spent >= options.budget_s * len(names):
                 if all(
-                    interval([timed.device_s for timed in of_phase]) <= options.interval
+                    interval([elapsed.device_s for elapsed in of_phase]) <= options.interval
                     for of_phase in samples
                     if of_phase
                 ):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from profiler.operators.dtypes import HALVES
+from profiler.operators.dtypes import HALVES, sum_dtype
 
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
@@ -99,8 +99,11 @@ class _Apply(torch.autograd.Function):
         values = _one_layout(values)
         mean, variance = _statistics(moments, count)
         ctx.kinds = [None if vector is None else vector.dtype for vector in (weight, bias)]
+        if weight is None:
+            # Its gradient is asked for below, which CUDA's kernels give of no weight that is missing.
+            weight = values.new_ones(values.shape[1])
+        kind = torch.float32 if values.dtype in HALVES else weight.dtype
         weight, bias = _wide(weight, values), _wide(bias, values)
-        kind = torch.float32 if values.dtype in HALVES else values.dtype if weight is None else weight.dtype
         mean32, variance32 = mean.to(kind), variance.to(kind)
         ctx.save_for_backward(values, weight, mean32, variance32, mean, variance)
         ctx.count, ctx.eps, ctx.has_bias = count, eps, bias is not None
@@ -111,22 +114,24 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, weight, mean32, variance32, mean, variance = ctx.saved_tensors
+        precision = (variance + ctx.eps).rsqrt()
+        # Most of CUDA's kernels take mean and precision from these, and not from the statistics; a CPU's never do.
+        kept = sum_dtype(values.dtype)
         by_input, by_weight, by_bias = _native_backward(
             _one_layout(gradients[0]),
             values,
             weight,
             mean32,
             variance32,
-            None,
-            None,
+            mean.to(kept),
+            precision.to(kept),
             train=False,
             eps=ctx.eps,
             output_mask=[ctx.needs_input_grad[0], True, True],
         )
         by_moments = None
         if ctx.needs_input_grad[1]:
-            scale = weight.double() if weight is not None else 1.0
-            precision = (variance + ctx.eps).rsqrt()
+            scale = weight.double()
             by_mean = -scale * precision * by_bias.double()
             by_variance = -0.5 * scale * precision * precision * by_weight.double()
             by_moments = torch.stack(((by_mean - 2 * mean * by_variance), by_variance)) / ctx.count

@@ -18,6 +18,7 @@ from graph.rules.base import Signature
 from graph.rules.least import least_work
 from profiler.estimate import may_become, work_of
 from profiler.operators import ExecutionContext, compile_call
+from tests.gpu.preconditions import CudaPreconditions
 from tests.reference.assemble import gather, scatter_add
 
 Outputs = torch.Tensor | Sequence[torch.Tensor]
@@ -127,7 +128,7 @@ def check_case(
     context: ExecutionContext | None = None,
     seed: int = 0,
 ) -> None:
-    """Compare the assembled parts of one configuration with the reference."""
+    """Compare the assembled parts of one configuration with the reference; CUDA's kernels would take them, too."""
     expected = _tuple(case.reference(*case.tensors))
     graph = one_operator(case, expected, generator if degrees is None else None)
     operator = graph.operators[0]
@@ -150,7 +151,8 @@ def check_case(
             gather(tensor.detach(), region).clone().requires_grad_(tensor.requires_grad)
             for tensor, region in zip(case.tensors, part.inputs, strict=True)
         ]
-        outputs = compile_call(call)(local, context or ExecutionContext())
+        with CudaPreconditions():
+            outputs = compile_call(call)(local, context or ExecutionContext())
         assert tuple(_spec(output) for output in outputs) == call.outputs
         assert tuple(_spec(tensor) for tensor in local) == call.inputs
         known = replicas.setdefault(coordinate[:-1], outputs)
@@ -159,7 +161,8 @@ def check_case(
             continue
         for whole, region, output in zip(made, part.outputs, outputs, strict=True):
             scatter_add(whole, region, output.detach())
-        _add_gradients(part, call.gradients, local, outputs, differentiable, out_gradients, in_gradients)
+        with CudaPreconditions():
+            _add_gradients(part, call.gradients, local, outputs, differentiable, out_gradients, in_gradients)
     for whole, output in zip(made, expected, strict=True):
         torch.testing.assert_close(
             whole.to(output.dtype), output.detach(), rtol=tolerance, atol=tolerance, equal_nan=True

@@ -1,0 +1,77 @@
+"""Times of operators on GPUs that are told how long their kernels take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from profiler.devices import available_devices
+from profiler.measure import Measurement, MeasureOptions, measure_call
+from profiler.timers import CudaTimer
+from tests.gpu.virtual_device import CLOCK_HZ, QUEUE_LENGTH, Virtual
+from tests.profiler.examples import matrix_product, rectifier
+
+BRIEF = MeasureOptions(repetitions=3, maximum_repetitions=5)
+
+
+def _measured(call: object) -> list[Measurement]:
+    outcomes = measure_call(call, available_devices("cuda")[0], BRIEF)  # type: ignore[arg-type]
+    return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+
+
+@pytest.mark.parametrize("kernel_s", [2e-6, 5e-6, 30e-6, 4e-3])
+def test_the_time_of_an_operator_is_the_device_s_whatever_the_host_takes(
+    gpus: Virtual, kernel_s: float
+) -> None:
+    gpus.speeds.kernel_s = kernel_s
+    forward, backward = _measured(matrix_product(64, 32, 16))
+    assert forward.median_s == pytest.approx(kernel_s, rel=0.02)
+    assert backward.median_s == pytest.approx(2 * kernel_s, rel=0.02)  # two products
+
+
+def test_the_host_s_time_to_issue_an_operator_stands_beside(gpus: Virtual) -> None:
+    for forward, backward in (_measured(rectifier(1000)), _measured(rectifier(100_000))):
+        assert forward.launch_s == pytest.approx(gpus.speeds.host_s, rel=0.02)
+        assert backward.launch_s == pytest.approx(gpus.speeds.host_s, rel=0.02)
+
+
+def test_a_queue_that_is_full_ends_the_sleeping(gpus: Virtual) -> None:
+    timer = CudaTimer(torch.device("cuda:0"))
+    tensor = torch.zeros(4, device="cuda:0")
+
+    def fills() -> None:
+        for _ in range(2 * QUEUE_LENGTH):
+            tensor.add_(1.0)
+
+    while (times := timer.time(fills)) is None:
+        pass
+    assert timer.waits
+    # As in a step: the host issues more slowly than the device computes.
+    assert times[0].device_s == pytest.approx(2 * QUEUE_LENGTH * gpus.speeds.host_s, rel=0.02)
+
+
+def test_an_operator_whose_result_the_host_reads_is_timed_as_it_runs(gpus: Virtual) -> None:
+    timer = CudaTimer(torch.device("cuda:0"))
+    tensor = torch.zeros(4, device="cuda:0")
+
+    def reads() -> None:
+        float(tensor.sum())
+
+    while (times := timer.time(reads)) is None:
+        pass
+    assert timer.waits
+    host_and_device_s = gpus.speeds.host_s * 2 + gpus.speeds.kernel_s * 2
+    assert times[0].device_s == pytest.approx(host_and_device_s, rel=0.2)
+
+
+def test_the_clock_of_a_measurement_is_that_under_load(gpus: Virtual) -> None:
+    forward, _ = _measured(rectifier(1000))
+    assert forward.clock_hz == pytest.approx(CLOCK_HZ)
+    assert forward.throttle == ""
+
+
+def test_operands_that_a_gpu_refuses_are_refused(gpus: Virtual) -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(3, device="cuda:0") + torch.zeros(3)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(3, device="cuda:0") + torch.zeros(3, device="cuda:1")
