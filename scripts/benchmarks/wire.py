@@ -87,12 +87,16 @@ class WireRun:
 
 @dataclass(frozen=True, slots=True)
 class WireCase:
-    """The runs of one network at one bandwidth, the found strategy first; DistributedDataParallel's step."""
+    """The runs of one network at one bandwidth, the found strategy first; DistributedDataParallel's step.
+
+    luck: by what share the strategy that the search found is slower by the costs that confirming it measured again.
+    """
 
     network: str
     bandwidth: str
     runs: tuple[WireRun, ...]
     ddp_s: float
+    luck: float
 
     @property
     def order_is_right(self) -> bool:
@@ -164,7 +168,15 @@ def measured(network: str, bandwidths: Sequence[str]) -> Iterator[WireCase]:
                 # A baseline that was found again stands once, under its own name.
                 for strategy in STRATEGIES
             }
-            yield WireCase(network, bandwidth, tuple(runs.values()), ddp_s)
+            yield WireCase(network, bandwidth, tuple(runs.values()), ddp_s, _luck(found["confirmations"]))
+
+
+def _luck(confirmations: Sequence[dict[str, Any]]) -> float:
+    """Return how much slower the first winner became when it was confirmed."""
+    if not confirmations:
+        return 0.0
+    winner = confirmations[0]["steps"][0]
+    return float(winner["after_s"] / winner["before_s"] - 1)
 
 
 def summary(cases: Sequence[WireCase]) -> BenchmarkResult:
@@ -195,6 +207,7 @@ def summary(cases: Sequence[WireCase]) -> BenchmarkResult:
                 at_least=GAIN,
             ),
             measurement("    DistributedDataParallel over found, quiet", case.ddp_s / chosen.quiet_s, "x"),
+            measurement("    found, slower by costs measured again", 100 * case.luck, "%"),
         ]
     return BenchmarkResult(
         benchmark="wire",
