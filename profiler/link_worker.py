@@ -5,7 +5,6 @@ One pair or group communicates at a time, while all others wait.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import psutil
 from profiler.devices import PhysicalDevice
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
 from profiler.measure import describe_error
-from profiler.pinning import threads_that_yield
+from profiler.process_groups import join_process_group, new_process_group, wait_for_device
 from profiler.processors import memory_bytes
 from profiler.timers import synchronize, timer_for
 
@@ -133,18 +132,15 @@ def probe_joined(device: PhysicalDevice, plan: ProbePlan) -> ProbeReport:
 @contextmanager
 def process_group(device: PhysicalDevice, plan: ProbePlan) -> Iterator[None]:
     """Be this rank of a new process group of all ranks: over NCCL between GPUs, else over gloo."""
-    import torch
     import torch.distributed as dist
 
-    with threads_that_yield():
-        dist.init_process_group(
-            backend="nccl" if device.processor == "cuda" else "gloo",
-            init_method=f"file://{plan.rendezvous}",
-            rank=plan.rank,
-            world_size=plan.world_size,
-            timeout=datetime.timedelta(seconds=plan.limit_s),
-            device_id=torch.device(device.torch_name) if device.processor == "cuda" else None,
-        )
+    join_process_group(
+        device.torch_name,
+        plan.limit_s,
+        init_method=f"file://{plan.rendezvous}",
+        rank=plan.rank,
+        world_size=plan.world_size,
+    )
     try:
         yield
     finally:
@@ -211,8 +207,7 @@ class ProbeRank:
         if members == tuple(range(self.plan.world_size)):
             yield None
             return
-        with threads_that_yield():
-            group = dist.new_group(list(members), timeout=datetime.timedelta(seconds=self.plan.limit_s))
+        group = new_process_group(members, self.plan.limit_s)
         yield group
         if self.plan.rank in members:
             dist.destroy_process_group(group)
@@ -222,7 +217,7 @@ class ProbeRank:
 
         # Not dist.barrier, which warns without a device id; the effect is the same.
         dist.all_reduce(self._buffer(4), group=group)
-        synchronize(self.device.torch_name)
+        wait_for_device(self.device.torch_name)
 
     def _measure_pair(self, pair: Members) -> None:
         self._measure_sizes("p2p", Participant(self.plan.rank, pair, None, self.device.torch_name))
@@ -296,7 +291,7 @@ class ProbeRank:
             self._barrier(participant.group)
             return
         prepare(pattern, participant, 1)(0)
-        synchronize(self.device.torch_name)
+        wait_for_device(self.device.torch_name)
 
     def _disturbance(self, pattern: Pattern) -> Callable[[], object]:
         """Return the disturbance of caches before a repetition: written memory and, mostly, a convolution."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 from graph.errors import RuntimeFailure
-from profiler.pinning import threads_that_yield
+from profiler.process_groups import new_process_group, wait_for_device
 
 # torch 2.13 renamed both.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,6 +40,10 @@ _SUPPORTED = frozenset(
         torch.uint8,
     }
 )
+
+# Each has buffers on every one of its GPUs, of a few MB for each peer and channel, and a stream. An assumption: no GPU
+# was at hand to see where it gets tight.
+MOST_COMMUNICATORS = 64
 
 # gloo's thread takes microseconds; where it never lets go, a measured peak is too high, but no rank waits for ever.
 _SETTLE_LIMIT_S = 1.0
@@ -258,7 +261,7 @@ class World:
         return tensor
 
     def wait(self, work: Any) -> None:
-        """Wait for a work; on CUDA, make the current stream wait.
+        """Wait for a work; on CUDA, make the current stream wait, and not the host (`wait_for_device`).
 
         Raises:
             PeerFailure: the other side is gone or silent.
@@ -266,12 +269,20 @@ class World:
         with naming_lost_peers(self.rank):
             work.wait()
 
+    def wait_for_device(self, device: torch.device) -> None:
+        """Wait until all work issued to `device` is done: before the host reads what came by messages.
+
+        Raises:
+            PeerFailure: the other side is gone or silent.
+        """
+        with naming_lost_peers(self.rank):
+            wait_for_device(device)
+
     def barrier(self, device: torch.device) -> None:
         """Wait until all ranks of this world have called it."""
         if self.size > 1:
             self.sum(torch.zeros(1, device=device))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            self.wait_for_device(device)
 
     def gather(self, item: object) -> list[Any] | None:
         """Return on rank 0 every rank's `item`, by rank; None elsewhere. For small results only."""
@@ -307,17 +318,25 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:
 
     Every rank of the default process group must call it with the same `wanted`, members or not: torch numbers groups
     by how many a process has seen (its `use_local_synchronization` does too, so it cannot help).
+
+    Raises:
+        RuntimeFailure: they would be more than NCCL has room for.
     """
     if not dist.is_initialized():
         return
-    for ranks in wanted:
-        if len(ranks) < 2 or ranks in _groups:
-            continue
+    missing = [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1 and ranks not in _groups]
+    if len(_groups) + len(missing) > MOST_COMMUNICATORS and dist.get_backend() == "nccl":
+        raise RuntimeFailure(
+            f"process groups: {len(_groups) + len(missing)} groups of ranks communicate, must be at most "
+            f"{MOST_COMMUNICATORS} over NCCL, where each takes memory of every GPU in it; choose a strategy that "
+            "splits operators over fewer sets of devices"
+        )
+    for ranks in missing:
         if ranks == tuple(range(dist.get_world_size())):
             _groups[ranks] = dist.group.WORLD
         else:
-            with naming_lost_peers(dist.get_rank()), threads_that_yield():
-                _groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            with naming_lost_peers(dist.get_rank()):
+                _groups[ranks] = new_process_group(ranks, timeout_s)
 
 
 def forget_groups() -> None:

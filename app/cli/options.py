@@ -59,6 +59,14 @@ Device = Annotated[
         "--device", help="cpu or cuda. Default: cuda where there are GPUs, else cpu.", show_default=False
     ),
 ]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus",
+        help="GPUs of this machine to use, such as 0-7 or 0,2, in place of --device and --devices.",
+        show_default=False,
+    ),
+]
 Devices = Annotated[
     int | None, typer.Option("--devices", help="Use the first N devices. Default: all.", show_default=False)
 ]

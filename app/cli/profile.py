@@ -24,9 +24,7 @@ def profile(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All networks of the zoo.")] = False,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", help="GPUs to measure on, such as 0-7 or 0,2.", show_default=False)
-    ] = None,
+    gpus: options.Gpus = None,
     device: options.Device = None,
     devices: options.Devices = None,
     topology: Annotated[

@@ -29,6 +29,7 @@ def run(
             "rest), a strategy's id or digest, or a JSON file.",
         ),
     ] = "best",
+    gpus: options.Gpus = None,
     devices: options.Devices = None,
     device: options.Device = None,
     preset: options.Preset = "paper",
@@ -93,6 +94,8 @@ def run(
 
     Example: app run --model inception --strategy best
 
+    Example: app run --gpus 0-7 --model inception
+
     Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST -m app run --model inception
     """
     from app.cli.output import TerminalProgress, print_json, speaks
@@ -108,6 +111,7 @@ def run(
         strategy=strategy,
         devices=devices,
         processor=options.processor(device),
+        gpus=gpus,
         optimizer=optimizer,
         batch_norm=batch_norm,
         iterations=iterations,

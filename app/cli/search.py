@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +27,7 @@ def search(
         ),
     ] = None,
     topology: options.Topology = "local",
+    gpus: options.Gpus = None,
     devices: options.Devices = None,
     nodes: options.Nodes = None,
     device: options.Device = None,
@@ -190,6 +192,7 @@ def search(
         devices=devices,
         nodes=nodes,
         processor=options.processor(device),
+        gpus=gpus,
         optimizer=optimizer,
         batch_norm=batch_norm,
         proposals=proposals,
@@ -216,7 +219,7 @@ def search(
         report = run_search(request, database, progress, imported)
     _show(report, as_json=as_json)
     if topology == "local" and not as_json:
-        _print_next(report, network, device, devices)
+        _print_next(report, network, {"--gpus": gpus, "--device": device, "--devices": devices})
 
 
 def _refuse_beside_resume(context: typer.Context) -> None:
@@ -252,7 +255,7 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
         raise typer.Exit(128 + signal.SIGINT)
 
 
-def _print_next(report: SearchReport, model: ModelRequest, device: str | None, devices: int | None) -> None:
+def _print_next(report: SearchReport, model: ModelRequest, chosen: Mapping[str, object]) -> None:
     """Print the command that runs the best strategy."""
     from app.cli.output import print_lines
 
@@ -260,8 +263,7 @@ def _print_next(report: SearchReport, model: ModelRequest, device: str | None, d
         ("--preset", model.preset if model.preset != "paper" else None),
         ("--batch-size", model.batch_size),
         ("--precision", model.precision if model.precision != "float32" else None),
-        ("--device", device),
-        ("--devices", devices),
+        *chosen.items(),
     ]
     words = [
         "app run --model",

@@ -66,6 +66,7 @@ def show_topology(
         str, typer.Argument(help="local, a packaged topology, a YAML file, or the name of a measured one.")
     ],
     nodes: options.Nodes = None,
+    gpus: options.Gpus = None,
     devices: options.Devices = None,
     device: options.Device = None,
     database: options.Database = None,
@@ -81,12 +82,19 @@ def show_topology(
     from app.services.predict.predict import find_target
     from graph.errors import UsageError
 
-    if topology != LOCAL and device is not None:
-        raise UsageError(f"--device: is for topology local, must be left out for {topology}; leave it out")
+    for name, value in (("--device", device), ("--gpus", gpus)):
+        if topology != LOCAL and value is not None:
+            raise UsageError(f"{name}: is for topology local, must be left out for {topology}; leave it out")
     if topology == LOCAL:
         with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
             target = find_target(
-                store, topology, progress, devices=devices, nodes=nodes, processor=options.processor(device)
+                store,
+                topology,
+                progress,
+                devices=devices,
+                nodes=nodes,
+                processor=options.processor(device),
+                gpus=gpus,
             )
             resolved, links = target.topology, target.links
     else:
@@ -97,6 +105,7 @@ def show_topology(
 
 @application.command("probe")
 def probe_topology(
+    gpus: options.Gpus = None,
     devices: options.Devices = None,
     device: options.Device = None,
     name: Annotated[
@@ -119,22 +128,22 @@ def probe_topology(
     from runtime.ranks.ranks import is_rank
 
     if is_rank():
-        _probe_ranks(name, devices, device, database, as_json=as_json)
+        _probe_ranks(name, devices, device, gpus, database, as_json=as_json)
         return
     from app.cli.output import TerminalProgress
     from app.db.store import Store
     from app.services.costs.link_costs import local_links, topology_of
-    from app.services.costs.machine import default_processor, describe, local_devices
+    from app.services.costs.machine import describe, local_devices
     from graph.errors import UsageError
 
     if name is not None:
         raise UsageError(
             "--name: is for ranks that torchrun started, must be left out; this machine's own topology is local"
         )
-    local = local_devices(options.processor(device) or default_processor(), devices)
+    local = local_devices(options.processor(device), devices, gpus)
     if len(local) < 2:
         raise UsageError(
-            "topology probe: there is 1 device, must be at least 2 to have links; give more --devices"
+            "topology probe: there is 1 device, must be at least 2 to have links; give more --devices or --gpus"
         )
     with TerminalProgress(quiet=as_json) as progress, Store.open(database) as store:
         machine = describe(store, local)
@@ -144,7 +153,13 @@ def probe_topology(
 
 
 def _probe_ranks(
-    name: str | None, devices: int | None, device: str | None, database: str | None, *, as_json: bool
+    name: str | None,
+    devices: int | None,
+    device: str | None,
+    gpus: str | None,
+    database: str | None,
+    *,
+    as_json: bool,
 ) -> None:
     from app.cli.output import TerminalProgress, speaks
     from app.services.run.cluster import probe_cluster
@@ -156,7 +171,8 @@ def _probe_ranks(
     if name is None:
         raise UsageError("--name: is missing, must be given under torchrun; name the topology of its ranks")
     with TerminalProgress(quiet=as_json or not speaks()) as progress:
-        measured = probe_cluster(database, name, options.processor(device), DEFAULT_TIMEOUT_S, progress)
+        processor = options.processor(device)
+        measured = probe_cluster(database, name, processor, gpus, DEFAULT_TIMEOUT_S, progress)
     if measured is not None:
         _show(measured.topology, measured.links, as_json=as_json)
 

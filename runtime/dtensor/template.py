@@ -11,10 +11,12 @@ def make_mesh() -> DeviceMesh:
         sys.exit(f"must run as {devices} processes; start it with torchrun --nproc-per-node {devices}")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
     device_type = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
+    device = None
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", device_id=device)
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
 
 

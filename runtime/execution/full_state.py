@@ -130,4 +130,5 @@ def broadcast_full(
         staged.copy_(whole)
     if staged.numel():
         world.wait(world.broadcast(staged.reshape(-1), 0, tuple(range(world.size))))
+    world.wait_for_device(device)
     return staged.cpu()

@@ -229,7 +229,9 @@ class StepRunner:
 
     def loss(self) -> float:
         """Return the last step's loss as a number. All ranks must call it."""
-        return float(self.loss_tensor())
+        loss = self.loss_tensor()
+        self._world.wait_for_device(self._device)
+        return float(loss)
 
     def all_parts(self) -> dict[str, list[Held]]:
         """Return the regions of each held weight that the rank would update, with their values."""

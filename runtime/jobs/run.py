@@ -11,7 +11,7 @@ import torch
 from graph.plan import Plan
 from profiler.operators.counter_rng import forget_positions
 from profiler.others import LostTime
-from profiler.timers import synchronize, timer_for
+from profiler.timers import timer_for
 from runtime.communication import World
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.execution.full_state import full_buffers, full_weights
@@ -105,8 +105,9 @@ class JobRun:
         lost = LostTime()
         start = timer.mark()
         self._executor.step(number)
-        synchronize(self._device)
-        return timer.elapsed_s(start, timer.mark()), lost.seconds()
+        end = timer.mark()
+        self._world.wait_for_device(self._device)
+        return timer.elapsed_s(start, end), lost.seconds()
 
     def _recorded_step(self, number: int) -> tuple[Span, ...]:
         from runtime.observe.recorder import record_step

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from graph.errors import SoapstoneError
-from profiler.pinning import keep_freed_memory, limit_threads, pin_to_core, threads_that_yield
+from profiler.pinning import keep_freed_memory, limit_threads, pin_to_core
+from profiler.process_groups import join_process_group
 from runtime.communication import PeerFailure, forget_groups
 from runtime.jobs.job import Job, JobResult, run_job
 
@@ -36,22 +36,19 @@ def occupy(index: int | None, processor: str) -> str:
     return "cpu"
 
 
-def join_group(processor: str, timeout_s: float, *, store: Store | None, rank: int, size: int) -> None:
-    """Initialize the default process group: NCCL between GPUs, gloo between CPUs.
+def join_group(device: str, timeout_s: float, *, store: Store | None, rank: int, size: int) -> None:
+    """Initialize the default process group with this rank's device, as `occupy` names it.
 
     Without a `store`, the launcher's environment variables say where the ranks meet.
     """
-    import torch.distributed as dist
-
-    with threads_that_yield():
-        dist.init_process_group(
-            "nccl" if processor == "cuda" else "gloo",
-            store=store,
-            init_method=None if store is not None else "env://",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+    join_process_group(
+        device,
+        timeout_s,
+        store=store,
+        init_method=None if store is not None else "env://",
+        rank=rank,
+        world_size=size,
+    )
 
 
 def leave_group() -> None:

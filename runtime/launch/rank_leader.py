@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graph.errors import RankFailure, RuntimeFailure
+from profiler.process_groups import communicate_from
 from runtime.communication import PeerFailure
 from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
 from runtime.ranks.ranks import from_rank_0, rank_variable
@@ -50,7 +51,7 @@ class Report:
 class LaunchedRanks:
     """All ranks of this run, as one of them sees them."""
 
-    def __init__(self, store: Store, rank: int, size: int, processor: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: str, timeout_s: float) -> None:
         """Use `LaunchedRanks.join`."""
         from torch.distributed.distributed_c10d import PrefixStore
 
@@ -66,11 +67,12 @@ class LaunchedRanks:
         self._given = 0
         self._reported = False
         self._silent: str | None = None
-        join_group(processor, timeout_s, store=PrefixStore(f"{prefix}/group", store), rank=rank, size=size)
+        self._device = device
+        join_group(device, timeout_s, store=PrefixStore(f"{prefix}/group", store), rank=rank, size=size)
 
     @classmethod
-    def join(cls, processor: str, timeout_s: float) -> LaunchedRanks:
-        """Rendezvous with the other ranks as torchrun's environment variables describe.
+    def join(cls, device: str, timeout_s: float) -> LaunchedRanks:
+        """Rendezvous with the other ranks as torchrun's environment variables describe, with this rank's device.
 
         Raises:
             RuntimeFailure: they are not there in time.
@@ -79,7 +81,7 @@ class LaunchedRanks:
 
         try:
             store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-            return cls(store, rank, size, processor, timeout_s)
+            return cls(store, rank, size, device, timeout_s)
         except (RuntimeError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeFailure(
@@ -129,6 +131,7 @@ class LaunchedRanks:
 
         def run() -> None:
             try:
+                communicate_from(self._device)
                 with under_watchdog(self._timeout_s, self._note_silence):
                     outcome["result"] = work()
             except BaseException as error:  # whatever it is, the main thread must hear of it

@@ -82,7 +82,7 @@ def _run_here(
     joins = not dist.is_initialized()
     if joins:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        join_group(device_type, timeout_s, store=None, rank=rank, size=size)
+        join_group(device, timeout_s, store=None, rank=rank, size=size)
     result = run_patiently(job, device, timeout_s)
     if joins:
         leave_group()
@@ -95,7 +95,7 @@ def _work(job: Path, devices: tuple[int | None, ...], device_type: str, timeout_
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = occupy(devices[int(os.environ["LOCAL_RANK"])], device_type)
     with under_watchdog(timeout_s, _end_with):
-        join_group(device_type, timeout_s, store=None, rank=rank, size=size)
+        join_group(device, timeout_s, store=None, rank=rank, size=size)
         result = run_patiently(_read(job), device, timeout_s)
         leave_group()
     return result

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
-from profiler.pinning import threads_that_yield
+from profiler.process_groups import join_process_group
 
 if TYPE_CHECKING:
     import torch
@@ -85,12 +84,7 @@ def join_ranks(device: torch.device, timeout_s: float) -> bool:
             f"environment: RANK is set and {missing[0]} is not, must be; start the processes with torchrun"
         )
     try:
-        with threads_that_yield():
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
-            )
+        join_process_group(device, timeout_s)
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RuntimeFailure(

@@ -22,6 +22,7 @@ WAITING_MODULES = frozenset(
     {
         "profiler.link_patterns",
         "profiler.link_worker",
+        "profiler.process_groups",
         "runtime.communication",
         "runtime.launch.processes",
         "runtime.ranks.ranks",

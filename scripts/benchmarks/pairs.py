@@ -125,7 +125,7 @@ def _work(
         import torch.distributed as dist
 
         store = dist.FileStore(process.store, process.size)  # type: ignore[attr-defined]
-        join_group(process.processor, TIMEOUT_S, store=store, rank=process.rank, size=process.size)
+        join_group(device, TIMEOUT_S, store=store, rank=process.rank, size=process.size)
     pair = prepare(device=device, **keywords)
     sides = (pair.ours, pair.theirs)
     times: tuple[list[float], list[float]] = ([], [])

@@ -1,21 +1,31 @@
-"""GPUs that are not there, for the tests of this folder."""
+"""GPUs that are not there, for the tests of this folder, and processes that see them too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from pathlib import Path
 
 import pytest
 
 from profiler import clocks
 from profiler.devices import available_devices
 from profiler.environment import environment
-from tests.gpu.virtual_device import Virtual, virtual_gpus
+from profiler.pinning import child_variables, started_with
+from tests.gpu.virtual_device import VARIABLE, Speeds, Virtual, virtual_gpus
+from tests.servers import PRELOADED
+
+HERE = Path(__file__).parent
+_get_context = multiprocessing.get_context
 
 
 @contextmanager
 def seeing_gpus() -> Iterator[Virtual]:
-    """See two virtual GPUs with default speeds while the context lasts; this thread computes on the first."""
+    """See eight virtual GPUs with default speeds while the context lasts; this thread computes on the first."""
     import torch
 
     with virtual_gpus() as virtual:
@@ -27,7 +37,7 @@ def seeing_gpus() -> Iterator[Virtual]:
 
 @pytest.fixture
 def gpus() -> Iterator[Virtual]:
-    """Two virtual GPUs with default speeds, of which this thread computes on the first."""
+    """Eight virtual GPUs with default speeds, of which this thread computes on the first."""
     with seeing_gpus() as virtual:
         yield virtual
 
@@ -36,3 +46,38 @@ def _forget_devices() -> None:
     available_devices.cache_clear()
     environment.cache_clear()
     clocks._nvml.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[forkserver.ForkServer, Path]]:
+    """A server of processes that see virtual GPUs and NCCL, and the file with these GPUs' speeds."""
+    file = tmp_path_factory.mktemp("gpus") / "speeds.json"
+    variables = {
+        VARIABLE: str(file),
+        "PYTHONPATH": os.pathsep.join((str(HERE / "start"), str(HERE.parents[1]))),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **child_variables(),
+    }
+    started = forkserver.ForkServer()
+    started.set_forkserver_preload([*PRELOADED, "tests.gpu.ranks"])
+    with started_with(variables):
+        started.ensure_running()
+    yield started, file
+    started._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def speeds(
+    server: tuple[forkserver.ForkServer, Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Speeds], None]:
+    """Let processes come from the server; a function that sets the speeds of their GPUs from now on."""
+    started, file = server
+
+    def from_server(method: str | None = None) -> BaseContext:
+        return _get_context("forkserver" if method == "spawn" else method)
+
+    monkeypatch.setattr(multiprocessing, "get_context", from_server)
+    monkeypatch.setattr(forkserver, "ensure_running", started.ensure_running)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", started.connect_to_new_process)
+    Speeds().write(file)
+    return lambda chosen: chosen.write(file)

@@ -12,6 +12,7 @@ What a GPU refuses is refused: tensors of several devices in one operator, and o
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,7 +52,7 @@ class Speeds:
     contention: the share of its speed that a kernel loses while this GPU communicates.
     """
 
-    count: int = 2
+    count: int = 8
     host_s: float = 30e-6
     kernel_s: float = 5e-6
     memory_bytes_per_s: float = 0.0
@@ -59,14 +61,15 @@ class Speeds:
     message_bytes_per_s: float = 100e9
     contention: float = 0.0
 
-    def variables(self) -> dict[str, str]:
-        """Return the environment variable from which a process that is started takes these speeds."""
-        return {VARIABLE: json.dumps(asdict(self))}
-
     @classmethod
     def of_environment(cls) -> Speeds:
-        """Return the speeds that the environment names."""
-        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
+        """Return the speeds in the file that the environment names, else the default ones."""
+        file = Path(os.environ.get(VARIABLE, ""))
+        return cls(**json.loads(file.read_text())) if file.is_file() else cls()
+
+    def write(self, file: Path) -> None:
+        """Write the speeds into the file that the environment of processes names."""
+        file.write_text(json.dumps(asdict(self)))
 
 
 class Stream:
@@ -149,6 +152,8 @@ class Virtual:
 
     def wait_until(self, moment_s: float) -> None:
         """Let the host's clock go on to a moment, if it has not passed."""
+        if math.isinf(moment_s):
+            raise AssertionError("the host waits for ever, for a GPU that waits for a peer that is gone")
         self.now_s = max(self.now_s, moment_s)
 
     def has_passed(self, moment_s: float) -> bool:
@@ -170,6 +175,9 @@ class Virtual:
         if not 0 <= index < self.speeds.count:
             raise RuntimeError("CUDA error: invalid device ordinal")
         if self.current is None:
+            if VARIABLE in os.environ:
+                # Of a server's child: the file may be newer than the server.
+                self.speeds = Speeds.of_environment()
             self._of_thread.mode = _Kernels()
             self._of_thread.mode.__enter__()
         self._of_thread.index = index
@@ -344,6 +352,7 @@ class _Kernels(TorchDispatchMode):
 
 
 _base_device = torch._C.TensorBase.device
+_host_sleep = time.sleep
 _base_to, _base_cpu, _tensor = torch.Tensor.to, torch.Tensor.cpu, torch.tensor
 
 
@@ -411,6 +420,11 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 def _sleep(cycles: int) -> None:
     virtual.launch(virtual._index(None), "_sleep", cycles / CLOCK_HZ)
+
+
+def _sleep_of_host(seconds: float) -> None:
+    virtual.now_s += seconds
+    _host_sleep(seconds)
 
 
 def _synchronize(device: Any = None) -> None:
@@ -485,6 +499,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch, "tensor", _made),
         # torch.export asks it, where there are GPUs.
         (torch._C, "_cuda_getDevice", lambda: virtual._index(None)),
+        (time, "sleep", _sleep_of_host),
         (time, "perf_counter", _perf_counter),
         (time, "perf_counter_ns", _perf_counter_ns),
     ]

@@ -74,16 +74,29 @@ def default_processor() -> Processor:
     return "cuda" if available_devices("cuda") else "cpu"
 
 
-def local_devices(processor: Processor, count: int | None) -> tuple[PhysicalDevice, ...]:
-    """Return the first `count` devices of this machine; all devices where None.
+def local_devices(
+    processor: Processor | None, count: int | None, gpus: str | None = None
+) -> tuple[PhysicalDevice, ...]:
+    """Return the devices of this machine that options choose.
 
     CPU devices may share cores where there are too few: a machine with one core works.
 
-    Raises:
-        UsageError: fewer GPUs are present, or far fewer cores.
-    """
-    from profiler.devices import available_devices, cpu_devices, select_devices
+    Args:
+        processor: of the devices; None: GPUs where there are some.
+        count: so many of them, the first ones; None: all.
+        gpus: the GPUs by their indexes, such as "0-7", in place of both.
 
+    Raises:
+        UsageError: fewer GPUs are present, or far fewer cores, or the options contradict each other.
+    """
+    from profiler.devices import available_devices, cpu_devices, parse_device_list, select_devices
+
+    if gpus is not None:
+        for option, given in (("--device cpu", processor == "cpu"), ("--devices", count is not None)):
+            if given:
+                raise UsageError(f"--gpus: was given with {option}, must stand alone; leave one of them out")
+        return select_devices("cuda", parse_device_list(gpus))
+    processor = processor or default_processor()
     if count is not None and count < 1:
         raise UsageError(f"--devices: is {count}, must be at least 1; ask for one or more")
     if processor == "cpu":

@@ -14,7 +14,6 @@ from app.services.costs.link_costs import local_links
 from app.services.costs.machine import (
     DeviceGroup,
     LocalMachine,
-    default_processor,
     describe,
     links_kind_name,
     local_devices,
@@ -28,7 +27,7 @@ from graph.calls import LocalCall
 from graph.errors import UsageError
 from graph.topology import Processor, Topology
 from graph.training import Training
-from profiler.devices import PhysicalDevice, device_warnings, parse_device_list, select_devices
+from profiler.devices import PhysicalDevice, device_warnings
 from profiler.products import products_between
 
 if TYPE_CHECKING:
@@ -254,15 +253,11 @@ def _topology(request: ProfileRequest, database: str | None) -> Topology | None:
 
 def _devices(request: ProfileRequest, topology: Topology | None = None) -> tuple[PhysicalDevice, ...]:
     """Return the devices asked for; by default those with the processor of the topology's devices."""
-    if request.gpus is None:
-        is_of_cpus = topology is not None and all(kind.processor == "cpu" for kind in topology.kinds)
-        processor = request.processor or ("cpu" if is_of_cpus else default_processor())
-        return local_devices(processor, request.devices)
-    if request.processor == "cpu":
-        raise UsageError("--gpus: was given with --device cpu, must stand alone; leave one of them out")
-    if request.devices is not None:
-        raise UsageError("--gpus: was given with --devices, must stand alone; leave one of them out")
-    return select_devices("cuda", parse_device_list(request.gpus))
+    processor = request.processor
+    if topology is not None and request.gpus is None:
+        is_of_cpus = all(kind.processor == "cpu" for kind in topology.kinds)
+        processor = processor or ("cpu" if is_of_cpus else None)
+    return local_devices(processor, request.devices, request.gpus)
 
 
 def _devices_of(

@@ -28,7 +28,6 @@ from app.services.costs.link_costs import LocalLinks, local_links, topology_of
 from app.services.costs.machine import (
     DeviceGroup,
     LocalMachine,
-    default_processor,
     describe,
     local_devices,
 )
@@ -89,6 +88,7 @@ def find_target(
     devices: int | None = None,
     nodes: int | None = None,
     processor: Processor | None = None,
+    gpus: str | None = None,
     precision: str = "float32",
 ) -> Target:
     """Return the topology called `name`: `local`, a packaged one, a YAML file, or one that was measured under a name.
@@ -98,15 +98,18 @@ def find_target(
         UsageError: fewer devices are on this machine, or they do not compute in the precision.
     """
     if name != LOCAL:
-        if processor is not None:
-            raise UsageError(f"--device: is for topology local, must be left out for {name}; leave it out")
+        for option, value in (("--device", processor), ("--gpus", gpus)):
+            if value is not None:
+                raise UsageError(
+                    f"{option}: is for topology local, must be left out for {name}; leave it out"
+                )
         named = named_topology(store, name, devices=devices, nodes=nodes)
         check_topology(named.topology, precision)
         machine = None if named.links is None else _machine_like(store, named.topology, precision)
         return Target(named.topology, machine, named.links)
     if nodes is not None:
         raise UsageError("--nodes: is for packaged topologies, must be left out for local; leave it out")
-    local = local_devices(processor or default_processor(), devices)
+    local = local_devices(processor, devices, gpus)
     return local_target(store, in_precision(local, precision), progress)
 
 

@@ -21,7 +21,7 @@ from app.services.costs.link_costs import (
     links_of,
     warn_if_disturbed,
 )
-from app.services.costs.machine import default_processor, describe, local_devices
+from app.services.costs.machine import describe, local_devices
 from app.services.costs.topologies import (
     LOCAL,
     NamedTopology,
@@ -29,7 +29,7 @@ from app.services.costs.topologies import (
     named_topology,
     put_measured,
 )
-from app.services.predict.predict import Target, find_target
+from app.services.predict.predict import Target, local_target
 from app.services.progress import Progress
 from graph.errors import RankFailure, SoapstoneError, UsageError
 from graph.topology import Device, DeviceKind, Link, Processor, Topology
@@ -76,13 +76,21 @@ class Leaving:
     """Rank 0 has no more orders."""
 
 
-def own_devices(processor: Processor | None) -> tuple[PhysicalDevice, ...]:
+def own_devices(processor: Processor | None, gpus: str | None) -> tuple[PhysicalDevice, ...]:
     """Return the devices of this host's ranks, by local rank.
 
     Raises:
-        UsageError: the host has fewer.
+        UsageError: the host has fewer, or `gpus` are not as many as its ranks.
     """
-    return local_devices(processor or default_processor(), rank_variable("LOCAL_WORLD_SIZE", 1))
+    here = rank_variable("LOCAL_WORLD_SIZE", 1)
+    if gpus is None:
+        return local_devices(processor, here)
+    devices = local_devices(processor, None, gpus)
+    if len(devices) != here:
+        raise UsageError(
+            f"--gpus: names {len(devices)} GPUs, must name {here}, as many as torchrun started processes on this host"
+        )
+    return devices
 
 
 def own_device(devices: Sequence[PhysicalDevice]) -> PhysicalDevice:
@@ -117,14 +125,7 @@ def cluster_target(
         )
     nodes = nodes_of([member.host for member in ranks])
     if topology == LOCAL and len(set(nodes)) == 1:
-        return find_target(
-            store,
-            LOCAL,
-            progress,
-            devices=launched.size,
-            processor=devices[0].processor,
-            precision="tf32" if devices[0].tf32 else "float32",
-        )
+        return local_target(store, devices, progress)
     machine = describe(store, devices)
     if topology != LOCAL:
         named = named_topology(store, topology)
@@ -156,7 +157,12 @@ def check_ranks(topology: Topology, ranks: Sequence[RankDevice], *, measured: bo
 
 
 def probe_cluster(
-    database: str | None, name: str, processor: Processor | None, timeout_s: float, progress: Progress
+    database: str | None,
+    name: str,
+    processor: Processor | None,
+    gpus: str | None,
+    timeout_s: float,
+    progress: Progress,
 ) -> NamedTopology | None:
     """Measure the links between all ranks, of one host or several, and store them; all ranks must call it.
 
@@ -169,11 +175,11 @@ def probe_cluster(
     from profiler.links import LinkOptions
 
     check_new_name(name)
+    devices = own_devices(processor, gpus)
 
     def lead(launched: LaunchedRanks) -> NamedTopology:
         if launched.size < 2:
             raise UsageError("topology probe: there is 1 rank, must be at least 2 to have links; start more")
-        devices = own_devices(processor)
         device = own_device(devices)
         ranks = launched.execute(lambda: members(device))
         with Store.open(database) as store:
@@ -186,25 +192,31 @@ def probe_cluster(
         launched.execute(lambda: launched.give(Leaving()))
         return NamedTopology(topology, links)
 
-    return as_rank(processor, timeout_s, lead)
+    return as_rank(devices, timeout_s, lead)
 
 
 def as_rank(
-    processor: Processor | None, timeout_s: float, lead: Callable[[LaunchedRanks], Result]
+    devices: Sequence[PhysicalDevice], timeout_s: float, lead: Callable[[LaunchedRanks], Result]
 ) -> Result | None:
     """Return, on rank 0, the result of `lead`; on the others None, after they have followed its orders.
+
+    Args:
+        devices: of this host's ranks, by local rank.
+        timeout_s: how long a rank waits for another one.
+        lead: what rank 0 does.
 
     Raises:
         SoapstoneError: rank 0 refuses to go on.
         RankFailure: a rank failed.
     """
-    launched = LaunchedRanks.join(processor or default_processor(), timeout_s)
+    device = own_device(devices)
+    launched = LaunchedRanks.join(device.torch_name, timeout_s)
     try:
         result = None
         if launched.leads:
             result = lead(launched)
         else:
-            launched.execute(lambda: follow(launched, processor))
+            launched.execute(lambda: follow(launched, device))
     except RankFailure:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -362,10 +374,8 @@ def _contention(ranks: Sequence[RankDevice], probe: LinkProbe) -> list[tuple[str
     return [(name, statistics.median(factors)) for name, factors in by_kind.items()]
 
 
-def follow(launched: LaunchedRanks, processor: Processor | None) -> None:
+def follow(launched: LaunchedRanks, device: PhysicalDevice) -> None:
     """Execute the orders of rank 0, until it has no more; for all other ranks."""
-    devices = own_devices(processor)
-    device = own_device(devices)
     members(device)
     while not isinstance(order := launched.take(), Leaving):
         if isinstance(order, ProbeOrder):

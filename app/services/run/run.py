@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -28,6 +28,7 @@ from graph.training import Training
 from runtime.ranks.ranks import is_rank
 
 if TYPE_CHECKING:
+    from profiler.devices import PhysicalDevice
     from runtime.jobs.job import Job, JobResult
     from runtime.jobs.verify import Deviation
     from runtime.launch.rank_leader import LaunchedRanks
@@ -62,6 +63,7 @@ class RunRequest:
     topology: str = LOCAL
     recorded: int = 0
     recompute: str | None = None
+    gpus: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
                 progress,
                 devices=request.devices,
                 processor=request.processor,
+                gpus=request.gpus,
                 precision=request.model.precision,
             )
             return run_on(store, request, model, training, target, progress)
@@ -265,20 +268,26 @@ def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Tra
 
 def _run_as_rank(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
     """Run as one of the processes that torchrun started."""
-    from app.services.run.cluster import as_rank
+    from app.services.run.cluster import as_rank, own_devices
+
+    devices = own_devices(request.processor, request.gpus)
 
     def lead(launched: LaunchedRanks) -> RunReport | None:
-        return _lead(launched, request, database, progress)
+        return _lead(launched, devices, request, database, progress)
 
-    return as_rank(request.processor, request.timeout_s, lead)
+    return as_rank(devices, request.timeout_s, lead)
 
 
 def _lead(
-    launched: LaunchedRanks, request: RunRequest, database: str | None, progress: Progress
+    launched: LaunchedRanks,
+    of_host: Sequence[PhysicalDevice],
+    request: RunRequest,
+    database: str | None,
+    progress: Progress,
 ) -> RunReport | None:
     from app.services.run import cluster
 
-    devices = in_precision(cluster.own_devices(request.processor), request.model.precision)
+    devices = in_precision(of_host, request.model.precision)
     device = cluster.own_device(devices)
     ranks = launched.execute(lambda: cluster.members(device))
     model, training = _import(request, progress)

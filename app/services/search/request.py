@@ -57,6 +57,7 @@ class SearchRequest:
     share_weights: bool = False
     recompute: bool = False
     confirm: bool = True
+    gpus: str | None = None
 
 
 def search_options(request: SearchRequest) -> SearchOptions:

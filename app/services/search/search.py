@@ -178,6 +178,7 @@ def _setting(
         devices=request.devices,
         nodes=request.nodes,
         processor=request.processor,
+        gpus=request.gpus,
         precision=request.model.precision,
     )
     # Of other machines there are only estimates.

@@ -1,0 +1,116 @@
+"""How ranks on GPUs join their groups: each from its own GPU, in every thread, in one order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.gpu.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.usefixtures("speeds")
+
+
+def _joined(rank: int, count: int, meeting: str, timeout_s: float = 30.0) -> None:
+    import torch.distributed as dist
+
+    from runtime.launch.processes import join_group
+
+    store = dist.FileStore(meeting, count)  # type: ignore[attr-defined]
+    join_group(f"cuda:{rank}", timeout_s, store=store, rank=rank, size=count)
+
+
+def _exchange(rank: int, count: int, meeting: str) -> list[Any]:
+    from runtime.communication import make_groups
+    from runtime.ranks.ranks import gather_everywhere
+
+    _joined(rank, count, meeting)
+    make_groups([(0, 1), (0, 1, 2)], 30.0)
+    return gather_everywhere(rank)
+
+
+def test_ranks_on_gpus_of_their_own_exchange_objects() -> None:
+    assert run_ranks(_exchange, 3) == [[0, 1, 2]] * 3
+
+
+def _in_a_thread(rank: int, count: int, meeting: str) -> Any:
+    import torch.distributed as dist
+
+    from runtime.launch.rank_leader import LaunchedRanks
+
+    store = dist.FileStore(meeting, count)  # type: ignore[attr-defined]
+    launched = LaunchedRanks(store, rank, count, f"cuda:{rank}", 30.0)
+    return launched.execute(lambda: (threading.current_thread().name, _sum_of_ranks(rank, count)))
+
+
+def _sum_of_ranks(rank: int, count: int) -> float:
+    import torch
+
+    from runtime.communication import World, make_groups
+
+    make_groups([tuple(range(count))], 30.0)
+    world, tensor = World(count), torch.full((2,), float(rank), device=f"cuda:{rank}")
+    work = world.all_reduce(tensor, tuple(range(count)))
+    assert tensor.isnan().all()
+    world.wait(work)
+    return float(tensor[0])
+
+
+def test_a_leaders_thread_communicates_from_its_ranks_gpu() -> None:
+    assert run_ranks(_in_a_thread) == [("work", 1.0)] * 2
+
+
+def _lost_peer(rank: int, count: int, meeting: str) -> str:
+    import torch
+
+    from runtime.communication import PeerFailure, World, make_groups
+    from runtime.launch.processes import leave_group
+
+    _joined(rank, count, meeting, timeout_s=0.5)
+    make_groups([(0, 1)], 0.5)
+    world, device = World(count), torch.device("cuda", rank)
+    world.barrier(device)
+    if rank == 1:
+        leave_group()
+        return ""
+    world.wait(world.all_reduce(torch.ones(3, device=device), (0, 1)))  # the host goes on
+    with pytest.raises(PeerFailure, match="rank 0: lost contact with another rank") as lost:
+        world.wait_for_device(device)
+    return str(lost.value)
+
+
+def test_the_host_waits_for_a_lost_peer_no_longer_than_it_may() -> None:
+    message, _ = run_ranks(_lost_peer)
+    assert "cuda:0 was not done with its messages within 0.5 s" in message
+
+
+def _many_groups(rank: int, count: int, meeting: str) -> str:
+    from graph.errors import RuntimeFailure
+    from runtime import communication
+
+    _joined(rank, count, meeting)
+    communication.MOST_COMMUNICATORS = 3
+    communication.make_groups([(0, 1), (0, 1, 2), (1, 2)], 30.0)
+    with pytest.raises(RuntimeFailure, match="4 groups of ranks") as refused:
+        communication.make_groups([(0, 2)], 30.0)
+    return str(refused.value)
+
+
+def test_more_groups_than_nccl_has_room_for_are_refused_by_all_ranks() -> None:
+    assert len(set(run_ranks(_many_groups, 3))) == 1
+
+
+def _careless(rank: int, count: int, meeting: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=count)
+    import torch
+
+    torch.cuda.set_device(0)
+    dist.all_gather_object([None] * count, rank)
+
+
+def test_two_ranks_on_one_gpu_are_found() -> None:
+    with pytest.raises(RankError, match="Duplicate GPU detected"):
+        run_ranks(_careless)
