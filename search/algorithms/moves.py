@@ -277,9 +277,10 @@ def _some_number(most: int, rng: np.random.Generator) -> int:
     return min(most, int(2 ** (1 + rng.random() * np.log2(most))) if most > 2 else most)
 
 
-def copied(axes: Sequence[int], configuration: Configuration) -> Configuration:
+@lru_cache(maxsize=1 << 12)
+def copied(axes: tuple[int, ...], configuration: Configuration) -> Configuration:
     """Return a neighbour's configuration on shared axes; of what else splits it, the first part is taken."""
-    degrees, sources = _carried(tuple(axes), configuration.degrees)
+    degrees, sources = _carried(axes, configuration.degrees)
     return Configuration(degrees, tuple(map(configuration.devices.__getitem__, sources)))
 
 

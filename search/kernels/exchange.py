@@ -38,7 +38,7 @@ from search.kernels.records import (
 )
 
 
-@entry
+@inner_with_arrays
 def write_exchange(
     arena: Array,
     at: int,
@@ -57,8 +57,8 @@ def write_exchange(
     first_reader, assembly_of = find_assemblies(readers, devices)
     count, pieces = len(first_reader), 0
     for reader in first_reader:
-        row = readers.row[reader]
-        pieces += overlaps.pointers[row + 1] - overlaps.pointers[row]
+        wanted = readers.region[reader]
+        pieces += overlaps.pointers[wanted + 1] - overlaps.pointers[wanted]
     source_count, reader_count, readings = len(sources.device), len(readers.device), len(readers.pointers) - 1
     collectives_at = (
         VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
@@ -143,11 +143,11 @@ def write_pieces(
     number = remote = 0
     for place in range(len(first_reader)):
         reader = first_reader[place]
-        device, row = readers.device[reader], readers.row[reader]
+        device, wanted = readers.device[reader], readers.region[reader]
         assembly = assemblies[place]
         assembly.device, assembly.first_piece, assembly.collective = device, number, -1
         direct = False
-        for overlap in range(overlaps.pointers[row], overlaps.pointers[row + 1]):
+        for overlap in range(overlaps.pointers[wanted], overlaps.pointers[wanted + 1]):
             task = choose_replica(sources.device, overlaps.group[overlap] * replicas, replicas, device, links)
             source = sources.device[task]
             piece = pieces[number]
@@ -156,7 +156,7 @@ def write_pieces(
             if source == device:
                 piece.resource_set = piece.back_resource_set = piece.rank = -1
                 piece.run_ns = piece.back_ns = 0
-                direct = sources.region[task] == readers.region[reader]
+                direct = sources.region[task] == wanted
             else:
                 there, back = source * devices + device, device * devices + source
                 piece.resource_set, piece.back_resource_set, piece.rank = (
@@ -169,7 +169,7 @@ def write_pieces(
                 remote += 1
             number += 1
         direct = direct and number == assembly.first_piece + 1
-        assembly.copied_bytes = 0 if direct else readers.row_elements[row] * item_bytes
+        assembly.copied_bytes = 0 if direct else readers.region_elements[wanted] * item_bytes
     sentinel = assemblies[len(first_reader)]
     sentinel.device = sentinel.collective = -1
     sentinel.copied_bytes, sentinel.first_piece = 0, number

@@ -357,20 +357,16 @@ class Sources(NamedTuple):
 
 
 class Readers(NamedTuple):
-    """The tasks that read a value, reading by reading: for each its device, its region, and the row that this is in.
-
-    A row has its elements, and is what `Overlaps` are known of.
-    """
+    """The tasks that read a value, reading by reading: for each its device, its region; and elements by region."""
 
     pointers: Array  # a reading: its first task; one more
     device: Array
     region: Array
-    row: Array
-    row_elements: Array
+    region_elements: Array
 
 
 class Overlaps(NamedTuple):
-    """What rows have in common with groups of replicas: for each row (pointers) the groups, ascending, and elements."""
+    """What regions have in common with groups of replicas: of each (pointers) the groups, ascending, and elements."""
 
     pointers: Array
     group: Array

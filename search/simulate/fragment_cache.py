@@ -23,7 +23,6 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.exchange import write_exchange
 from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentTable, fill_slots, find_fragments
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
@@ -41,10 +40,10 @@ from search.kernels.fragments import (
     VALUE_WORDS,
     word_of,
 )
-from search.kernels.records import ExchangeLinks, Readers, Sources
+from search.kernels.records import ExchangeLinks
+from search.kernels.regions import write_value
 from search.simulate.arrays import ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
-from search.simulate.exchange_patterns import Patterns, joined
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
 from search.simulate.regions import IntArray, Regions
 from search.simulate.saved_tensors import Lasting
@@ -92,7 +91,6 @@ class UnitStore:
         self.wiring = graph_arrays(graph)
         self.generation = 0
         self._regions = Regions()
-        self._patterns = Patterns(self._regions)
         self._holders = Holders(self._regions)
         self.classes = FragmentClasses.of(graph, self._regions)
         self.subjects = self.classes.subjects()
@@ -124,11 +122,11 @@ class UnitStore:
         )
         self._end = 0
         self._regions.clear()
-        self._patterns.clear()
         self._holders.clear()
         self._configurations: dict[Configuration, int] = {}
         self._objects: dict[int, tuple[Configuration, int]] = {}
         self._devices: list[IntArray] = []
+        self._devices_at: list[int] = []
         self._needs: dict[tuple[int, int], IntArray] = {}
         self._set_size: dict[tuple[int, int], int | None] = {}
         self._set_sizes: dict[int, frozenset[int]] = {}
@@ -152,6 +150,7 @@ class UnitStore:
         number = self._configurations.setdefault(configuration, len(self._configurations))
         if number == len(self._devices):
             self._devices.append(np.array(configuration.devices, np.int64))
+            self._devices_at.append(self._regions.write(configuration.devices))
         if len(self._objects) >= MOST_OBJECTS:
             self._objects.clear()
         # An object that is kept is the only one of its id.
@@ -256,26 +255,22 @@ class UnitStore:
     def derive_value(self, of: ValueClass, made_by: Configuration, read_by: Sequence[Configuration]) -> int:
         """Write the fragment of a value; return where it starts."""
         source_devices = self._devices[self.configuration_number(made_by)]
-        pattern = self._patterns.pattern(of, made_by.degrees, tuple([c.degrees for c in read_by]))
-        devices = [self._devices[self.configuration_number(configuration)] for configuration in read_by]
+        regions, ports = self._regions, []
+        for port, configuration in zip((of.producer, *of.readers), (made_by, *read_by), strict=True):
+            ports.append(regions.side(port.number, configuration.degrees))
+            ports.append(self._devices_at[self.configuration_number(configuration)])
         arguments = (
-            Sources(source_devices, pattern.source_region, made_by.degrees[-1]),
-            Readers(
-                pattern.reader_ptr,
-                joined(devices),
-                pattern.reader_region,
-                pattern.reader_row,
-                pattern.row_elements,
-            ),
-            pattern.common,
+            regions.words.items,
+            regions.common_K3,
+            np.array(ports, np.int64),
             self._exchange_links,
             of.item_bytes,
             int(of.summable),
         )
-        words = write_exchange(self.arena, self._end, *arguments)
+        words = write_value(self.arena, self._end, *arguments)
         if words < 0:
             self._grow(self._end - words)
-            words = write_exchange(self.arena, self._end, *arguments)
+            words = write_value(self.arena, self._end, *arguments)
         at = self._reserve(words)
         if self.arena[at + COLLECTIVES_WORD]:
             self._price_collectives(at, source_devices)
@@ -332,8 +327,7 @@ class UnitStore:
                 held_key = (*need_key[:3], held.tobytes())
                 known = self._static_fragments.get(held_key)
         if known is None:
-            found = self._found(of.readers, read_by, needed, held)
-            known = self._make_static_fragment(of, code, *found)
+            known = self._make_static_fragment(of, code, *self._holders.find(held))
         self._static_fragments[need_key] = self._static_fragments[held_key] = known
         return known
 
@@ -408,21 +402,11 @@ class UnitStore:
     ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
         """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
         needed = self._needed(ports, read_by)
-        devices, elements, cells = self._found(ports, read_by, needed, self._holders.covered(needed))
+        devices, elements, cells = self._holders.find(self._holders.covered(needed))
         return (
             list(zip(devices.tolist(), elements.tolist(), strict=True)),
             [(tuple(cell.devices.tolist()), cell.elements) for cell in cells] if synchronized else [],
         )
-
-    def _found(
-        self, ports: Sequence[Port], read_by: Sequence[Configuration], needed: IntArray, held: IntArray
-    ) -> tuple[IntArray, IntArray, list[SharedCell]]:
-        """Return devices, elements of each and cells that several hold; `needed`, `held`: of `Holders.covered`."""
-        if len(ports) == 1 and held is needed and len(held) == len(read_by[0].devices):
-            side = self._regions.side(ports[0].number, read_by[0].degrees)
-            if side.rows.is_apart:
-                return self._holders.by_rows(self._devices[self.configuration_number(read_by[0])], side)
-        return self._holders.find(held)
 
     def _needed(self, ports: Sequence[Port], read_by: Sequence[Configuration]) -> IntArray:
         """Return what devices need: distinct codes, device * `holders.REGIONS` + region, ascending."""
@@ -435,10 +419,10 @@ class UnitStore:
         for key, degrees in found.items():
             known = self._needs.get(key)
             if known is None:
-                region = self._regions.side(key[0], degrees).region
+                region = self._regions.numbers(key[0], degrees)
                 known = self._needs[key] = _ascending(self._devices[key[1]] * REGIONS + region)
             needs.append(known)
-        return needs[0] if len(needs) == 1 else _ascending(joined(needs))
+        return needs[0] if len(needs) == 1 else _ascending(np.concatenate(needs))
 
 
 def _new_table(entries: int, words: int) -> FragmentTable:

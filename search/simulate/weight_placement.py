@@ -6,16 +6,14 @@ somebody, and these recur: devices come in last.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from graph.intervals import Region, shape, volume
 from graph.weight_placement import cells, cover
-from search.simulate.regions import IntArray, Regions, Side
+from search.simulate.regions import IntArray, Regions
 
 # More regions than there ever are.
 REGIONS = 1 << 32
@@ -82,30 +80,6 @@ class Holders:
                 known = self._covers[needed] = self._regions.number(found)
             held[place] = device[starts[place]] * REGIONS + known
         return held
-
-    def by_rows(self, devices: IntArray, side: Side) -> tuple[IntArray, IntArray, list[SharedCell]]:
-        """Return what `find` does, of tasks on different devices that read regions that have nothing in common."""
-        rows = side.rows
-        order = np.argsort(devices)
-        holders, row = devices[order], side.row[order]
-        if len(rows.elements) == 1:
-            elements = np.repeat(rows.elements, len(holders))
-            whole = SharedCell(holders, int(elements[0]), partial(rows.sizes, 0))
-            return holders, elements, [whole] if len(holders) > 1 else []
-        elements = rows.elements[row]
-        if len(rows.elements) == len(holders):
-            return holders, elements, []
-        # Of a row's the devices stay in order.
-        by_row = holders[np.argsort(row, kind="stable")]
-        bounds = np.bincount(row, minlength=len(rows.elements)).cumsum().tolist()
-        shared = [
-            SharedCell(by_row[first:last], held, partial(rows.sizes, place))
-            for place, (held, (first, last)) in enumerate(
-                zip(rows.elements.tolist(), itertools.pairwise([0, *bounds]), strict=True)
-            )
-            if last - first > 1
-        ]
-        return holders, elements, shared
 
     def find(self, codes: IntArray) -> tuple[IntArray, IntArray, list[SharedCell]]:
         """Return devices, elements of each, and the cells that several of them hold.

@@ -1,6 +1,7 @@
-"""Overlaps of index sets, against their intersections one by one; distinct codes, against sorting."""
+"""Regions of operands, and what the pieces of a value are of, against index sets one by one."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -8,12 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph.axes import operand_regions
-from graph.intervals import IndexSet, count, intersect, intersect_regions, normalize, volume
+from graph.intervals import IndexSet, count, intersect, normalize
 from graph.operators import OperatorGraph
-from search.simulate import regions
-from search.simulate.regions import MOST_CODES, MOST_PAIRS, Regions, common_elements, distinct
+from search.kernels.fragments import ASSEMBLY, ASSEMBLY_WORDS, PIECE, PIECE_WORDS, VALUE, VALUE_WORDS
+from search.kernels.records import ExchangeLinks
+from search.kernels.regions import write_value
+from search.simulate.regions import Regions
 from search.space.baselines import random_strategy
 from tests.search.builders import branches, unrolled
+
+
+@pytest.mark.parametrize("make", [branches, unrolled])
+def test_regions_of_tasks_are_those_of_the_operand(make: Callable[[], OperatorGraph]) -> None:
+    graph, rng, regions = make(), np.random.default_rng(1), Regions()
+    for _ in range(10):
+        strategy = random_strategy(graph, 12, rng)
+        for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
+            axes, degrees = operator.space.axes, configuration.degrees
+            for operand in (*operator.space.inputs, *operator.space.outputs):
+                numbers = regions.numbers(regions.port(axes, operand), degrees).tolist()
+                expected = operand_regions(axes, operand, degrees)
+                assert tuple(regions.region(number) for number in numbers) == expected
+                assert [regions.number(region) for region in expected] == numbers
 
 
 @st.composite
@@ -22,43 +39,52 @@ def index_sets(draw: st.DrawFn) -> IndexSet:
     return normalize([(start, start + draw(st.integers(0, 5))) for start in starts])
 
 
-@given(st.lists(index_sets(), min_size=1, max_size=5), st.lists(index_sets(), min_size=1, max_size=5))
-def test_common_elements_are_those_of_the_intersections(left: list[IndexSet], right: list[IndexSet]) -> None:
-    expected = [[count(intersect(mine, theirs)) for theirs in right] for mine in left]
-    assert common_elements(left, right).tolist() == expected
+def sides(dims: int) -> st.SearchStrategy[list[list[IndexSet]]]:
+    """Return the index sets of the parts of every dim."""
+    return st.lists(st.lists(index_sets(), min_size=1, max_size=4), min_size=dims, max_size=dims)
 
 
-@pytest.mark.parametrize("possible", [1, 2, 7, 100, MOST_CODES, MOST_CODES + 1])
-@pytest.mark.parametrize("seed", range(5))
-def test_distinct_codes_are_those_that_sorting_finds(possible: int, seed: int) -> None:
-    codes = np.random.default_rng(seed).integers(possible, size=50)
-    for found, expected in zip(distinct(codes, possible), np.unique(codes, return_inverse=True), strict=True):
-        assert found.tolist() == expected.tolist()
+@given(st.data(), st.integers(0, 3), st.integers(1, 2))
+def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: int, replicas: int) -> None:
+    made, read = data.draw(sides(dims)), data.draw(sides(dims))
+    regions, arena = Regions(), np.zeros(1 << 15, np.int64)
+    # All on one device, which needs each region once.
+    devices = regions.write([0] * 200)
+    ports = [write_side(regions, made, replicas), devices, write_side(regions, read, 1), devices]
+    unmeasured = np.zeros((0, 2), np.int64), np.zeros((0, 2))
+    nowhere = ExchangeLinks(np.zeros(1, np.int64), np.zeros(1), np.ones(1), *unmeasured)
+    words = write_value(arena, 0, regions.words.items, regions.common_K3, np.array(ports), nowhere, 4, 0)
+    header = arena[:VALUE_WORDS].view(VALUE)[0]
+    pieces_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
+    assemblies = arena[VALUE_WORDS:pieces_at].view(ASSEMBLY)
+    pieces = arena[pieces_at : pieces_at + PIECE_WORDS * header.pieces].view(PIECE)
+    found = [
+        [(int(piece.source), int(piece.size_bytes)) for piece in pieces[one.first_piece : other.first_piece]]
+        for one, other in itertools.pairwise(assemblies)
+    ]
+    assert words > 0
+    assert found == [
+        [
+            (group * replicas, 4 * elements)
+            for group, theirs in enumerate(itertools.product(*made))
+            if (elements := common_elements(mine, theirs))
+        ]
+        for mine in dict.fromkeys(itertools.product(*read))
+    ]
 
 
-@pytest.mark.parametrize("most_pairs", [0, MOST_PAIRS])
-@pytest.mark.parametrize("make", [branches, unrolled])
-def test_overlaps_are_the_regions_in_common(
-    make: Callable[[], OperatorGraph], most_pairs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(regions, "MOST_PAIRS", most_pairs)
-    graph, rng = make(), np.random.default_rng(1)
-    for _ in range(10):
-        strategy, store = random_strategy(graph, 12, rng), Regions()
-        for name, (index, output) in graph.producer.items():
-            made, degrees = graph.operators[index].space, strategy.configurations[index].degrees
-            source = store.side(store.port(made.axes, made.outputs[output]), degrees)
-            theirs = operand_regions(made.axes, made.outputs[output], degrees)[:: degrees[-1]]
-            for reader, slot in graph.readers[name]:
-                read, split = graph.operators[reader].space, strategy.configurations[reader].degrees
-                side = store.side(store.port(read.axes, read.inputs[slot]), split)
-                mine = operand_regions(read.axes, read.inputs[slot], split)
-                found = store.overlaps(side, source, degrees[-1])
-                for row, task in enumerate(np.unique(side.row, return_index=True)[1].tolist()):
-                    common = [intersect_regions(region, mine[task]) for region in theirs]
-                    expected = [
-                        (group, volume(region)) for group, region in enumerate(common) if region is not None
-                    ]
-                    here = slice(found.pointers[row], found.pointers[row + 1])
-                    pairs = zip(found.group[here].tolist(), found.elements[here].tolist(), strict=True)
-                    assert list(pairs) == expected
+def write_side(regions: Regions, parts_of_dims: Sequence[Sequence[IndexSet]], replicas: int) -> int:
+    """Write an operand of which each dim follows an axis of its own; return where its side is."""
+    degrees = [*(len(parts) for parts in parts_of_dims), replicas]
+    words = [int(np.prod(degrees)), replicas, len(parts_of_dims)]
+    for dim, parts in enumerate(parts_of_dims):
+        at = {one: regions.write([count(one), len(one), *itertools.chain(*one)]) for one in parts}
+        words += [regions.write([at[one] for one in parts]), 1, int(np.prod(degrees[dim + 1 :])), len(parts)]
+    return regions.write(words)
+
+
+def common_elements(mine: Sequence[IndexSet], theirs: Sequence[IndexSet]) -> int:
+    elements = 1
+    for left, right in zip(mine, theirs, strict=True):
+        elements *= count(intersect(left, right))
+    return elements
