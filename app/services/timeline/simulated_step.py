@@ -143,7 +143,7 @@ def simulated_step(
     topology = topology_of(topology_record)
     training = training_of(training_record)
     strategy = strategy_of(record, graph)
-    target, source = _costs(store, topology, environment_id, training.precision)
+    target, source = stored_costs(store, topology, environment_id, training.precision)
     if environment_id is None:
         for kind in topology.kinds:
             say_used(store, kind.name, training.precision, progress)
@@ -162,9 +162,10 @@ def simulated_step(
     )
 
 
-def _costs(
+def stored_costs(
     store: Store, topology: Topology, environment_id: int | None, precision: str
 ) -> tuple[Target, CostsByKind]:
+    """Return a stored topology with its links, and the costs of its kinds, as an environment has them."""
     sources = {}
     for kind in topology.kinds:
         stored = store.device_kind(kind.name)
