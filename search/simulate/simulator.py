@@ -30,7 +30,6 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.operators import OperatorGraph
-from graph.plan import BUCKET_BYTES
 from graph.strategy import Strategy
 from graph.topology import Topology
 from graph.training import Training
@@ -261,7 +260,6 @@ def simulate(
     *,
     links: LinkCosts | None = None,
     order: Order = "program",
-    bucket_bytes: int = BUCKET_BYTES,
     local_calls: LocalCalls | None = None,
 ) -> Simulation:
     """Simulate one training step of a strategy.
@@ -270,14 +268,5 @@ def simulate(
         StrategyError: the strategy does not fit the graph or the topology.
         CostError: a local call has no cost.
     """
-    tasks = build_task_graph(
-        graph,
-        strategy,
-        topology,
-        costs,
-        training,
-        links=links,
-        bucket_bytes=bucket_bytes,
-        local_calls=local_calls,
-    )
+    tasks = build_task_graph(graph, strategy, topology, costs, training, links=links, local_calls=local_calls)
     return simulate_tasks(tasks, order)
