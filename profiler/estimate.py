@@ -150,8 +150,8 @@ class Estimator:
             if entry.time_s <= 0:
                 continue
             ratio = log(entry.time_s / roofline_s(work_of(entry.call, entry.phase), kind))
-            point = (_sizes(entry.call, entry.phase), ratio)
-            families.setdefault(_family(entry.call, entry.phase), []).append(point)
+            point = (sizes_of(entry.call, entry.phase), ratio)
+            families.setdefault(family_of(entry.call, entry.phase), []).append(point)
             ratios.setdefault((entry.call.target, entry.phase), []).append(ratio)
             if entry.phase != "update":
                 ratios.setdefault(("", entry.phase), []).append(ratio)
@@ -171,9 +171,9 @@ class Estimator:
             CostError: the call has no such phase.
         """
         bound = roofline_s(work_of(call, phase), self.kind)
-        family = _family(call, phase)
+        family = family_of(call, phase)
         if family in self.families:
-            ratio = self._between(family).at(_sizes(call, phase))
+            ratio = self._between(family).at(sizes_of(call, phase))
             return Estimate(
                 bound * exp(ratio), "estimated", len(self.families[family]), self.error_of(family)
             )
@@ -240,7 +240,7 @@ def may_become(target: str, other: str) -> bool:
     return other_type in (own_type, _WITHOUT_SUMMAND.get(own_type))
 
 
-def _family(call: LocalCall, phase: Phase) -> Family:
+def family_of(call: LocalCall, phase: Phase) -> Family:
     """Return the family of a call: the measurements of one family are interpolated over sizes."""
     if call.target in PRODUCTS:
         return (call.target, phase, call.inputs[0].dtype)
@@ -249,7 +249,7 @@ def _family(call: LocalCall, phase: Phase) -> Family:
     return (call.target, phase, len(call.inputs), operands, gradients)
 
 
-def _sizes(call: LocalCall, phase: Phase) -> tuple[float, ...]:
+def sizes_of(call: LocalCall, phase: Phase) -> tuple[float, ...]:
     """Return, in doublings, a call's work, the elements of its operands, and their dims.
 
     Of a matrix product the matrices' sizes, however many leading dims make up the rows; and how many operands and

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 from typing import Any, Self
 
 import numpy as np
@@ -71,9 +72,23 @@ class Interpolation:
     @cached_property
     def left_out(self) -> Array:
         """The expected value at each point without its own value (leave-one-out); none of a single point."""
-        inverse_NN = np.linalg.inv(self._noisy)
-        without_N: Array = self.values_N - self._weights / np.diag(inverse_NN)
+        without_N: Array = self.values_N - self._weights / np.diag(self._inverse)
         return without_N
+
+    @cached_property
+    def left_out_deviations(self) -> Array:
+        """The standard deviation of each value around `left_out`, in units of that far from all points."""
+        deviations_N: Array = 1 / np.sqrt(np.diag(self._inverse))
+        return deviations_N
+
+    def deviation_at(self, point: Sequence[float]) -> float:
+        """Return the standard deviation of another value around `at`, in the same units."""
+        covariance_N = _covariance(
+            _distances(np.array([point], np.float64) * self.per_length_F, self.points_NF)
+        )[0]
+        explained = float(covariance_N @ self._inverse @ covariance_N)
+        # A value has its noise wherever it is: rounding must not make it more certain.
+        return sqrt(max(1 + self.noise - explained, self.noise))
 
     @cached_property
     def _middle(self) -> float:
@@ -84,6 +99,11 @@ class Interpolation:
         covariance_NN = _covariance(_distances(self.points_NF, self.points_NF))
         noisy_NN: Array = covariance_NN + self.noise * np.eye(len(self.values_N))
         return noisy_NN
+
+    @cached_property
+    def _inverse(self) -> Array:
+        inverse_NN: Array = np.linalg.inv(self._noisy)
+        return inverse_NN
 
     @cached_property
     def _weights(self) -> Array:

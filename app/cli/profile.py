@@ -118,6 +118,10 @@ def _print_counts(report: KindReport) -> None:
         print_lines(
             f"{calls}: {report.measured} measured, {report.known} known already, {len(report.failures)} failed"
         )
+    if report.again:
+        print_lines(
+            f"{report.again} measured again, since others of their operators made their costs unlikely"
+        )
     counted = Counter(report.failures).most_common()
     for (name, reason), count in counted[:MOST_FAILURES]:
         print_lines(f"failed: {name}{f' ({count} times)' if count > 1 else ''}: {reason}")

@@ -2,14 +2,19 @@
 
 A call's phases are left out together. The costs are those of the database that SOAPSTONE_DATABASE_URL names, of the
 device kind and environment that it holds most of; without it, a few networks are profiled on this machine first.
+
+And how many of them the others of their operators make unlikely (`profiler.plausibility`): as measured, and when a few
+drawn at random take a half longer to three times as long, or as much shorter, as in a bad minute.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +30,9 @@ FOLDS, SEED = 5, 0
 # Matrix products of unseen sizes: the best published operator database's figures.
 MEDIAN_PERCENT, P90_PERCENT = 3.6, 14.7
 PRODUCTS = ("linear", "mm", "matmul", "addmm", "baddbmm", "bmm")
+# Shares of the costs that are disturbed, drawn so often until there are enough of them.
+DISTURBED_SHARES = (0.01, 0.05, 0.1)
+FEWEST_DISTURBED, MOST_DRAWS = 500, 20
 # A 90th percentile of fewer costs says little: operator types with fewer are one row together.
 FEWEST_COSTS = 20
 
@@ -42,10 +50,11 @@ def run(*, quick: bool) -> BenchmarkResult:
             _profile(database, quick=quick)
         kind, observations = measured(database)
     errors = left_out_errors(kind, observations)
+    doubts = doubted(kind, observations)
     return BenchmarkResult(
         benchmark="estimator",
         conditions={"device": kind.name, "costs": len(observations), "folds": FOLDS},
-        measurements=_measurements(errors),
+        measurements=[*_measurements(errors), *doubts],
         table=_table(errors),
     )
 
@@ -110,6 +119,47 @@ def left_out_errors(kind: DeviceKind, observations: Sequence[Observation]) -> di
                 estimated_s = estimator.estimate(observation.call, observation.phase).time_s
                 errors[observation.call.target].append(abs(estimated_s / observation.time_s - 1))
     return dict(errors)
+
+
+def doubted(kind: DeviceKind, observations: Sequence[Observation]) -> list[MeasuredValue]:
+    """Return the shares of costs that are unlikely, as measured and disturbed, and the seconds to tell."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from profiler.plausibility import CostFamilies
+
+    def unlikely(costs: Sequence[Observation]) -> set[int]:
+        names = {cost.call.digest for cost in costs}
+        found = {(cost.call.digest, cost.phase) for cost in CostFamilies(kind, costs).unlikely(names)}
+        return {index for index, cost in enumerate(costs) if (cost.call.digest, cost.phase) in found}
+
+    began = time.process_time()
+    rows = [measurement("unlikely costs", 100 * len(unlikely(observations)) / len(observations), "%")]
+    rows.append(measurement("    processor time to tell", time.process_time() - began, "s"))
+    for share in DISTURBED_SHARES:
+        rng = np.random.default_rng(SEED)
+        disturbed_count, disturbed_found, others_count, others_found, draws = 0, 0, 0, 0, 0
+        while disturbed_count < FEWEST_DISTURBED and draws < MOST_DRAWS:
+            draws += 1
+            is_disturbed = rng.random(len(observations)) < share
+            changes = is_disturbed * rng.choice((-1, 1), len(observations))
+            changes = changes * rng.uniform(math.log(1.5), math.log(3), len(observations))
+            found = unlikely(
+                [
+                    replace(cost, time_s=cost.time_s * math.exp(change))
+                    for cost, change in zip(observations, changes, strict=True)
+                ]
+            )
+            disturbed = set(np.flatnonzero(is_disturbed).tolist())
+            disturbed_count += len(disturbed)
+            disturbed_found += len(disturbed & found)
+            others_count += len(observations) - len(disturbed)
+            others_found += len(found - disturbed)
+        name = f"{100 * share:g} % disturbed ({disturbed_count} in {draws} draws): unlikely"
+        rows.append(measurement(name, 100 * disturbed_found / max(1, disturbed_count), "%"))
+        rows.append(measurement("    others unlikely", 100 * others_found / max(1, others_count), "%"))
+    return rows
 
 
 def _measurements(errors: dict[str, list[float]]) -> list[MeasuredValue]:

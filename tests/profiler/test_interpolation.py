@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,26 @@ def test_leaving_out_is_as_if_the_point_had_never_been(seed: int) -> None:
         ) + whole.noise * np.eye(14)
         expected = float(np.median(values)) + float(to @ np.linalg.solve(among, np.array(shifted)))
         assert whole.left_out[place] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_deviations_are_those_of_the_joint_normal_distribution(seed: int) -> None:
+    points, values = scattered(seed, FEWEST_TO_TELL_APART)
+    found = Interpolation.fit(points, values)
+    among = np.array(
+        [[covariance(one, other, found.per_length_F.tolist()) for other in points] for one in points]
+    ) + found.noise * np.eye(len(points))
+
+    def deviation(to: list[float], among: np.ndarray[Any, Any]) -> float:
+        return float((1 + found.noise - np.array(to) @ np.linalg.solve(among, np.array(to))) ** 0.5)
+
+    for query in scattered(seed + 100, 10)[0]:
+        to = [covariance(query, one, found.per_length_F.tolist()) for one in points]
+        assert found.deviation_at(query) == pytest.approx(deviation(to, among))
+    for place in range(len(points)):
+        rest = [number for number in range(len(points)) if number != place]
+        expected = deviation(among[place, rest].tolist(), among[np.ix_(rest, rest)])
+        assert found.left_out_deviations[place] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -25,8 +25,9 @@ ON_MISS: tuple[OnMiss, ...] = ("measure", "estimate", "fail")
 
 # By call: its cost as it was given out, and how wrong estimates like it are.
 Given = tuple[dict[str, str], dict[str, float]]
-# Measures calls on a real device of the kind that is asked for, storing each as it comes.
-Measure = Callable[[Sequence[LocalCall]], object]
+# Measures calls on a real device of the kind that is asked for, storing each as it comes; returns the digests of calls
+# whose stored costs were replaced besides.
+Measure = Callable[[Sequence[LocalCall]], Collection[str]]
 
 
 def signature_record(call: LocalCall) -> OpSignatureRecord:
@@ -196,12 +197,14 @@ class DatabaseCosts:
             )
         missing = [call for call in calls if not self._has(call) and call.digest not in self._failed]
         if missing and self._on_miss == "measure" and self._measure is not None:
-            self._measure(missing)
-            self._load([call.digest for call in missing])
+            replaced = self._measure(missing)
+            # What was given out already stays, or one search would have two costs of a call.
+            fresh = {digest for digest in replaced if digest not in self._used}
+            self._load({*fresh, *(call.digest for call in missing)})
             missing = []
         if missing and self._on_miss == "fail":
             raise CostError(
-                f"{missing[0].target} {_shapes(missing[0])}: not measured on {kind_name}, must be (and "
+                f"{missing[0].target} {shapes(missing[0])}: not measured on {kind_name}, must be (and "
                 f"{len(missing) - 1} more); run app profile with the same --topology, or choose --on-miss estimate"
             )
 
@@ -307,5 +310,6 @@ def _call_of(record: OpCostRecord) -> LocalCall:
     return call_from_json(json.loads(record.signature.key))
 
 
-def _shapes(call: LocalCall) -> str:
+def shapes(call: LocalCall) -> str:
+    """Return the shapes of a call's inputs, as a message shows them."""
     return " x ".join("[" + ", ".join(map(str, spec.shape)) + "]" for spec in call.inputs)

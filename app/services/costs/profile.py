@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from app.db.records import OpCostRecord, utc_now
 from app.db.store import Store
+from app.services.costs.doubts import Doubts, describe_unlikely
 from app.services.costs.environments import say_unused
 from app.services.costs.link_costs import local_links
 from app.services.costs.machine import (
@@ -32,6 +33,7 @@ from profiler.products import products_between
 
 if TYPE_CHECKING:
     from profiler.device_consistency import DeviceConsistency
+    from profiler.plausibility import UnlikelyCost
     from profiler.workers import WorkerPool
 
 
@@ -45,17 +47,23 @@ PRODUCTS_SEED = 0
 class Measured:
     """The result of measuring some calls: the number that have costs now, and operator and reason of each failure.
 
-    `agreement`: how devices of one kind compare, where they were compared.
+    `agreement`: how devices of one kind compare, where they were compared. `replaced`: digests of the calls whose
+    stored costs were replaced; not all are among those asked for.
     """
 
     succeeded: int = 0
     failures: tuple[tuple[str, str], ...] = ()
     agreement: tuple[DeviceConsistency, ...] = ()
+    replaced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class KindReport:
-    """The result of a profile run on the devices of one kind: numbers of calls, and how the devices compare."""
+    """The result of a profile run on the devices of one kind: numbers of calls, and how the devices compare.
+
+    `again`: calls that were measured again, since costs of other calls made theirs unlikely; `unlikely`: calls needed
+    of which they still do.
+    """
 
     device_kind: str
     devices: tuple[str, ...]
@@ -64,6 +72,8 @@ class KindReport:
     known: int
     failures: tuple[tuple[str, str], ...]
     agreement: tuple[DeviceConsistency, ...]
+    again: int = 0
+    unlikely: int = 0
 
     def to_json(self) -> dict[str, object]:
         """Return the report as a JSON document."""
@@ -73,6 +83,8 @@ class KindReport:
             "needed": self.needed,
             "measured": self.measured,
             "known": self.known,
+            "again": self.again,
+            "unlikely": self.unlikely,
             "failures": [{"operator": name, "reason": reason} for name, reason in self.failures],
             "agreement": [agreement_json(device) for device in self.agreement],
         }
@@ -118,6 +130,8 @@ class ProfileReport:
             "needed": self.needed,
             "measured": self.measured,
             "known": self.known,
+            "again": sum(kind.again for kind in self.kinds),
+            "unlikely": sum(kind.unlikely for kind in self.kinds),
             "failed": len(self.failures),
             "failed_operators": sorted({name for name, _ in self.failures}),
             "kinds": [kind.to_json() for kind in self.kinds],
@@ -301,7 +315,8 @@ def profile(
 
     A cost that the database holds for this kind and environment is not measured again, nor, but with `retry_failed`,
     one that could not be measured. Each measurement is stored as soon as it is done, so that an interrupted run
-    continues where it was, and runs at the same time share the work.
+    continues where it was, and runs at the same time share the work. Costs that others of their operators make unlikely
+    are measured again, also those of earlier runs that were ended before they came to that.
     """
     precision = "tf32" if machine.devices[0].tf32 else "float32"
     for group in machine.groups:
@@ -318,7 +333,8 @@ def profile(
     for group in machine.groups:
         missing = missing_calls(store, group, calls, retry_failed=retry_failed)
         with Measurer(store, group, progress, compare_from=1, retry_failed=retry_failed) as measurer:
-            measured = measurer.measure(missing)
+            measured = measurer.measure(missing, checked=calls)
+            unlikely = {cost.call.digest for cost in measurer.unlikely()}
         reports.append(
             KindReport(
                 device_kind=group.kind.name,
@@ -328,6 +344,8 @@ def profile(
                 known=len(calls) - measured.succeeded - len(measured.failures),
                 failures=measured.failures,
                 agreement=measured.agreement,
+                again=len(measured.replaced),
+                unlikely=len(unlikely),
             )
         )
     return ProfileReport(links_kind_name([device.kind.name for device in machine.devices]), tuple(reports))
@@ -365,6 +383,8 @@ def missing_calls(
 class Measurer:
     """Measures calls on a machine's devices of one kind and stores each result as it comes; a context manager.
 
+    On leaving, it warns of costs that stayed unlikely when they had been measured again.
+
     Its workers start with the first call and stay, since each takes seconds to start: a search meets calls one by one.
     Where at least `compare_from` calls are to be measured, the devices are compared first, and one that is not as the
     others is left out: it would give the kind its own times. `call_limit_s` bounds the measuring of one call.
@@ -389,6 +409,7 @@ class Measurer:
         self._pool: WorkerPool | None = None
         self._agreement: tuple[DeviceConsistency, ...] = ()
         self._met_another = False
+        self._doubts: Doubts | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -398,15 +419,31 @@ class Measurer:
     ) -> None:
         if self._pool is not None:
             self._pool.close()
+        # Once for all that was measured: a search measures calls one by one.
+        if error is None and (stays := self.unlikely()):
+            self._progress.warn(describe_unlikely(stays))
 
-    def measure(self, calls: Sequence[LocalCall]) -> Measured:
+    def measure(self, calls: Sequence[LocalCall], *, checked: Sequence[LocalCall] = ()) -> Measured:
         """Measure and store calls, except those that another run stores meanwhile; return the result.
+
+        Then measure again which of their costs others of their operators make unlikely, those of these calls and of
+        `checked` ones, and stored costs that contradict them (`app.services.costs.doubts`).
 
         Raises:
             RuntimeFailure: no worker can be started.
             DatabaseError: a result cannot be stored.
         """
-        return self._measure(calls, again=False)
+        measured = self._measure(calls, again=False)
+        if not calls and not checked:
+            return measured
+        if self._doubts is None:
+            self._doubts = Doubts(self._store, self._group)
+        again = self._doubts.settle([*calls, *checked], self.measure_again)
+        return replace(measured, replaced=frozenset(again))
+
+    def unlikely(self) -> list[UnlikelyCost]:
+        """Return the costs of all calls that were measured or checked that others of their operators make unlikely."""
+        return [] if self._doubts is None else self._doubts.stays()
 
     def measure_again(self, calls: Sequence[LocalCall]) -> Measured:
         """Measure calls, long and short, in several rounds, each in another order, and replace what is stored of them.
@@ -418,7 +455,10 @@ class Measurer:
             RuntimeFailure: no worker can be started.
             DatabaseError: a result cannot be stored.
         """
-        return self._measure(calls, again=True)
+        measured = self._measure(calls, again=True)
+        if self._doubts is not None:
+            self._doubts.read({call.digest for call in calls})
+        return measured
 
     def _measure(self, calls: Sequence[LocalCall], *, again: bool) -> Measured:
         from profiler.measure import FailedMeasurement

@@ -254,7 +254,7 @@ def _kind_source(
                 f"--on-miss measure: {kind_name} is not on this machine, must be; choose estimate or fail"
             )
         return DatabaseCosts(store, kind, stored.id if stored else None, None, on_miss, precision=precision)
-    measure = None if measurer is None else measurer.measure
+    measure = None if measurer is None else lambda calls: measurer.measure(calls).replaced
     return DatabaseCosts(store, kind, group.kind_id, group.environment_id, on_miss, measure, precision)
 
 
