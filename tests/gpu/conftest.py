@@ -29,10 +29,10 @@ def seeing_gpus() -> Iterator[Virtual]:
     import torch
 
     with virtual_gpus() as virtual:
-        _forget_devices()
+        forget_devices()
         torch.cuda.set_device(0)
         yield virtual
-    _forget_devices()
+    forget_devices()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def gpus() -> Iterator[Virtual]:
         yield virtual
 
 
-def _forget_devices() -> None:
+def forget_devices() -> None:
     available_devices.cache_clear()
     environment.cache_clear()
     clocks._nvml.cache_clear()

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu.kernels import CUDA_ONLY
 from tests.gpu.preconditions import check_preconditions
@@ -50,6 +50,7 @@ class Speeds:
     kernel_s: of each kernel, beside `memory_bytes_per_s` (0: bytes take no time). names: of single operators, instead.
     message_s, message_bytes_per_s: of a message, or of a collective of so many bytes.
     contention: the share of its speed that a kernel loses while this GPU communicates.
+    most_computed: operators on more elements give any numbers, at once: for tests of times.
     """
 
     count: int = 8
@@ -60,6 +61,8 @@ class Speeds:
     message_s: float = 20e-6
     message_bytes_per_s: float = 100e9
     contention: float = 0.0
+    most_computed: float = float("inf")
+    cache_bytes: int = 50 * 2**20
 
     @classmethod
     def of_environment(cls) -> Speeds:
@@ -317,7 +320,10 @@ class _Kernels(TorchDispatchMode):
             )
         if indexes:
             check_preconditions(name, func, args, kwargs)
-        result = CUDA_ONLY.get(name, func)(*args, **kwargs)
+        if index is not None and sum(tensor.numel() for tensor in tensors) > virtual.speeds.most_computed:
+            result = _without_computing(func, args, kwargs)
+        else:
+            result = CUDA_ONLY.get(name, func)(*args, **kwargs)
         if index is None:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -349,6 +355,33 @@ class _Kernels(TorchDispatchMode):
                 made if made is not None else source or 0, f"{name} between host and device"
             )
         return made
+
+
+def _without_computing(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return tensors such as an operator makes, with any numbers."""
+    if func.is_view:
+        return func(*args, **kwargs)
+    if func._schema.is_mutable:
+        return kwargs.get("out", args[0]) if func._schema.returns else None
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+
+    kwargs = {
+        **tree_map(described, kwargs),
+        **({"device": torch.device("meta")} if "device" in kwargs else {}),
+    }
+    try:
+        return tree_map(made, func(*tree_map(described, args), **kwargs))
+    except NotImplementedError:
+        return func(*args, **kwargs)
 
 
 _base_device = torch._C.TensorBase.device
@@ -411,7 +444,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
         name=NAME,
         total_memory=MEMORY_BYTES,
         multi_processor_count=132,
-        L2_cache_size=50 * 2**20,
+        L2_cache_size=virtual.speeds.cache_bytes,
         major=9,
         minor=0,
         uuid=f"virtual-{index}",
@@ -484,6 +517,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         "reset_peak_memory_stats": virtual.reset_peak,
         "mem_get_info": lambda device=None: (MEMORY_BYTES - virtual.allocated(device), MEMORY_BYTES),
         "Event": Event,
+        # Nothing is drawn on a GPU: Soapstone counts (`profiler.operators.counter_rng`).
+        "get_rng_state": lambda _device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda _state, _device=None: None,
+        "manual_seed_all": lambda _seed: None,
     }
     of_tensors = {
         "device": property(_device),
