@@ -21,7 +21,7 @@ def test_an_imported_pack_is_as_good_as_a_profile(command: Command, database: Pa
     exported = command("db", "export", str(file), "--json").document
     # Updates and phases beside: a call has one or two of them.
     assert exported["op_costs"] > first["needed"]
-    searched = command("search", *SMALL, "--proposals", "20", "--fresh", "--json").document
+    searched = command("search", *SMALL, "--proposals", "20", "--fresh", "--no-confirm", "--json").document
 
     database.unlink()
     shutil.rmtree(database.with_suffix(".traces"))
@@ -31,7 +31,7 @@ def test_an_imported_pack_is_as_good_as_a_profile(command: Command, database: Pa
     assert command("db", "import", str(file)).code == 0
     again = command("profile", *SMALL, "--json").document
     assert (again["measured"], again["known"]) == (0, first["needed"])
-    same = command("search", *SMALL, "--proposals", "20", "--fresh", "--json").document
+    same = command("search", *SMALL, "--proposals", "20", "--fresh", "--no-confirm", "--json").document
     assert same["predictions"] == searched["predictions"]
 
 

@@ -223,7 +223,7 @@ class TraceReader:
             entry = self._entries[code]
             degrees = tuple(entry["degrees"])
             if entry["family"] == "copied":
-                done[code] = copied(entry["axes"], self._decoded(entry["base"], done))
+                done[code] = copied(tuple(entry["axes"]), self._decoded(entry["base"], done))
             elif entry["family"] == "listed":
                 done[code] = Configuration(degrees, tuple(entry["devices"]))
             else:
