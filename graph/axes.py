@@ -132,8 +132,10 @@ def part_of(axis: Axis, degree: int, index: int) -> Interval:
 def task_points(space: IterationSpace, degrees: Degrees, coordinate: Sequence[int]) -> tuple[Interval, ...]:
     """Return, for each axis, the points that the task at `coordinate` iterates over."""
     return tuple(
-        part_of(axis, degree, index)
-        for axis, degree, index in zip(space.axes, degrees, coordinate, strict=True)
+        [
+            part_of(axis, degree, index)
+            for axis, degree, index in zip(space.axes, degrees, coordinate, strict=True)
+        ]
     )
 
 
@@ -158,7 +160,7 @@ def _indexes(dim: Dim, followed: tuple[Interval, ...]) -> IndexSet:
 
 def operand_region(operand: OperandMap, points: Sequence[Interval]) -> Region:
     """Return the region of an operand that a task iterating over `points` touches."""
-    return tuple(dim_indexes(dim, points) for dim in operand)
+    return tuple([dim_indexes(dim, points) for dim in operand])
 
 
 @lru_cache(maxsize=65536)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
-from graph.canonical import canonical_json, digest
-from graph.operators import FLOATING, Argument, TensorSpec, argument_from_json, argument_to_json
+from graph.canonical import canonical_json
+from graph.operators import FLOATING, Argument, Slot, TensorSpec, argument_from_json, argument_to_json
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,48 @@ class LocalCall:
             "gradients": list(self.gradients),
         }
 
-    @cached_property
+    @property
     def key(self) -> str:
         """Return the cost key: the canonical text of `document`, which has all that the cost depends on."""
-        return canonical_json(self.document)
+        arguments = ",".join([f'["{name}",{_text(value)}]' for name, value in self.arguments])
+        inputs, outputs = _specs_text(self.inputs), _specs_text(self.outputs)
+        return (
+            f'{{"arguments":[{arguments}],"gradients":{_text(self.gradients)},"inputs":{inputs},'
+            f'"outputs":{outputs},"target":"{self.target}"}}'
+        )
 
     @cached_property
     def digest(self) -> str:
         """Return the sha256 of the cost key."""
-        return digest(self.document)
+        return sha256(self.key.encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        """Return a hash that is quick to ask for again: a search keeps calls in tables of several kinds."""
+        return hash((self.digest, self.bindings))
 
     @cached_property
     def has_backward(self) -> bool:
         """True where something is differentiated."""
         return any(self.gradients) and any(spec.dtype in FLOATING for spec in self.outputs)
+
+
+def _text(argument: Argument) -> str:
+    """Return the canonical text of an argument, as the encoder has it: a search makes thousands of calls."""
+    if argument is None:
+        return "null"
+    if isinstance(argument, bool):
+        return "true" if argument else "false"
+    if isinstance(argument, Slot):
+        return f'{{"slot":{argument.index}}}'
+    if isinstance(argument, tuple):
+        return f"[{','.join([_text(item) for item in argument])}]"
+    return str(argument) if type(argument) is int else canonical_json(argument_to_json(argument))
+
+
+def _specs_text(specs: tuple[TensorSpec, ...]) -> str:
+    """Return the canonical text of the specs of some tensors."""
+    texts = [f'["{spec.dtype}",[{",".join(map(str, spec.shape))}]]' for spec in specs]
+    return f"[{','.join(texts)}]"
 
 
 def call_from_json(document: dict[str, Any]) -> LocalCall:

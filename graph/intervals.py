@@ -136,7 +136,7 @@ def volume(region: Region) -> int:
 
 def shape(region: Region) -> tuple[int, ...]:
     """Return the shape of the dense tensor that holds a region."""
-    return tuple(count(indexes) for indexes in region)
+    return tuple([count(indexes) for indexes in region])
 
 
 def intersect_regions(left: Region, right: Region) -> Region | None:

@@ -76,8 +76,8 @@ def part(operator: Operator, degrees: Degrees, task_index: int) -> TaskPart:
     return TaskPart(
         operator.space,
         points,
-        tuple(operand_region(operand, points) for operand in operator.space.inputs),
-        tuple(operand_region(operand, points) for operand in operator.space.outputs),
+        tuple([operand_region(operand, points) for operand in operator.space.inputs]),
+        tuple([operand_region(operand, points) for operand in operator.space.outputs]),
     )
 
 
@@ -184,8 +184,12 @@ def first_call(graph: OperatorGraph, operator: Operator, degrees: Degrees) -> Lo
 
 def call_of(graph: OperatorGraph, operator: Operator, degrees: Degrees, task: int) -> LocalCall:
     """Return the call of one task of a configuration, made for it alone."""
-    piece = part(operator, degrees, task)
-    return _call(graph, operator, signature(graph, operator), piece, local_gradients(graph, operator))
+    # An operator and a configuration give many calls.
+    whole: dict[str, tuple[Signature, tuple[bool, ...]]] = graph._cache.setdefault("rules.signatures", {})
+    if operator.name not in whole:
+        whole[operator.name] = signature(graph, operator), local_gradients(graph, operator)
+    own, gradients = whole[operator.name]
+    return _call(graph, operator, own, part(operator, degrees, task), gradients)
 
 
 def _call(

@@ -6,6 +6,7 @@ how to rewrite the call for one task's part, and how many flops and bytes a loca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,17 +45,17 @@ class TaskPart:
 
     def input_specs(self, signature: Signature) -> tuple[TensorSpec, ...]:
         """Local input specs."""
-        return tuple(
-            TensorSpec(intervals.shape(region), spec.dtype)
-            for region, spec in zip(self.inputs, signature.inputs, strict=True)
-        )
+        return _specs(self.inputs, signature.inputs)
 
     def output_specs(self, signature: Signature) -> tuple[TensorSpec, ...]:
         """Local output specs."""
-        return tuple(
-            TensorSpec(intervals.shape(region), spec.dtype)
-            for region, spec in zip(self.outputs, signature.outputs, strict=True)
-        )
+        return _specs(self.outputs, signature.outputs)
+
+
+def _specs(regions: Sequence[Region], whole: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        [TensorSpec(intervals.shape(region), spec.dtype) for region, spec in zip(regions, whole, strict=True)]
+    )
 
 
 class Rule(Protocol):

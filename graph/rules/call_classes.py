@@ -7,6 +7,7 @@ beside that only for an axis that some output is a partial sum over: whether it 
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class CallClasses:
     def __init__(self, space: IterationSpace) -> None:
         summed = {axis for output in range(len(space.outputs)) for axis in partial_axes(space, output)}
         self._axes = [
-            _AxisClasses(axis, factors_of(space, index), is_summed=index in summed)
+            _axis_classes(axis, factors_of(space, index), index in summed)
             for index, axis in enumerate(space.axes)
         ]
 
@@ -57,6 +58,8 @@ class CallClasses:
             return TaskClasses([0], classes, [0] * prod(degrees))
         first = class_of = np.zeros(1, np.int64)
         for split, degree in zip(splits, degrees, strict=True):
+            if degree == 1:  # one part, of one class
+                continue
             first = (first[:, None] * degree + split.first).reshape(-1)
             class_of = (class_of[:, None] * len(split.classes) + split.class_of).reshape(-1)
         return TaskClasses(first.tolist(), classes, class_of.tolist())
@@ -85,6 +88,12 @@ class _AxisClasses:
             return None
         part = part_of(self._axis, degree, index)
         return part[1] - part[0], _beyond(part, self._factors), self._is_summed and index == 0
+
+
+@lru_cache(maxsize=4096)
+def _axis_classes(axis: Axis, factors: tuple[DimFactor, ...], is_summed: bool) -> _AxisClasses:  # noqa: FBT001
+    """Return the classes of an axis's parts, one object for equal axes of all operators."""
+    return _AxisClasses(axis, factors, is_summed=is_summed)
 
 
 def factors_of(space: IterationSpace, axis: int) -> tuple[DimFactor, ...]:

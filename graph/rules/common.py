@@ -136,9 +136,9 @@ def slots_in(argument: Argument) -> list[int]:
     return []
 
 
-def used_slots(call: LocalCall) -> frozenset[int]:
-    """Return the inputs that a call reads; the gradient of others is zero."""
-    return frozenset(slot for _, value in call.arguments for slot in slots_in(value))
+def used_slots(arguments: Sequence[tuple[str, Argument]]) -> set[int]:
+    """Return the inputs that a call with these arguments reads; the gradient of others is zero."""
+    return {slot for _, value in arguments if isinstance(value, Slot | tuple) for slot in slots_in(value)}
 
 
 def whole_axis(part: TaskPart, axis: int) -> bool:
@@ -175,13 +175,13 @@ def local_call(
     """
     replace = replace or {}
     arguments = (*((name, replace.get(name, value)) for name, value in signature.arguments), *extra)
-    used = {slot for _, value in arguments for slot in slots_in(value)}
+    used = used_slots(arguments)
     return LocalCall(
         target=target or signature.target,
         arguments=arguments,
         inputs=part.input_specs(signature),
         outputs=part.output_specs(signature),
-        gradients=tuple(flag and slot in used for slot, flag in enumerate(gradients)),
+        gradients=tuple([flag and slot in used for slot, flag in enumerate(gradients)]),
         bindings=tuple(bindings),
     )
 
@@ -251,7 +251,7 @@ class BaseRule(ABC):
         """Return the bytes of all inputs read and outputs written, zero for a view."""
         if self.is_view:
             return 0
-        used = used_slots(call)
+        used = used_slots(call.arguments)
         return sum(spec.size_bytes for slot, spec in enumerate(call.inputs) if slot in used) + sum(
             spec.size_bytes for spec in call.outputs
         )

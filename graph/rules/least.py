@@ -37,7 +37,9 @@ def least_work(graph: OperatorGraph, operator: Operator) -> tuple[LeastWork, Lea
         sizes = [
             read_elements(operator.space, slot) * spec.item_bytes for slot, spec in enumerate(call.inputs)
         ]
-        moved = sum(spec.size_bytes for spec in call.outputs) + sum(sizes[slot] for slot in used_slots(call))
+        moved = sum(spec.size_bytes for spec in call.outputs) + sum(
+            sizes[slot] for slot in used_slots(call.arguments)
+        )
         written = sum(size for size, wanted in zip(sizes, call.gradients, strict=True) if wanted)
     backward = LeastWork(rule.backward_flops(call), moved + written)
     return LeastWork(rule.flops(call), moved), backward if call.has_backward else LeastWork(0.0, 0)

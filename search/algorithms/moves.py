@@ -122,7 +122,7 @@ class Moves:
         self._read_by_head = neighbours(graph, self.groups, of_heads=True)
         self._neighbours = neighbours(graph, self.groups)
         # Members that follow their heads alike are given the same: of forty steps one is worked out.
-        self._followed: dict[tuple[int, Configuration], tuple[Configuration, ...]] = {}
+        self._followed: dict[Configuration, dict[int, tuple[Configuration, ...]]] = {}
         # Of a group and a neighbour: the axes of the edges between them.
         self._axes_between: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for place, near in enumerate(self._neighbours):
@@ -263,11 +263,12 @@ class Moves:
         if len(self._followed) > MOST_GIVEN:
             self._followed.clear()
         for part in (first, *others):
+            by_shape = self._followed.setdefault(part.configuration, {})
             for head in part.heads:
-                group, key = self._group_of[head], (self._shape_of[head], part.configuration)
-                given = self._followed.get(key)
+                shape = self._shape_of[head]
+                given = by_shape.get(shape)
                 if given is None:
-                    given = self._followed[key] = tuple(follow(group, part.configuration).values())
+                    given = by_shape[shape] = tuple(follow(self._group_of[head], part.configuration).values())
                 changed.update(zip(self._operators_of[head], given, strict=True))
         return Move(first.heads[0], first.configuration, changed, first.origin, others)
 

@@ -99,8 +99,11 @@ class OptimisticBound:
         store = layout.builder.store
         sizes = {}
         for index, configuration in changed.items():
-            for place in self._weights_read[index]:
-                size = store.set_size(place, configuration)
+            if not (weights := self._weights_read[index]):
+                continue
+            number = store.configuration_number(configuration)
+            for place in weights:
+                size = store.set_size(place, configuration, number)
                 if size is None:
                     # Those whose sets are not known may be of any size.
                     return ()

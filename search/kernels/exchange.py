@@ -10,8 +10,10 @@ from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     COLLECTIVE_WORDS,
     PIECE_WORDS,
+    READER_WORDS,
     VALUE_WORDS,
     assemblies_of,
+    by_source_words,
     collectives_of,
     first_pieces_of,
     first_readers_of,
@@ -62,7 +64,7 @@ def write_exchange(
     source_count, reader_count, readings = len(sources.device), len(readers.device), len(readers.pointers) - 1
     collectives_at = (
         VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
-        + 2 * reader_count + readings + reader_count + source_count + 1 + pieces
+        + READER_WORDS * reader_count + readings + reader_count + source_count + 1 + by_source_words(pieces)
     )  # fmt: skip
     words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces
     if at + words > len(arena):

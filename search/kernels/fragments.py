@@ -37,8 +37,10 @@ def _accessor(function: Function) -> Function:
     return compiled
 
 
-def _record(*fields: str) -> np.dtype[Any]:
-    return np.dtype((np.record, np.dtype([(field, np.int64) for field in fields], align=True)))
+def _record(*fields: str, numbers: tuple[str, ...] = ()) -> np.dtype[Any]:
+    """Return a record of int64 fields, then of int32 ones: numbers of tasks, of resource sets and the like."""
+    wide, narrow = [(field, np.int64) for field in fields], [(field, np.int32) for field in numbers]
+    return np.dtype((np.record, np.dtype([*wide, *narrow], align=True)))
 
 
 OPERATOR = _record("tasks", "replicas")
@@ -54,9 +56,10 @@ VALUE = _record(
 ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_reader", "collective")
 # rank: among remote pieces, transfers first, or -1 where source and reader are on one device.
 PIECE = _record(
-    "source", "resource_set", "run_ns", "size_bytes", "rank", "assembly", "back_resource_set", "back_ns"
-)
-READER = _record("reading", "task")
+    "run_ns", "back_ns", "size_bytes",
+    numbers=("source", "assembly", "resource_set", "back_resource_set", "rank"),
+)  # fmt: skip
+READER = _record(numbers=("reading", "task"))
 # root: a device or -1. priced_bytes: those that its price is for.
 COLLECTIVE = _record(
     "kind", "root", "size_bytes", "priced_bytes", "first_assembly", "first_source", "resource_set", "run_ns",
@@ -68,7 +71,7 @@ STATIC = _record("holders", "cells", "sharing")
 HOLDER = _record("device", "kept", "updated")
 # Part of a weight that several devices hold. gather_resource_set: that of the gather of its shares, or -1.
 CELL = _record("resource_set", "size_bytes", "gather_resource_set")
-_INT = np.dtype(np.int64)
+_INT, _NUMBER = np.dtype(np.int64), np.dtype(np.int32)
 
 
 def words_in(record: np.dtype[Any]) -> int:
@@ -84,12 +87,13 @@ def word_of(record: np.dtype[Any], field: str) -> int:
 
 OPERATOR_WORDS, TASK_WORDS = words_in(OPERATOR), words_in(TASK)
 VALUE_WORDS, ASSEMBLY_WORDS, PIECE_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(PIECE)
+READER_WORDS = words_in(READER)
 COLLECTIVE_WORDS = words_in(COLLECTIVE)
 STATIC_WORDS, HOLDER_WORDS, CELL_WORDS = words_in(STATIC), words_in(HOLDER), words_in(CELL)
 
 
 def _view(arena: Array, at: int, count: int, dtype: np.dtype[Any]) -> Array:
-    return arena[at : at + count * words_in(dtype)].view(dtype)
+    return arena[at : at + (count * dtype.itemsize + 7) // 8].view(dtype)[:count]
 
 
 def _typed_view(_context: Any, arena: Any, _at: Any, _count: Any, dtype: Any) -> Any:
@@ -159,21 +163,29 @@ def readers_of(arena: Array, at: int) -> Array:
 def first_readers_of(arena: Array, at: int) -> Array:
     """Return, for each reading, the position of its first task in `read_assemblies_of`."""
     value = value_header(arena, at)
-    return _records(arena, readers_at(arena, at) + 2 * value.readers, value.readings, _INT)
+    return _records(arena, readers_at(arena, at) + READER_WORDS * value.readers, value.readings, _INT)
 
 
 @_accessor
 def read_assemblies_of(arena: Array, at: int) -> Array:
     """Return the assembly that each task of each reading takes."""
     value = value_header(arena, at)
-    return _records(arena, readers_at(arena, at) + 2 * value.readers + value.readings, value.readers, _INT)
+    return _records(
+        arena, readers_at(arena, at) + READER_WORDS * value.readers + value.readings, value.readers, _INT
+    )
+
+
+@_accessor
+def by_source_words(pieces: int) -> int:
+    """Return the words that the pieces of a value by source task take."""
+    return (pieces + 1) // 2
 
 
 @_accessor
 def first_pieces_of(arena: Array, at: int) -> Array:
     """Return, for each source task, the position of its first piece in `pieces_by_source_of`, and their number."""
     value = value_header(arena, at)
-    start = at + value.collectives_at - value.pieces - value.sources - 1
+    start = at + value.collectives_at - by_source_words(value.pieces) - value.sources - 1
     return _records(arena, start, value.sources + 1, _INT)
 
 
@@ -181,7 +193,7 @@ def first_pieces_of(arena: Array, at: int) -> Array:
 def pieces_by_source_of(arena: Array, at: int) -> Array:
     """Return the pieces of a value by source task."""
     value = value_header(arena, at)
-    return _records(arena, at + value.collectives_at - value.pieces, value.pieces, _INT)
+    return _records(arena, at + value.collectives_at - by_source_words(value.pieces), value.pieces, _NUMBER)
 
 
 @_accessor

@@ -28,11 +28,12 @@ from search.kernels.collective_formulas import price_collectives
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
 from search.kernels.fragment_table import find_fragments, find_touched
+from search.kernels.fragment_writing import write_fragments
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
-from search.kernels.regions import find_regions, write_value
+from search.kernels.regions import find_regions
 from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.orders import Order
 from search.parallel.fork import ForkedProcess, can_fork, fork
@@ -66,7 +67,7 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
         "segments": _INTS_2D,
         "curve": _NUMBERS_2D,
     },
-    "write_value": {"common_K3": _INTS_2D},
+    "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D},
     "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
 }
 
@@ -133,7 +134,7 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
         (find_regions, True),
         (run_fifo_order, order == "fifo"),
         (run_priority_order, order.startswith("priority")),
-        (write_value, True),
+        (write_fragments, True),
         (emit_task_graph, True),
     )
     return tuple(kernel for kernel, needed in asked if needed)

@@ -14,6 +14,7 @@ from math import prod
 
 import numpy as np
 
+from graph.axes import Degrees
 from graph.collectives import BACKWARD, CollectiveKind
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Sharding
@@ -23,7 +24,8 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentTable, fill_slots, find_fragments
+from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
+from search.kernels.fragment_writing import DEVICES_BEHIND, FragmentSources, write_fragments
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     CELL,
@@ -34,7 +36,6 @@ from search.kernels.fragments import (
     HOLDER_WORDS,
     OPERATOR_WORDS,
     STATIC_WORDS,
-    TASK,
     TASK_WORDS,
     VALUE,
     VALUE_WORDS,
@@ -42,12 +43,12 @@ from search.kernels.fragments import (
 )
 from search.kernels.records import ExchangeLinks
 from search.kernels.regions import write_value
-from search.simulate.arrays import ResourceSetStore, graph_arrays, message_curves
+from search.simulate.arrays import GrowingArray, ResourceSetStore, graph_arrays, message_curves
 from search.simulate.call_costs import TaskCosts
 from search.simulate.fragment_classes import FragmentClasses, Port, StaticClass, ValueClass
 from search.simulate.regions import IntArray, Regions
 from search.simulate.saved_tensors import Lasting
-from search.simulate.weight_placement import REGIONS, Holders, SharedCell
+from search.simulate.weight_placement import REGIONS, Holders
 
 # Words of the arena (8 bytes each) after which it is emptied.
 ARENA_WORDS = 1 << 25
@@ -59,6 +60,8 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = (
 )
 # Of each kind, by its code, the code of its backward.
 BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECTIVE_KINDS)
+# Degrees for which there is room at first.
+FEWEST_DEGREES = 64
 # Configurations after which it is forgotten which objects were met; equal ones keep their number.
 MOST_OBJECTS = 1 << 14
 COLLECTIVES_WORD, COLLECTIVES_AT_WORD = word_of(VALUE, "collectives"), word_of(VALUE, "collectives_at")
@@ -108,6 +111,23 @@ class UnitStore:
         self._key_words = 2 * count + len(self.subjects.port)
         self._table = _new_table(count, self._key_words)
         self._missing, self._entry = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._state = np.zeros(2 + 2 * count, np.int64)
+        values, statics, none = self.classes.values, self.classes.statics, np.zeros(0, np.int64)
+        operands = [port.number for value in values for port in (value.producer, *value.readers)]
+        operands += [port.number for static in statics for port in static.readers]
+        self._sources = FragmentSources(
+            words=none,
+            common_K3=self._regions.common_K3,
+            port=np.array(operands, np.int64),
+            operands=max(operands, default=-1) + 1,
+            item_bytes_V=np.array([value.item_bytes for value in values], np.int64),
+            summable_V=np.array([value.summable for value in values], np.int64),
+            degrees_C=none,
+            devices_at_C=none,
+            at_PD=np.zeros((0, 0), np.int64),
+        )
+        rows = self._sources.operands + max(self.classes.operators) + 1
+        self._at_PD = np.full((rows, FEWEST_DEGREES), -1, np.int64)
         # Pages of it are taken as they are written, and kept.
         self.arena = np.zeros(ARENA_WORDS + (ARENA_WORDS >> 2), np.int64)
         self._empty()
@@ -125,8 +145,9 @@ class UnitStore:
         self._holders.clear()
         self._configurations: dict[Configuration, int] = {}
         self._objects: dict[int, tuple[Configuration, int]] = {}
-        self._devices: list[IntArray] = []
-        self._devices_at: list[int] = []
+        self._degrees: dict[Degrees, int] = {}
+        self._degrees_of, self._devices_at = GrowingArray(np.int64), GrowingArray(np.int64)
+        self._at_PD[:] = -1
         self._needs: dict[tuple[int, int], IntArray] = {}
         self._set_size: dict[tuple[int, int], int | None] = {}
         self._set_sizes: dict[int, frozenset[int]] = {}
@@ -148,14 +169,23 @@ class UnitStore:
         if met is not None:
             return met[1]
         number = self._configurations.setdefault(configuration, len(self._configurations))
-        if number == len(self._devices):
-            self._devices.append(np.array(configuration.devices, np.int64))
-            self._devices_at.append(self._regions.write(configuration.devices))
+        if number == len(self._devices_at):
+            degrees, devices = configuration.degrees, configuration.devices
+            self._degrees_of.extend([self._degrees.setdefault(degrees, len(self._degrees))])
+            if len(self._degrees) > self._at_PD.shape[1]:
+                self._at_PD = np.concatenate([self._at_PD, np.full_like(self._at_PD, -1)], axis=1)
+            at = self._regions.write((len(devices), degrees[-1], *devices))
+            self._devices_at.extend([at + DEVICES_BEHIND])
         if len(self._objects) >= MOST_OBJECTS:
             self._objects.clear()
         # An object that is kept is the only one of its id.
         self._objects[id(configuration)] = configuration, number
         return number
+
+    def _devices(self, number: int) -> IntArray:
+        """Return the devices of the tasks of a configuration, by its number."""
+        at, words = self._devices_at.items[number], self._regions.words.items
+        return words[at : at + words[at - DEVICES_BEHIND]]
 
     def _reserve(self, words: int) -> int:
         at = self._end
@@ -181,13 +211,59 @@ class UnitStore:
             self.subjects, self._table, keys, subjects, self._no_value_at, self._no_static_at,
             self._missing, self._entry,
         )  # fmt: skip
-        at = self._table.at
-        for subject, entry in zip(
-            self._missing[:missing].tolist(), self._entry[:missing].tolist(), strict=True
-        ):
-            if at[entry] < 0:
-                at[entry] = self._derive(chosen, subject)
-            keys.at_S[subject] = at[entry]
+        if missing and (left := self._write(keys, missing)):
+            at, entries = self._table.at, self._entry[:left].tolist()
+            for subject, entry in zip(self._missing[:left].tolist(), entries, strict=True):
+                if at[entry] < 0:
+                    at[entry] = self._prepare(chosen, subject)
+            while left := self._write(keys, left):
+                self._grow(2 * len(self.arena))
+
+    def _write(self, keys: FragmentKeys, missing: int) -> int:
+        """Write missing fragments of which all is known; return how many are left."""
+        state, words = self._state, self._regions.words.items
+        state[:2] = self._end, 0
+        sources = self._sources._replace(
+            words=words,
+            degrees_C=self._degrees_of.items,
+            devices_at_C=self._devices_at.items,
+            at_PD=self._at_PD,
+        )
+        left: int = write_fragments(
+            self.subjects, self._table, keys, sources, self._exchange_links,
+            self._missing[:missing], self._entry[:missing], self.arena, state,
+        )  # fmt: skip
+        self._end = int(state[0])
+        if state[1]:
+            for at, devices_at in state[2 : 2 + 2 * state[1]].reshape(-1, 2).tolist():
+                self._price_collectives(
+                    at, words[devices_at : devices_at + words[devices_at - DEVICES_BEHIND]]
+                )
+        return left
+
+    def _prepare(self, chosen: Chosen, subject: int) -> int:
+        """Find what the fragment of a subject is derived from; return where it starts, or -1 where it is unwritten.
+
+        Raises:
+            CostError: a local call has no cost on its device's kind.
+        """
+        subjects, configurations = self.subjects, chosen.configurations
+        if subject >= subjects.statics_at:
+            place = subject - subjects.statics_at
+            return self._derive_static(self.classes.statics[place], configurations, chosen.sharding[place])
+        if subject >= subjects.values_at:
+            of = self.classes.values[subject - subjects.values_at]
+            for port in (of.producer, *of.readers):
+                degrees = configurations[port.operator].degrees
+                self._at_PD[port.number, self._degrees[degrees]] = self._regions.side(port.number, degrees)
+            return -1
+        configuration, lasting = configurations[subject], chosen.lasting[subject]
+        if lasting is not None or len(self._kind_names) > 1:
+            return self.derive_operator(subject, configuration, lasting)
+        costs = self.task_costs.rows(subject, (*configuration.degrees[:-1], 1), self._kind_names[0], None)
+        row = self._sources.operands + self.classes.operators[subject]
+        self._at_PD[row, self._degrees[configuration.degrees]] = self._regions.write(costs.reshape(-1))
+        return -1
 
     def _make_entries(self, count: int) -> None:
         table = self._table
@@ -200,22 +276,6 @@ class UnitStore:
                     new[: len(old)] = old
             fill_slots(self._table)
 
-    def _derive(self, chosen: Chosen, subject: int) -> int:
-        """Write the fragment of a subject; return where it starts."""
-        configurations, subjects = chosen.configurations, self.subjects
-        if subject < subjects.values_at:
-            configuration, code = configurations[subject], int(chosen.keys.code_O[subject])
-            if code != WHOLE:
-                return self._derive_without_time(configuration, code)
-            return self.derive_operator(subject, configuration, chosen.lasting[subject])
-        if subject < subjects.statics_at:
-            of = self.classes.values[subject - subjects.values_at]
-            read_by = [configurations[port.operator] for port in of.readers]
-            return self.derive_value(of, configurations[of.producer.operator], read_by)
-        place = subject - subjects.statics_at
-        static = self.classes.statics[place]
-        return self._derive_static(static, configurations, chosen.sharding[place])
-
     def derive_operator(
         self, index: int, configuration: Configuration, lasting: Lasting | None = None
     ) -> int:
@@ -224,7 +284,7 @@ class UnitStore:
         Raises:
             CostError: a local call has no cost on its device's kind.
         """
-        devices = self._devices[self.configuration_number(configuration)]
+        devices = self._devices(self.configuration_number(configuration))
         words = OPERATOR_WORDS + TASK_WORDS * len(devices)
         kinds = self._kind_D[devices]
         costs = self.task_costs.rows(index, configuration.degrees, self._kind_names[kinds[0]], lasting)
@@ -240,25 +300,14 @@ class UnitStore:
         rows[:, 0], rows[:, 1:] = devices, costs
         return at
 
-    def _derive_without_time(self, configuration: Configuration, code: int) -> int:
-        """Write the fragment of an operator that takes no time; the code stands for its costs' origin."""
-        devices = self._devices[self.configuration_number(configuration)]
-        words = OPERATOR_WORDS + TASK_WORDS * len(devices)
-        at = self._reserve(words)
-        fragment = self.arena[at : at + words]
-        fragment[:] = 0
-        fragment[:OPERATOR_WORDS] = len(devices), configuration.degrees[-1]
-        tasks = fragment[OPERATOR_WORDS:].view(TASK)
-        tasks["device"], tasks["origin"] = devices, code
-        return at
-
     def derive_value(self, of: ValueClass, made_by: Configuration, read_by: Sequence[Configuration]) -> int:
         """Write the fragment of a value; return where it starts."""
-        source_devices = self._devices[self.configuration_number(made_by)]
         regions, ports = self._regions, []
         for port, configuration in zip((of.producer, *of.readers), (made_by, *read_by), strict=True):
             ports.append(regions.side(port.number, configuration.degrees))
-            ports.append(self._devices_at[self.configuration_number(configuration)])
+            # The number first: a new configuration may have the array grow elsewhere.
+            number = self.configuration_number(configuration)
+            ports.append(self._devices_at.items[number])
         arguments = (
             regions.words.items,
             regions.common_K3,
@@ -273,7 +322,7 @@ class UnitStore:
             words = write_value(self.arena, self._end, *arguments)
         at = self._reserve(words)
         if self.arena[at + COLLECTIVES_WORD]:
-            self._price_collectives(at, source_devices)
+            self._price_collectives(at, self._devices(self.configuration_number(made_by)))
         return at
 
     def _price_collectives(self, at: int, source_devices: IntArray) -> None:
@@ -327,15 +376,13 @@ class UnitStore:
                 held_key = (*need_key[:3], held.tobytes())
                 known = self._static_fragments.get(held_key)
         if known is None:
-            known = self._make_static_fragment(of, code, *self._holders.find(held))
+            known = self._make_static_fragment(of, code, held)
         self._static_fragments[need_key] = self._static_fragments[held_key] = known
         return known
 
-    def _make_static_fragment(
-        self, of: StaticClass, code: int, devices: IntArray, elements: IntArray, cells: list[SharedCell]
-    ) -> int:
-        if not of.synchronized:
-            cells = []
+    def _make_static_fragment(self, of: StaticClass, code: int, held: IntArray) -> int:
+        devices, elements = self._holders.elements(held)
+        cells = self._holders.shared_cells(held) if of.synchronized else []
         # Of each device the elements that it keeps, and those that it updates.
         kept = updated = elements
         if code:
@@ -355,7 +402,7 @@ class UnitStore:
             updated[places] -= others
             if code == SHARING_CODE[Sharding.PARAMETERS]:
                 kept[places] -= others
-        resource_sets = self.resource_sets.numbers(sets)
+        resource_sets = self.resource_sets.numbers(sets) if sets else []
         cells_at = STATIC_WORDS + HOLDER_WORDS * len(devices)
         words = cells_at + CELL_WORDS * len(cells)
         at = self._reserve(words)
@@ -371,15 +418,15 @@ class UnitStore:
             )
         return at
 
-    def set_size(self, place: int, configuration: Configuration) -> int | None:
+    def set_size(self, place: int, configuration: Configuration, number: int) -> int | None:
         """Return how many devices sum the gradient of each part of a weight; None where its fragment must tell.
 
-        configuration: of an operator that reads the weight.
+        configuration: of an operator that reads the weight. number: the configuration's.
         """
         readers = self.classes.statics[place].readers
         if len(readers) > 1:
             return None
-        key = (readers[0].number, self.configuration_number(configuration))
+        key = (readers[0].number, number)
         if key not in self._set_size:
             axes, devices = self._regions.cutting_axes(readers[0].number), configuration.devices
             is_known = axes is not None and len(set(devices)) == len(devices)
@@ -401,11 +448,12 @@ class UnitStore:
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
     ) -> tuple[list[tuple[int, int]], list[tuple[tuple[int, ...], int]]]:
         """Return (device, elements) of all holders, and (devices, elements) of all cells that several hold."""
-        needed = self._needed(ports, read_by)
-        devices, elements, cells = self._holders.find(self._holders.covered(needed))
+        held = self._holders.covered(self._needed(ports, read_by))
+        devices, elements = self._holders.elements(held)
+        cells = self._holders.shared_cells(held) if synchronized else []
         return (
             list(zip(devices.tolist(), elements.tolist(), strict=True)),
-            [(tuple(cell.devices.tolist()), cell.elements) for cell in cells] if synchronized else [],
+            [(tuple(cell.devices.tolist()), cell.elements) for cell in cells],
         )
 
     def _needed(self, ports: Sequence[Port], read_by: Sequence[Configuration]) -> IntArray:
@@ -420,7 +468,7 @@ class UnitStore:
             known = self._needs.get(key)
             if known is None:
                 region = self._regions.numbers(key[0], degrees)
-                known = self._needs[key] = _ascending(self._devices[key[1]] * REGIONS + region)
+                known = self._needs[key] = _ascending(self._devices(key[1]) * REGIONS + region)
             needs.append(known)
         return needs[0] if len(needs) == 1 else _ascending(np.concatenate(needs))
 

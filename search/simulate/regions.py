@@ -54,8 +54,9 @@ class Regions:
         # The index sets of a region, by its number, and the other way.
         self._sets_of: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
+        self._volumes = GrowingArray(np.int64)
 
-    def write(self, words: Sequence[int]) -> int:
+    def write(self, words: Sequence[int] | IntArray) -> int:
         """Append words that are valid until all is forgotten; return where they start."""
         at = len(self.words)
         self.words.extend(words)
@@ -91,7 +92,7 @@ class Regions:
 
     def number(self, region: Region) -> int:
         """Return the number of a region."""
-        return self._number(tuple([self._index_set(indexes) for indexes in region]))
+        return self._number(tuple(self._write_index_sets(region)))
 
     def numbers(self, port: int, degrees: Degrees) -> IntArray:
         """Return the number of the region that each task has of an operand under given degrees."""
@@ -108,8 +109,11 @@ class Regions:
         known = self._sides.get((port, degrees))
         if known is None:
             of = self._ports[port]
-            strides = [prod(degrees[axis + 1 :]) for axis in range(len(degrees))]
-            words = [prod(degrees), degrees[-1], len(of.dims)]
+            strides, tasks = [0] * len(degrees), 1
+            for axis in range(len(degrees) - 1, -1, -1):
+                strides[axis] = tasks
+                tasks *= degrees[axis]
+            words = [tasks, degrees[-1], len(of.dims)]
             for dim, (number, followed) in zip(of.operand, of.dims, strict=True):
                 split = [axis for axis in followed if degrees[axis] > 1]
                 words += self._cut(number, of.axes, dim, followed, degrees), len(split)
@@ -126,27 +130,40 @@ class Regions:
         known = self._cuts.get(key)
         if known is None:
             points = [(0, 1)] * len(axes)
-            words = []
+            index_sets = []
             for parts in itertools.product(*map(range, key[1])):
                 for axis, degree, part in zip(followed, key[1], parts, strict=True):
                     points[axis] = part_of(axes[axis], degree, part)
-                words.append(self._index_set(dim_indexes(dim, points)))
-            known = self._cuts[key] = self.write(words)
+                index_sets.append(dim_indexes(dim, points))
+            known = self._cuts[key] = self.write(self._write_index_sets(index_sets))
         return known
 
-    def _index_set(self, indexes: IndexSet) -> int:
-        known = self._set_at.get(indexes)
-        if known is None:
-            known = self.write([count(indexes), len(indexes), *itertools.chain(*indexes)])
-            self._set_at[indexes] = known
-            self._index_sets[known] = indexes
-        return known
+    def _write_index_sets(self, index_sets: Sequence[IndexSet]) -> list[int]:
+        """Return where index sets are among the words; those that are new are appended together."""
+        end = len(self.words)
+        words: list[int] = []
+        starts = []
+        for indexes in index_sets:
+            at = self._set_at.get(indexes)
+            if at is None:
+                at = self._set_at[indexes] = end + len(words)
+                self._index_sets[at] = indexes
+                words += count(indexes), len(indexes), *itertools.chain(*indexes)
+            starts.append(at)
+        self.write(words)
+        return starts
 
     def _number(self, sets: tuple[int, ...]) -> int:
         number = self._numbers.setdefault(sets, len(self._sets_of))
         if number == len(self._sets_of):
             self._sets_of.append(sets)
+            self._volumes.extend([prod([count(self._index_sets[at]) for at in sets])])
         return number
+
+    def volumes(self, numbers: IntArray) -> IntArray:
+        """Return the elements of regions by their numbers."""
+        elements: IntArray = self._volumes.items[numbers]
+        return elements
 
 
 def cutting_axes(axes: Sequence[Axis], operand: OperandMap) -> tuple[int, ...] | None:

@@ -34,9 +34,8 @@ class HeldCell:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What is held, by place: elements of each, and the cells; whether no cell is in several."""
+    """The cells of what is held, and whether none is in several places."""
 
-    elements: IntArray
     cells: tuple[HeldCell, ...]
     is_apart: bool
 
@@ -81,31 +80,25 @@ class Holders:
             held[place] = device[starts[place]] * REGIONS + known
         return held
 
-    def find(self, codes: IntArray) -> tuple[IntArray, IntArray, list[SharedCell]]:
-        """Return devices, elements of each, and the cells that several of them hold.
-
-        Args:
-            codes: as `covered` returns them, one for each device.
-        """
+    def elements(self, codes: IntArray) -> tuple[IntArray, IntArray]:
+        """Return devices, and how many elements each holds; codes as `covered` returns them, one for each device."""
         devices, regions = np.divmod(codes, REGIONS)
-        if len(codes) == 0:
-            return devices, devices, []
+        return devices, self._regions.volumes(regions)
+
+    def shared_cells(self, codes: IntArray) -> list[SharedCell]:
+        """Return the cells that several devices hold; codes as of `elements`."""
+        if len(codes) < 2:
+            return []
+        devices, regions = np.divmod(codes, REGIONS)
         if (regions == regions[0]).all():
-            held = self._hold(regions[:1])
-            shared = [
-                SharedCell(devices, cell.elements, cell.sizes) for cell in held.cells if len(devices) > 1
-            ]
-            return devices, np.repeat(held.elements, len(devices)), shared
+            return [SharedCell(devices, cell.elements, cell.sizes) for cell in self._hold(regions[:1]).cells]
         # Of equal ones the devices stay in order.
         order = np.argsort(regions, kind="stable")
         by_place, ordered = devices[order], regions[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         held = self._hold(ordered[starts])
-        sizes = np.diff(starts, append=len(codes))
-        elements = np.empty(len(codes), np.int64)
-        elements[order] = np.repeat(held.elements, sizes)
         if held.is_apart and len(starts) == len(codes):
-            return devices, elements, []
+            return []
         shared = []
         bounds = [*starts.tolist(), len(codes)]
         for cell in held.cells:
@@ -118,7 +111,7 @@ class Holders:
                 )
             if len(members) > 1:
                 shared.append(SharedCell(members, cell.elements, cell.sizes))
-        return devices, elements, shared
+        return shared
 
     def _hold(self, numbers: IntArray) -> Held:
         """Return what is held where these distinct regions are, each at a place of its own."""
@@ -129,9 +122,5 @@ class Holders:
             found = []
             for cell in cells(held):
                 found.append(HeldCell(cell.devices, cell.region, volume(cell.region)))
-            known = self._held[key] = Held(
-                np.array([volume(region) for region in held.values()], np.int64),
-                tuple(found),
-                all(len(cell.places) == 1 for cell in found),
-            )
+            known = self._held[key] = Held(tuple(found), all(len(cell.places) == 1 for cell in found))
         return known

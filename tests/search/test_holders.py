@@ -55,7 +55,8 @@ def test_holders_of_any_regions_are_those_that_are_found_one_by_one(seed: int) -
         codes = np.unique(
             np.array([device * REGIONS + regions.number(region) for device, region in needed], np.int64)
         )
-        found, elements, several = holders.find(holders.covered(codes))
+        found, elements = holders.elements(holders.covered(codes))
+        several = holders.shared_cells(holders.covered(codes))
         held = held_regions(needed)
         assert found.tolist() == sorted(held)
         assert elements.tolist() == [volume(held[device]) for device in sorted(held)]

@@ -1,0 +1,155 @@
+"""Writing of the fragments that are missing, where all that they are derived from is known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentSubjects, FragmentTable
+from search.kernels.fragments import OPERATOR_WORDS, TASK_WORDS, operator_header, tasks_of, value_header
+from search.kernels.records import Array, ExchangeLinks
+from search.kernels.regions import write_value
+
+# What is known of the costs of a task: as in its record, but for the device.
+COST_WORDS = TASK_WORDS - 1
+# Before the devices of a configuration stand their number and the replicas of each part.
+DEVICES_BEHIND = 2
+
+
+class FragmentSources(NamedTuple):
+    """What fragments are derived from, in words (`search.kernels.regions`) that are addressed by where they start."""
+
+    words: Array
+    common_K3: Array
+    port: Array  # beside the ports of subjects: the number of an operand, from the first value on
+    operands: int  # how many there are; the classes of operators are numbered behind them
+    item_bytes_V: Array
+    summable_V: Array
+    degrees_C: Array  # a configuration: the number of its degrees
+    devices_at_C: Array
+    # An operand, under given degrees: where its side is. A class of operators: where the costs of its tasks are, if
+    # they are the same on all devices and without recomputation. Else -1.
+    at_PD: Array
+
+
+@entry
+def write_fragments(
+    subjects: FragmentSubjects,
+    table: FragmentTable,
+    keys: FragmentKeys,
+    sources: FragmentSources,
+    links: ExchangeLinks,
+    missing: Array,
+    entries: Array,
+    arena: Array,
+    state: Array,
+) -> int:
+    """Write the fragments of operators and values of which all is known; return how many subjects are left.
+
+    missing, entries: as `find_fragments` leaves them; those that are left are moved to the front.
+    state: where the arena's fragments end; how many of the values written have collectives, then their fragments and
+    where the devices of their sources are.
+    """
+    left = 0
+    for place in range(len(missing)):
+        subject, number = missing[place], entries[place]
+        at = table.at[number]
+        if at < 0 and is_known(subjects, keys, sources, subject):
+            at = state[0]
+            if subject < subjects.values_at:
+                words = write_operator(arena, at, keys, sources, subjects, subject)
+            else:
+                value = subject - subjects.values_at
+                words = write_value(
+                    arena, at, sources.words, sources.common_K3, ports_of(subjects, keys, sources, subject), links,
+                    sources.item_bytes_V[value], sources.summable_V[value],
+                )  # fmt: skip
+            if words > 0:
+                table.at[number] = at
+                state[0] += words
+                if subject >= subjects.values_at and value_header(arena, at).collectives:
+                    producer = subjects.port[subjects.port_ptr[subject]]
+                    state[2 + 2 * state[1]] = at
+                    state[3 + 2 * state[1]] = sources.devices_at_C[keys.configuration_O[producer]]
+                    state[1] += 1
+            else:
+                at = -1
+        if at < 0:
+            missing[left], entries[left] = subject, number
+            left += 1
+        else:
+            keys.at_S[subject] = at
+    return left
+
+
+@inner
+def is_known(subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, subject: int) -> bool:
+    """Return whether all is known that the fragment of a subject is derived from."""
+    if subject >= subjects.statics_at:
+        return False
+    if subject < subjects.values_at:
+        if keys.code_O[subject] != WHOLE:
+            return True
+        return bool(keys.variant_S[subject] == 0 and costs_at(subjects, keys, sources, subject) >= 0)
+    known = True
+    for place in range(subjects.port_ptr[subject], subjects.port_ptr[subject + 1]):
+        degrees = sources.degrees_C[keys.configuration_O[subjects.port[place]]]
+        known = known and sources.at_PD[sources.port[place - subjects.values_at], degrees] >= 0
+    return known
+
+
+@inner
+def costs_at(subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, operator: int) -> int:
+    """Return where the costs of an operator's tasks are, or -1."""
+    row = sources.operands + subjects.class_S[operator]
+    return int(sources.at_PD[row, sources.degrees_C[keys.configuration_O[operator]]])
+
+
+@inner
+def write_operator(
+    arena: Array,
+    at: int,
+    keys: FragmentKeys,
+    sources: FragmentSources,
+    subjects: FragmentSubjects,
+    operator: int,
+) -> int:
+    """Write an operator fragment at `at`; return its words, or minus the words needed where the arena is too short.
+
+    Tasks that take no time have the code of their operator for the origin of their costs.
+    """
+    words, devices_at = sources.words, sources.devices_at_C[keys.configuration_O[operator]]
+    count, replicas = words[devices_at - DEVICES_BEHIND], words[devices_at - DEVICES_BEHIND + 1]
+    size = OPERATOR_WORDS + TASK_WORDS * count
+    if at + size > len(arena):
+        return -int(size)
+    code, costs = keys.code_O[operator], costs_at(subjects, keys, sources, operator)
+    header = operator_header(arena, at)
+    header.tasks, header.replicas = count, replicas
+    tasks = tasks_of(arena, at)
+    for number in range(count):
+        task = tasks[number]
+        task.device = words[devices_at + number]
+        if code == WHOLE:
+            row = costs + COST_WORDS * (number // replicas)
+            task.forward_ns, task.backward_ns, task.kept_bytes = words[row], words[row + 1], words[row + 2]
+            task.origin, task.recomputed_bytes = words[row + 3], words[row + 4]
+        else:
+            task.forward_ns = task.backward_ns = task.kept_bytes = task.recomputed_bytes = 0
+            task.origin = code
+    return int(size)
+
+
+@inner_with_arrays
+def ports_of(subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, subject: int) -> Array:
+    """Return, of a value's producer, then of every reading, where its side and the devices of its tasks are."""
+    first, last = subjects.port_ptr[subject], subjects.port_ptr[subject + 1]
+    ports = np.empty(2 * (last - first), np.int64)
+    for place in range(first, last):
+        configuration = keys.configuration_O[subjects.port[place]]
+        operand = sources.port[place - subjects.values_at]
+        ports[2 * (place - first)] = sources.at_PD[operand, sources.degrees_C[configuration]]
+        ports[2 * (place - first) + 1] = sources.devices_at_C[configuration]
+    return ports
