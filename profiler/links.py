@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from profiler.exclusive import held
 from profiler.fits import fit_link
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.link_worker import (
+    MOST_AGAIN,
     OVERLAP_ROUNDS,
     Exercise,
     Members,
@@ -27,7 +28,7 @@ from profiler.link_worker import (
     ProbeReport,
     probe,
 )
-from profiler.others import OthersMeter
+from profiler.overlap import Computation
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 KIB, MIB = 2**10, 2**20
@@ -41,7 +42,9 @@ LARGE_S = 24.0
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Sizes in bytes, the seconds after which the whole probe is given up, and the rounds that contention rests on.
+    """Sizes in bytes, the seconds after which a probe of two devices is given up, and the rounds of contention.
+
+    most_again: how often a size is timed again that other processes disturbed.
 
     The sizes of a message; of an all-reduce; and of the other collectives, which are exchanges of operators' values
     (see `profiler.link_patterns` for what counts); ascending. The largest are left out where they would take too long
@@ -49,10 +52,22 @@ class LinkOptions:
     """
 
     p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(10))  # 1 KiB to 256 MiB
-    all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(10))
+    all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(11))  # to 1 GiB
     exchange_sizes: tuple[int, ...] = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-    limit_s: float = 120.0
+    limit_s: float = 300.0
     overlap_rounds: int = OVERLAP_ROUNDS
+    most_again: int = MOST_AGAIN
+
+    def limit_of(self, pairs: int, groups: int) -> float:
+        """Return the seconds after which a probe of so many pairs and groups is given up.
+
+        They grow with the messages and collectives of one size that are measured, beyond those of one pair and group.
+        """
+        return self.limit_s * max(1.0, self._series(pairs, groups) / max(1, self._series(1, 1)))
+
+    def _series(self, pairs: int, groups: int) -> int:
+        of_group = len(self.all_reduce_sizes) + (len(COLLECTIVE_PATTERNS) - 1) * len(self.exchange_sizes)
+        return pairs * len(self.p2p_sizes) + groups * of_group
 
     def plan(
         self,
@@ -76,9 +91,10 @@ class LinkOptions:
             sizes,
             COLLECTIVES_S / max(1, measured),
             LARGE_S / max(1, len(pairs) + len(groups) * len(COLLECTIVE_PATTERNS)),
-            self.limit_s,
+            self.limit_of(len(pairs), len(groups)),
             exercise,
             self.overlap_rounds,
+            self.most_again,
         )
 
 
@@ -117,15 +133,21 @@ class LinkMeasurement:
 class LinkProbe:
     """All link measurements of a group of devices.
 
-    `contentions`: by rank, the extra compute seconds at each end per second of a message, as in `Topology.contention`.
+    `contentions`: by rank, the extra compute seconds at each end per second of a message, as in `Topology.contention`:
+    the mean over all computations and patterns of communication that were laid beside each other. `contention_of`:
+    each computation's, the mean over the patterns, the median over the ranks. `besides_bytes`: the most of a GPU's
+    memory that was no tensor's; None of CPU devices.
     `exercise_s`: the result of the exercise on rank 0, where one was given.
-    `others_share`: the share of the cores' time that other processes took; None where unknown.
+    `disturbed`: of so many sizes of patterns the times stand for more than the links', since other processes worked
+    on the devices' cores whenever they were taken.
     """
 
     links: tuple[LinkMeasurement, ...]
     contentions: tuple[float, ...]
     exercise_s: float | None = None
-    others_share: float | None = None
+    disturbed: int = 0
+    contention_of: Mapping[Computation, float] = field(default_factory=dict)
+    besides_bytes: int | None = None
 
     @property
     def contention(self) -> float:
@@ -216,10 +238,7 @@ def probe_links(
         )
     # A file of our own: no port to be taken, so that probes at the same time do not meet.
     with tempfile.TemporaryDirectory(prefix="soapstone-links-") as folder, held(devices):
-        # Of GPUs it says nothing: their links work beside the cores.
-        meter = OthersMeter([device.core for device in devices if device.core is not None])
-        reports = _run(devices, chosen, Path(folder) / "rendezvous", exercise)
-        return replace(summarize(reports), others_share=meter.share())
+        return summarize(_run(devices, chosen, Path(folder) / "rendezvous", exercise))
 
 
 def _run(
@@ -234,7 +253,7 @@ def _run(
         for rank, device in enumerate(devices):
             plan = options.plan(rank, len(devices), pairs, groups, str(rendezvous), exercise)
             processes.append(DeviceProcess(probe, device, plan))
-        return _gather(processes, time.monotonic() + options.limit_s)
+        return _gather(processes, time.monotonic() + options.limit_of(len(pairs), len(groups)))
     finally:
         for process in processes:
             process.kill()
@@ -285,8 +304,26 @@ def summarize(reports: Sequence[ProbeReport]) -> LinkProbe:
         of_all = _latest_start(times) if pattern == "p2p" else _slowest(times)
         taken.setdefault((pattern, members), {})[size] = of_all
     links = tuple(measurement(pattern, members, by_size) for (pattern, members), by_size in taken.items())
-    contentions = tuple(contention_factor(report.overlaps) for report in reports)
-    return LinkProbe(links, contentions, reports[0].exercise_s)
+    factors = [
+        {laid: contention_factor(rounds) for laid, rounds in report.overlaps.items()} for report in reports
+    ]
+    contention_of = {
+        computation: statistics.median(
+            statistics.mean(factor for (of, _), factor in of_rank.items() if of == computation)
+            for of_rank in factors
+        )
+        for computation in dict.fromkeys(computation for computation, _ in factors[0])
+    }
+    contentions = tuple(statistics.mean(of_rank.values()) for of_rank in factors)
+    besides = [report.besides_bytes for report in reports if report.besides_bytes is not None]
+    return LinkProbe(
+        links,
+        contentions,
+        reports[0].exercise_s,
+        len(set().union(*(report.disturbed for report in reports))),
+        contention_of,
+        max(besides, default=None),
+    )
 
 
 def measurement(

@@ -94,7 +94,7 @@ CATALOG: dict[str, ViewText] = {
         {
             "device_kind": _KIND,
             "environment": _ENVIRONMENT,
-            "pattern": "p2p or a collective; with devices (all_reduce 4-7) where a size has several groups",
+            "pattern": "p2p or a collective; with devices (all_reduce 4-7) where a size has several groups; contention",
             "group_size": "processes that take part",
             "size_bytes": "bytes of the message",
             "minimum_s": "fastest sample",

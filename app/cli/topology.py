@@ -232,6 +232,11 @@ def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> Non
                 if not is_of_one_group(fit["pattern"])
             ],
         )
+        if links.contention_of:
+            apart = ", ".join(
+                f"{factor:.2f} bound by {bound}" for bound, factor in links.contention_of.items()
+            )
+            print_lines(f"contention of computation: {apart}; predictions take the mean")
         if own:
             print_lines(f"and {own} lines of single pairs and groups of devices: --json shows them")
 

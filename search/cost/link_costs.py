@@ -35,12 +35,12 @@ class Curve:
     def through(cls, points: Mapping[int, float]) -> Curve:
         """Return the lines between the seconds measured of two sizes in bytes or more.
 
-        A larger size takes no less than a smaller one. Below the smallest size all take as long as it does; beyond the
-        largest the last line goes on.
+        A smaller size takes no more than a larger one: what disturbs a measurement only ever adds time. Below the
+        smallest size all take as long as it does; beyond the largest the last line goes on.
         """
-        sizes = sorted(points)
-        times = accumulate((points[size] for size in sizes), max)
-        measured = list(zip(sizes, times, strict=True))
+        sizes = sorted(points, reverse=True)
+        times = accumulate((points[size] for size in sizes), min)
+        measured = list(zip(sizes, times, strict=True))[::-1]
         segments: list[Segment] = [(0, measured[0][1], 0.0)]
         for (size, time_s), (larger, longer_s) in pairwise(measured):
             segments.append((size, time_s, (longer_s - time_s) / (larger - size)))

@@ -92,19 +92,18 @@ BRIEF_PROBE: dict[str, Any] = {
     "all_reduce_sizes": (2**10, 2**20, 2**22),
     "exchange_sizes": (2**10, 2**22),
     "overlap_rounds": 1,
+    "most_again": 0,
 }
 
 
 @contextmanager
 def brief_measurements() -> Iterator[None]:
     """Take few samples of operators and links, whatever works beside the tests: they look at what is done with them."""
-    from app.services.costs import link_costs
     from profiler import device_consistency, links, repeated_sampling, workers
     from profiler.measure import MeasureOptions
 
     brief = MeasureOptions(warm_ups=1, maximum_warm_ups=1, repetitions=3, budget_s=0.001, maximum_s=0.02)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link_costs, "MOST_PROBES", 1)
         patch.setattr(links, "COLLECTIVES_S", 0.1)
         patch.setattr(links, "LinkOptions", partial(links.LinkOptions, **BRIEF_PROBE))
         patch.setattr(workers, "MeasureOptions", lambda: brief)

@@ -13,7 +13,9 @@ from profiler.links import LinkOptions, probe_links
 from runtime.jobs.job import JobResult
 from runtime.observe.spans import WEIGHT_GRADIENTS, Label, Span
 
-QUICK = LinkOptions(p2p_sizes=(1024,), all_reduce_sizes=(1024,), limit_s=100.0)
+QUICK = LinkOptions(
+    p2p_sizes=(1024,), all_reduce_sizes=(1024,), exchange_sizes=(1024,), limit_s=100.0, most_again=0
+)
 
 
 def result(*steps: tuple[tuple[tuple[str, str, int], ...], ...]) -> JobResult:

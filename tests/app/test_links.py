@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,29 +158,15 @@ def seconds(pattern: str, members: Sequence[int], size: int) -> float:
     return apart * (1e-5 * len(members) * (1 + len(pattern)) + size * 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("shares", "chosen", "words"),
-    [
-        ((0.1, 0.9), 0.1, []),
-        ((0.9, 0.0), 0.0, ["measuring again"]),
-        ((0.9, 0.5, 0.7), 0.5, ["measuring again", "measuring again", "50%"]),
-        ((None,), None, []),
-    ],
-)
-def test_a_disturbed_probe_is_repeated_a_few_times_and_the_least_disturbed_kept(
-    shares: Sequence[float | None],
-    chosen: float | None,
-    words: Sequence[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(links, "MOST_PROBES", 3)  # as it is, but in tests
-    probes = iter([LinkProbe((), (), others_share=share) for share in shares])
+def test_a_probe_that_others_disturbed_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = made_up_probe(((0, 1),), (0.1,) * 2)
     with TerminalProgress() as progress:
-        probe = links.undisturbed_probe(lambda: next(probes), progress)
-    assert probe.others_share == chosen
-    said = capsys.readouterr().err.splitlines()
-    assert [word in line for word, line in zip(words, said, strict=True)] == [True] * len(words)
+        links.warn_if_disturbed(quiet, progress)
+        assert not capsys.readouterr().err
+        links.warn_if_disturbed(replace(quiet, disturbed=2), progress)
+    (said,) = capsys.readouterr().err.splitlines()
+    # Three sizes of messages, and of each collective.
+    assert f"20% of a core each time that 2 of {3 * len(PATTERNS)} sizes were measured" in said
 
 
 def made_up_probe(groups: Sequence[tuple[int, ...]], contentions: tuple[float, ...]) -> LinkProbe:

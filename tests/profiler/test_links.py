@@ -1,6 +1,9 @@
 """The fit of links on synthetic samples, and real probes between processes."""
 
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import profiler.link_worker as link_worker
 from graph.errors import CostError, RuntimeFailure, UsageError
 from graph.topology import local_topology
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.fits import LinkFit, fit_link
 from profiler.kinds import datasheet_kind
-from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, prepare
+from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
 from profiler.link_worker import (
     FEWEST,
     HUGE_BYTES,
@@ -40,8 +44,17 @@ from profiler.links import (
     probe_links,
     summarize,
 )
+from profiler.others import OthersMeter
 from profiler.processes import DeviceProcess
 
+# Computes on one core until it is ended.
+BUSY = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print("ready", flush=True)
+while True:
+    sum(range(10_000))
+"""
 SIZES = [2**power for power in range(10, 25, 2)]
 QUICK = LinkOptions(
     p2p_sizes=(1024, 65536), all_reduce_sizes=(1024, 65536), exchange_sizes=(1024,), limit_s=60.0
@@ -272,6 +285,68 @@ def moved_by_patterns(device: PhysicalDevice) -> float | None:
 def test_probe_past_its_limit_is_given_up() -> None:
     with pytest.raises(RuntimeFailure, match="no answer from cpu:0, cpu:1 in time"):
         probe_links(cpu_devices(2), LinkOptions(limit_s=0.05))
+
+
+class DisturbedAtFirst(OthersMeter):
+    """A meter by which others work beside the links in the first three of all measurements, and then rest."""
+
+    measured = 0
+
+    def share(self) -> float | None:
+        DisturbedAtFirst.measured += 1
+        return 1.0 if DisturbedAtFirst.measured <= 3 else 0.0
+
+
+def disturbed_at_first(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
+    """Send the sizes of all-reduces in the order in which they were prepared, those with times, and what stayed."""
+    order: list[int] = []
+
+    def preparing(pattern: Pattern, participant: Participant, size: int) -> Callable[[int], object]:
+        order.append(size)
+        return prepare(pattern, participant, size)
+
+    vars(link_worker).update(
+        OthersMeter=DisturbedAtFirst, prepare=preparing, COLLECTIVE_PATTERNS=("all_reduce",)
+    )
+    with process_group(device, plan):
+        rank = ProbeRank(device, plan)
+        rank.measure_collectives()
+        connection.send((order, list(rank.report.times_s), rank.report.disturbed))
+
+
+@pytest.mark.parametrize(
+    ("most_again", "again", "stays"), [(3, (KIB, 4 * KIB, KIB), 0), (1, (KIB, 4 * KIB), 1), (0, (), 2)]
+)
+def test_what_others_disturbed_is_measured_again_after_all_sizes(
+    most_again: int, again: tuple[int, ...], stays: int, tmp_path: Path
+) -> None:
+    (device, *_) = cpu_devices(1)
+    sizes = (KIB, 4 * KIB)
+    options = LinkOptions((), sizes, (), limit_s=60.0, most_again=most_again)
+    process = DeviceProcess(
+        disturbed_at_first, device, options.plan(0, 1, (), ((0,),), str(tmp_path / "meet"))
+    )
+    try:
+        order, timed, disturbed = process.connection.recv()
+    finally:
+        process.kill()
+    assert order == [*sizes, *again]
+    assert timed == [("all_reduce", (0,), size) for size in sizes]
+    assert len(disturbed) == stays
+
+
+def test_a_process_that_works_on_a_device_all_the_time_is_reported() -> None:
+    devices = cpu_devices(2)
+    if devices[1].core is None:
+        pytest.skip("processes cannot be pinned here")
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(devices[1].core)], stdout=subprocess.PIPE) as busy:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        try:
+            probe = probe_links(devices, replace(QUICK, most_again=1))
+        finally:
+            busy.kill()
+    assert probe.disturbed == sum(len(link.samples) for link in probe.links)
 
 
 @pytest.mark.cuda

@@ -2,16 +2,17 @@
 
 A row's pattern is "p2p" or a collective's name. Where several pairs or groups of one size were measured, the slowest
 stands for all of the size, and each has rows of its own under its name and its devices: "p2p 0,3", "all_reduce 4-7".
-So has the contention of each kind of device where there are several.
+So has the contention of each kind of device where there are several. "contention arithmetic" and "contention memory"
+are those of computation that is bound by either; predictions take their mean, "contention".
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from app.db.records import LinkCostRecord, LinkFitRecord
 from app.db.store import Store
@@ -20,6 +21,8 @@ from app.services.progress import Progress
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import Pair, Topology, local_topology
+from profiler.link_worker import DISTURBED_SHARE
+from profiler.overlap import Computation
 from search.cost.cost_table import Origin
 from search.cost.link_costs import Curve, LinkCosts
 
@@ -31,9 +34,6 @@ CONTENTION = "contention"
 EXCHANGE = "exchange"
 # Of several measured pairs that a pair is like, the one counts where a message of so many bytes takes longest.
 COMPARED_BYTES = 2**20
-# A probe is repeated beyond this share: others' work delays messages, and their times would stay for good.
-RESTLESS_SHARE = 0.2
-MOST_PROBES = 3
 KIND_OF: Mapping[str, CollectiveKind] = {kind.value.replace("-", "_"): kind for kind in CollectiveKind}
 # The length of the column; a group whose devices do not fit into it has no rows of its own.
 LONGEST_PATTERN = 32
@@ -56,6 +56,16 @@ class LocalLinks:
     pairs: Mapping[Pair, tuple[float, float]]
     costs: LinkCosts
     fits: tuple[LinkFitRecord, ...]
+
+    @property
+    def contention_of(self) -> dict[str, float]:
+        """The contention of computation that is bound by arithmetic, and by memory, where they were measured apart."""
+        return {
+            bound: fit.contention_factor
+            for fit in self.fits
+            for name, _, bound in [fit.pattern.partition(" ")]
+            if name == CONTENTION and bound in get_args(Computation) and fit.contention_factor is not None
+        }
 
     @property
     def unmeasured(self) -> tuple[CollectiveKind, ...]:
@@ -232,27 +242,25 @@ def places_named(text: str, indices: Sequence[int]) -> tuple[int, ...] | None:
 # ---- from a probe
 
 
-def undisturbed_probe(measure: Callable[[], LinkProbe], progress: Progress) -> LinkProbe:
-    """Return the least disturbed of several probes, taken until one is undisturbed by other processes."""
-    results: list[LinkProbe] = []
-    while len(results) < MOST_PROBES:
-        results.append(measure())
-        share = results[-1].others_share
-        if share is None or share <= RESTLESS_SHARE:
-            return results[-1]
-        if len(results) < MOST_PROBES:
-            progress.say(f"other processes took {share:.0%} of the devices' cores meanwhile: measuring again")
-    quietest = min(results, key=lambda result: result.others_share or 0.0)
-    warn_if_disturbed(quietest, progress)
-    return quietest
-
-
 def warn_if_disturbed(result: LinkProbe, progress: Progress) -> None:
-    """Warn where other processes took much of the cores that a probe needed."""
-    if result.others_share is not None and result.others_share > RESTLESS_SHARE:
+    """Warn where other processes worked beside the links whenever they were measured."""
+    if result.disturbed:
+        timed = sum(len(link.samples) for link in result.links)
         progress.warn(
-            f"links: other processes took {result.others_share:.0%} of the devices' cores while they were measured, "
-            f"should take at most {RESTLESS_SHARE:.0%}; measure again when they rest: app topology probe"
+            f"links: other processes took over {DISTURBED_SHARE:.0%} of a core each time that {result.disturbed} of "
+            f"{timed} sizes were measured, should take less; measure again when they rest: app topology probe"
+        )
+
+
+def warn_if_besides(result: LinkProbe, progress: Progress) -> None:
+    """Warn where more of a GPU's memory is no tensor's than predictions keep free for that."""
+    from profiler.kinds import RESERVED_BYTES
+
+    besides = result.besides_bytes
+    if besides is not None and besides > RESERVED_BYTES:
+        progress.warn(
+            f"memory: {besides / 2**30:.1f} GiB of a GPU are taken beside tensors (contexts, NCCL, other processes), "
+            f"predictions keep {RESERVED_BYTES / 2**30:.1f} GiB free; a strategy that nearly fills it may not fit"
         )
 
 
@@ -263,7 +271,9 @@ def probe(store: Store, machine: LocalMachine, progress: Progress) -> LocalLinks
 
     options = LinkOptions()
     exercise = overhead_jobs(options.limit_s)
-    result = undisturbed_probe(lambda: probe_links(machine.devices, options, exercise), progress)
+    result = probe_links(machine.devices, options, exercise)
+    warn_if_disturbed(result, progress)
+    warn_if_besides(result, progress)
     indices = [device.index for device in machine.devices]
     kinds = [device.kind.name for device in machine.devices]
     store.put_link_costs(machine.links_kind_id, machine.environment_id, cost_records(result, indices))
@@ -317,6 +327,11 @@ def fit_records(
         if len(pattern) <= LONGEST_PATTERN:
             factor = statistics.median(result.contentions[rank] for rank in places)
             records.append(LinkFitRecord(pattern, count, contention_factor=factor))
+    if len(result.contention_of) > 1:
+        records += [
+            LinkFitRecord(f"{CONTENTION} {computation}", count, contention_factor=factor)
+            for computation, factor in result.contention_of.items()
+        ]
     return [
         *records,
         LinkFitRecord(CONTENTION, count, contention_factor=result.contention),

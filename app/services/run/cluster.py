@@ -19,6 +19,7 @@ from app.services.costs.link_costs import (
     cost_records,
     fit_records,
     links_of,
+    warn_if_besides,
     warn_if_disturbed,
 )
 from app.services.costs.machine import describe, local_devices
@@ -187,6 +188,7 @@ def probe_cluster(
             nodes = nodes_of([member.host for member in ranks])
             probe = _probe(launched, nodes, device, LinkOptions(), progress)
             warn_if_disturbed(probe, progress)
+            warn_if_besides(probe, progress)
             topology = measured_topology(name, ranks, probe)
             links = put_measured(store, topology, probe, machine.environment_id)
         launched.execute(lambda: launched.give(Leaving()))
@@ -288,18 +290,12 @@ def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
 
     from profiler.link_worker import probe_joined
     from profiler.links import summarize
-    from profiler.others import OthersMeter
 
     device.occupy()
     plan = order.options.plan(
         dist.get_rank(), dist.get_world_size(), order.pairs, order.groups, exercise=order.jobs
     )
-    # Of a GPU the cores say nothing.
-    meter = OthersMeter([] if device.core is None else [device.core])
-    report = probe_joined(device, plan)
-    reports, shares = zip(*gather_everywhere((report, meter.share())), strict=True)
-    most = max((share for share in shares if share is not None), default=None)
-    return replace(summarize(reports), others_share=most)
+    return summarize(gather_everywhere(probe_joined(device, plan)))
 
 
 def measured_links(ranks: Sequence[RankDevice], probe: LinkProbe) -> LocalLinks:
