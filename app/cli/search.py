@@ -282,6 +282,7 @@ def _print(report: SearchReport) -> None:
         print_table,
         recomputation_line,
     )
+    from app.services.search.confirmation import TOLERANCE
 
     made = report.proposals - (report.resumed_at or 0)
     rate = made / report.seconds if report.seconds > 0 else 0.0
@@ -348,7 +349,8 @@ def _print(report: SearchReport) -> None:
         print_lines(f"search {confirmation.search_id}: {confirmation.says()}")
     if report.confirmations:
         print_lines(
-            "confirmed: the winner holds"
+            f"confirmed: by the new costs the winner is at most {TOLERANCE:.0%} slower than the fastest, "
+            "and than it was found to be"
             if report.confirmations[-1].holds
             else "not confirmed: the winner changed again; search once more, best on a quiet machine"
         )

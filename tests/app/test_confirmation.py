@@ -16,6 +16,7 @@ from app.services.costs.profile import Measurer
 from app.services.models.models import ImportedModel, import_graph, requested_model
 from app.services.predict.predict import executions_by_kind, local_target, prepare
 from app.services.progress import Silent
+from app.services.search.confirmation import Confirmation, ConfirmedStep
 from graph.rules import local_calls
 from graph.training import Training
 from profiler.devices import cpu_devices
@@ -68,13 +69,17 @@ def medians(database: Path, digests: set[str]) -> dict[tuple[str, str], float]:
 
 
 def plant(database: Path) -> dict[tuple[str, str], float]:
-    """Make the calls of a single device too cheap; return what they cost before."""
+    """Make the calls of a single device too cheap, each measured at another time; return what they cost before."""
     before = medians(database, whole_calls())
     with sqlite3.connect(database) as connection:
         connection.executemany(
-            "UPDATE op_costs SET minimum_s = minimum_s * ?, p10_s = p10_s * ?, median_s = median_s * ? "
+            "UPDATE op_costs SET minimum_s = minimum_s * ?, p10_s = p10_s * ?, median_s = median_s * ?, "
+            "measured_at = strftime('%Y-%m-%d %H:%M:%f', measured_at, ?) "
             "WHERE signature_id = (SELECT id FROM op_signatures WHERE digest = ?)",
-            [(PLANTED,) * 3 + (name,) for name in whole_calls()],
+            [
+                (*(PLANTED,) * 3, f"-{minutes} minutes", name)
+                for minutes, name in enumerate(sorted(whole_calls()), 1)
+            ],
         )
     return before
 
@@ -113,6 +118,26 @@ def test_a_winner_of_costs_that_are_too_low_does_not_hold_and_the_search_goes_on
     assert {start["digest"] for start in outcome.document["known"]} & {
         step["digest"] for of_search in outcome.document["confirmations"] for step in of_search["steps"]
     }
+
+
+@pytest.mark.parametrize(
+    ("winner", "other", "holds"),
+    [
+        ((1.0, 1.0), (1.01, 1.01), True),
+        # Another is faster, by less than costs repeat, and by more.
+        ((1.0, 1.0), (1.01, 0.985), True),
+        ((1.0, 1.0), (1.01, 0.975), False),
+        # It is the fastest still, but much slower than it was found to be.
+        ((1.0, 1.015), (1.1, 1.1), True),
+        ((1.0, 1.025), (1.1, 1.1), False),
+        ((1.0, 0.5), (1.1, 0.6), True),
+    ],
+)
+def test_a_winner_holds_within_two_percent_of_the_fastest_and_of_what_it_was_found_to_take(
+    winner: tuple[float, float], other: tuple[float, float], *, holds: bool
+) -> None:
+    steps = (ConfirmedStep("found", "a", *winner), ConfirmedStep("expert", "b", *other))
+    assert Confirmation(1, 2, 0.1, steps).holds is holds
 
 
 def test_without_confirmation_nothing_is_measured_again(command: Command, known: Path) -> None:

@@ -25,7 +25,8 @@ from search.outcome import Outcome
 MOST_FOUND = 3
 # Of the time in which they differ, the share that is measured again: the many short calls beyond decide nothing.
 COVERED_SHARE = 0.99
-# A winner that takes more than so much longer by its new costs was found because of its old ones.
+# A winner that takes more than so much longer by its new costs was found because of its old ones, and one that takes
+# so much longer than another is none. Costs of a step that are measured twice do not agree better.
 TOLERANCE = 0.02
 
 # A device kind and a call.
@@ -65,10 +66,10 @@ class Confirmation:
 
     @property
     def holds(self) -> bool:
-        """Whether the winner is still the fastest, and not much slower than it was found to be."""
+        """Whether the winner is not much slower than the fastest, nor than it was found to be."""
         winner = self.steps[0]
         fastest_s = min(step.after_s for step in self.steps)
-        return winner.after_s == fastest_s and winner.after_s <= (1 + TOLERANCE) * winner.before_s
+        return winner.after_s <= (1 + TOLERANCE) * min(fastest_s, winner.before_s)
 
     def says(self) -> str:
         """Return the steps before and after in words."""
