@@ -114,6 +114,16 @@ class CallInputs:
                 for size in made_bytes
             )
 
+    def stay(self) -> None:
+        """Use one input set from now on, which stays in the caches if it fits, and hold no results."""
+        self._sets, self._next = self._sets[:1], 0
+        self._held = deque(maxlen=0)
+
+    @property
+    def sets(self) -> int:
+        """How many executions have inputs of their own."""
+        return len(self._sets)
+
     def hold(self, results: Iterable[torch.Tensor | None]) -> None:
         """Keep the memory of an execution's results from the allocator until the input sets come round."""
         self._held.append([value.detach() for value in results if value is not None])
@@ -148,8 +158,8 @@ def random_tensor(spec: TensorSpec, device: PhysicalDevice, seed: int) -> torch.
     import torch
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(min(spec.elements, DRAWN_ELEMENTS), generator=generator).to(device.torch_name, dtype)
+    generator, name = torch.Generator(device=device.torch_name).manual_seed(seed), device.torch_name
+    drawn = torch.rand(min(spec.elements, DRAWN_ELEMENTS), generator=generator, device=name).to(dtype)
     if spec.elements > DRAWN_ELEMENTS:
         drawn = drawn.repeat(ceil(spec.elements / DRAWN_ELEMENTS))[: spec.elements]
     return drawn.reshape(spec.shape).contiguous()

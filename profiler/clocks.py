@@ -14,7 +14,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
-from profiler.devices import PhysicalDevice
+from profiler.devices import PhysicalDevice, gpu_uuid
 
 CPUS = Path("/sys/devices/system/cpu")
 # Reasons of NVML (nvml.h, nvmlClocksEventReason...) that disturb a measurement: the rest is normal (idle,
@@ -120,8 +120,7 @@ class _GpuReader:
     def __init__(self, index: int) -> None:
         self._library, self._handle = _nvml(), None
         if self._library is not None:
-            with suppress(self._library.NVMLError):
-                self._handle = self._library.nvmlDeviceGetHandleByUUID(_uuid(index))
+            self._handle = _handle(self._library, index)
 
     def clock_hz(self) -> float | None:
         if self._library is None or self._handle is None:
@@ -164,8 +163,12 @@ def _nvml() -> Any:
     return pynvml
 
 
-def _uuid(index: int) -> str:
-    """Return the UUID of a GPU that CUDA counts as `index`, which CUDA_VISIBLE_DEVICES may have renumbered."""
-    import torch
-
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+def _handle(library: Any, index: int) -> Any:
+    """Return NVML's handle of a GPU; of a MIG slice that of the whole GPU, whose clock it has. None where unknown."""
+    uuid = gpu_uuid(index)
+    with suppress(library.NVMLError):
+        return library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    with suppress(library.NVMLError, AttributeError):
+        part = library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+        return library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+    return None

@@ -60,6 +60,16 @@ class PhysicalDevice:
             multiply_in_tf32(allowed=self.tf32)
 
 
+def gpu_uuid(index: int) -> str:
+    """Return the UUID of a GPU, or of a MIG slice, that CUDA counts as `index`, without its prefix.
+
+    CUDA_VISIBLE_DEVICES may have renumbered it.
+    """
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def parse_device_list(text: str, option: str = "--gpus") -> tuple[int, ...]:
     """Return the indexes that `text` such as "0-7,9" names, in the order given.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 from graph.canonical import digest
 from graph.topology import Processor
 from profiler.pinning import can_keep_memory
+from profiler.process_groups import NCCL_VARIABLES
 from profiler.processors import processor_facts
 
 THREADS_A_DEVICE = 1
 DRIVER_QUERY_LIMIT_S = 20.0
+DRIVER_FACTS = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
+MODES = ("ecc.mode.current", "mig.mode.current")
 
 
 @dataclass(frozen=True)
@@ -65,19 +69,44 @@ def _cuda_facts() -> dict[str, Any]:
     return {
         "cuda": torch.version.cuda,
         "cudnn": version,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if available and has_nccl() else None,
+        "nccl_variables": _nccl_variables(),
         "driver": _driver_facts(),
     }
 
 
-def _driver_facts() -> list[dict[str, str]]:
-    """Return, per distinct GPU model, driver version and configured limits of clocks and power.
+def has_nccl() -> bool:
+    """Return whether this torch communicates over NCCL."""
+    import torch.distributed as dist
 
-    Source: nvidia-smi's query interface; where it is missing the driver stays unknown and the list empty.
+    return dist.is_available() and dist.is_nccl_available()
+
+
+def _nccl_variables() -> dict[str, str]:
+    """Return what the user sets of NCCL; neither what Soapstone sets itself nor what only changes its log."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("NCCL_") and name not in NCCL_VARIABLES and not name.startswith("NCCL_DEBUG")
+    }
+
+
+def _driver_facts() -> list[dict[str, str]]:
+    """Return, per distinct GPU model, driver version, configured limits of clocks and power, ECC and MIG.
+
+    Source: nvidia-smi's query interface; where it is missing the driver stays unknown and the list empty. A driver that
+    knows of no MIG is asked for the rest.
     """
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    names = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
+    for names in ((*DRIVER_FACTS, *MODES), DRIVER_FACTS):
+        if rows := _driver_query(command, names):
+            return rows
+    return []
+
+
+def _driver_query(command: str, names: Sequence[str]) -> list[dict[str, str]]:
     try:
         output = subprocess.run(
             [command, f"--query-gpu={','.join(names)}", "--format=csv,noheader"],

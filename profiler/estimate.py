@@ -115,7 +115,7 @@ def work_of(call: LocalCall, phase: Phase) -> PhaseWork:
     if phase == "forward":
         return PhaseWork(rules.flops(call), rules.bytes_moved(call), precision)
     written = sum(spec.size_bytes for spec, wanted in zip(call.inputs, call.gradients, strict=True) if wanted)
-    return PhaseWork(rules.backward_flops(call), rules.bytes_moved(call) + written, precision)
+    return PhaseWork(rules.backward_flops(call), work_of(call, "forward").size_bytes + written, precision)
 
 
 def estimate(call: LocalCall, kind: DeviceKind) -> tuple[float, float]:

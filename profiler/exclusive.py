@@ -14,12 +14,12 @@ from pathlib import Path
 
 from graph import locks
 from graph.errors import UsageError
-from profiler.devices import PhysicalDevice
+from profiler.devices import PhysicalDevice, gpu_uuid
 
 
 def _name(device: PhysicalDevice) -> str:
-    # CPU devices share cores, however they are counted.
-    return f"core-{device.core}" if device.processor == "cpu" else f"cuda-{device.index}"
+    # CPU devices share cores, however they are counted, and CUDA_VISIBLE_DEVICES numbers GPUs anew.
+    return f"core-{device.core}" if device.processor == "cpu" else f"cuda-{gpu_uuid(device.index)}"
 
 
 def _folder() -> Path:

@@ -19,6 +19,24 @@ LANES_A_MULTIPROCESSOR = 128
 ASSUMED_CLOCK_HZ = 1.4e9
 ASSUMED_BANDWIDTH_BYTES_PER_S = 500e9
 ASSUMED_LAUNCH_LATENCY_S = 5e-6
+# Dense operations of matrix units a clock and multiprocessor, on numbers of 16 bits, by compute capability: published
+# peak rates of V100, T4, A100, A10, L4, H100 and B200 by multiprocessors and boost clock. An unknown capability has
+# that of the one before it.
+HALF_FLOPS_A_CLOCK = {
+    (7, 0): 1024,
+    (7, 5): 1024,
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (12, 0): 1024,
+}
+# bfloat16 and TF32, the latter at half the rate, came with it.
+AMPERE = (8, 0)
+# Of each GPU's memory so much is no tensor's: CUDA's context, workspaces of its libraries, NCCL's buffers, the
+# temporaries of dropout. An assumption; a probe of the links says where a card takes more (`LinkProbe.besides_bytes`).
+RESERVED_BYTES = 3 * 2**29
 
 
 @lru_cache(maxsize=1)
@@ -87,9 +105,10 @@ def cpu_kind(facts: ProcessorFacts | None = None) -> DeviceKind:
 def cuda_kind_of(reported_name: str, memory_bytes: int, properties: Any = None) -> DeviceKind:
     """Return the kind of a CUDA device from the driver's report.
 
-    A known name gets its data sheet, with the reported memory. An unknown one keeps the driver's name and gets figures
-    from its multiprocessors and clocks, as far as `properties` has them.
+    A known name gets its data sheet. An unknown one keeps the driver's name and gets figures from its multiprocessors,
+    clocks and compute capability, as far as `properties` has them. Memory is what is reported, less `RESERVED_BYTES`.
     """
+    memory_bytes = max(memory_bytes - RESERVED_BYTES, memory_bytes // 2)
     for entry in _datasheets()["cuda"]:
         if any(re.fullmatch(pattern, reported_name) for pattern in entry["torch_names"]):
             return _kind_from_entry(entry, memory_bytes)
@@ -105,11 +124,22 @@ def cuda_kind_of(reported_name: str, memory_bytes: int, properties: Any = None) 
     return DeviceKind(
         name=reported_name,
         processor="cuda",
-        peak_flops=(("float32", processors * LANES_A_MULTIPROCESSOR * 2 * clock),),
+        peak_flops=_assumed_peaks(processors, clock, properties),
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=bandwidth or ASSUMED_BANDWIDTH_BYTES_PER_S,
         launch_latency_s=ASSUMED_LAUNCH_LATENCY_S,
     )
+
+
+def _assumed_peaks(processors: int, clock_hz: float, properties: Any) -> tuple[tuple[str, float], ...]:
+    capability = (int(getattr(properties, "major", 0)), int(getattr(properties, "minor", 0)))
+    peaks = [("float32", processors * LANES_A_MULTIPROCESSOR * 2 * clock_hz)]
+    known = max((one for one in HALF_FLOPS_A_CLOCK if one <= capability), default=None)
+    if known is not None:
+        half = processors * HALF_FLOPS_A_CLOCK[known] * clock_hz
+        peaks += [("tf32", half / 2), ("bfloat16", half)] if capability >= AMPERE else []
+        peaks.append(("float16", half))
+    return tuple(peaks)
 
 
 def cuda_kind(index: int) -> DeviceKind:

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from graph.calls import LocalCall
-from profiler.call_inputs import CallInputs, ForwardPass, storage_sizes
+from profiler.call_inputs import CallInputs, ForwardPass, cache_bytes, storage_sizes
 from profiler.clocks import ClockWatch
 from profiler.devices import PhysicalDevice
 from profiler.pinning import return_freed_memory
@@ -45,6 +45,8 @@ NOTCH = 1.57
 # Samples are taken again, so often in all, where the device's clock differed by more between them.
 STEADY_SHARE = 0.03
 MOST_UNSTEADY = 3
+# Before a GPU's samples, so many times its largest cache is written to.
+EVICTED_CACHES = 2
 # A process that holds more after a call gives freed memory back to the system.
 LARGE_BYTES = 2**31
 
@@ -80,7 +82,9 @@ class Measurement:
     the call is short. `executions`: of all samples together. `peak_bytes`: on CUDA, the peak of the allocator beyond
     other calls' tensors; on a CPU, the tensors alive in the phase (inputs, outputs, saved tensors, gradients) without
     the temporaries of a kernel. `launch_s`: the host's time to issue an execution (median) while it waits for nothing,
-    where the device computes apart from it; else None. `clock_hz` and `throttle`: see `profiler.clocks`.
+    where the device computes apart from it; else None. `warm_s`: on a GPU, the seconds of an execution (median) whose
+    inputs are still in the caches, if they fit; the samples are of inputs that have left them. `clock_hz` and
+    `throttle`: see `profiler.clocks`.
     """
 
     digest: str
@@ -92,6 +96,7 @@ class Measurement:
     peak_bytes: int
     executions: int = 0
     launch_s: float | None = None
+    warm_s: float | None = None
     clock_hz: float | None = None
     throttle: str | None = None
 
@@ -210,15 +215,18 @@ class _Session:
         self.backward_failure: str | None = None
         # Executions between two marks.
         self.batch = 1
+        # On a GPU, evicts the inputs from its caches.
+        self._evict: Callable[[], object] | None = None
 
     def run(self) -> tuple[PhaseOutcome, ...]:
         peaks = self._first_pass()
         with _collector_paused():
             self._warm_up()
             samples, clock = self._steady_samples()
+            warm = self._warm_samples()
         launches = self.device.processor != "cpu"
         outcomes: list[PhaseOutcome] = []
-        for phase, taken, peak in zip(phases(self.call), samples, peaks, strict=True):
+        for phase, taken, warm_s, peak in zip(phases(self.call), samples, warm, peaks, strict=True):
             if phase == "backward" and self.backward_failure is not None:
                 outcomes.append(FailedMeasurement(self.call.digest, phase, self.backward_failure))
                 continue
@@ -228,6 +236,7 @@ class _Session:
                     measured,
                     executions=self.batch * len(taken),
                     launch_s=median(elapsed.host_s for elapsed in taken) if launches else None,
+                    warm_s=warm_s,
                     clock_hz=clock.clock_hz,
                     throttle=clock.throttle,
                 )
@@ -265,6 +274,11 @@ class _Session:
     def _warm_up(self) -> None:
         """Execute until warm, the first pass counted; settle how many executions make a batch."""
         self.timer.warm_up()
+        longest = LONGEST_BATCH
+        if self.device.processor == "cuda":
+            self._evict = _eviction(self.device)
+            # Inputs that come round within a batch would be in the caches again.
+            longest = min(longest, self.subject.sets)
         fewest, most = max(1, self.options.warm_ups - 1), self.options.maximum_warm_ups - 1
         taken: list[float] = []
         while len(taken) < fewest or (taken[-1] < WARM_SHARE * taken[-2] and len(taken) < most):
@@ -272,7 +286,7 @@ class _Session:
             fewest = max(fewest, 2)
         shortest = min(taken) / (2 if self._differentiates else 1)
         if shortest < self.options.batch_below_s:
-            self.batch = min(LONGEST_BATCH, ceil(self.options.batch_below_s / max(shortest, 1e-9)))
+            self.batch = min(longest, ceil(self.options.batch_below_s / max(shortest, 1e-9)))
 
     def _timed_batch(self, noted: Callable[[], None] = lambda: None) -> list[Elapsed]:
         """Return the seconds of one execution, for forward and (where there is one) backward.
@@ -298,7 +312,11 @@ class _Session:
             made.extend(self.subject.backward(done) for done in passes)
 
         works = (forward, backward) if self._differentiates else (forward,)
-        times = self.timer.time(*works, noted=noted)
+        if self._evict is None:
+            times = self.timer.time(*works, noted=noted)
+        else:
+            times = self.timer.time(self._evict, *works, noted=noted)
+            times = None if times is None else times[1:]
         for done, gradients in zip(passes, made or [[]] * self.batch, strict=True):
             self.subject.hold([*done.outputs, *gradients])
         return times
@@ -311,6 +329,18 @@ class _Session:
             if clock.spread <= STEADY_SHARE:
                 break
         return samples, clock
+
+    def _warm_samples(self) -> list[float | None]:
+        """Return, on a GPU, the median seconds of each phase with inputs in its caches, else None."""
+        names = phases(self.call)
+        if self._evict is None:
+            return [None] * len(names)
+        self._evict = None
+        self.subject.stay()
+        self._timed_batch()
+        times = [self._timed_batch() for _ in range(FEWEST_SAMPLES)]
+        medians = [median(elapsed.device_s for elapsed in of_phase) for of_phase in zip(*times, strict=True)]
+        return [*medians, *[None] * (len(names) - len(medians))]
 
     def _sample(self, noted: Callable[[], None]) -> list[list[Elapsed]]:
         """Return the samples of each phase of the call, as many as the options ask for."""
@@ -333,6 +363,14 @@ class _Session:
                 ):
                     return samples
                 look_at = count + max(2, count // 4)  # looking is not free
+
+
+def _eviction(device: PhysicalDevice) -> Callable[[], object]:
+    """Return what leaves nothing else in a GPU's caches."""
+    import torch
+
+    memory = torch.empty(EVICTED_CACHES * cache_bytes(device), dtype=torch.uint8, device=device.torch_name)
+    return memory.zero_
 
 
 class _CpuAccount:

@@ -17,7 +17,9 @@ import torch
 from graph.intervals import Region, full_region
 
 _MASK64 = (1 << 64) - 1
-_CHUNK_ELEMENTS = 1 << 16  # so that a chunk's temporaries stay in the cache of a core
+# So that a chunk's temporaries stay in the cache of a core; on a GPU, in three tensors of 16 MiB. The GPU's is an
+# assumption: no card was at hand to see from which size on kernels take longer than their launch.
+_CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 def _signed(value: int, bits: int) -> int:
@@ -124,9 +126,7 @@ def _each_chunk(
     rows, columns = _positions(region, shape, result.device)
     halves = [_row_keys(rows, _mix_key(*key)) for key in keys]
     matrix = result.view(rows.numel(), columns.numel())
-    step = max(rows.numel(), 1)
-    if result.device.type == "cpu":
-        step = max(1, _CHUNK_ELEMENTS // max(columns.numel(), 1))
+    step = max(1, _CHUNK_ELEMENTS.get(result.device.type, 1 << 22) // max(columns.numel(), 1))
     # Tensors without data (torch's fake ones) are for tracing memory: all chunks take the same.
     chunks = range(0, rows.numel(), step) if type(rows) is torch.Tensor else (0,)
     for start in chunks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -272,7 +272,16 @@ def _random(
 def _constant(
     data: Sequence[Any], size: Sequence[int], dtype: str, context: ExecutionContext
 ) -> torch.Tensor:
-    return torch.tensor(list(data), dtype=torch_dtype(dtype), device=context.device).reshape(tuple(size))
+    make = _constant_of if context.device.type == "cpu" else _kept_constant_of
+    return make(tuple(data), torch_dtype(dtype), context.device).reshape(tuple(size))
+
+
+def _constant_of(data: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(data, dtype=dtype, device=device)
+
+
+# A copy from the host's memory makes the host wait for a GPU: it is made once.
+_kept_constant_of = lru_cache(maxsize=256)(_constant_of)
 
 
 def _arange(
@@ -318,7 +327,10 @@ def _grouped_product(
     self: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor, row: int = 0, expert: int = 0
 ) -> torch.Tensor:
     """Multiply runs of rows by one weight each: local rows start at `row`, local weights at `expert`."""
+    if _has_grouped_kernel(self, mat2):
+        return _grouped_product_at_once(self, mat2, offs, row, expert)
     rows, columns = self.shape[0], mat2.shape[2]
+    # On a GPU the host waits for the ends here.
     ends = (offs.long() - row).clamp(0, rows).tolist()
     first = ends[expert - 1] if expert else 0
     ends = ends[expert : expert + mat2.shape[0]]
@@ -332,6 +344,41 @@ def _grouped_product(
             behind.new_zeros((behind.shape[0], columns)),
         ]
     )
+
+
+def _has_grouped_kernel(self: torch.Tensor, mat2: torch.Tensor) -> bool:
+    """Return whether torch has one kernel for all groups of these operands: on GPUs, in bfloat16, in rows of 16 bytes.
+
+    Source: torch 2.13, aten/src/ATen/native/GroupedMMUtils.h and cuda/GroupedBlas.cpp.
+    """
+    return (
+        self.is_cuda
+        and self.dtype == mat2.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(self.device) >= (8, 0)
+        and all(size % 8 == 0 for size in mat2.shape[1:])
+        and mat2.contiguous().data_ptr() % 16 == 0
+    )
+
+
+def _grouped_product_at_once(
+    self: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor, row: int, expert: int
+) -> torch.Tensor:
+    """As `_grouped_product`, without reading the ends on the host.
+
+    The rows of other experts, before and behind, count to the first and the last of these, as zeros; the kernel leaves
+    rows that are of no group unwritten.
+    """
+    rows = self.shape[0]
+    ends = (offs - row).clamp(0, rows).to(torch.int32)
+    own = ends[expert : expert + mat2.shape[0]]
+    places = torch.arange(rows, dtype=torch.int32, device=self.device)
+    inside = places < own[-1]
+    if expert:
+        inside = inside & (places >= ends[expert - 1])
+    closed = torch.cat([own[:-1], torch.full_like(own[-1:], rows)])
+    chosen = torch.where(inside.unsqueeze(1), self, 0)
+    product = functional.grouped_mm(chosen, mat2.contiguous(), offs=closed)
+    return torch.where(inside.unsqueeze(1), product, 0)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -15,10 +15,13 @@ _PROBABILITIES = {"binary_cross_entropy": ("self", "target")}
 
 
 def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return dense inputs of a call: normal floats, indexes in bounds, moments of a unit normal, even groups."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return dense inputs of a call: normal floats, indexes in bounds, moments of a unit normal, even groups.
+
+    They are drawn on their device: a GPU would else run idle while the host draws, and its clock fall.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
     bounds = index_bounds(call)
-    tensors = [_random(spec, bounds.get(slot), generator) for slot, spec in enumerate(call.inputs)]
+    tensors = [_random(spec, bounds.get(slot), generator, device) for slot, spec in enumerate(call.inputs)]
     for name in _PROBABILITIES.get(call.target.split(".")[1], ()):
         slot = slot_of(call, name)
         if slot is not None:
@@ -26,7 +29,8 @@ def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) ->
     if call.target == "soapstone.grouped_mm":
         # Every expert has as many of the rows as any other.
         rows, experts = call.inputs[0].shape[0], call.inputs[2].shape[0]
-        tensors[2] = (torch.arange(1, experts + 1) * rows // experts).to(tensors[2].dtype)
+        ends = torch.arange(1, experts + 1, device=device) * rows // experts
+        tensors[2] = ends.to(tensors[2].dtype)
     slot = slot_of(call, "moments")
     if slot is not None:
         count = float(call.argument("count"))
@@ -39,13 +43,14 @@ def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) ->
     )
 
 
-def _random(spec: TensorSpec, bound: int | None, generator: torch.Generator) -> torch.Tensor:
+def _random(
+    spec: TensorSpec, bound: int | None, generator: torch.Generator, device: torch.device | str
+) -> torch.Tensor:
     dtype = torch_dtype(spec.dtype)
     if bound is None and spec.dtype in FLOATING:
-        return torch.randn(spec.shape, generator=generator).to(dtype)
+        return torch.randn(spec.shape, generator=generator, device=device).to(dtype)
     # Integers of unknown meaning are zeros and ones: small enough for an exponent, large enough for a condition.
     if spec.dtype in FLOATING:
-        return torch.rand(spec.shape, generator=generator).to(dtype)
-    return torch.randint(0, max(bound if bound is not None else 2, 1), spec.shape, generator=generator).to(
-        dtype
-    )
+        return torch.rand(spec.shape, generator=generator, device=device).to(dtype)
+    most = max(bound if bound is not None else 2, 1)
+    return torch.randint(0, most, spec.shape, generator=generator, device=device).to(dtype)

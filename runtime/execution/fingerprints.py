@@ -26,7 +26,11 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], device: torch.device) -> to
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors.values():
         if tensor.numel():
-            total = total * _SPREAD + _checksum(tensor.detach()).to(device)
+            checksum = _checksum(tensor.detach())
+            # The host's number is an argument of a kernel, its tensor a copy for which it would wait.
+            total = total * _SPREAD + (
+                int(checksum) if checksum.device.type == "cpu" else checksum.to(device)
+            )
     # The highest bits would be lost with those that float64 has no room for.
     folded = (total ^ (total >> 20)) & ((1 << _BITS) - 1)
     return folded.to(torch.float64)

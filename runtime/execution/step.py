@@ -31,6 +31,17 @@ def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
     return {name: (full_region(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on `device`; to a GPU from pinned memory, so that the host does not wait for the GPU.
+
+    A tensor that is pinned already must not be overwritten before the GPU has copied it.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    pinned = tensor if tensor.is_pinned() and tensor.is_contiguous() else tensor.contiguous().pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
 class StepRunner:
     """One rank of a plan: from its parts of weights, buffers and inputs, a step's loss and gradients.
 
@@ -146,8 +157,8 @@ class StepRunner:
             if selection is None:
                 selection = Selection(read.region, within, tensor.device)
                 self._input_selections[key] = selection
-            part = selection.take(tensor.detach())
-            self._state.values[read.slot] = part.to(self._device).contiguous()
+            part = moved(selection.take(tensor.detach()), self._device)
+            self._state.values[read.slot] = part.contiguous()
 
     def _reads(self, kind: ValueKind) -> list[RegionRead]:
         values = self._plan.graph.value_by_name

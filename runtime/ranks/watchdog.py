@@ -22,7 +22,9 @@ WAITING_MODULES = frozenset(
     {
         "profiler.link_patterns",
         "profiler.link_worker",
+        "profiler.overlap",
         "profiler.process_groups",
+        "profiler.rank_clock",
         "runtime.communication",
         "runtime.launch.processes",
         "runtime.ranks.ranks",

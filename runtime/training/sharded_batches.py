@@ -15,7 +15,7 @@ from graph.errors import RuntimeFailure
 from graph.intervals import Region, full_region, intersect_regions, shape, volume
 from graph.plan import Plan, weight_placement
 from runtime.communication import Message, World
-from runtime.execution.step import Held
+from runtime.execution.step import Held, moved
 from runtime.instructions.selections import Selection, selection_of
 from runtime.training.batches import Batch
 
@@ -101,7 +101,7 @@ class BatchShards:
         sizes = list(shard.shape)
         sizes[self._dims[name]] *= self._world.size
         whole = torch.zeros(sizes, dtype=prepared.dtype, device=self._device)
-        selection_of(prepared.shard, tuple(sizes), self._device).put(whole, shard.to(self._device))
+        selection_of(prepared.shard, tuple(sizes), self._device).put(whole, moved(shard, self._device))
         if prepared.dtype is torch.bool:
             return self._world.sum(whole.to(torch.uint8)).to(torch.bool)
         return self._world.sum(whole)
@@ -118,7 +118,7 @@ class BatchShards:
             shard = shards.get(name)
             if shard is None:
                 shard = torch.zeros(shape(prepared.shard), dtype=prepared.dtype)
-            shard = shard.detach().to(self._device)
+            shard = moved(shard.detach(), self._device)
             sends += [Message(peer, cut.take(shard).contiguous()) for peer, cut in prepared.sends]
             if prepared.read is None:
                 continue

@@ -223,9 +223,11 @@ class Trainer:
         if self._world.size > 1:
             mark = batch.mark(self.device) if sized is self._example else batch.fingerprint(self.device)
         loss, marks = runner.loss_and_marks(mark)
+        differ = False
         if mark is not None:
             self._world.wait_for_device(self.device)
-        if len(set(marks.tolist())) > 1 or not fits:
+            differ = len(set(marks.tolist())) > 1
+        if differ or not fits:
             runner.restore_buffers(buffers)
             for name, parameter in updated.items():
                 parameter.grad = before[name]

@@ -11,6 +11,7 @@ from profiler.timers import CudaTimer
 from tests.gpu.virtual_device import CLOCK_HZ, QUEUE_LENGTH, Virtual
 from tests.profiler.examples import matrix_product, rectifier
 
+MIB = 2**20
 BRIEF = MeasureOptions(repetitions=3, maximum_repetitions=5)
 
 
@@ -75,3 +76,21 @@ def test_operands_that_a_gpu_refuses_are_refused(gpus: Virtual) -> None:
         torch.zeros(3, device="cuda:0") + torch.zeros(3)
     with pytest.raises(RuntimeError, match="same device"):
         torch.zeros(3, device="cuda:0") + torch.zeros(3, device="cuda:1")
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_inputs_have_left_the_caches_and_the_time_with_them_there_stands_beside(
+    gpus: Virtual, rows: int
+) -> None:
+    gpus.speeds.missed_bytes_per_s = 1e9
+    gpus.speeds.cache_bytes = 2 * MIB
+    forward, backward = _measured(matrix_product(rows, 32, 16))
+    inputs = 4 * (rows * 32 + 32 * 16)
+    assert forward.median_s == pytest.approx(gpus.speeds.kernel_s + inputs / 1e9, rel=0.02)
+    assert forward.warm_s == pytest.approx(gpus.speeds.kernel_s, rel=0.02)
+    assert backward.warm_s == pytest.approx(2 * gpus.speeds.kernel_s, rel=0.02)
+
+
+def test_inputs_are_drawn_on_the_gpu(gpus: Virtual) -> None:
+    _measured(matrix_product(64, 32, 16))
+    assert not [name for name in gpus.host_waits if "copy" in name]

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -49,8 +49,12 @@ class Speeds:
 
     kernel_s: of each kernel, beside `memory_bytes_per_s` (0: bytes take no time). names: of single operators, instead.
     message_s, message_bytes_per_s: of a message, or of a collective of so many bytes.
-    contention: the share of its speed that a kernel loses while this GPU communicates.
-    most_computed: operators on more elements give any numbers, at once: for tests of times.
+    contention: the share of its speed that a kernel loses while this GPU communicates. contentions: of single
+        operators, instead.
+    missed_bytes_per_s: at which operands are read, beside the rest, that are not in the `cache_bytes` that were read or
+        written last (0: at once).
+    most_computed: operators on more elements give any numbers, at once, and messages of more carry none: for tests of
+        times.
     """
 
     count: int = 8
@@ -61,8 +65,10 @@ class Speeds:
     message_s: float = 20e-6
     message_bytes_per_s: float = 100e9
     contention: float = 0.0
+    contentions: dict[str, float] = field(default_factory=dict)
     most_computed: float = float("inf")
     cache_bytes: int = 50 * 2**20
+    missed_bytes_per_s: float = 0.0
 
     @classmethod
     def of_environment(cls) -> Speeds:
@@ -78,9 +84,9 @@ class Speeds:
 class Stream:
     """Work in order on one GPU: `free_s` is when the last of it ends."""
 
-    def __init__(self, device: int) -> None:
-        self.device_index = device
-        self.device = torch.device("cuda", device)
+    def __init__(self, device: Any = None) -> None:
+        self.device_index = virtual._index(device)
+        self.device = torch.device("cuda", self.device_index)
         self.free_s = 0.0
         self.ends_s: deque[float] = deque()
 
@@ -149,6 +155,10 @@ class Virtual:
         self._streams: dict[int, Stream] = {}
         self._of_thread = threading.local()
         self._allocated: Counter[int] = Counter()
+        # By GPU: addresses and bytes of what its cache holds, the latest last.
+        # The GPU of the last operator's tensors.
+        self.last: int | None = None
+        self._cached: dict[int, OrderedDict[int, int]] = {}
         self._peaks: Counter[int] = Counter()
 
     # ---- the host
@@ -194,9 +204,21 @@ class Virtual:
     # ---- GPUs
 
     def stream(self, index: int | None = None) -> Stream:
-        """Return the only stream of a GPU on which kernels run."""
+        """Return the stream of a GPU on which kernels run."""
         chosen = (self.current or 0) if index is None else index
-        return self._streams.setdefault(chosen, Stream(chosen))
+        if chosen not in self._streams:
+            self._streams[chosen] = Stream(chosen)
+        return self._streams[chosen]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Let kernels run on another stream of a GPU while the context lasts."""
+        before = self.stream(stream.device_index)
+        self._streams[stream.device_index] = stream
+        try:
+            yield
+        finally:
+            self._streams[stream.device_index] = before
 
     def launch(self, index: int, name: str, seconds: float) -> None:
         """Issue a kernel: the host goes on at once."""
@@ -207,13 +229,13 @@ class Virtual:
         if len(stream.ends_s) >= QUEUE_LENGTH:
             self.wait_until(stream.ends_s.popleft())
         start = max(self.now_s, stream.free_s)
-        stream.free_s = self._end_s(start, seconds)
+        stream.free_s = self._end_s(start, seconds, self.speeds.contentions.get(name, self.speeds.contention))
         stream.ends_s.append(stream.free_s)
         self.launches[name] += 1
 
-    def _end_s(self, start_s: float, seconds: float) -> float:
-        """Return when a kernel ends that starts at a moment: beside communication it is slower."""
-        lost, moment, left = self.speeds.contention, start_s, seconds
+    def _end_s(self, start_s: float, seconds: float, lost: float) -> float:
+        """Return when a kernel ends that starts at a moment: beside communication it loses a share of its speed."""
+        moment, left = start_s, seconds
         for began, ended in self.busy_s if lost else ():
             if ended <= moment:
                 continue
@@ -231,6 +253,20 @@ class Virtual:
         """Let the host wait for all work of a GPU, as an operator does whose result the host reads."""
         self.host_waits[name] += 1
         self.stream(index).synchronize()
+
+    def missed_bytes(self, index: int, read: list[torch.Tensor], written: list[torch.Tensor]) -> int:
+        """Return how many bytes of what is read are not in a GPU's cache; the cache holds all of it then."""
+        cached, missed = self._cached.setdefault(index, OrderedDict()), 0
+        for tensor in (*read, *written):
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in cached and any(tensor is other for other in read):
+                missed += storage.nbytes()
+            cached[address] = storage.nbytes()
+            cached.move_to_end(address)
+        while cached and sum(cached.values()) > self.speeds.cache_bytes:
+            cached.popitem(last=False)
+        return missed
 
     # ---- memory
 
@@ -281,7 +317,12 @@ def gpu_of(tensor: torch.Tensor) -> int | None:
 
 
 # Their results are the host's.
-_READ_BY_HOST = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique_consecutive"})
+_READ_BY_HOST = frozenset(
+    {
+        *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"),
+        *("unique_consecutive", "_unique2", "unique_dim", "bincount", "repeat_interleave"),
+    }
+)
 # They run no kernel.
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh"})
 
@@ -302,9 +343,11 @@ class _Kernels(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         places = {gpu_of(tensor) for tensor in tensors if tensor.dim() or gpu_of(tensor) is not None}
         target, indexes = kwargs.get("device"), places - {None}
+        if places:
+            virtual.last = next(iter(indexes), None)
         if target is not None and target.type == "cpu" and torch._C._current_graph_task_id() != -1:
             # Made by a formula of autograd's, in C++, which takes the tensors' device from themselves.
-            index = virtual.current
+            index = virtual.last
         elif target is not None:
             kwargs["device"] = torch.device("cpu") if target.type == "cuda" else target
             index = virtual._index(target) if target.type == "cuda" else None
@@ -333,11 +376,14 @@ class _Kernels(TorchDispatchMode):
             seconds = virtual.speeds.names.get(name)
             if seconds is None:
                 seconds = virtual.speeds.kernel_s
+                if virtual.speeds.missed_bytes_per_s:
+                    missed = virtual.missed_bytes(index, tensors, made)
+                    seconds += missed / virtual.speeds.missed_bytes_per_s
                 if virtual.speeds.memory_bytes_per_s:
                     moved = sum(tensor.nbytes for tensor in (*tensors, *made))
                     seconds += moved / virtual.speeds.memory_bytes_per_s
             virtual.launch(index, name, seconds)
-        if name in _READ_BY_HOST:
+        if name in _READ_BY_HOST or (name in _ANY_INDEXES and _has_mask(args[1:2])):
             virtual.wait_for_host(index, name)
         return result
 
@@ -350,11 +396,17 @@ class _Kernels(TorchDispatchMode):
             made = target
         else:
             made, source = gpu_of(tensors[0]), gpu_of(tensors[-1])
-        if source != made and not (non_blocking and (source is not None or is_pinned(tensors[-1]))):
+        pinned = is_pinned(tensors[-1]) and tensors[-1].is_contiguous()
+        if source != made and not (non_blocking and (source is not None or pinned)):
             virtual.wait_for_host(
                 made if made is not None else source or 0, f"{name} between host and device"
             )
         return made
+
+
+def _has_mask(indexes: Any) -> bool:
+    """Return whether positions are those where a mask is true, so that the host must count them."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(indexes))
 
 
 def _without_computing(func: Any, args: Any, kwargs: Any) -> Any:
@@ -386,7 +438,8 @@ def _without_computing(func: Any, args: Any, kwargs: Any) -> Any:
 
 _base_device = torch._C.TensorBase.device
 _host_sleep = time.sleep
-_base_to, _base_cpu, _tensor = torch.Tensor.to, torch.Tensor.cpu, torch.tensor
+_Generator = torch.Generator
+_base_to, _base_tolist, _tensor = torch.Tensor.to, torch.Tensor.tolist, torch.tensor
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -421,6 +474,13 @@ def _cpu(tensor: torch.Tensor) -> torch.Tensor:
     return _to(tensor, "cpu")
 
 
+def _tolist(tensor: torch.Tensor) -> Any:
+    index = gpu_of(tensor)
+    if index is not None:
+        virtual.wait_for_host(index, "tolist")
+    return _base_tolist(tensor)
+
+
 def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
     pinned = tensor.clone()
     storage: Any = pinned.untyped_storage()
@@ -436,6 +496,13 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 def _made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
     made = _tensor(data, **kwargs)
     return made if device is None or torch.device(device).type != "cuda" else made.to(device)
+
+
+class _VirtualGenerator(_Generator):
+    """As torch's, which has none of a GPU that is not there."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator("cpu" if "cuda" in str(device) else device)
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -509,6 +576,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         "get_device_properties": _properties,
         "get_device_name": lambda _device=None: NAME,
         "get_device_capability": lambda _device=None: (9, 0),
+        "Stream": Stream,
+        "stream": virtual.on,
         "current_stream": lambda device=None: virtual.stream(virtual._index(device)),
         "synchronize": _synchronize,
         "empty_cache": lambda: None,
@@ -527,6 +596,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         "is_cuda": property(lambda tensor: gpu_of(tensor) is not None),
         "to": _to,
         "cpu": _cpu,
+        "tolist": _tolist,
         "pin_memory": _pin_memory,
         "is_pinned": is_pinned,
     }
@@ -534,6 +604,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *((torch.cuda, name, item) for name, item in of_cuda.items()),
         *((torch.Tensor, name, item) for name, item in of_tensors.items()),
         (torch, "tensor", _made),
+        (torch, "Generator", _VirtualGenerator),
         # torch.export asks it, where there are GPUs.
         (torch._C, "_cuda_getDevice", lambda: virtual._index(None)),
         (time, "sleep", _sleep_of_host),

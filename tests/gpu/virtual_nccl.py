@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.gpu.virtual_device import gpu_of, virtual
 
 ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
-HOST_VARIABLE = "VIRTUAL_HOST"
 _STAMP_TAG = 1
 # torch's own functions, by name.
 _torch: dict[str, Callable[..., Any]] = {}
@@ -68,7 +67,7 @@ class Work:
         self._sent: list[tuple[torch.Tensor, int]] = []
         self.end_s: float | None = None
         communicator.pending.append(self)
-        if virtual.speeds.contention:
+        if virtual.speeds.contention or virtual.speeds.contentions:
             self.settle()
 
     def receive(self, tensor: torch.Tensor, shadow: torch.Tensor) -> None:
@@ -158,7 +157,8 @@ def _connect(group: Any, members: tuple[int, ...]) -> Communicator:
 
 
 def _host() -> str:
-    return os.environ.get(HOST_VARIABLE, socket.gethostname())
+    # Agents of torchrun on one machine stand for hosts.
+    return f"{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
 
 
 def _communicator(group: Any) -> Communicator:
@@ -186,6 +186,11 @@ def _shadow(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().data.clone()
 
 
+def _is_carried(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a message's data travel, or its time alone."""
+    return all(tensor.numel() <= virtual.speeds.most_computed for tensor in tensors)
+
+
 def _poison(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point():
         tensor.data.fill_(math.nan)
@@ -208,8 +213,9 @@ def _collective(name: str, outputs: Sequence[int], size_index: int) -> Callable[
             _check_tensor(tensor)
         virtual.now_s += virtual.speeds.host_s
         ready_s = _ready_s()
+        carried = _is_carried(tensors.values())
         with _disable_current_modes():
-            shadows = {index: _shadow(tensor) for index, tensor in tensors.items()}
+            shadows = {index: _shadow(tensor) for index, tensor in tensors.items()} if carried else {}
             stamps = [torch.zeros(1, dtype=torch.float64) for _ in communicator.members]
             handles = [
                 _torch["all_gather"](
@@ -217,26 +223,29 @@ def _collective(name: str, outputs: Sequence[int], size_index: int) -> Callable[
                     torch.tensor([ready_s], dtype=torch.float64),
                     group=communicator.group,
                     async_op=True,
-                ),
-                _torch[name](
-                    *(shadows.get(index, item) for index, item in enumerate(args)),
-                    group=communicator.group,
-                    async_op=True,
-                    **kwargs,
-                ),
+                )
             ]
+            if carried:
+                handles.append(
+                    _torch[name](
+                        *(shadows.get(index, item) for index, item in enumerate(args)),
+                        group=communicator.group,
+                        async_op=True,
+                        **kwargs,
+                    )
+                )
         duration_s = _duration_s(tensors[size_index].nbytes)
         work = Work(
             communicator, handles, lambda: max(float(stamp.numpy()[0]) for stamp in stamps), duration_s
         )
         state.issued.append((communicator.members, name, tensors[size_index].nbytes))
         for index, tensor in tensors.items():
-            if index in outputs:
+            if index not in outputs:
+                work.read(tensor)
+            elif carried:
                 with _disable_current_modes():
                     _poison(tensor)
                 work.receive(tensor, shadows[index])
-            else:
-                work.read(tensor)
         if async_op:
             return work
         work.wait()
@@ -263,16 +272,15 @@ def _batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[Any]:
         tensor, peer = operation.tensor, operation.peer
         _check_tensor(tensor)
         receives = operation.op.__name__ == "irecv"
+        shadow, transfer = tensor, _torch["irecv" if receives else "isend"]
         with _disable_current_modes():
             stamp = torch.tensor([ready_s], dtype=torch.float64)
-            shadow = torch.empty_like(tensor.data) if receives else _shadow(tensor)
-            transfer = _torch["irecv" if receives else "isend"]
-            handles += [
-                transfer(stamp, peer, group=communicator.group, tag=_STAMP_TAG),
-                transfer(shadow, peer, group=communicator.group),
-            ]
-            if receives:
-                _poison(tensor)
+            handles.append(transfer(stamp, peer, group=communicator.group, tag=_STAMP_TAG))
+            if _is_carried([tensor]):
+                shadow = torch.empty_like(tensor.data) if receives else _shadow(tensor)
+                handles.append(transfer(shadow, peer, group=communicator.group))
+                if receives:
+                    _poison(tensor)
         stamps.append(stamp)
         (received if receives else sent).append((tensor, shadow))
     size = max(sum(tensor.nbytes for tensor, _ in one_way) for one_way in (received, sent))
@@ -281,7 +289,8 @@ def _batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[Any]:
     )
     state.issued.append((tuple(sorted({dist.get_rank(), *(o.peer for o in operations)})), "messages", size))
     for tensor, shadow in received:
-        work.receive(tensor, shadow)
+        if shadow is not tensor:
+            work.receive(tensor, shadow)
     for tensor, _ in sent:
         work.read(tensor)
     return [work]

@@ -52,7 +52,10 @@ def _compare(case: Case, generator: random.Random) -> None:
     for call in local_calls(graph, graph.operators[0], degrees):
         results = []
         for device in ("cpu", "cuda"):
-            inputs = random_inputs(call, device, seed=1)
+            inputs = [
+                tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+                for tensor in random_inputs(call, "cpu", seed=1)
+            ]
             made = compile_call(call)(inputs, ExecutionContext(device=torch.device(device)))
             needed = [tensor for tensor in inputs if tensor.requires_grad]
             gradients = torch.autograd.grad(made, needed, [torch.ones_like(output) for output in made])

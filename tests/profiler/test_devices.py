@@ -20,7 +20,7 @@ from profiler.devices import (
     select_devices,
 )
 from profiler.environment import Environment, environment
-from profiler.kinds import cpu_kind, cuda_kind_of, datasheet_kind, datasheet_kinds
+from profiler.kinds import RESERVED_BYTES, cpu_kind, cuda_kind_of, datasheet_kind, datasheet_kinds
 from profiler.pinning import child_variables, pin_to_core, started_with, usable_cores
 from profiler.processors import ProcessorFacts, core_fields, core_sort, frequency_hz, processor_name
 
@@ -201,7 +201,7 @@ def test_data_sheets_agree_with_packaged_topologies() -> None:
 def test_known_gpu_gets_its_data_sheet_and_its_own_memory() -> None:
     kind = cuda_kind_of("NVIDIA H200", 140 * GIB)
     assert kind.name == "H200-SXM5-141GB"
-    assert kind.memory_bytes == 140 * GIB
+    assert kind.memory_bytes == 140 * GIB - RESERVED_BYTES
     assert kind.peak_flops == datasheet_kind("H200-SXM5-141GB").peak_flops
 
 

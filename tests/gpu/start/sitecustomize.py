@@ -19,13 +19,14 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def execute_and_install(module: ModuleType) -> None:
+            # Not before: whoever asks whether there is a torch does not import it.
+            sys.meta_path.remove(self)
             execute(module)
             from tests.gpu import virtual_device, virtual_nccl
 
