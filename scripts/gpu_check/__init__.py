@@ -1,0 +1,1 @@
+"""Checks of Soapstone on a GPU, in pieces, with a report."""
