@@ -39,11 +39,16 @@ def nanoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """Seconds of one local call, forward and backward (zero where it has none)."""
+    """Seconds of one local call, forward and backward (zero where it has none).
+
+    `forward_launch_s`, `backward_launch_s`: in which the host issues it, where the device computes apart from the host.
+    """
 
     forward_s: float
     backward_s: float
     origin: Origin
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
 
 class CostSource(Protocol):
@@ -81,6 +86,8 @@ class CallCost:
     forward_ns: int
     backward_ns: int
     origin: int
+    forward_launch_ns: int = 0
+    backward_launch_ns: int = 0
 
 
 class ResolvedCosts(Protocol):
@@ -246,10 +253,16 @@ def _checked(call: LocalCall, cost: OperatorCost | None, kind_name: str) -> Call
             f"cost of {describe(call)}: not measured on {kind_name}, must be; run `app profile` for this model "
             "there or allow estimates"
         )
-    for seconds in (cost.forward_s, cost.backward_s):
+    for seconds in (cost.forward_s, cost.backward_s, cost.forward_launch_s, cost.backward_launch_s):
         if not 0 <= seconds < 1e6:
             raise CostError(
                 f"cost of {describe(call)} on {kind_name}: is {seconds:g} s, must be a time of at least 0; "
                 "measure it again"
             )
-    return CallCost(nanoseconds(cost.forward_s), nanoseconds(cost.backward_s), ORIGIN_CODE[cost.origin])
+    return CallCost(
+        nanoseconds(cost.forward_s),
+        nanoseconds(cost.backward_s),
+        ORIGIN_CODE[cost.origin],
+        nanoseconds(cost.forward_launch_s),
+        nanoseconds(cost.backward_launch_s),
+    )

@@ -127,6 +127,7 @@ class IncrementalEvaluation:
     def _evaluate(self, bound_ns: int) -> Outcome | None:
         builder, layout = self.layout.builder, self.layout
         store = builder.store
+        folds = self._mechanisms.folding and not store.task_costs.has_launches
         resource_sets = store.resource_sets.arrays()
         self._buckets = buckets_for(resource_sets, self._buckets)
         while True:
@@ -142,7 +143,7 @@ class IncrementalEvaluation:
             old, new = self._workloads
             makespan_ns, excess_bytes = evaluate_program_order(
                 self._old_fragments, step, old, new, self._machines, self._times,
-                int(self._mechanisms.folding), bound_ns if self._mechanisms.bound else NEVER_NS,
+                int(folds), bound_ns if self._mechanisms.bound else NEVER_NS,
             )  # fmt: skip
             if makespan_ns == -2:
                 self._grow()

@@ -76,7 +76,7 @@ def new_events(task_count: int, tasks: Tasks, sets: ResourceSets, resource_count
             left_ns_R[sets.resource[place]] += tasks.run_ns[task]
     return Events(
         waiting,
-        np.zeros(task_count, np.int64),
+        tasks.launched_ns[:task_count].copy(),
         np.full(task_count, -1, np.int64),
         ptr,
         successor,
@@ -114,7 +114,7 @@ def begin(task_count: int, events: Events, bound_ns: int) -> int:
     size = 0
     for task in range(task_count):
         if events.waiting[task] == 0:
-            size = push(events.heap_ns, events.heap_task, size, 0, task)
+            size = push(events.heap_ns, events.heap_task, size, events.ready_ns[task], task)
     return size
 
 

@@ -136,8 +136,10 @@ def write_operator(
             row = costs + COST_WORDS * (number // replicas)
             task.forward_ns, task.backward_ns, task.kept_bytes = words[row], words[row + 1], words[row + 2]
             task.origin, task.recomputed_bytes = words[row + 3], words[row + 4]
+            task.forward_launch_ns, task.backward_launch_ns = words[row + 5], words[row + 6]
         else:
             task.forward_ns = task.backward_ns = task.kept_bytes = task.recomputed_bytes = 0
+            task.forward_launch_ns = task.backward_launch_ns = 0
             task.origin = code
     return int(size)
 

@@ -45,7 +45,11 @@ def _record(*fields: str, numbers: tuple[str, ...] = ()) -> np.dtype[Any]:
 
 OPERATOR = _record("tasks", "replicas")
 # kept_bytes: for the backward. recomputed_bytes: there only from when the operator is recomputed to its backward.
-TASK = _record("device", "forward_ns", "backward_ns", "kept_bytes", "origin", "recomputed_bytes")
+# forward_launch_ns, backward_launch_ns: in which the host issues it.
+TASK = _record(
+    "device", "forward_ns", "backward_ns", "kept_bytes", "origin", "recomputed_bytes", "forward_launch_ns",
+    "backward_launch_ns",
+)  # fmt: skip
 # remote_pieces: those that travel. transfers: those of them that no collective serves. reads: collectives and pieces
 # that readers wait for; piece_reads: pieces, were there no collectives.
 VALUE = _record(

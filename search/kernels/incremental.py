@@ -41,7 +41,7 @@ def evaluate_program_order(
 ) -> tuple[int, int]:
     """Make `new` that of the strategy that has the step's fragments from `old`, and simulate it in program order.
 
-    folds: what all devices do alike is served together.
+    folds: what all devices do alike is served together, which takes that hosts issue tasks in no time.
 
     Returns the makespan, -1 beyond the bound, -2 where the pool is too short, -3 where the buckets are, -4 where the
     gathers are; and the bytes beyond the devices' memories.
@@ -86,6 +86,7 @@ def simulate_program_order(
     gathers.reduced_D[:] = 0
     machine = Machine(
         np.zeros(len(left_ns_R), np.int64),
+        np.zeros(devices, np.int64),
         np.zeros(devices, np.int64),
         left_ns_R,
         machines.contention_ppm_D,
@@ -149,7 +150,7 @@ def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes,
     for device in range(len(update_ns_D)):
         if derivation.elements_D[device] == 0:
             continue
-        if compute(machine, device, times.sync_end_D[device], update_ns_D[device]) < 0:
+        if compute(machine, device, times.sync_end_D[device], update_ns_D[device], 0) < 0:
             return False
     for position in range(buckets.counts[0]):
         bucket = buckets.order[position]

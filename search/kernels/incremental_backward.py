@@ -125,7 +125,7 @@ def simulate_recompute(step: Step, machine: Machine, work: Workload, first: int,
             ready_ns = gathers.blocked_D[task.device]
             if gathers.counts[1]:
                 ready_ns = max(ready_ns, gathered_ns(step, 1, operator, task.device))
-            if compute(machine, task.device, ready_ns, task.forward_ns) < 0:
+            if compute(machine, task.device, ready_ns, task.forward_ns, task.forward_launch_ns) < 0:
                 return False
     return True
 
@@ -148,7 +148,7 @@ def simulate_operator_backward(
             )
             if gathers.counts[1]:
                 ready_ns = max(ready_ns, gathered_ns(step, 1, operator, task.device))
-            end_ns = compute(machine, task.device, ready_ns, task.backward_ns)
+            end_ns = compute(machine, task.device, ready_ns, task.backward_ns, task.backward_launch_ns)
             if end_ns < 0:
                 return False
             backward_ns[active_at + part] = end_ns

@@ -82,7 +82,7 @@ def simulate_operator_forward(
         ready_ns = times.forward_ns[active_at + part] if waits else 0
         if step.gathers.counts[1]:
             ready_ns = max(ready_ns, gathered_ns(step, 0, operator, task.device))
-        end_ns = compute(machine, task.device, ready_ns, task.forward_ns)
+        end_ns = compute(machine, task.device, ready_ns, task.forward_ns, task.forward_launch_ns)
         if end_ns < 0:
             return False
         times.forward_ns[active_at + part] = end_ns

@@ -179,9 +179,11 @@ def carry(sets: ResourceSets, machine: Machine, resource_set: int, ready_ns: int
 
 
 @hot
-def compute(machine: Machine, device: int, ready_ns: int, run_ns: int) -> int:
+def compute(machine: Machine, device: int, ready_ns: int, run_ns: int, launch_ns: int) -> int:
     """Serve a task of a device; return its end, or -1 where the makespan is sure to exceed the bound."""
-    begin_ns = max(ready_ns, machine.free_ns_R[device])
+    launched_ns = machine.host_ns_D[device] + launch_ns
+    machine.host_ns_D[device] = launched_ns
+    begin_ns = max(ready_ns, launched_ns, machine.free_ns_R[device])
     left_ns = machine.left_ns_R[device] - run_ns
     machine.left_ns_R[device] = left_ns
     if machine.contended:

@@ -90,7 +90,7 @@ def serve_in_program_order(
     """Serve the tasks in program order; return the makespan."""
     makespan_ns = 0
     for task in range(task_count):
-        ready_ns = 0
+        ready_ns = tasks.launched_ns[task]
         cause = -1
         for place in range(tasks.pred_ptr[task], tasks.pred_ptr[task + 1]):
             pred = tasks.pred[place]

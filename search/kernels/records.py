@@ -104,6 +104,9 @@ class Tasks(NamedTuple):
     subject: Array
     part: Array
     size_bytes: Array
+    launched_ns: (
+        Array  # when the host has issued the task at the earliest; it issues a device's in program order
+    )
     pred_ptr: Array
     pred: Array
 
@@ -151,6 +154,7 @@ class Scratch(NamedTuple):
     backward_task: Array  # beside the pool: of a task
     gradient_base: Array  # beside the pool: of an assembly
     gradient_collective: Array  # beside the pool: of a collective
+    host_ns_D: Array  # when the host of a device has issued all tasks written so far
     counts: Array  # 0 tasks, 1 dependencies
 
 
@@ -318,6 +322,7 @@ class Machine(NamedTuple):
 
     free_ns_R: Array
     debt_ns_D: Array
+    host_ns_D: Array  # when the host of a device has issued all tasks served so far
     left_ns_R: Array  # what they still have to do
     contention_ppm_D: Array
     contended: bool  # whether any device is slowed by communication

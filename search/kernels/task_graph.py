@@ -97,6 +97,7 @@ def emit_task_graph(emission: Emission, update_ns_D: Array, update_origin_D: Arr
     graph, gathers, scratch = emission.graph, emission.gathers, emission.scratch
     devices = len(update_ns_D)
     scratch.counts[:] = 0
+    scratch.host_ns_D[:] = 0
     emission.tasks.pred_ptr[0] = 0
     gathers.latest_D[:] = -1
     gathers.blocked_D[:] = -1

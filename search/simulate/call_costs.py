@@ -17,7 +17,10 @@ from search.simulate.saved_tensors import Lasting, kept_bytes, kept_outputs, las
 
 
 class TaskCosts:
-    """The costs of all tasks met so far, by operators' classes and degrees."""
+    """The costs of all tasks met so far, by operators' classes and degrees.
+
+    `has_launches`: whether a host takes time to issue any of them.
+    """
 
     def __init__(
         self, graph: OperatorGraph, classes: Sequence[int], costs: CostTable, local_calls: LocalCalls
@@ -28,7 +31,8 @@ class TaskCosts:
         self._local_calls = local_calls
         self._kept = kept_outputs(graph)
         self._of_calls: dict[tuple[int, Degrees, str, int], IntArray] = {}
-        self._rows: dict[tuple[int, str, str, int], tuple[int, int, int, int, int]] = {}
+        self._rows: dict[tuple[int, str, str, int], tuple[int, ...]] = {}
+        self.has_launches = False
         self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
         self._lasting_number: dict[Lasting | None, int] = {None: 0}
 
@@ -81,7 +85,7 @@ class TaskCosts:
 
     def _row(
         self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
-    ) -> tuple[int, int, int, int, int]:
+    ) -> tuple[int, ...]:
         """Return what the arena's operator fragment has of a task that executes a call."""
         key = (self._classes[index], call.digest, kind, self._lasting_number[lasting])
         known = self._rows.get(key)
@@ -89,5 +93,7 @@ class TaskCosts:
             outputs = Lasting(self._kept[index]) if lasting is None else lasting
             kept, again = kept_bytes(outputs, call)
             backward_ns = self._costs.backward_ns(cost, call, self._graph.summed_slots[index], kind)
-            known = self._rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again
+            launches = cost.forward_launch_ns, cost.backward_launch_ns
+            self.has_launches |= any(launches)
+            known = self._rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again, *launches
         return known

@@ -328,6 +328,7 @@ def _new_tasks(tasks: int, dependencies: int) -> Tasks:
         subject=np.zeros(tasks, np.int64),
         part=np.zeros(tasks, np.int64),
         size_bytes=np.zeros(tasks, np.int64),
+        launched_ns=np.zeros(tasks, np.int64),
         pred_ptr=np.zeros(tasks + 1, np.int64),
         pred=np.zeros(dependencies, np.int64),
     )
@@ -411,5 +412,6 @@ def _new_scratch(layout: Layout, words: int) -> Scratch:
         backward_task=np.zeros(words, np.int64),
         gradient_base=np.zeros(words, np.int64),
         gradient_collective=np.zeros(words, np.int64),
+        host_ns_D=np.zeros(len(layout.builder.topology.devices), np.int64),
         counts=np.zeros(2, np.int64),
     )

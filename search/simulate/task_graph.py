@@ -96,6 +96,7 @@ class TaskGraph:
         or of the gather after its update, the device of an update.
     part_T: the task of a forward or backward, the piece of a transfer, the number of a collective or gather, else 0.
     size_bytes_T: bytes of a transfer, a bucket or a collective (`graph.collectives.Volume.whole`), else 0.
+    launched_ns_T: when the host has issued the task at the earliest, which issues those of a device in program order.
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
     peak_memory_D: bytes, see `search.simulate.simulator.Simulation`.
@@ -110,6 +111,7 @@ class TaskGraph:
     subject_T: IntArray
     part_T: IntArray
     size_bytes_T: IntArray
+    launched_ns_T: IntArray
     pred_ptr_T1: IntArray
     pred_E: IntArray
     contention_ppm_D: IntArray
@@ -139,6 +141,7 @@ class TaskGraph:
             self.subject_T,
             self.part_T,
             self.size_bytes_T,
+            self.launched_ns_T,
             self.pred_ptr_T1,
             self.pred_E,
         )
@@ -310,6 +313,7 @@ def _sliced(tasks: Tasks, count: int) -> Mapping[str, IntArray]:
         "subject_T": tasks.subject[:count].copy(),
         "part_T": tasks.part[:count].copy(),
         "size_bytes_T": tasks.size_bytes[:count].copy(),
+        "launched_ns_T": tasks.launched_ns[:count].copy(),
         "pred_ptr_T1": tasks.pred_ptr[: count + 1].copy(),
         "pred_E": tasks.pred[:last].copy(),
     }

@@ -10,6 +10,7 @@ class Task:
 
     device: the device of a compute task, else None; then `ends` are the devices whose compute it slows, each as an end
         of `flows` messages at once.
+    launch_ns: in which the device's host issues a compute task, one after the other in the order of the tasks.
     """
 
     run_ns: int
@@ -18,6 +19,17 @@ class Task:
     device: int | None
     ends: tuple[int, ...] = ()
     flows: int = 1
+    launch_ns: int = 0
+
+
+def launched(tasks: list[Task]) -> list[int]:
+    """Return when each task is issued at the earliest."""
+    return [
+        sum(other.launch_ns for other in tasks[: index + 1] if other.device == task.device)
+        if task.device is not None
+        else 0
+        for index, task in enumerate(tasks)
+    ]
 
 
 class Machine:
@@ -48,8 +60,8 @@ def program_order(tasks: list[Task], contention_ppm: list[int]) -> list[tuple[in
     """Return (start, end) of every task, each resource serving in the order of the list."""
     machine = Machine(contention_ppm)
     times: list[tuple[int, int]] = []
-    for task in tasks:
-        ready_ns = max((times[predecessor][1] for predecessor in task.predecessors), default=0)
+    for task, launched_ns in zip(tasks, launched(tasks), strict=True):
+        ready_ns = max([launched_ns, *(times[predecessor][1] for predecessor in task.predecessors)])
         times.append(machine.serve(task, ready_ns))
     return times
 
@@ -58,14 +70,16 @@ def fifo_order(tasks: list[Task], contention_ppm: list[int]) -> list[tuple[int, 
     """Return (start, end) of every task, served by (ready time, task): FlexFlow's Algorithm 1."""
     machine = Machine(contention_ppm)
     times: dict[int, tuple[int, int]] = {}
-    queue = [(0, index) for index, task in enumerate(tasks) if not task.predecessors]
+    launched_ns = launched(tasks)
+    queue = [(launched_ns[index], index) for index, task in enumerate(tasks) if not task.predecessors]
     heapq.heapify(queue)
     while queue:
         ready_ns, index = heapq.heappop(queue)
         times[index] = machine.serve(tasks[index], ready_ns)
         for other, task in enumerate(tasks):
             if index in task.predecessors and all(p in times for p in task.predecessors):
-                heapq.heappush(queue, (max(times[p][1] for p in task.predecessors), other))
+                ready_ns = max([launched_ns[other], *(times[p][1] for p in task.predecessors)])
+                heapq.heappush(queue, (ready_ns, other))
     return [times[index] for index in range(len(tasks))]
 
 
@@ -78,14 +92,15 @@ def priority_order(tasks: list[Task], contention_ppm: list[int], numbers: list[i
     """
     machine = Machine(contention_ppm)
     times: dict[int, tuple[int, int]] = {}
-    ready_ns = {index: 0 for index, task in enumerate(tasks) if not task.predecessors}
+    launched_ns = launched(tasks)
+    ready_ns = {index: launched_ns[index] for index, task in enumerate(tasks) if not task.predecessors}
 
     def serve(index: int, from_ns: int) -> None:
         times[index] = machine.serve(tasks[index], from_ns)
         del ready_ns[index]
         for other, task in enumerate(tasks):
             if index in task.predecessors and all(p in times for p in task.predecessors):
-                ready_ns[other] = max(times[p][1] for p in task.predecessors)
+                ready_ns[other] = max([launched_ns[other], *(times[p][1] for p in task.predecessors)])
 
     now_ns = 0
     while ready_ns:

@@ -116,6 +116,20 @@ class Deriver:
         self.update_gathers()
         return self.tasks
 
+    def launched_ns(self) -> list[int]:
+        """When the host of each task's device has issued it: all before it in program order come first."""
+        host_ns = [0] * len(self.topology.devices)
+        launched = []
+        for task in self.tasks:
+            if task.key[0] not in ("forward", "recompute", "backward"):
+                launched.append(0)
+                continue
+            cost, (device,) = self.cost(int(task.key[1]), int(task.key[2])), task.resources
+            launch_s = cost.backward_launch_s if task.key[0] == "backward" else cost.forward_launch_s
+            host_ns[device] += nanoseconds(launch_s)
+            launched.append(host_ns[device])
+        return launched
+
     def gathers(self, side: str, of_operators: dict[int, tuple[Gather, ...]], index: int) -> None:
         """Begin what the next operator needs that reads weights kept in shares; before the first, its own too."""
         if index not in of_operators:

@@ -1,7 +1,7 @@
 """Small operator graphs with hand-written iteration spaces, made-up costs, and random strategies."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -390,6 +390,17 @@ class CoarseCosts(MadeUpCosts):
         steps = (elements + len(kind_name)) % 3
         backward_s = (2 - steps) * 1e-6 if call.has_backward else 0.0
         return OperatorCost(steps * 1e-6, backward_s, Origin.MEASURED)
+
+
+class LaunchedCosts(MadeUpCosts):
+    """Costs of devices whose host takes longer to issue some calls than they take."""
+
+    def _cost(self, call: LocalCall, kind_name: str) -> OperatorCost:
+        cost = super()._cost(call, kind_name)
+        launch_s = len(call.target) % 4 * 1e-5
+        return replace(
+            cost, forward_launch_s=launch_s, backward_launch_s=1.5 * launch_s if cost.backward_s else 0.0
+        )
 
 
 def device_kind(name: str = "made-up", memory_bytes: int = 1 << 40) -> DeviceKind:

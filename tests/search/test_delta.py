@@ -21,13 +21,14 @@ from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
 from search.evaluate.incremental import IncrementalEvaluation, Mechanisms
 from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
-from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel
 from tests.reference import policies
 from tests.reference import simulate as reference
 from tests.search.builders import (
     SOME_MEASURED,
     CoarseCosts,
+    LaunchedCosts,
     MadeUpCosts,
     branches,
     cluster,
@@ -78,8 +79,23 @@ def builder_of(
     )
 
 
+def launches_ns(tasks: TaskGraph) -> list[int]:
+    """Return in which time the host issues each computation after the one before it on its device."""
+    latest_ns: dict[int, int] = {}
+    launches = []
+    for task in range(tasks.task_count):
+        if tasks.kind_T[task] in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.RECOMPUTE):
+            device = int(tasks.resource_set_T[task])
+            launches.append(int(tasks.launched_ns_T[task]) - latest_ns.get(device, 0))
+            latest_ns[device] = int(tasks.launched_ns_T[task])
+        else:
+            launches.append(0)
+    return launches
+
+
 def reference_ns(tasks: TaskGraph, order: Order) -> int:
     """Simulate a task graph with the slow reference."""
+    launch_ns = launches_ns(tasks)
     listed = [
         reference.Task(
             run_ns=int(tasks.run_ns_T[task]),
@@ -90,6 +106,7 @@ def reference_ns(tasks: TaskGraph, order: Order) -> int:
             device=int(tasks.resource_set_T[task]) if tasks.kind_T[task] in COMPUTE_KINDS else None,
             ends=() if tasks.kind_T[task] in COMPUTE_KINDS else tasks.ends(task),
             flows=int(tasks.resource_sets.flows[tasks.resource_set_T[task]]),
+            launch_ns=launch_ns[task],
         )
         for task in range(tasks.task_count)
     ]
@@ -110,7 +127,7 @@ class Walk(RuleBasedStateMachine):
         graph=st.sampled_from(sorted(GRAPHS)),
         topology=st.sampled_from(sorted(TOPOLOGIES)),
         seed=st.integers(0, 1000),
-        costs=st.sampled_from([MadeUpCosts(), CoarseCosts()]),
+        costs=st.sampled_from([MadeUpCosts(), CoarseCosts(), LaunchedCosts()]),
     )
     def begin(self, graph: str, topology: str, seed: int, costs: MadeUpCosts) -> None:
         self.graph, self.topology, self.costs = GRAPHS[graph], TOPOLOGIES[topology], costs

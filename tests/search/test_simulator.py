@@ -64,6 +64,7 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
         subject_T=zeros,
         part_T=zeros,
         size_bytes_T=zeros,
+        launched_ns_T=np.array(reference.launched(tasks), np.int64),
         pred_ptr_T1=pointers([task.predecessors for task in tasks]),
         pred_E=items([task.predecessors for task in tasks]),
         contention_ppm_D=np.array(contention_ppm, np.int64),
@@ -88,13 +89,15 @@ def flat(tasks: list[reference.Task], contention_ppm: list[int]) -> TaskGraph:
 def task_lists(draw: st.DrawFn) -> list[reference.Task]:
     """Random tasks: dependencies point backwards, durations collide often, transfers hold several links."""
     tasks: list[reference.Task] = []
+    launches = draw(st.booleans())
     for place in range(draw(st.integers(1, 40))):
         earlier = st.integers(max(0, place - 8), place - 1) if place else st.nothing()
         predecessors = tuple(draw(st.sets(earlier, max_size=3))) if place else ()
         run_ns = draw(st.integers(0, 9))
         if draw(st.booleans()):
             device = draw(st.integers(0, DEVICES - 1))
-            tasks.append(reference.Task(run_ns, predecessors, (device,), device))
+            launch_ns = draw(st.integers(0, 9)) if launches else 0
+            tasks.append(reference.Task(run_ns, predecessors, (device,), device, launch_ns=launch_ns))
         else:
             links = draw(st.sets(st.integers(DEVICES, DEVICES + LINKS - 1), min_size=1, max_size=3))
             ends = draw(st.sets(st.integers(0, DEVICES - 1), min_size=2, max_size=3))
@@ -164,7 +167,8 @@ def test_critical_path_has_no_gap(order: Order, tasks: list[reference.Task]) -> 
         simulation = simulate_tasks(flat(tasks, [500_000] * DEVICES), order)
     path = simulation.critical_path
     assert simulation.end_ns[path[-1]] == simulation.step_time_ns
-    assert simulation.start_ns[path[0]] == 0
+    # Before it there is its host alone, which had issued nothing sooner.
+    assert simulation.start_ns[path[0]] == simulation.tasks.launched_ns_T[path[0]]
     for before, after in itertools.pairwise(path):
         assert simulation.end_ns[before] == simulation.start_ns[after]
 

@@ -21,6 +21,7 @@ from search.space.baselines import data_parallel, expert, random_strategy, singl
 from tests.reference import taskgraph as reference
 from tests.search.builders import (
     SOME_MEASURED,
+    LaunchedCosts,
     MadeUpCosts,
     all_reduces,
     branches,
@@ -58,7 +59,7 @@ def built(graph: OperatorGraph, strategy: Strategy, topology: Topology, links: L
         graph,
         strategy,
         topology,
-        CostTable(MadeUpCosts()),
+        CostTable(LaunchedCosts()),
         TRAINING,
         links=links,
         bucket_bytes=BUCKET_BYTES,
@@ -123,11 +124,13 @@ def test_task_graph_is_the_plan(make: Callable[[], OperatorGraph], topology: Top
     graph = make()
     for strategy in strategies_of(graph, len(topology.devices)):
         deriver = reference.Deriver(
-            graph, strategy, topology, MadeUpCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS
+            graph, strategy, topology, LaunchedCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS
         )
         expected = deriver.derive()
         tasks = built(graph, strategy, topology, LINKS)
         check_equal(tasks, expected)
+        assert tasks.launched_ns_T.tolist() == deriver.launched_ns()
+        assert tasks.launched_ns_T.any()
         assert tasks.peak_memory_D.tolist() == deriver.peak_memory()
 
 
