@@ -365,6 +365,11 @@ def _print(report: SearchReport) -> None:
         f"scheduling efficiency {percent(report.best.scheduling_efficiency)}: from all tasks one after the other, "
         f"{1 + report.best.speedup_potential:.2f} x the work of the busiest device or link, to that work alone"
     )
+    if report.best.launch_s:
+        share = report.best.launch_s / report.best.step_time_s
+        print_lines(
+            f"to issue the step takes its hosts up to {milliseconds(report.best.launch_s)}, {percent(share)} of it"
+        )
     if report.recomputation is not None:
         print_lines(recomputation_line(report.recomputation))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")

@@ -371,12 +371,16 @@ class SearchedSetting:
 
 @dataclass(frozen=True, slots=True)
 class OpCostMedian:
-    """The median of an operator cost's samples, None where the measurement failed; `digest` names its signature."""
+    """The median of an operator cost's samples, None where the measurement failed; `digest` names its signature.
+
+    launch_s: as of `OpCostRecord`.
+    """
 
     id: int
     digest: str
     phase: Phase
     median_s: float | None
+    launch_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,13 +152,30 @@ class CostStore(StorePart):
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], float | None]:
-        """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed.
+        """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed."""
+        found = self._op_cost_medians(device_kind_id, environments, digests)
+        return {(cost.digest, cost.phase): cost.median_s for cost in found}
 
-        Without samples, keys and the rest, so that a network's thousands of costs are read at once.
-        """
+    def op_launches(
+        self,
+        device_kind_id: int,
+        environments: int | Collection[int] | None,
+        digests: Iterable[str] | None = None,
+    ) -> dict[tuple[str, Phase], float]:
+        """Return the seconds in which the host issues each call that `op_costs` returns, where they were measured."""
+        found = self._op_cost_medians(device_kind_id, environments, digests)
+        return {(cost.digest, cost.phase): cost.launch_s for cost in found if cost.launch_s is not None}
+
+    def _op_cost_medians(
+        self,
+        device_kind_id: int,
+        environments: int | Collection[int] | None,
+        digests: Iterable[str] | None,
+    ) -> list[OpCostMedian]:
+        """Return costs without samples, keys and the rest, so that a network's thousands are read at once."""
         costs, signatures = models.op_costs, models.op_signatures
         query = (
-            sa.select(costs.c.id, signatures.c.digest, costs.c.phase, costs.c.median_s)
+            sa.select(costs.c.id, signatures.c.digest, costs.c.phase, costs.c.median_s, costs.c.launch_s)
             .join(signatures, costs.c.signature_id == signatures.c.id)
             .where(costs.c.device_kind_id == device_kind_id)
             .order_by(costs.c.measured_at, costs.c.id)
@@ -169,11 +186,7 @@ class CostStore(StorePart):
         if digests is not None:
             queries = [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
         with self.read() as connection:
-            return {
-                (cost.digest, cost.phase): cost.median_s
-                for selected in queries
-                for cost in read_all(connection, OpCostMedian, selected)
-            }
+            return [cost for selected in queries for cost in read_all(connection, OpCostMedian, selected)]
 
     def put_link_costs(
         self, device_kind_id: int, environment_id: int, costs: Iterable[LinkCostRecord]

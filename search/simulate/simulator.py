@@ -48,8 +48,8 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 class Simulation:
     """A simulated training step.
 
-    start_ns, end_ns: of every task. cause: the task that each one had to wait for last, -1 where there is none: then it
-    waited for nothing, or for its host, which issues the tasks of a device in program order (`TaskGraph.launched_ns_T`).
+    start_ns, end_ns: of every task. cause: the task that each one had to wait for last, -1 where there is none: it
+    waited for nothing, or for its host, which issues the tasks of a device in program order.
 
     Peak memory of a device, in bytes, is that at the end of the forward, when all that the backward needs is alive:
     weights (with gradient and optimizer state where they are trained; of what is shared its share), buffers and inputs
@@ -92,6 +92,14 @@ class Simulation:
             minlength=len(self.tasks.topology.devices),
         )
         return tuple(float(item) / 1e9 for item in total)
+
+    @cached_property
+    def launch_s(self) -> tuple[float, ...]:
+        """Seconds in which the host of each device issues its tasks; a step takes no less."""
+        launched_ns = np.zeros(len(self.tasks.topology.devices), np.int64)
+        compute = self._is_compute
+        np.maximum.at(launched_ns, self.tasks.resource_set_T[compute], self.tasks.launched_ns_T[compute])
+        return tuple(float(item) / 1e9 for item in launched_ns)
 
     @cached_property
     def communication_s(self) -> float:

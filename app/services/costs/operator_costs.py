@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
+from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from app.db.records import OpCostRecord, OpSignatureRecord, Phase
@@ -110,6 +111,8 @@ class DatabaseCosts:
         self._on_miss = on_miss
         self._measure = measure
         self._measured: dict[tuple[str, Phase], float] = {}
+        self._launches: dict[tuple[str, Phase], float] = {}
+        self._usual_launches: dict[Phase, float] = {}
         self._failed: set[str] = set()
         self._least_measured_s = float("inf")
         self._estimator: Estimator | None = None
@@ -130,6 +133,8 @@ class DatabaseCosts:
             else:
                 self._measured[name, phase] = time_s
                 self._least_measured_s = min(self._least_measured_s, time_s)
+        if self._kind.processor == "cuda":
+            self._launches.update(self._store.op_launches(self._kind_id, self._environments, digests))
 
     def read_again(self, digests: Collection[str]) -> None:
         """Read the stored costs of these calls again: they were measured since. Estimates then rest on these."""
@@ -139,6 +144,7 @@ class DatabaseCosts:
             self._errors.pop(name, None)
         self._measured = {key: time_s for key, time_s in self._measured.items() if key[0] not in again}
         self._estimator = None
+        self._usual_launches = {}
         self._load(again)
 
     def copies(self) -> bool:
@@ -228,19 +234,46 @@ class DatabaseCosts:
         wanted = phases(call)
         if self._has(call):
             backward_s = self._measured[call.digest, "backward"] if "backward" in wanted else 0.0
-            cost = OperatorCost(self._measured[call.digest, "forward"], backward_s, Origin.MEASURED)
+            cost = OperatorCost(
+                self._measured[call.digest, "forward"], backward_s, Origin.MEASURED, *self._launch_s(call)
+            )
         else:
             estimates = [self._fitted().estimate(call, phase) for phase in wanted]
             origin = Origin.DATASHEET if any(e.origin == "datasheet" for e in estimates) else Origin.ESTIMATED
             cost = OperatorCost(
-                estimates[0].time_s, estimates[1].time_s if len(estimates) > 1 else 0.0, origin
+                estimates[0].time_s,
+                estimates[1].time_s if len(estimates) > 1 else 0.0,
+                origin,
+                *self._launch_s(call),
             )
             # Of the larger phase, which is most of the call's time.
             error = max(estimates, key=lambda estimate: estimate.time_s).error
             if origin is Origin.ESTIMATED and error is not None:
                 self._errors[call.digest] = error
-        self._used[call.digest] = f"{cost.forward_s!r} {cost.backward_s!r}"
+        used = [cost.forward_s, cost.backward_s]
+        if cost.forward_launch_s or cost.backward_launch_s:
+            used += [cost.forward_launch_s, cost.backward_launch_s]
+        self._used[call.digest] = " ".join(map(repr, used))
         return cost
+
+    def _launch_s(self, call: LocalCall) -> tuple[float, float]:
+        """Return the seconds in which a GPU's host issues a call's forward and backward; on a CPU 0.
+
+        What was not measured takes the median of all calls that were: it depends on the number of kernels, not on sizes.
+        """
+        from profiler.measure import phases
+
+        launches: dict[Phase, float] = {
+            phase: self._launches.get((call.digest, phase), self._usual_launch_s(phase))
+            for phase in phases(call)
+        }
+        return launches.get("forward", 0.0), launches.get("backward", 0.0)
+
+    def _usual_launch_s(self, phase: Phase) -> float:
+        if phase not in self._usual_launches:
+            of_phase = [time_s for (_, other), time_s in self._launches.items() if other == phase]
+            self._usual_launches[phase] = median(of_phase) if of_phase else 0.0
+        return self._usual_launches[phase]
 
     def _fitted(self) -> Estimator:
         """The estimator, calibrated on every measurement of the kind and environment that the database holds."""

@@ -116,6 +116,7 @@ class SearchPredictions:
             bytes_moved=simulation.bytes_moved,
             scheduling_efficiency=simulation.efficiency,
             speedup_potential=simulation.speedup_potential,
+            launch_s=max(simulation.launch_s),
             peak_memory_bytes=simulation.peak_memory_bytes,
             feasible=simulation.feasible,
         )

@@ -32,7 +32,10 @@ class AlgorithmReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One strategy's predicted step. Efficiency and potential are those of `search.simulate.simulator.Simulation`."""
+    """One strategy's predicted step. Efficiency and potential are those of `search.simulate.simulator.Simulation`.
+
+    launch_s: the most seconds that the host of a device takes to issue a step; 0 where a CPU computes.
+    """
 
     name: str
     strategy_id: int
@@ -43,6 +46,7 @@ class Prediction:
     bytes_moved: int
     scheduling_efficiency: float
     speedup_potential: float
+    launch_s: float
     peak_memory_bytes: tuple[int, ...]
     feasible: bool
 
@@ -63,6 +67,7 @@ class Prediction:
             "bytes_moved": self.bytes_moved,
             "scheduling_efficiency": self.scheduling_efficiency,
             "speedup_potential": self.speedup_potential,
+            "launch_s": self.launch_s,
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "feasible": self.feasible,
         }

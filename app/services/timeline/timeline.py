@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from search.simulate.simulator import Simulation
 
 END_OF_STEP = "the end of the step"
+HOST = "the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def with_waits(simulation: Simulation, timeline: StepTimeline) -> StepTimeline:
         resources = tasks.resources(task)
         if len(resources) == 1 and resources[0] < len(timeline.devices):
             cause = int(simulation.cause[task])
-            subject = subjects.kind_and_subject(cause)[1] if cause >= 0 else END_OF_STEP
+            subject = subjects.kind_and_subject(cause)[1] if cause >= 0 else HOST
             waited_for.setdefault((resources[0], int(simulation.start_ns[task])), subject)
     devices = []
     for device, slices in enumerate(timeline.devices):
