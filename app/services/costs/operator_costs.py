@@ -259,7 +259,7 @@ class DatabaseCosts:
     def _launch_s(self, call: LocalCall) -> tuple[float, float]:
         """Return the seconds in which a GPU's host issues a call's forward and backward; on a CPU 0.
 
-        What was not measured takes the median of all calls that were: it depends on the number of kernels, not on sizes.
+        What was not measured takes the median of all calls that were: it depends on how many kernels, not on sizes.
         """
         from profiler.measure import phases
 
