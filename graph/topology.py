@@ -385,11 +385,12 @@ def local_topology(
     name: str = "local",
     link_kind: LinkKind = "memory",
     measured: Mapping[Pair, tuple[float, float]] | None = None,
+    ports: bool = True,
 ) -> Topology:
-    """Return one node of `device_count` devices with a link of its own for every ordered pair.
+    """Return one node of `device_count` devices with a link of its own for every ordered pair, and ports of GPUs.
 
     `kind` is that of all devices, or of each. `measured` gives (bandwidth in bytes per second, latency in seconds) for
-    pairs that differ from the rest.
+    pairs that differ from the rest. `ports`: messages out of one GPU, and those into one, go one after the other.
 
     Raises:
         TopologyError: there is no device, kinds are not as many as devices, or a measured value is out of range.
@@ -405,14 +406,50 @@ def local_topology(
     for source, destination in pairs:
         bandwidth, latency = (measured or {}).get((source, destination), (bandwidth_bytes_per_s, latency_s))
         links.append(Link(f"{link_kind}/{source}->{destination}", link_kind, bandwidth, latency))
+    routes: dict[Pair, tuple[int, ...]] = {pair: (index,) for index, pair in enumerate(pairs)}
+    if ports:
+        links, routes = with_ports(links, routes, [device_kind.processor for device_kind in kinds])
     return Topology(
         name=name,
         kinds=tuple(named.values()),
         devices=tuple(Device(index, device_kind.name, 0, index) for index, device_kind in enumerate(kinds)),
         links=tuple(links),
-        routes={pair: (index,) for index, pair in enumerate(pairs)},
+        routes=routes,
         contention=tuple((kind_name, contention) for kind_name in named) if contention else (),
     )
+
+
+def with_ports(
+    links: Sequence[Link], routes: Mapping[Pair, tuple[int, ...]], processors: Sequence[Processor]
+) -> tuple[list[Link], dict[Pair, tuple[int, ...]]]:
+    """Return links and routes with a port out of each GPU and one into it, as fast as the fastest route over it.
+
+    Routes between devices that are not both GPUs stay as they are. A port adds no latency: a route's price is the same.
+    """
+    extended, with_their_ports = list(links), dict(routes)
+    port_of: dict[tuple[int, str], int] = {}
+    gpu_pairs = [pair for pair in routes if all(processors[device] == "cuda" for device in pair)]
+    for end, direction in ((0, "out"), (1, "in")):
+        for device in sorted({pair[end] for pair in gpu_pairs}):
+            fastest = max(
+                (
+                    min((links[link] for link in routes[pair]), key=lambda link: link.bandwidth_bytes_per_s)
+                    for pair in gpu_pairs
+                    if pair[end] == device
+                ),
+                key=lambda link: link.bandwidth_bytes_per_s,
+            )
+            port_of[device, direction] = len(extended)
+            extended.append(
+                Link(f"port/{device}/{direction}", fastest.kind, fastest.bandwidth_bytes_per_s, 0.0)
+            )
+    for source, destination in gpu_pairs:
+        with_their_ports[source, destination] = (
+            port_of[source, "out"],
+            *routes[source, destination],
+            port_of[destination, "in"],
+        )
+    return extended, with_their_ports
 
 
 def packaged_topologies() -> tuple[str, ...]:

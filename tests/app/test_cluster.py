@@ -78,6 +78,19 @@ def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:
     assert topology.contention_of("other core") == 0.9
 
 
+def test_messages_of_a_gpu_within_its_host_share_its_ports() -> None:
+    gpu = replace(KIND, processor="cuda")
+    ranks = [RankDevice(host, gpu) for host in ("a", "a", "a", "b")]
+    probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 3), 1e9, 3e-5)), (0.25,) * 4)
+    topology = measured_topology("hosts", ranks, probe)
+    assert set(topology.route(0, 1)) & set(topology.route(0, 2))
+    assert set(topology.route(0, 1)) & set(topology.route(2, 1))
+    assert set(topology.route(0, 1)).isdisjoint(topology.route(1, 2))
+    assert topology.transfer_time_s(0, 1, 8 * 10**9) == pytest.approx(1 + 1e-6)
+    # Over the network their host's link counts.
+    assert set(topology.route(0, 3)).isdisjoint(topology.route(0, 1))
+
+
 def test_messages_of_a_host_share_its_network_link() -> None:
     ranks = [RankDevice(host, KIND) for host in ("a", "a", "b")]
     probe = LinkProbe((message((0, 1), 8e9, 1e-6), message((0, 2), 1e9, 3e-5)), (0.25, 0.25, 0.25))

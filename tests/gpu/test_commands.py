@@ -40,3 +40,23 @@ def test_a_network_is_profiled_searched_and_run(
     once = ("--strategy", "data-parallel", "--iterations", "1", "--warmup", "0", "--verify")
     ran = command("run", *INCEPTION, *once)
     assert (ran.code, ran.document["verified"]) == (0, True), ran.errors
+
+
+def test_a_step_of_short_kernels_is_predicted_by_what_its_host_takes(
+    measured_briefly: None,
+    speeds: Callable[[Speeds], None],
+    command: Command,  # noqa: F811
+) -> None:
+    # To issue a kernel takes six times as long as the kernel.
+    speeds(Speeds(cache_bytes=2**10))
+    network = ("--gpus", "0", "--model", "gpt2", "--preset", "small", "--json")
+    assert command("profile", *network).code == 0
+    searched = command("search", *network, "--proposals", "1", "--no-confirm").document["predictions"][0]
+    assert searched["launch_s"] > 0.99 * searched["predicted_step_time_s"]
+    once = ("--strategy", "single-device", "--iterations", "2", "--warmup", "1")
+    ran = command("run", *network, *once)
+    assert ran.code == 0, ran.errors
+    # The optimizer's launches, and the loss's, are no operator's.
+    assert -0.1 < ran.document["relative_error"] < 0
+    (row,) = command("query", "SELECT min(compute_s) AS device_s FROM simulations", "--json").document
+    assert row["device_s"] < 0.3 * ran.document["median_s"]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,33 @@ def test_local_topology_takes_measured_pairs() -> None:
     topology = local_topology(2, CPU, 4e9, 1e-4, measured={(1, 0): (2e9, 3e-4)})
     assert topology.transfer_time_s(0, 1, 4_000_000) == pytest.approx(0.0011)
     assert topology.transfer_time_s(1, 0, 4_000_000) == pytest.approx(0.0023)
+
+
+def test_messages_of_gpus_share_the_port_out_of_one_and_the_port_into_one() -> None:
+    gpu, measured = replace(CPU, name="gpu", processor="cuda"), {(0, 1): (8e9, 2e-4)}
+    topology = local_topology(4, gpu, 4e9, 1e-4, measured=measured)
+    apart = local_topology(4, gpu, 4e9, 1e-4, measured=measured, ports=False)
+    pairs = list(permutations(range(4), 2))
+    for source, destination in pairs:
+        expected = apart.transfer_time_s(source, destination, 10**7)
+        assert topology.transfer_time_s(source, destination, 10**7) == expected
+    for first, second in permutations(pairs, 2):
+        shares = not set(topology.route(*first)).isdisjoint(topology.route(*second))
+        assert shares == (first[0] == second[0] or first[1] == second[1])
+        assert set(apart.route(*first)).isdisjoint(apart.route(*second))
+
+
+def test_a_cpu_has_no_port_beside_gpus() -> None:
+    gpu = replace(CPU, name="gpu", processor="cuda")
+    topology = local_topology(3, [gpu, gpu, CPU], 4e9, 1e-4)
+    assert [link.name for link in topology.links[6:]] == [
+        "port/0/out",
+        "port/1/out",
+        "port/0/in",
+        "port/1/in",
+    ]
+    assert len(topology.route(0, 1)) == 3
+    assert len(topology.route(0, 2)) == len(topology.route(2, 1)) == 1
 
 
 def test_subset_keeps_the_first_devices_and_their_routes() -> None:

@@ -33,7 +33,7 @@ from app.services.costs.topologies import (
 from app.services.predict.predict import Target, local_target
 from app.services.progress import Progress
 from graph.errors import RankFailure, SoapstoneError, UsageError
-from graph.topology import Device, DeviceKind, Link, Processor, Topology
+from graph.topology import Device, DeviceKind, Link, Processor, Topology, with_ports
 from runtime.launch.rank_leader import LaunchedRanks
 from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_variable
 
@@ -352,6 +352,9 @@ def measured_topology(name: str, ranks: Sequence[RankDevice], probe: LinkProbe) 
             else:
                 routes[source, destination] = (len(links),)
                 links.append(Link(f"memory/{source}->{destination}", "memory", *inside[nodes[source]]))
+    inside_hosts = {pair: route for pair, route in routes.items() if nodes[pair[0]] == nodes[pair[1]]}
+    links, ported = with_ports(links, inside_hosts, [member.kind.processor for member in ranks])
+    routes.update(ported)
     return Topology(
         name=name,
         kinds=tuple(kinds.values()),
