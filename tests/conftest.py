@@ -35,8 +35,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# Files that take longest: one that came last would run alone.
+FIRST = [
+    f"tests/{name}.py"
+    for name in (
+        "app/test_run_ranks", "runtime/test_zoo", "app/test_main_job", "packaging/test_environment",
+        "runtime/test_training", "runtime/test_huggingface", "gpu/test_commands", "testbeds/test_testbed",
+        "graph/test_huggingface", "app/test_export", "app/db/test_reading", "graph/test_importer",
+        "runtime/test_random_graphs", "runtime/test_dtensor_run", "app/test_signals", "gpu/test_host_waits",
+        "graph/test_alike", "runtime/test_loops", "profiler/test_links",
+    )
+]  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `cuda` where torch sees no CUDA device."""
+    """Put the files that take longest first; skip the tests marked `cuda` where torch sees no CUDA device."""
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(FIRST)))
     needing_cuda = [item for item in items if item.get_closest_marker("cuda")]
     if not needing_cuda:
         return

@@ -26,6 +26,7 @@ def dying():
         os.kill(os.getpid(), signal.SIGKILL)
     return fine()
 """
+ROOT = Path(__file__).parents[2]
 RUN = ("--device", "cpu", "--strategy", "data-parallel", "--on-miss", "estimate", "--iterations", "3")
 
 
@@ -58,9 +59,9 @@ def on_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[
     command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     agents = [
         subprocess.Popen(
-            [*command, f"--node-rank={host}", "-m", "app", *arguments],
+            [*command, f"--node-rank={host}", "-m", "tests.app.brief_app", *arguments],
             cwd=folder,
-            env={**os.environ, **child_variables()},
+            env={**os.environ, **child_variables(), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

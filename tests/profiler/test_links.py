@@ -57,7 +57,11 @@ while True:
 """
 SIZES = [2**power for power in range(10, 25, 2)]
 QUICK = LinkOptions(
-    p2p_sizes=(1024, 65536), all_reduce_sizes=(1024, 65536), exchange_sizes=(1024,), limit_s=60.0
+    p2p_sizes=(1024, 65536),
+    all_reduce_sizes=(1024, 65536),
+    exchange_sizes=(1024,),
+    limit_s=60.0,
+    most_again=0,
 )
 
 
@@ -200,7 +204,9 @@ def test_what_patterns_do_is_what_they_are_called(of_three: LinkProbe) -> None:
 
 def test_each_rank_times_the_groups_that_it_is_in_and_without_time_the_fewest_repetitions() -> None:
     """Groups that overlap and groups that do not, in processes of their own."""
-    options = LinkOptions(p2p_sizes=(1024,), all_reduce_sizes=(1024,), exchange_sizes=(1024,), limit_s=60.0)
+    options = LinkOptions(
+        p2p_sizes=(1024,), all_reduce_sizes=(1024,), exchange_sizes=(1024,), limit_s=60.0, most_again=0
+    )
     groups = ((0, 1), (2, 3), (0, 2), (0, 1, 2, 3))
     reports = run_plans(options, ((0, 3), (1, 2)), groups)
     for rank, report in enumerate(reports):
@@ -216,7 +222,9 @@ def test_each_rank_times_the_groups_that_it_is_in_and_without_time_the_fewest_re
 
 def test_of_sizes_that_take_too_long_or_too_much_memory_the_first_ends_a_pattern() -> None:
     sizes = (1024, MIB, HUGE_BYTES + 1024, 2**50, 2**51)
-    options = LinkOptions(p2p_sizes=sizes, all_reduce_sizes=sizes, exchange_sizes=(1024,), limit_s=60.0)
+    options = LinkOptions(
+        p2p_sizes=sizes, all_reduce_sizes=sizes, exchange_sizes=(1024,), limit_s=60.0, most_again=0
+    )
     (first, second) = run_plans(options, ((0, 1),), ((0, 1),))
     assert list(first.times_s) == list(second.times_s)
     for pattern in ("p2p", "all_reduce"):
@@ -367,7 +375,9 @@ def test_every_pattern_runs_over_nccl_on_one_gpu(tmp_path: Path) -> None:
     """A group of one GPU: no link is measured, but every call is made, timed and waited for as between several."""
     (device, *_) = available_devices("cuda")
     sizes = (KIB, MIB)
-    options = LinkOptions(p2p_sizes=(), all_reduce_sizes=sizes, exchange_sizes=sizes, limit_s=120.0)
+    options = LinkOptions(
+        p2p_sizes=(), all_reduce_sizes=sizes, exchange_sizes=sizes, limit_s=120.0, most_again=0
+    )
     process = DeviceProcess(one_gpu, device, options.plan(0, 1, (), ((0,),), str(tmp_path / "meet")))
     try:
         report = process.connection.recv()

@@ -339,7 +339,8 @@ def test_bytes_take_at_least_their_time_at_the_rate(
 
 def test_a_step_on_two_hosts_is_equal_to_one_on_one_device(two_hosts: str, tmp_path: Path) -> None:
     options = ["--strategy", "data-parallel", "--device", "cpu", "--on-miss", "estimate", "--iterations", "2"]
-    command = ["app", "run", "--model", "mlp", "--preset", "small", *options, "--verify", "--json"]
+    brief = ["python", "-m", "tests.app.brief_app", "run"]
+    command = [*brief, "--model", "mlp", "--preset", "small", *options, "--verify", "--json"]
     database = ["--database", str(tmp_path / "test.sqlite")]
     code, output, errors = outcome("run", "--name", two_hosts, "--", *command, *database, folder=tmp_path)
     assert code == 0, errors
