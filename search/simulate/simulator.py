@@ -108,7 +108,10 @@ class Simulation:
 
     @cached_property
     def bounds_ns(self) -> tuple[int, int]:
-        """The least and the most that the order can make of these tasks: all of the busiest resource, all there is."""
+        """The least and the most that the order can make of these tasks: all of the busiest resource, all there is.
+
+        A host is busy to its last task, and where nothing runs something waits for its host.
+        """
         resource_sets, resource_set_T = self.tasks.resource_sets, self.tasks.resource_set_T
         first, last = (
             resource_sets.resource_ptr[resource_set_T],
@@ -118,7 +121,8 @@ class Simulation:
         places = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         busy_ns_R = np.zeros(self.tasks.resource_count, np.int64)
         np.add.at(busy_ns_R, resource_sets.resource[places], np.repeat(self.busy_ns, counts))
-        return int(busy_ns_R.max(initial=0)), int(self.busy_ns.sum())
+        launched_ns = int(self.tasks.launched_ns_T.max(initial=0))
+        return max(int(busy_ns_R.max(initial=0)), launched_ns), int(self.busy_ns.sum()) + launched_ns
 
     @property
     def efficiency(self) -> float:

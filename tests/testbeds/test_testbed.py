@@ -53,7 +53,7 @@ def start(*arguments: str, folder: Path = ROOT, path: str | None = None) -> subp
     return subprocess.Popen(
         [sys.executable, "-m", "scripts.testbeds", "--folder", str(folder), *arguments],
         cwd=ROOT,
-        env={**os.environ, **({} if path is None else {"PATH": path})},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **({} if path is None else {"PATH": path})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
