@@ -54,17 +54,15 @@ class _Moments(torch.autograd.Function):
         if count == 0:
             return values.new_zeros((2, values.shape[1]), dtype=torch.float64)
         unused = values.new_zeros(values.shape[1], dtype=torch.float32) if values.dtype in HALVES else None
-        mean, variance = torch.batch_norm_update_stats(values, unused, unused, 0.0)
-        mean, variance = mean.double(), variance.double()
-        return torch.stack((mean * count, (variance + mean * mean) * count))
+        statistics = torch.stack(torch.batch_norm_update_stats(values, unused, unused, 0.0)).double()
+        return _moments_of(statistics, count)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (values,) = ctx.saved_tensors
-        sums, squares = gradients[0].unbind(0)
-        shift = _channel_view(sums.to(values.dtype), values.dim())
-        scale = _channel_view((2 * squares).to(values.dtype), values.dim())
-        return torch.addcmul(shift, values, scale)
+        shift, scale = gradients[0].to(values.dtype).unbind(0)
+        shift, scale = (_channel_view(vector, values.dim()) for vector in (shift, scale))
+        return torch.addcmul(shift, values, scale, value=2)
 
 
 def moments(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - ATen's name
@@ -79,10 +77,17 @@ def fixed_moments(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
     return torch.stack((mean, variance + mean * mean))
 
 
-def _statistics(moments: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and biased variance [C], in float64."""
-    mean = moments[0] / count
-    return mean, (moments[1] / count - mean * mean).clamp_(min=0.0)
+def _moments_of(statistics: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the moments of `count` elements a channel; overwrites their mean and biased variance [2, C]."""
+    statistics[1].addcmul_(statistics[0], statistics[0])
+    return statistics.mul_(count)
+
+
+def _statistics(moments: torch.Tensor, count: int) -> torch.Tensor:
+    """Return mean and biased variance [2, C], in float64."""
+    statistics = moments / count
+    statistics[1].addcmul_(statistics[0], statistics[0], value=-1).clamp_(min=0.0)
+    return statistics
 
 
 class _Apply(torch.autograd.Function):
@@ -97,32 +102,33 @@ class _Apply(torch.autograd.Function):
         eps: float,
     ) -> torch.Tensor:
         values = _one_layout(values)
-        mean, variance = _statistics(moments, count)
+        statistics = _statistics(moments, count)
         ctx.kinds = [None if vector is None else vector.dtype for vector in (weight, bias)]
         if weight is None:
             # Its gradient is asked for below, which CUDA's kernels give of no weight that is missing.
             weight = values.new_ones(values.shape[1])
         kind = torch.float32 if values.dtype in HALVES else weight.dtype
         weight, bias = _wide(weight, values), _wide(bias, values)
-        mean32, variance32 = mean.to(kind), variance.to(kind)
-        ctx.save_for_backward(values, weight, mean32, variance32, mean, variance)
+        mean, variance = statistics.to(kind).unbind(0)
+        ctx.save_for_backward(values, weight, statistics)
         ctx.count, ctx.eps, ctx.has_bias = count, eps, bias is not None
         return torch.native_batch_norm(
-            values, weight, bias, mean32, variance32, training=False, momentum=0.0, eps=eps
+            values, weight, bias, mean, variance, training=False, momentum=0.0, eps=eps
         )[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, weight, mean32, variance32, mean, variance = ctx.saved_tensors
-        precision = (variance + ctx.eps).rsqrt()
+        values, weight, statistics = ctx.saved_tensors
+        mean, precision = statistics[0], (statistics[1] + ctx.eps).rsqrt_()
+        narrow = statistics.to(weight.dtype)
         # Most of CUDA's kernels take mean and precision from these, and not from the statistics; a CPU's never do.
         kept = sum_dtype(values.dtype)
         by_input, by_weight, by_bias = _native_backward(
             _one_layout(gradients[0]),
             values,
             weight,
-            mean32,
-            variance32,
+            narrow[0],
+            narrow[1],
             mean.to(kept),
             precision.to(kept),
             train=False,
@@ -131,10 +137,12 @@ class _Apply(torch.autograd.Function):
         )
         by_moments = None
         if ctx.needs_input_grad[1]:
-            scale = weight.double()
-            by_mean = -scale * precision * by_bias.double()
-            by_variance = -0.5 * scale * precision * precision * by_weight.double()
-            by_moments = torch.stack(((by_mean - 2 * mean * by_variance), by_variance)) / ctx.count
+            # By the mean the first row, by the variance the second, times -1 and -1/2.
+            by_moments = torch.stack((by_bias, by_weight)).double().mul_(weight * precision)
+            by_moments[1].mul_(precision)
+            by_moments[0].addcmul_(mean, by_moments[1], value=-1)
+            by_moments[1].mul_(0.5)
+            by_moments.mul_(-1 / ctx.count)
         return (
             by_input,
             by_moments,
@@ -175,16 +183,16 @@ def batch_norm(
     if 1 in input.shape[2:]:
         output = _OneLayout.apply(output)  # type: ignore[no-untyped-call]
     count = input.numel() // max(input.shape[1], 1)
-    mean = mean.detach().double()
-    variance = precision.detach().double().pow(-2) - eps
-    return output, torch.stack((mean * count, (variance + mean * mean) * count))
+    statistics = torch.stack((mean.detach(), precision.detach())).double()
+    statistics[1].pow_(-2).sub_(eps)
+    return output, _moments_of(statistics, count)
 
 
 def running_statistics(
     moments: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the running mean and (unbiased) variance after a batch of `count` elements a channel."""
-    batch_mean, batch_variance = _statistics(moments.detach(), count)
+    batch_mean, batch_variance = _statistics(moments.detach(), count).unbind(0)
     unbiased = batch_variance * (count / (count - 1)) if count > 1 else batch_variance
     return (
         mean * (1 - momentum) + batch_mean.to(mean.dtype) * momentum,

@@ -1,0 +1,71 @@
+"""Batch normalization by moments is that of torch, and takes few launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.operators.batch_norm import batch_norm_apply, moments
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that run a kernel: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func._schema.returns
+        self.count += not any(one.alias_info and not one.alias_info.is_write for one in returned)
+        return func(*args, **(kwargs or {}))
+
+
+def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values, weight, bias, and a gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    values, gradient = (torch.randn(6, 8, 5, 5, generator=generator).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(8, generator=generator).to(dtype) for _ in range(2))
+    for tensor in (values, weight, bias):
+        tensor.requires_grad_()
+    return values, weight, bias, gradient
+
+
+def by_moments(parts: int, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Normalize in parts of the batch, by the sum of their moments."""
+    pieces = values.chunk(parts)
+    of_all = sum((moments(piece) for piece in pieces), torch.zeros(2, 8, dtype=torch.float64))
+    count = values.numel() // 8
+    return torch.cat([batch_norm_apply(piece, of_all, weight, bias, count, 1e-5) for piece in pieces])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_output_and_gradients_are_those_of_the_whole_batch(
+    parts: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    *inputs, gradient = operands(dtype)
+    found = by_moments(parts, *inputs)
+    expected = torch.nn.functional.batch_norm(inputs[0], None, None, *inputs[1:], training=True)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    pairs = zip(
+        torch.autograd.grad(found, inputs, gradient),
+        torch.autograd.grad(expected, inputs, gradient),
+        strict=True,
+    )
+    for by_parts, by_whole in pairs:
+        torch.testing.assert_close(by_parts, by_whole, rtol=tolerance, atol=tolerance)
+
+
+def test_a_part_of_a_synchronized_batch_norm_launches_26_kernels() -> None:
+    *inputs, gradient = operands(torch.float32)
+    with Launches() as launches:
+        of_part = moments(inputs[0])
+        found = batch_norm_apply(inputs[0], of_part, *inputs[1:], 150, 1e-5)
+        assert launches.count == 10
+        found.backward(gradient)
+    # Beside the backward's own, autograd adds the gradients of the values: of the output's and of the moments'.
+    assert launches.count == 10 + 16 + 1
