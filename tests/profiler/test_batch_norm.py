@@ -15,7 +15,7 @@ class Launches(TorchDispatchMode):
     """Counts the operators that run a kernel: all but views."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,13 +47,13 @@ def by_moments(parts: int, values: torch.Tensor, weight: torch.Tensor, bias: tor
 def test_output_and_gradients_are_those_of_the_whole_batch(
     parts: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    *inputs, gradient = operands(dtype)
-    found = by_moments(parts, *inputs)
-    expected = torch.nn.functional.batch_norm(inputs[0], None, None, *inputs[1:], training=True)
+    values, weight, bias, gradient = operands(dtype)
+    found = by_moments(parts, values, weight, bias)
+    expected = torch.nn.functional.batch_norm(values, None, None, weight, bias, training=True)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     pairs = zip(
-        torch.autograd.grad(found, inputs, gradient),
-        torch.autograd.grad(expected, inputs, gradient),
+        torch.autograd.grad(found, (values, weight, bias), gradient),
+        torch.autograd.grad(expected, (values, weight, bias), gradient),
         strict=True,
     )
     for by_parts, by_whole in pairs:
@@ -61,10 +61,9 @@ def test_output_and_gradients_are_those_of_the_whole_batch(
 
 
 def test_a_part_of_a_synchronized_batch_norm_launches_26_kernels() -> None:
-    *inputs, gradient = operands(torch.float32)
+    values, weight, bias, gradient = operands(torch.float32)
     with Launches() as launches:
-        of_part = moments(inputs[0])
-        found = batch_norm_apply(inputs[0], of_part, *inputs[1:], 150, 1e-5)
+        found = batch_norm_apply(values, moments(values), weight, bias, 150, 1e-5)
         assert launches.count == 10
         found.backward(gradient)
     # Beside the backward's own, autograd adds the gradients of the values: of the output's and of the moments'.
