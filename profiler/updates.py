@@ -8,8 +8,7 @@ optimizer's state have the same dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from graph.calls import LocalCall
@@ -35,10 +34,14 @@ UPDATE_TRAFFIC = {name: 3 + 2 * count for name, count in OPTIMIZER_STATE.items()
 
 @dataclass(slots=True)
 class UpdateState:
-    """Optimizer state: steps done, and for each kind of state one tensor a parameter (momentum; two moments)."""
+    """Optimizer state: steps done, and for each kind of state one tensor a parameter (momentum; two moments).
+
+    `steps`: of Adam the steps done, once a parameter, float32 scalars.
+    """
 
     step: int
     slots: tuple[list[torch.Tensor], ...]
+    steps: list[torch.Tensor] = field(default_factory=list)
 
 
 def _require_known(optimizer: str) -> None:
@@ -97,7 +100,14 @@ def initial_state(optimizer: str, parameters: Sequence[torch.Tensor]) -> UpdateS
 
     _require_known(optimizer)
     count = OPTIMIZER_STATE[optimizer]
-    return UpdateState(0, tuple([torch.zeros_like(weight) for weight in parameters] for _ in range(count)))
+    contiguous = torch.contiguous_format
+    return UpdateState(
+        0,
+        tuple(
+            [torch.zeros_like(weight, memory_format=contiguous) for weight in parameters]
+            for _ in range(count)
+        ),
+    )
 
 
 def apply_update(
@@ -118,32 +128,49 @@ def apply_update(
     state.step += 1
     if not parameters:
         return
-    weights, slopes = list(parameters), list(gradients)
     with torch.no_grad():
         if optimizer == "sgd":
-            torch._foreach_add_(weights, slopes, alpha=-learning_rate)
+            torch._foreach_add_(list(parameters), list(gradients), alpha=-learning_rate)
         elif optimizer == "momentum":
             (velocity,) = state.slots
             torch._foreach_mul_(velocity, MOMENTUM)
-            torch._foreach_add_(velocity, slopes)
-            torch._foreach_add_(weights, velocity, alpha=-learning_rate)
+            torch._foreach_add_(velocity, list(gradients))
+            torch._foreach_add_(list(parameters), velocity, alpha=-learning_rate)
         else:
-            _apply_adam(weights, slopes, state, learning_rate)
+            _apply_adam(parameters, gradients, state, learning_rate)
 
 
 def _apply_adam(
-    weights: list[torch.Tensor], slopes: list[torch.Tensor], state: UpdateState, learning_rate: float
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    state: UpdateState,
+    learning_rate: float,
 ) -> None:
-    """Source: Kingma and Ba (arXiv:1412.6980), Algorithm 1."""
+    """Source: Kingma and Ba (arXiv:1412.6980), Algorithm 1; by torch.optim's fused kernel, in one pass over memory."""
     import torch
+    from torch.optim.adam import adam
 
-    first, second = state.slots
-    correction_1 = 1 - ADAM_BETAS[0] ** state.step
-    correction_2 = 1 - ADAM_BETAS[1] ** state.step
-    torch._foreach_lerp_(first, slopes, 1 - ADAM_BETAS[0])
-    torch._foreach_mul_(second, ADAM_BETAS[1])
-    torch._foreach_addcmul_(second, slopes, slopes, value=1 - ADAM_BETAS[1])
-    denominators = torch._foreach_sqrt(second)
-    torch._foreach_div_(denominators, sqrt(correction_2))
-    torch._foreach_add_(denominators, ADAM_EPSILON)
-    torch._foreach_addcdiv_(weights, first, denominators, value=-learning_rate / correction_1)
+    if not state.steps:
+        # On the device, where the kernel reads them: a step that is issued copies nothing there.
+        state.steps = [torch.full((), state.step - 1.0, device=weight.device) for weight in parameters]
+    # The kernel takes elements in the order of memory, and so other ones of tensors of other strides.
+    weights = [weight.contiguous() for weight in parameters]
+    adam(
+        weights,
+        [gradient.contiguous() for gradient in gradients],
+        state.slots[0],
+        state.slots[1],
+        [],
+        state.steps,
+        fused=True,
+        amsgrad=False,
+        beta1=ADAM_BETAS[0],
+        beta2=ADAM_BETAS[1],
+        lr=learning_rate,
+        weight_decay=0.0,
+        eps=ADAM_EPSILON,
+        maximize=False,
+    )
+    for parameter, weight in zip(parameters, weights, strict=True):
+        if weight is not parameter:
+            parameter.copy_(weight)

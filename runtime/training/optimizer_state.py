@@ -208,7 +208,8 @@ def make_optimizer(make: Any, parameters: Sequence[nn.Parameter], *, parts: bool
     """Return the optimizer that a user's factory makes of a rank's parameters; `parts`: some are parts of weights.
 
     Raises:
-        RuntimeFailure: the factory makes none, or one that looks at whole weights.
+        RuntimeFailure: the factory makes none, one that looks at whole weights, or a fused one of parts that it would
+            update wrongly.
     """
     made = make(parameters)
     if not isinstance(made, torch.optim.Optimizer):
@@ -217,6 +218,13 @@ def make_optimizer(make: Any, parameters: Sequence[nn.Parameter], *, parts: bool
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), or another one"
         )
     require_element_wise(made, parts=parts)
+    # Torch's fused kernels take elements in the order of memory, whatever the strides.
+    for group in made.param_groups:
+        if group.get("fused") and not all(part.is_contiguous() for part in group["params"]):
+            raise RuntimeFailure(
+                "optimizer: is fused, must not be where a rank updates columns of a weight that it holds more of; "
+                "pass fused=False"
+            )
     return made
 
 

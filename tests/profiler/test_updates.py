@@ -27,13 +27,17 @@ def _reference(name: str, parameters: list[torch.Tensor], learning_rate: float) 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_update_equals_torch_optim(optimizer: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    shapes = [(5, 7), (11,), ()]
+    shapes = [(5, 7), (11,), (), (6, 4), (8, 3)]
     ours = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    # Parts of weights: columns, and rows of a transposed tensor.
+    ours[3] = torch.randn(6, 9, generator=generator, dtype=torch.float64)[:, 2:6]
+    ours[4] = torch.randn(3, 8, generator=generator, dtype=torch.float64).T
     theirs = [weight.clone().requires_grad_() for weight in ours]
     reference = _reference(optimizer, theirs, 0.05)
     state = initial_state(optimizer, ours)
     for _ in range(5):
         gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        gradients[0] = gradients[0].T.contiguous().T
         for weight, gradient in zip(theirs, gradients, strict=True):
             weight.grad = gradient.clone()
         reference.step()

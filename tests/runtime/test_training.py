@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import runtime
 from graph.errors import ImportFailure, RuntimeFailure, StrategyError, UsageError
 from graph.importer import import_module
 from graph.strategy import Sharding, Strategy, strategy_text
+from runtime.training.optimizer_state import make_optimizer
 from tests.runtime.models import secretive
 from tests.runtime.oracle import graph_of, reference
 from tests.runtime.spawned import run_ranks
@@ -223,6 +225,18 @@ def test_the_modules_own_state_stays(tmp_path: Path) -> None:
     assert not any(part.training for part in module.modules())
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert not torch.equal(trainer.state_dict()["first.weight"], before["first.weight"])
+
+
+def test_a_fused_optimizer_is_refused_for_parts_that_it_would_update_wrongly() -> None:
+    whole = torch.zeros(4, 6)
+
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, fused=True)
+
+    with pytest.raises(RuntimeFailure, match="optimizer: is fused, must not be where a rank updates columns"):
+        make_optimizer(make, [nn.Parameter(whole[:, :3])], parts=True)
+    made = make_optimizer(make, [nn.Parameter(whole[:2])], parts=True)
+    assert made.param_groups[0]["fused"]
 
 
 def test_a_module_without_a_loss_is_refused() -> None:
