@@ -42,8 +42,8 @@ FIRST = [
         "app/test_run_ranks", "runtime/test_zoo", "app/test_main_job", "packaging/test_environment",
         "runtime/test_training", "runtime/test_huggingface", "gpu/test_commands", "testbeds/test_testbed",
         "graph/test_huggingface", "app/test_export", "app/db/test_reading", "graph/test_importer",
-        "runtime/test_random_graphs", "runtime/test_dtensor_run", "app/test_signals", "gpu/test_host_waits",
-        "graph/test_alike", "runtime/test_loops", "profiler/test_links",
+        "gpu/test_torchrun", "runtime/test_random_graphs", "runtime/test_dtensor_run", "app/test_signals",
+        "gpu/test_host_waits", "graph/test_alike", "runtime/test_loops", "profiler/test_links",
     )
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,10 @@ def run_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list
     return on_hosts(folder, hosts, processes, "run", *arguments, *RUN)
 
 
-def on_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[Agent]:
-    """Run a command under one torchrun a host, all on this machine."""
+def on_hosts(
+    folder: Path, hosts: int, processes: int, *arguments: str, variables: Mapping[str, str] | None = None
+) -> list[Agent]:
+    """Run a command under one torchrun a host, all on this machine; `variables`: of its environment, besides ours."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,7 +64,7 @@ def on_hosts(folder: Path, hosts: int, processes: int, *arguments: str) -> list[
         subprocess.Popen(
             [*command, f"--node-rank={host}", "-m", "tests.app.brief_app", *arguments],
             cwd=folder,
-            env={**os.environ, **child_variables(), "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **child_variables(), "PYTHONPATH": str(ROOT), **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

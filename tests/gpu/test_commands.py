@@ -10,8 +10,8 @@ from tests.app.conftest import Command, brief_measurements, command, database  #
 from tests.gpu.conftest import forget_devices
 from tests.gpu.virtual_device import Speeds, virtual_gpus
 
-# Times are virtual: to compute would take minutes. Kernels are long enough to be measured in one round, one by one.
-UNCOMPUTED = Speeds(kernel_s=2e-3, most_computed=2**12, cache_bytes=2**10)
+# Times are virtual: to compute would take minutes. Kernels and messages are long enough to be measured one by one.
+UNCOMPUTED = Speeds(kernel_s=2e-3, message_s=2e-3, most_computed=2**12, cache_bytes=2**10)
 INCEPTION = ("--gpus", "0-1", "--model", "inception", "--preset", "small", "--json")
 
 
