@@ -59,6 +59,8 @@ update: the optimizer's temporaries.
 # Allocators give whole multiples of it: torch's on CUDA, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize).
 _BLOCK_BYTES = {"cuda": 512}
 _DEVICE = torch.device("cpu")
+# oneDNN's blocks with AVX-512; padding to whole ones is not counted.
+_BLOCK_CHANNELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +197,63 @@ _SHAPES: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
 }
 
 
-def _gradient_of_attention(gradient: torch.Tensor, *_others: object) -> torch.Tensor:
+def _gradient_of_attention(_result: object, gradient: torch.Tensor, *_others: object) -> torch.Tensor:
     # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: heads inside of positions, without gaps.
     return gradient.transpose(1, 2).contiguous()
 
 
-def _mask_of_dropout(gradient: torch.Tensor, mask: torch.Tensor, *_scale: object) -> torch.Tensor:
+def _mask_of_dropout(
+    _result: object, gradient: torch.Tensor, mask: torch.Tensor, *_scale: object
+) -> torch.Tensor:
     # Operands of different dtypes are converted whole on a CPU.
     return mask.to(gradient.dtype)
 
 
-# Copies of operands that kernels of the CPU make in torch's memory, where the layout is not theirs.
-_COPIES: dict[Any, Callable[..., torch.Tensor]] = {
+def _blocks_of_convolution(
+    result: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
+) -> torch.Tensor | None:
+    if not _is_blocked(values, weight, bias, how):
+        return None
+    # Operands in blocks, with the result in blocks or the plain one; then both results.
+    operands = _elements_in_blocks(values) + weight.numel()
+    return values.new_empty(max(operands, _elements_in_blocks(result)))
+
+
+def _blocks_of_convolution_backward(
+    _result: object,
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    _bias_sizes: object,
+    *how: Any,
+) -> torch.Tensor | None:
+    if not _is_blocked(values, weight, None, how[:-1]):
+        return None
+    # For the weight's gradient, which is itself in blocks before it is plain.
+    return values.new_empty(_elements_in_blocks(gradient) + _elements_in_blocks(values))
+
+
+def _elements_in_blocks(tensor: torch.Tensor) -> int:
+    """Return the elements that are copied of a tensor; what is of few channels has layouts of many kinds, or is not."""
+    return tensor.numel() if tensor.shape[1] >= _BLOCK_CHANNELS else 0
+
+
+def _is_blocked(
+    values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+) -> bool:
+    """Return whether oneDNN convolves, and not in the layout of its operands: it takes blocks of channels.
+
+    Source: what torch 2.13 allocates within a convolution on a CPU, by its profiler; channels-last stays as it is.
+    """
+    backend: Any = torch._C._select_conv_backend(values, weight, bias, *how, None)
+    return bool(backend.name == "Mkldnn" and values.is_contiguous())
+
+
+# Copies of operands that kernels of the CPU make in torch's memory, where the layout is not theirs; None: no copy. Of
+# the operator's result and arguments.
+_COPIES: dict[Any, Callable[..., torch.Tensor | None]] = {
+    torch.ops.aten.convolution.default: _blocks_of_convolution,
+    torch.ops.aten.convolution_backward.default: _blocks_of_convolution_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _gradient_of_attention,
     torch.ops.aten.native_dropout_backward.default: _mask_of_dropout,
 }
@@ -230,7 +277,7 @@ _OF_DISPATCH = frozenset({"__torch_dispatch__", "_fn", "inner"})
 class _Ledger(TorchDispatchMode):
     """Counts the bytes of every storage that an operator returns, from its allocation until it is freed, by parts."""
 
-    def __init__(self, block_bytes: int, copies: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
+    def __init__(self, block_bytes: int, copies: Mapping[Any, Callable[..., torch.Tensor | None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part = "inputs"
         self._block_bytes = block_bytes
@@ -261,7 +308,9 @@ class _Ledger(TorchDispatchMode):
                     self._note(item)
         if func in self._copies:
             # Beside the results, and freed with this call; a tensor of that layout is not copied.
-            self._note(self._copies[func](*args))
+            copies = self._copies[func](result, *args)
+            if copies is not None:
+                self._note(copies)
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:

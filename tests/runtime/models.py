@@ -53,6 +53,24 @@ def convolutions(batch_size: int = 5) -> Built:
     return Convolutions(), (torch.randn(batch_size, 3, 9, 9), torch.randint(0, 4, (batch_size,))), {}
 
 
+class Blocked(nn.Module):
+    """Convolutions of whole blocks of channels, widest before the last: there the backward takes most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 32, 3, padding=1)
+        self.up = nn.ConvTranspose2d(32, 64, 2, stride=2)
+        self.last = nn.Conv2d(64, 16, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.up(self.down(images))).square().mean()
+        return loss
+
+
+def blocked(batch_size: int = 4) -> Built:
+    return Blocked(), (torch.randn(batch_size, 3, 24, 24),), {}
+
+
 class Recurrent(nn.Module):
     """Two unrolled LSTM steps a layer with shared weights, and a tied embedding."""
 

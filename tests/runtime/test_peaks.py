@@ -31,11 +31,11 @@ from tests.runtime.strategies import by_kind, groups_of, in_turn, random_groups,
 MEGABYTE = 1 << 20
 # What a process keeps between jobs is not there in a walk.
 RELATIVE, KEPT_BYTES = 0.02, 32 * 1024
-# Temporaries of kernels are not predicted: oneDNN pads the few channels of small convolutions to 16.
+# Temporaries of kernels that are not predicted: oneDNN's for convolutions of few channels.
 TEMPORARIES = {"convolutions": 0.4}
 # Batch sizes at which activations, not weights, are what takes memory.
 BATCHES = {"perceptron": 5000, "convolutions": 200, "recurrent": 2000, "dropped": 500}
-SIZES = {**BATCHES, "viewed": 2000}
+SIZES = {**BATCHES, "viewed": 2000, "blocked": 8}
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,11 @@ def test_what_an_earlier_job_brought_back_takes_no_memory(pool: LocalPool) -> No
     assert pool.run(job).weights is not None
     perceptron = graph_of("perceptron", batch_size=BATCHES["perceptron"])
     check_against_a_run(pool, "perceptron", by_kind(perceptron, [AxisKind.SAMPLE], [0, 1]), "adam")
+
+
+def test_convolutions_take_what_they_copy_into_blocks(pool: LocalPool) -> None:
+    graph = graph_of("blocked", batch_size=SIZES["blocked"])
+    check_against_a_run(pool, "blocked", by_kind(graph, [AxisKind.SAMPLE], [0, 1]), "sgd")
 
 
 def test_one_device_takes_what_the_walk_says(pool: LocalPool) -> None:
