@@ -22,12 +22,9 @@ from graph.operators import OperatorGraph
 from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Strategy
 from search.algorithms.algorithm import Algorithm
-from search.algorithms.greedy import Trial, TrialResult, require_one, trials
-from search.algorithms.proposal_log import Observer
+from search.algorithms.trials import Trial, TrialSearch
 from search.kernels.records import Array
-from search.orders import Order
 from search.outcome import Outcome
-from search.problem import Problem
 from search.simulate.saved_tensors import kept_outputs
 from search.space.baselines import data_parallel, expert
 
@@ -93,42 +90,25 @@ def everything(graph: OperatorGraph) -> Recomputation:
     return blocks(graph, max(1, isqrt(sum(graph.has_backward(operator) for operator in graph.operators))))
 
 
-def recompute(
-    problem: Problem,
-    starts: Sequence[Strategy] = (),
-    *,
-    most: int,
-    order: Order = "program",
-    observer: Observer | None = None,
-) -> TrialResult:
-    """Return the best of some strategies with as much made again as must be to fit, within `most` simulations.
+def _recompute(trial: Trial, starts: Sequence[Strategy], _seed: int) -> None:
+    """Take some strategies with as much made again as must be to fit.
 
     The strategies are `starts`, data parallel and expert, all as they are and with nothing made again. Of those that do
     not fit, and would be faster than what does, the fastest are made to.
-
-    Raises:
-        UsageError: `most` is less than 1.
-        CostError: a local call has no cost.
     """
-    graph, count = problem.graph, problem.device_count
-    require_one("recomputation", most)
-    search = _BlockSearch(problem, order, observer, most)
-    try:
-        outcomes: dict[Strategy, Outcome] = {}
-        for strategy in (*starts, data_parallel(graph, count), expert(graph, count)):
-            for variant in (strategy, replace(strategy, recomputation=())):
-                if variant not in outcomes and search.left:
-                    outcomes[variant] = search.simulate(variant).outcome
-        exceeding = [
-            variant for variant, cost in outcomes.items() if cost.excess_bytes and not variant.recomputation
-        ]
-        exceeding.sort(key=lambda variant: outcomes[variant].step_time_ns)
-        for base in exceeding[:MOST_BASES]:
-            for candidates in _cuts(graph):
-                search.fit(base, candidates)
-    except KeyboardInterrupt:
-        return search.best.tried(interrupted=True)
-    return search.best.tried(interrupted=False)
+    graph, count = trial.problem.graph, trial.problem.device_count
+    outcomes: dict[Strategy, Outcome] = {}
+    for strategy in (*starts, data_parallel(graph, count), expert(graph, count)):
+        for variant in (strategy, replace(strategy, recomputation=())):
+            if variant not in outcomes:
+                outcomes[variant] = _simulate(trial, variant).outcome
+    exceeding = [
+        variant for variant, cost in outcomes.items() if cost.excess_bytes and not variant.recomputation
+    ]
+    exceeding.sort(key=lambda variant: outcomes[variant].step_time_ns)
+    for base in exceeding[:MOST_BASES]:
+        for candidates in _cuts(graph):
+            _fit(trial, base, candidates)
 
 
 def _cuts(graph: OperatorGraph) -> list[Recomputation]:
@@ -143,66 +123,50 @@ def _cuts(graph: OperatorGraph) -> list[Recomputation]:
     return list(dict.fromkeys(blocks(graph, number) for number in counts))
 
 
-class _BlockSearch:
-    def __init__(self, problem: Problem, order: Order, observer: Observer | None, most: int) -> None:
-        self.best = Trial(problem, order, observer)
-        self._most = most
+def _simulate(trial: Trial, strategy: Strategy) -> _Simulated:
+    trial.take(strategy)
+    return _Simulated(trial.latest, trial.latest_peak_bytes_D)
 
-    @property
-    def left(self) -> int:
-        """How many simulations may still be made."""
-        return self._most - self.best.simulated
 
-    def simulate(self, strategy: Strategy) -> _Simulated:
-        self.best.take(strategy)
-        return _Simulated(self.best.latest, self.best.latest_peak_bytes_D)
-
-    def fit(self, base: Strategy, candidates: Recomputation) -> None:
-        """Recompute so many blocks that a strategy fits, the cheapest ones first; then leave out needless ones."""
-        if self.left < 2 + len(candidates) or not self._is_promising(base):
+def _fit(trial: Trial, base: Strategy, candidates: Recomputation) -> None:
+    """Recompute so many blocks that a strategy fits, the cheapest ones first; then leave out needless ones."""
+    if trial.left < 2 + len(candidates) or not _is_promising(trial, base):
+        return
+    plain = _simulate(trial, base)
+    over_D = np.maximum(0, plain.peak_bytes_D - trial.builder.capacity_bytes_D)
+    priced: list[tuple[float, Recomputed]] = []
+    for block in candidates:
+        alone = _simulate(trial, replace(base, recomputation=(block,)))
+        saved_D = np.minimum(over_D, plain.peak_bytes_D - alone.peak_bytes_D)
+        saved_bytes = int(np.maximum(0, saved_D).sum())
+        if saved_bytes:
+            added_ns = alone.outcome.step_time_ns - plain.outcome.step_time_ns
+            priced.append((added_ns / saved_bytes, block))
+    chosen: list[Recomputed] = []
+    for _, block in sorted(priced):
+        chosen.append(block)
+        if _simulate(trial, _with(base, chosen)).outcome.excess_bytes == 0:
+            _leave_out(trial, base, chosen)
             return
-        plain = self.simulate(base)
-        over_D = np.maximum(0, plain.peak_bytes_D - self.best.builder.capacity_bytes_D)
-        priced: list[tuple[float, Recomputed]] = []
-        for block in candidates:
-            alone = self.simulate(replace(base, recomputation=(block,)))
-            saved_D = np.minimum(over_D, plain.peak_bytes_D - alone.peak_bytes_D)
-            saved_bytes = int(np.maximum(0, saved_D).sum())
-            if saved_bytes:
-                added_ns = alone.outcome.step_time_ns - plain.outcome.step_time_ns
-                priced.append((added_ns / saved_bytes, block))
-        priced.sort()
-        chosen: list[Recomputed] = []
-        fits = False
-        for _, block in priced:
-            if not self.left:
-                return
-            chosen.append(block)
-            fits = self.simulate(_with(base, chosen)).outcome.excess_bytes == 0
-            if fits:
-                break
-        if fits:
-            self._leave_out(base, chosen)
 
-    def _is_promising(self, base: Strategy) -> bool:
-        """Return whether a strategy, as it is, would be faster than the best that fits."""
-        best = self.best.found
-        if best is None or best[0].excess_bytes:
-            return True
-        return self.simulate(base).outcome.step_time_ns < best[0].step_time_ns
 
-    def _leave_out(self, base: Strategy, chosen: list[Recomputed]) -> None:
-        """Keep the activations of blocks, the dearest for their bytes first, as long as the strategy fits."""
-        for block in reversed(chosen[:-1]):
-            if not self.left:
-                return
-            fewer = [other for other in chosen if other != block]
-            if self.simulate(_with(base, fewer)).outcome.excess_bytes == 0:
-                chosen.remove(block)
+def _is_promising(trial: Trial, base: Strategy) -> bool:
+    """Return whether a strategy, as it is, would be faster than the best that fits."""
+    best, _ = trial.best
+    return bool(best.excess_bytes) or _simulate(trial, base).outcome.step_time_ns < best.step_time_ns
+
+
+def _leave_out(trial: Trial, base: Strategy, chosen: list[Recomputed]) -> None:
+    """Keep the activations of blocks, the dearest for their bytes first, as long as the strategy fits."""
+    for block in reversed(chosen[:-1]):
+        fewer = [other for other in chosen if other != block]
+        if _simulate(trial, _with(base, fewer)).outcome.excess_bytes == 0:
+            chosen.remove(block)
 
 
 def _with(base: Strategy, chosen: Sequence[Recomputed]) -> Strategy:
     return replace(base, recomputation=tuple(sorted(chosen)))
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {"recomputation": trials("recomputation", recompute)}
+recompute = TrialSearch("recomputation", _recompute)
+ALGORITHMS: Mapping[str, Algorithm] = {"recomputation": recompute.solve}

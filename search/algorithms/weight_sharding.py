@@ -13,54 +13,32 @@ from dataclasses import replace
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy, stays_whole
 from search.algorithms.algorithm import Algorithm
-from search.algorithms.greedy import Trial, TrialResult, require_one, trials
-from search.algorithms.proposal_log import Observer
-from search.orders import Order
-from search.problem import Problem
+from search.algorithms.trials import Trial, TrialSearch
 from search.space.baselines import data_parallel, expert, fsdp, shared, zero
 
 
-def share_weights(
-    problem: Problem,
-    starts: Sequence[Strategy] = (),
-    *,
-    most: int,
-    order: Order = "program",
-    observer: Observer | None = None,
-) -> TrialResult:
-    """Return the best of some strategies with other shardings of their weights, within `most` simulations.
+def _share_weights(trial: Trial, starts: Sequence[Strategy], _seed: int) -> None:
+    """Take some strategies with other shardings of their weights.
 
     The strategies are `starts`, data parallel and expert, and data parallel with all weights shared (ZeRO, FSDP). Of
     the best one all weights are then shared alike, and then layer after layer, those of the most bytes first, until a
     round brings nothing.
-
-    Raises:
-        UsageError: `most` is less than 1.
-        CostError: a local call has no cost.
     """
-    graph, count = problem.graph, problem.device_count
-    require_one("sharding", most)
-    best = Trial(problem, order, observer)
-    try:
-        plain = (data_parallel(graph, count), expert(graph, count), zero(graph, count), fsdp(graph, count))
-        for strategy in (*starts, *plain)[:most]:
-            best.take(strategy)
-        for level in Sharding:
-            if best.simulated < most:
-                best.take(shared(graph, best.strategy, level))
-        layers = weights_by_layer(graph)
-        whole = stays_whole(graph)
-        gained = True
-        while gained and best.simulated < most:
-            gained = False
-            for layer in layers:
-                for level in Sharding:
-                    changed = _with(graph, best.strategy, layer, level, whole)
-                    if changed != best.strategy and best.simulated < most:
-                        gained = best.take(changed) or gained
-    except KeyboardInterrupt:
-        return best.tried(interrupted=True)
-    return best.tried(interrupted=False)
+    graph, count = trial.problem.graph, trial.problem.device_count
+    plain = (data_parallel(graph, count), expert(graph, count), zero(graph, count), fsdp(graph, count))
+    for strategy in (*starts, *plain):
+        trial.take(strategy)
+    for level in Sharding:
+        trial.take(shared(graph, trial.best[1], level))
+    layers, whole = weights_by_layer(graph), stays_whole(graph)
+    gained = True
+    while gained:
+        gained = False
+        for layer in layers:
+            for level in Sharding:
+                changed = _with(graph, trial.best[1], layer, level, whole)
+                if changed != trial.best[1]:
+                    gained |= trial.take(changed)
 
 
 def weights_by_layer(graph: OperatorGraph) -> list[tuple[int, ...]]:
@@ -85,4 +63,5 @@ def _with(
     return replace(strategy, sharding=tuple(levels))
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {"sharding": trials("sharding", share_weights)}
+share_weights = TrialSearch("sharding", _share_weights)
+ALGORITHMS: Mapping[str, Algorithm] = {"sharding": share_weights.solve}

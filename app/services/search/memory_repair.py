@@ -14,8 +14,8 @@ from app.services.predict.predict import Setting
 from app.services.search.run_algorithms import problem_of
 from graph.strategy import Strategy
 from graph.topology import Topology
-from search.algorithms.greedy import TrialResult
 from search.algorithms.mcmc import SearchOptions
+from search.algorithms.trials import TrialResult
 
 ROUNDS = 3
 """The changed strategy exceeds its sum by another amount, though seldom by much."""
