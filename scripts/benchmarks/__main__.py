@@ -16,12 +16,11 @@ from scripts.benchmarks.result import BenchmarkResult, show
 
 NOT_BENCHMARKS = (
     "__main__",
-    "growth_plot",
+    "line_plot",
     "outside",
     "pairs",
     "recording",
     "result",
-    "tensor_parallel_pair",
     "wire_ddp",
     "zoo",
 )
@@ -53,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result, sort_keys=True))
     else:
-        show(result, Console())
+        show(result, Console(width=None if sys.stdout.isatty() else 220))
     return 0
 
 

@@ -9,36 +9,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, measurement
+from scripts.benchmarks.result import BenchmarkResult, Row, measurement, number
 
 if TYPE_CHECKING:
     from scripts.studies.cells import StudyCell
     from search.problem import Problem
 
 
-@dataclass(frozen=True, slots=True)
-class BoundRow:
-    """A network on a cluster. looked_up_ns: the bound without work that nobody looked up."""
-
-    cell: StudyCell
-    bound_ns: int
-    looked_up_ns: int
-    seconds: float
-    baseline: str
-    baseline_ns: int
-
-    @property
-    def gap(self) -> float:
-        """The share by which the best baseline is above the bound."""
-        return self.baseline_ns / self.bound_ns - 1
-
-    @property
-    def looked_up_gap(self) -> float:
-        """The share by which the best baseline is above the looked-up bound."""
-        return self.baseline_ns / self.looked_up_ns - 1
+FORMATS = {
+    **dict.fromkeys(("ms", "bound ms", "looked up alone ms"), ".2f"),
+    **dict.fromkeys(("gap %", "its gap %"), ",.1f"),
+    "s": ".1f",
+}
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -47,48 +32,43 @@ def run(*, quick: bool) -> BenchmarkResult:
 
     request = Request(tables=("zoo",), networks=("mlp",) if quick else None, quick=quick)
     rows = [_row(cell) for cell in zoo_cells(request)]
-    gaps = [row.gap for row in rows]
+    gap, its_gap, seconds = ([number(row, column) for row in rows] for column in ("gap %", "its gap %", "s"))
     return BenchmarkResult(
         benchmark="bound",
         conditions={"costs": "data sheets"},
         measurements=[
-            measurement("gap of the best baseline, median", 100 * statistics.median(gaps), "%"),
-            measurement(
-                "without work that nobody looked up",
-                100 * statistics.median(row.looked_up_gap for row in rows),
-                "%",
-            ),
-            measurement("time of a bound, most", max(row.seconds for row in rows), "s"),
+            measurement("gap of the best baseline, median", statistics.median(gap), "%"),
+            measurement("without work that nobody looked up", statistics.median(its_gap), "%"),
+            measurement("time of a bound, most", max(seconds), "s"),
         ],
-        table=[
-            {
-                "network": row.cell.network,
-                "cluster": row.cell.topology,
-                "devices": str(row.cell.devices),
-                "batch": str(row.cell.batch_size),
-                "best baseline": row.baseline,
-                "ms": f"{row.baseline_ns / 1e6:.2f}",
-                "bound ms": f"{row.bound_ns / 1e6:.2f}",
-                "gap %": f"{100 * row.gap:,.1f}",
-                "looked up alone ms": f"{row.looked_up_ns / 1e6:.2f}",
-                "its gap %": f"{100 * row.looked_up_gap:,.1f}",
-                "s": f"{row.seconds:.1f}",
-            }
-            for row in rows
-        ],
+        table=rows,
+        formats=FORMATS,
     )
 
 
-def _row(cell: StudyCell) -> BoundRow:
+def _row(cell: StudyCell) -> Row:
     from search.bounds.lower_bound import lower_bound
 
     problem = _problem(cell)
     began = time.perf_counter()
-    bound = lower_bound(problem)
+    bound_ns = lower_bound(problem).time_ns
     seconds = time.perf_counter() - began
-    looked_up = lower_bound(replace(problem, least_work=None))
+    # Without work that nobody looked up.
+    looked_up_ns = lower_bound(replace(problem, least_work=None)).time_ns
     baseline, baseline_ns = _best_baseline(problem)
-    return BoundRow(cell, bound.time_ns, looked_up.time_ns, seconds, baseline, baseline_ns)
+    return {
+        "network": cell.network,
+        "cluster": cell.topology,
+        "devices": cell.devices,
+        "batch": cell.batch_size,
+        "best baseline": baseline,
+        "ms": baseline_ns / 1e6,
+        "bound ms": bound_ns / 1e6,
+        "gap %": 100 * (baseline_ns / bound_ns - 1),
+        "looked up alone ms": looked_up_ns / 1e6,
+        "its gap %": 100 * (baseline_ns / looked_up_ns - 1),
+        "s": seconds,
+    }
 
 
 def _problem(cell: StudyCell) -> Problem:
@@ -115,19 +95,12 @@ def _problem(cell: StudyCell) -> Problem:
 
 def _best_baseline(problem: Problem) -> tuple[str, int]:
     """Return the fastest baseline that fits, else the fastest, and the nanoseconds of its step."""
-    from search.simulate.simulator import simulate
+    from search.algorithms.best_tracker import simulated
     from search.space.baselines import all_baselines
 
     candidates = []
     for baseline in all_baselines(problem.graph, problem.device_count):
-        simulation = simulate(
-            problem.graph,
-            baseline.strategy,
-            problem.topology,
-            problem.costs,
-            problem.training,
-            links=problem.links,
-        )
-        candidates.append((not simulation.feasible, simulation.step_time_ns, baseline.name))
+        outcome = simulated(problem, baseline.strategy, "program")
+        candidates.append((outcome.excess_bytes > 0, outcome.step_time_ns, baseline.name))
     _, step_time_ns, name = min(candidates)
     return name, step_time_ns

@@ -69,18 +69,20 @@ def run(*, quick: bool) -> BenchmarkResult:
         table=[
             {
                 "network": row.network,
-                "devices": str(row.devices),
-                "proposals": f"{row.proposals:,}",
-                "accepted": f"{row.accepted:.1%}",
-                **{
-                    f"a second, {way}": f"{statistics.median(rates):,.0f}" for way, rates in row.rates.items()
-                },
-                "two": f"{row.ratio('two'):.2f}",
-                "strangers": f"{row.ratio('strangers'):.2f}",
+                "devices": row.devices,
+                "proposals": row.proposals,
+                "accepted": row.accepted,
+                **{f"a second, {way}": statistics.median(rates) for way, rates in row.rates.items()},
+                "two": row.ratio("two"),
+                "strangers": row.ratio("strangers"),
             }
             for row in rows
         ],
-    )
+        formats={
+            "proposals": ",d", "accepted": ".1%", "two": ".2f", "strangers": ".2f",
+            **dict.fromkeys((f"a second, {way}" for way in get_args(Way)), ",.0f"),
+        },
+    )  # fmt: skip
 
 
 def measured(name: str, batch_size: int, devices: int) -> ChainsRow:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.growth_plot import Line, Panel, growth_plot
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.line_plot import Panel, line_plot
+from scripts.benchmarks.result import BenchmarkResult, Row, cell_text, measurement, number
 from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
@@ -30,20 +29,10 @@ SECONDS, LEAST_PROPOSALS = 4.0, 5
 PLOT = "growth.svg"
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthRow:
-    """A network on so many devices."""
-
-    network: str
-    devices: int
-    operators: int
-    tasks: int
-    start_s: float
-    full_us: float
-    median_us: float
-    p95_us: float
-    mean_us: float
-    peak_bytes: int
+FORMATS = {
+    "tasks": ",d", "start s": ".2f", "from scratch us": ",.0f", "median us": ",.0f", "p95 us": ",.0f",
+    "mean us": ",.0f", "process GB": ".2f",
+}  # fmt: skip
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -54,12 +43,18 @@ def run(*, quick: bool) -> BenchmarkResult:
     return BenchmarkResult(
         benchmark="growth",
         conditions={"topology": "p100-cluster", "start": "data parallel", "moves": "of one group"},
-        measurements=[_measurement(row) for row in rows],
-        table=[_cells(row) for row in rows],
+        measurements=[
+            measurement(
+                f"{row['network']}, {row['devices']} devices: a proposal, mean", number(row, "mean us"), "us"
+            )
+            for row in rows
+        ],
+        table=rows,
+        formats=FORMATS,
     )
 
 
-def _over_devices(quick: bool) -> list[GrowthRow]:  # noqa: FBT001 - private
+def _over_devices(quick: bool) -> list[Row]:  # noqa: FBT001 - private
     rows = []
     for name, batch_size in (("mlp", 64),) if quick else NETWORKS:
         graph = zoo_graph(name, "paper", batch_size)
@@ -67,7 +62,7 @@ def _over_devices(quick: bool) -> list[GrowthRow]:  # noqa: FBT001 - private
     return rows
 
 
-def _over_layers(quick: bool) -> list[GrowthRow]:  # noqa: FBT001 - private
+def _over_layers(quick: bool) -> list[Row]:  # noqa: FBT001 - private
     rows = []
     for layers in (1,) if quick else LAYERS:
         sizes = {"layers": layers, **({"hidden": 64, "heads": 4, "sequence": 64} if quick else {})}
@@ -81,9 +76,9 @@ def _layers_name(layers: int) -> str:
     return f"gpt2, {layers} layer{'s' if layers > 1 else ''}"
 
 
-def _measured(name: str, graph: OperatorGraph, device_count: int) -> GrowthRow:
+def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
     from runtime.observe.peak_memory import process_peak_bytes
-    from scripts.benchmarks.simulator import builder_of, chain_of, started, stepping, timed
+    from scripts.benchmarks.simulator import builder_of, chain_of, microseconds, started, stepping, timed
     from search.algorithms.moves import ONE_GROUP, Moves
 
     strategy = started(graph, device_count, "data parallel")
@@ -96,65 +91,38 @@ def _measured(name: str, graph: OperatorGraph, device_count: int) -> GrowthRow:
     layout = builder_of(graph, device_count).layout(strategy)
     layout.run("program")
     full_s = statistics.median(timed(lambda: layout.run("program"), SECONDS / 8, LEAST_PROPOSALS))
-    row = GrowthRow(
-        network=name,
-        devices=device_count,
-        operators=len(graph.operators),
-        tasks=layout.task_count,
-        start_s=start_s,
-        full_us=full_s * 1e6,
-        median_us=statistics.median(times_s) * 1e6,
-        p95_us=sorted(times_s)[int(0.95 * len(times_s))] * 1e6,
-        mean_us=statistics.fmean(times_s) * 1e6,
-        peak_bytes=process_peak_bytes(),
-    )
+    row: Row = {
+        "network": name,
+        "devices": device_count,
+        "operators": len(graph.operators),
+        "tasks": layout.task_count,
+        "start s": start_s,
+        "from scratch us": full_s * 1e6,
+        **microseconds(times_s),
+        "process GB": process_peak_bytes() / 1e9,
+    }
     # The largest take minutes: whoever stops the benchmark keeps what it has.
-    print(", ".join(f"{key} {value}" for key, value in _cells(row).items()), file=sys.stderr, flush=True)
+    cells = (f"{name} {cell_text(value, FORMATS.get(name))}" for name, value in row.items())
+    print(", ".join(cells), file=sys.stderr, flush=True)
     return row
 
 
-def _plot(rows: list[GrowthRow]) -> str:
-    over_devices = Panel(
-        "over devices",
-        "devices",
-        tuple(
-            line
-            for style, (name, _) in enumerate(NETWORKS)
-            for line in _lines([row for row in rows if row.network == name], name, "devices", style)
-        ),
+def _plot(rows: list[Row]) -> str:
+    of_layers = [row for row in rows if str(row["network"]).startswith("gpt2, ")]
+    over_devices = [
+        _lines([row for row in rows if row["network"] == name], name, "devices") for name, _ in NETWORKS
+    ]
+    over_operators = f"GPT-2 of 1 to 24 layers on {DEVICES_OF_LAYERS} devices"
+    panels = (
+        Panel("over devices", "devices", over_devices[0] | over_devices[1]),
+        Panel(over_operators, "operators", _lines(of_layers, "gpt2", "operators")),
     )
-    of_layers = [row for row in rows if row.network.startswith("gpt2, ")]
-    over_operators = Panel(
-        f"GPT-2 of 1 to 24 layers on {DEVICES_OF_LAYERS} devices",
-        "operators",
-        _lines(of_layers, "gpt2", "operators", 1),
-    )
-    return growth_plot("Time of a proposal", "us", (over_devices, over_operators))
+    return line_plot("Time of a proposal", "us", panels, logarithmic=True)
 
 
-def _lines(rows: list[GrowthRow], name: str, across: str, style: int) -> tuple[Line, ...]:
-    return (
-        Line(f"{name}: a proposal", tuple((getattr(row, across), row.mean_us) for row in rows), 2 * style),
-        Line(
-            f"{name}: from scratch", tuple((getattr(row, across), row.full_us) for row in rows), 2 * style + 1
-        ),
-    )
-
-
-def _measurement(row: GrowthRow) -> MeasuredValue:
-    return measurement(f"{row.network}, {row.devices} devices: a proposal, mean", row.mean_us, "us")
-
-
-def _cells(row: GrowthRow) -> dict[str, str]:
+def _lines(rows: list[Row], name: str, across: str) -> dict[str, list[tuple[float, float]]]:
+    columns = {"a proposal": "mean us", "from scratch": "from scratch us"}
     return {
-        "network": row.network,
-        "devices": str(row.devices),
-        "operators": str(row.operators),
-        "tasks": f"{row.tasks:,}",
-        "start s": f"{row.start_s:.2f}",
-        "from scratch us": f"{row.full_us:,.0f}",
-        "median us": f"{row.median_us:,.0f}",
-        "p95 us": f"{row.p95_us:,.0f}",
-        "mean us": f"{row.mean_us:,.0f}",
-        "process GB": f"{row.peak_bytes / 1e9:.2f}",
+        f"{name}: {what}": [(number(row, across), number(row, column)) for row in rows]
+        for what, column in columns.items()
     }

@@ -10,10 +10,9 @@ a fifth of its groups of operators configured at random. Predicted is what the d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, measurement
+from scripts.benchmarks.result import BenchmarkResult, Row, measurement, number
 
 if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
@@ -34,27 +33,10 @@ QUICK = {"mlp": (8, "adam")}
 RANDOM_SHARE = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """Bytes of the fullest device: by its program, by the search's sum, measured, and of its whole process."""
-
-    network: str
-    optimizer: str
-    strategy: str
-    predicted: int
-    summed: int
-    measured: int
-    process: int
-
-    @property
-    def error(self) -> float:
-        """(predicted - measured) / measured."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def error_of_sum(self) -> float:
-        """The same of the search's sum."""
-        return self.summed / self.measured - 1
+FORMATS = {
+    **dict.fromkeys(("error", "its error"), "+.1%"),
+    **dict.fromkeys(("predicted MiB", "measured MiB", "search's sum MiB", "process MiB"), ",.1f"),
+}
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -69,22 +51,21 @@ def run(*, quick: bool) -> BenchmarkResult:
         for name, (batch_size, optimizer) in (QUICK if quick else NETWORKS).items()
         for row in measured(name, preset, batch_size, optimizer)
     ]
-    errors = [abs(row.error) for row in rows]
+    errors, errors_of_sum = ([abs(number(row, column)) for row in rows] for column in ("error", "its error"))
     return BenchmarkResult(
         benchmark="memory",
         conditions={"devices": DEVICES, "strategies": len(rows)},
         measurements=[
             measurement("largest error", max(errors) * 100, "%", at_most=ERROR * 100),
             measurement("mean error", sum(errors) / len(errors) * 100, "%"),
-            measurement(
-                "largest error of the search's sum", max(abs(row.error_of_sum) for row in rows) * 100, "%"
-            ),
+            measurement("largest error of the search's sum", max(errors_of_sum) * 100, "%"),
         ],
-        table=[_cells(row) for row in rows],
+        table=rows,
+        formats=FORMATS,
     )
 
 
-def measured(name: str, preset: str, batch_size: int, optimizer: str) -> list[MemoryRow]:
+def measured(name: str, preset: str, batch_size: int, optimizer: str) -> list[Row]:
     """Predict and execute all strategies of a network."""
     from app.services.models.models import import_graph, requested_model
     from graph.topology import load_topology
@@ -134,7 +115,7 @@ def _row(
     training: Training,
     label: str,
     strategy: Strategy,
-) -> MemoryRow:
+) -> Row:
     from graph.plan import build_plan
     from profiler.pinning import usable_cores
     from runtime.jobs.job import Job
@@ -168,29 +149,14 @@ def _row(
         raise RuntimeError("memory: must run alone, not under torchrun")
     fullest = max(range(len(result.peaks)), key=lambda device: result.peaks[device].tensor_bytes)
     peak = result.peaks[fullest]
-    return MemoryRow(
-        graph.name,
-        training.optimizer,
-        label,
-        walked[fullest],
-        summed[fullest],
-        peak.tensor_bytes,
-        peak.process_bytes,
-    )
-
-
-def _cells(row: MemoryRow) -> dict[str, str]:
-    def mebibytes(size: int) -> str:
-        return f"{size / 2**20:,.1f}"
-
     return {
-        "network": row.network,
-        "optimizer": row.optimizer,
-        "strategy": row.strategy,
-        "predicted MiB": mebibytes(row.predicted),
-        "measured MiB": mebibytes(row.measured),
-        "error": f"{row.error:+.1%}",
-        "search's sum MiB": mebibytes(row.summed),
-        "its error": f"{row.error_of_sum:+.1%}",
-        "process MiB": mebibytes(row.process),
+        "network": graph.name,
+        "optimizer": training.optimizer,
+        "strategy": label,
+        "predicted MiB": walked[fullest] / 2**20,
+        "measured MiB": peak.tensor_bytes / 2**20,
+        "error": walked[fullest] / peak.tensor_bytes - 1,
+        "search's sum MiB": summed[fullest] / 2**20,
+        "its error": summed[fullest] / peak.tensor_bytes - 1,
+        "process MiB": peak.process_bytes / 2**20,
     }

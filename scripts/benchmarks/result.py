@@ -1,10 +1,13 @@
 """The result of a benchmark, and its tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from rich.console import Console
 from rich.table import Table
+
+Value = str | int | float | None
+Row = dict[str, Value]
 
 
 class MeasuredValue(TypedDict):
@@ -20,15 +23,16 @@ class MeasuredValue(TypedDict):
 class BenchmarkResult(TypedDict):
     """The outcome of one benchmark; `conditions` says under which counts and sizes it was measured.
 
-    table: rows of equal columns, as text, where the figures are many of a kind. parts: as many more, of what these
-        consist of.
+    table: rows of equal columns, where the figures are many of a kind. parts: as many more, of what these consist of.
+    formats: how a column's numbers are printed, as of `format`.
     """
 
     benchmark: str
     conditions: dict[str, str | int | float]
     measurements: list[MeasuredValue]
-    table: NotRequired[list[dict[str, str]]]
-    parts: NotRequired[list[dict[str, str]]]
+    table: NotRequired[Sequence[Mapping[str, Value]]]
+    parts: NotRequired[Sequence[Mapping[str, Value]]]
+    formats: NotRequired[dict[str, str]]
 
 
 def measurement(
@@ -78,13 +82,29 @@ def show(result: BenchmarkResult, console: Console) -> None:
     console.print(table)
     for rows in (result.get("table"), result.get("parts")):
         if rows:
-            _show_rows(rows, console)
+            console.print(grid(rows, result.get("formats", {})))
 
 
-def _show_rows(rows: list[dict[str, str]], console: Console) -> None:
-    table = Table()
+def grid(rows: Sequence[Mapping[str, Value]], formats: Mapping[str, str], title: str | None = None) -> Table:
+    """Return rows of equal columns as a table to print; all but the first column are aligned by their ends."""
+    table = Table(title=title, title_justify="left")
     for column in rows[0]:
-        table.add_column(column, justify="right" if column != next(iter(rows[0])) else "left")
+        table.add_column(column, justify="left" if column == next(iter(rows[0])) else "right")
     for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
+        table.add_row(*(cell_text(value, formats.get(column)) for column, value in row.items()))
+    return table
+
+
+def number(row: Mapping[str, Value], column: str) -> float:
+    """Return the number in a column of a row."""
+    value = row[column]
+    if not isinstance(value, int | float):
+        raise TypeError(f"{column}: is {value!r}, must be a number")
+    return float(value)
+
+
+def cell_text(value: Value, style: str | None) -> str:
+    """Return a value as text; a dash where it is not known."""
+    if value is None:
+        return "-"
+    return f"{value:{style}}" if style is not None and not isinstance(value, str) else str(value)

@@ -8,15 +8,21 @@ planned graph against the plain module. The pair of layers against `parallelize_
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from graph.training import Training
 from scripts.benchmarks.pairs import TIMEOUT_S, StepPair, time_pair
 from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
+
+    from graph.operators import OperatorGraph
+    from graph.strategy import Strategy
+    from graph.zoo import Built
+    from runtime.execution.executor import Executor
 
 AT_MOST = 1.05
 LEARNING_RATE = 1e-4
@@ -41,6 +47,9 @@ ONE_DEVICE: dict[str, dict[str, Any]] = {
     "candle-uno": {"batch_size": 64},
 }
 QUICK = ("mlp",)
+# Of the pair of layers: widths, batch sizes, and how far the two sides' losses of the first steps may differ.
+WIDTHS, PAIR_BATCHES = (1024, 4096, 1024), (64, 256)
+PAIR_LEARNING_RATE, ALLOWED, COMPARED_STEPS = 1e-2, 1e-4, 3
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -50,8 +59,6 @@ def run(*, quick: bool) -> BenchmarkResult:
         RuntimeError: a process failed.
     """
     import torch
-
-    from scripts.benchmarks.tensor_parallel_pair import measure
 
     blocks, steps = (3, 1) if quick else (9, 2)
     rows: list[MeasuredValue] = []
@@ -71,10 +78,15 @@ def run(*, quick: bool) -> BenchmarkResult:
             if torch.cuda.is_available():
                 what = f"{name}, one GPU, ours / plain"
                 add(what, one_device_pair, 1, processor="cuda", name=name, sizes={})
-    pair = measure(quick=quick)
-    rows.append(
-        measurement("column + row pair, ours / parallelize_module", pair["ratio"], "x", at_most=AT_MOST)
-    )
+    pair_blocks, pair_steps = (3, 3) if quick else (15, 5)
+    timings = [
+        time_pair(
+            column_row_pair, PROCESSES, blocks=pair_blocks, steps=pair_steps, warmup=3, batch_size=batch_size
+        )
+        for batch_size in (PAIR_BATCHES[:1] if quick else PAIR_BATCHES)
+    ]
+    ratio = statistics.median(ratio for timing in timings for ratio in timing.ratios)
+    rows.append(measurement("column + row pair, ours / parallelize_module", ratio, "x", at_most=AT_MOST))
     return BenchmarkResult(
         benchmark="runtime",
         conditions={"processes": PROCESSES, "blocks": blocks, "steps a block": steps, "batch norm": "local"},
@@ -84,53 +96,99 @@ def run(*, quick: bool) -> BenchmarkResult:
 
 def data_parallel_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
     """Prepare data parallelism of a network of the zoo on all processes, by us and by DistributedDataParallel."""
-    import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ours, module, args = _prepared(device, name, sizes, world_size)
     # Its part of the samples, as a sampler would hand it out.
-    part = tuple(tensor.tensor_split(world_size)[rank].contiguous() for tensor in args)
-    replica = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE)
-
-    def theirs() -> None:
-        optimizer.zero_grad()
-        replica(*part).backward()
-        optimizer.step()
-
-    return StepPair(ours, theirs)
+    part = [tensor.tensor_split(world_size)[rank].contiguous() for tensor in args]
+    return StepPair(ours, sgd_step(DistributedDataParallel(module), part, LEARNING_RATE))
 
 
 def one_device_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
     """Prepare a network of the zoo on one device, through our program and as the plain module."""
+    ours, module, args = _prepared(device, name, sizes, 1)
+    return StepPair(ours, sgd_step(module, args, LEARNING_RATE))
+
+
+def column_row_pair(device: str, batch_size: int) -> StepPair:
+    """Prepare a pair of linear layers on all processes, by us and by DTensor's `parallelize_module`.
+
+    The first layer is split by outputs, the second by inputs: one all-reduce of partial sums forward, none backward
+    (the input needs no gradient). Source: Megatron-LM (arXiv:1909.08053) section 3.
+
+    Raises:
+        RuntimeError: the losses of the first steps differ.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from graph.importer import import_module
+    from search.space.baselines import megatron
+
+    built = _layers_and_input(batch_size)
+    graph = import_module(*built, name="column row pair")
+    executor = _executor(
+        graph, megatron(graph, PROCESSES), built, Training(batch_size), device, PAIR_LEARNING_RATE
+    )
+    ours = _numbered(executor)
+    module, args, _ = _layers_and_input(batch_size)
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    module = parallelize_module(module.to(device), init_device_mesh(device, (PROCESSES,)), plan)
+    theirs = sgd_step(module, [tensor.to(device) for tensor in args], PAIR_LEARNING_RATE)
+    for number in range(COMPARED_STEPS):
+        ours()
+        loss, expected = executor.loss(), float(theirs())
+        if not torch.isclose(torch.tensor(loss), torch.tensor(expected), rtol=ALLOWED):
+            raise RuntimeError(f"step {number}: our loss is {loss}, must be DTensor's, {expected}")
+    return StepPair(ours, theirs)
+
+
+def sgd_step(module: nn.Module, args: Sequence[Tensor], learning_rate: float) -> Callable[[], Tensor]:
+    """Return a step of plain SGD on a module, which returns its loss."""
     import torch
 
-    ours, module, args = _prepared(device, name, sizes, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate)
 
-    def theirs() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad()
-        module(*args).backward()
+        loss: Tensor = module(*args)
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
-    return StepPair(ours, theirs)
+    return step
+
+
+def _layers_and_input(batch_size: int) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """Return two layers whose loss is the mean square of their output, and an input, equal on every process."""
+    import torch
+    from torch import nn
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTHS[0], WIDTHS[1])
+            self.second = nn.Linear(WIDTHS[1], WIDTHS[2])
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.second(self.first(x))
+            return result.square().mean()
+
+    torch.manual_seed(0)
+    return Layers(), (torch.randn(batch_size, WIDTHS[0]),), {}
 
 
 def _prepared(
     device: str, name: str, sizes: dict[str, Any], devices: int
-) -> tuple[Callable[[], None], nn.Module, list[torch.Tensor]]:
+) -> tuple[Callable[[], None], nn.Module, list[Tensor]]:
     """Return our step, the plain module and its inputs, on `device`."""
     import torch
 
     from graph.importer import import_module
-    from graph.plan import build_plan
-    from graph.training import Training
     from graph.zoo import build
-    from runtime.communication import World, make_groups
-    from runtime.execution.executor import Executor
-    from runtime.jobs.models import tensors_of
     from search.space.baselines import data_parallel
 
     torch.manual_seed(0)
@@ -138,20 +196,40 @@ def _prepared(
     with torch.device("meta"):
         module, args, kwargs = build(name, **sizes)
     graph = import_module(module, args, kwargs, name=name, batch_norm="local")
-    plan = build_plan(graph, data_parallel(graph, devices), (0,) * devices)
+    training = Training(batch_size=int(built[1][0].shape[0]), batch_norm="local")
+    executor = _executor(graph, data_parallel(graph, devices), built, training, device, LEARNING_RATE)
+    return _numbered(executor), built[0].to(device), [tensor.to(device) for tensor in built[1]]
+
+
+def _executor(
+    graph: OperatorGraph,
+    strategy: Strategy,
+    built: Built,
+    training: Training,
+    device: str,
+    learning_rate: float,
+) -> Executor:
+    """Return this rank's executor of a strategy on the tensors of a built network."""
+    import torch
+
+    from graph.plan import build_plan
+    from runtime.communication import World, make_groups
+    from runtime.execution.executor import Executor
+    from runtime.jobs.models import tensors_of
+
+    plan = build_plan(graph, strategy, (0,) * strategy.device_count)
     make_groups(plan.device_groups, TIMEOUT_S)
-    executor = Executor(
+    return Executor(
         plan,
-        World(devices),
+        World(strategy.device_count),
         tensors_of(graph, built),
-        Training(batch_size=int(built[1][0].shape[0]), batch_norm="local"),
+        training,
         seed=0,
-        learning_rate=LEARNING_RATE,
+        learning_rate=learning_rate,
         device=torch.device(device),
     )
+
+
+def _numbered(executor: Executor) -> Callable[[], None]:
     numbers = itertools.count()
-    return (
-        lambda: executor.step(next(numbers)),
-        built[0].to(device),
-        [tensor.to(device) for tensor in built[1]],
-    )
+    return lambda: executor.step(next(numbers))

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement, number
+from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
     from graph.calls import LocalCall
@@ -74,28 +75,12 @@ SECONDS, LEAST_PROPOSALS = 4.0, 20
 PROBE_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatorRow:
-    """One network on so many devices, from one start, in one order."""
-
-    network: str
-    devices: int
-    start: str
-    operators: int
-    groups: int
-    tasks: int
-    full_us: float
-    ns_a_task: float
-    median_us: float
-    p95_us: float
-    mean_us: float
-    acceptance: float
-    speedup: float
-    steps_ms: Mapping[Order, float]
-    fifo_us: float
-    priority_us: float
-    # The same proposals, see `without_one`.
-    without_us: Mapping[str, float]
+FORMATS = {
+    "tasks": ",d", "ns a task": ".1f", "accepted": ".1%", "times in full": ".1f", "a second": ",.0f",
+    **dict.fromkeys((f"{order} ms" for order in IN_TABLE), ",.2f"),
+    **dict.fromkeys((f"{name} us" for name in ("full", "median", "p95", "mean", "fifo", "priority")), ",.0f"),
+    **dict.fromkeys((f"{name} us" for name in MECHANISMS), ",.0f"),
+}  # fmt: skip
 
 
 class Datasheet:
@@ -140,14 +125,18 @@ class Datasheet:
 
 def run(*, quick: bool) -> BenchmarkResult:
     """Measure every row; in quick mode two small ones."""
-    rows: list[SimulatorRow] = []
+    rows: list[Row] = []
+    parts: list[Row] = []
     whole: list[MeasuredValue] = []
     for name in NETWORKS:
         wanted = [count for count in DEVICES if not quick or (name, count) in QUICK]
         graph = imported(name) if wanted else None
         for count in wanted:
-            if graph is not None:
-                rows += [measured(name, graph, count, start) for start in STARTS if fits(name, count, start)]
+            for start in STARTS:
+                if graph is not None and fits(name, count, start):
+                    row, without_us = measured(name, graph, count, start)
+                    rows.append(row)
+                    parts.append({"network": name, "devices": count, "start": start, **without_us})
         if graph is not None and name in WHOLE_NETWORKS and not quick:
             whole += _whole_search(name, graph)
     return BenchmarkResult(
@@ -159,8 +148,9 @@ def run(*, quick: bool) -> BenchmarkResult:
             "order": "program",
         },
         measurements=[*(measured_value for row in rows for measured_value in _measurements(row)), *whole],
-        table=[_cells(row) for row in rows],
-        parts=[_parts(row) for row in rows],
+        table=rows,
+        parts=parts,
+        formats=FORMATS,
     )
 
 
@@ -171,15 +161,8 @@ def fits(name: str, device_count: int, start: str) -> bool:
 
 def imported(name: str) -> OperatorGraph:
     """Return the graph of a network of the table."""
-    import torch
-
-    from graph.importer import import_module
-    from graph.zoo import build
-
     zoo_name, sizes, batch_size = NETWORKS[name]
-    with torch.device("meta"):
-        module, args, kwargs = build(zoo_name, "paper", batch_size, **sizes)
-    return import_module(module, args, kwargs, name=name)
+    return replace(zoo_graph(zoo_name, "paper", batch_size, **sizes), name=name)
 
 
 def topology_of(device_count: int) -> Topology:
@@ -239,14 +222,14 @@ def started(graph: OperatorGraph, device_count: int, start: str) -> Strategy:
     return Strategy(graph.digest, tuple(configurations))
 
 
-def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> SimulatorRow:
-    """Time one row."""
+def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> tuple[Row, Row]:
+    """Time one row; return it, and what `without_one` says."""
     from search.algorithms.moves import ONE_GROUP, Moves
     from search.space.groups import find_groups
 
     moves, strategy = Moves(graph, device_count, ONE_GROUP), started(graph, device_count, start)
     layout = builder_of(graph, device_count).layout(strategy)
-    steps_ms = {order: layout.run(order)[0] / 1e6 for order in IN_TABLE}
+    steps_ms: Row = {f"{order} ms": layout.run(order)[0] / 1e6 for order in IN_TABLE}
     full_s = statistics.median(timed(lambda: layout.run("program"), PROBE_SECONDS / 2, 3))
 
     def chain(order: Order, *, in_full: bool = False) -> Chain:
@@ -259,30 +242,35 @@ def measured(name: str, graph: OperatorGraph, device_count: int, start: str) -> 
     # The same proposals, simulated in full and not.
     in_full_s = timed(stepping(chain("program", in_full=True), moves), 2 * PROBE_SECONDS, LEAST_PROPOSALS)
     same_s = timed(stepping(chain("program"), moves), 0.0, len(in_full_s))
-    return SimulatorRow(
-        network=name,
-        devices=device_count,
-        start=start,
-        operators=len(graph.operators),
-        groups=len(find_groups(graph)),
-        tasks=layout.task_count,
-        full_us=full_s * 1e6,
-        ns_a_task=full_s * 1e9 / layout.task_count,
-        median_us=statistics.median(times_s) * 1e6,
-        p95_us=sorted(times_s)[int(0.95 * len(times_s))] * 1e6,
-        mean_us=statistics.fmean(times_s) * 1e6,
-        acceptance=acceptance,
-        speedup=sum(in_full_s) / sum(same_s),
-        steps_ms=steps_ms,
-        fifo_us=statistics.fmean(fifo_s) * 1e6,
-        priority_us=statistics.fmean(priority_s) * 1e6,
-        without_us=without_one(graph, device_count, strategy, moves),
-    )
+    row: Row = {
+        "network": name,
+        "devices": device_count,
+        "start": start,
+        "operators (groups)": f"{len(graph.operators)} ({len(find_groups(graph))})",
+        "tasks": layout.task_count,
+        "full us": full_s * 1e6,
+        "ns a task": full_s * 1e9 / layout.task_count,
+        **microseconds(times_s),
+        "a second": len(times_s) / sum(times_s),
+        "accepted": acceptance,
+        "times in full": sum(in_full_s) / sum(same_s),
+        **steps_ms,
+        "fifo us": statistics.fmean(fifo_s) * 1e6,
+        "priority us": statistics.fmean(priority_s) * 1e6,
+    }
+    return row, without_one(graph, device_count, strategy, moves)
 
 
-def without_one(
-    graph: OperatorGraph, device_count: int, strategy: Strategy, moves: Moves
-) -> dict[str, float]:
+def microseconds(times_s: Sequence[float]) -> Row:
+    """Return median, 95th percentile and mean of the times of a proposal."""
+    return {
+        "median us": statistics.median(times_s) * 1e6,
+        "p95 us": sorted(times_s)[int(0.95 * len(times_s))] * 1e6,
+        "mean us": statistics.fmean(times_s) * 1e6,
+    }
+
+
+def without_one(graph: OperatorGraph, device_count: int, strategy: Strategy, moves: Moves) -> Row:
     """Return the mean microseconds of a proposal with all mechanisms, and without each of them.
 
     The chains make the same proposals, one after the other: what else the machine does slows all of them.
@@ -308,7 +296,7 @@ def without_one(
     for times in times_s.values():
         times.clear()
     timed(turn, seconds, LEAST_PROPOSALS)
-    return {name: statistics.fmean(times) * 1e6 for name, times in times_s.items()}
+    return {f"{name} us": statistics.fmean(times) * 1e6 for name, times in times_s.items()}
 
 
 def _whole_search(name: str, graph: OperatorGraph) -> list[MeasuredValue]:
@@ -374,40 +362,11 @@ def timed(call: Callable[[], object], seconds: float, least: int) -> list[float]
     return times_s
 
 
-def _measurements(row: SimulatorRow) -> list[MeasuredValue]:
-    what = f"{row.network}, {row.devices} devices, {row.start}"
-    target = TARGETS_US.get((row.network, row.devices, row.start))
-    values = [measurement(f"{what}: a proposal, mean", row.mean_us, "us", at_most=target)]
-    if row.devices == 64:
-        values.append(measurement("    times as fast as in full", row.speedup, "", at_least=SPEEDUP))
+def _measurements(row: Row) -> list[MeasuredValue]:
+    place = str(row["network"]), int(number(row, "devices")), str(row["start"])
+    what = f"{row['network']}, {row['devices']} devices, {row['start']}"
+    mean_us, speedup = number(row, "mean us"), number(row, "times in full")
+    values = [measurement(f"{what}: a proposal, mean", mean_us, "us", at_most=TARGETS_US.get(place))]
+    if row["devices"] == 64:
+        values.append(measurement("    times as fast as in full", speedup, "", at_least=SPEEDUP))
     return values
-
-
-def _cells(row: SimulatorRow) -> dict[str, str]:
-    return {
-        "network": row.network,
-        "devices": str(row.devices),
-        "start": row.start,
-        "operators (groups)": f"{row.operators} ({row.groups})",
-        "tasks": f"{row.tasks:,}",
-        "full us": f"{row.full_us:,.0f}",
-        "ns a task": f"{row.ns_a_task:.1f}",
-        "median us": f"{row.median_us:,.0f}",
-        "p95 us": f"{row.p95_us:,.0f}",
-        "mean us": f"{row.mean_us:,.0f}",
-        "a second": f"{1e6 / row.mean_us:,.0f}",
-        "accepted": f"{row.acceptance:.1%}",
-        "times in full": f"{row.speedup:.1f}",
-        **{f"{order} ms": f"{step_ms:,.2f}" for order, step_ms in row.steps_ms.items()},
-        "fifo us": f"{row.fifo_us:,.0f}",
-        "priority us": f"{row.priority_us:,.0f}",
-    }
-
-
-def _parts(row: SimulatorRow) -> dict[str, str]:
-    return {
-        "network": row.network,
-        "devices": str(row.devices),
-        "start": row.start,
-        **{f"{name} us": f"{mean_us:,.0f}" for name, mean_us in row.without_us.items()},
-    }

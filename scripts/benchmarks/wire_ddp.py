@@ -15,6 +15,7 @@ def main(network: str, steps: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from scripts.benchmarks import wire
+    from scripts.benchmarks.runtime import LEARNING_RATE, sgd_step
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -23,14 +24,12 @@ def main(network: str, steps: int) -> None:
     module, args, _ = getattr(wire, network)()
     part = tuple(tensor.tensor_split(world_size)[rank].contiguous() for tensor in args)
     replica = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4)
+    step = sgd_step(replica, part, LEARNING_RATE)
     times_s = []
     for _ in range(1 + steps):
         dist.barrier()
         began = time.perf_counter()
-        optimizer.zero_grad()
-        replica(*part).backward()
-        optimizer.step()
+        step()
         times_s.append(time.perf_counter() - began)
     if rank == 0:
         print(json.dumps({"median_s": statistics.median(times_s[1:])}))

@@ -6,16 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from scripts.studies.tables import StudyTable, Value
-
-
-def cell_text(value: Value, style: str | None) -> str:
-    """Return a value as text; a dash where it is not known."""
-    if value is None:
-        return "-"
-    return f"{value:{style}}" if style is not None and not isinstance(value, str) else str(value)
+from scripts.benchmarks.result import cell_text, grid
+from scripts.studies.tables import StudyTable
 
 
 def _texts(table: StudyTable) -> list[list[str]]:
@@ -29,12 +22,7 @@ def _is_number(table: StudyTable, column: str) -> bool:
 def print_tables(tables: Sequence[StudyTable], counts: Mapping[str, int], console: Console) -> None:
     """Print tables; those of the study first, the zoo's counts last."""
     for table in tables:
-        grid = Table(title=table.title, title_justify="left")
-        for column in table.rows[0]:
-            grid.add_column(column, justify="right" if _is_number(table, column) else "left")
-        for texts in _texts(table):
-            grid.add_row(*texts)
-        console.print(grid)
+        console.print(grid(table.rows, table.formats, table.title))
     if counts.get("cells"):
         console.print("zoo: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 

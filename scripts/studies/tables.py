@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scripts.benchmarks.result import Row
 from scripts.studies.cells import CLUSTERS, K80, PAPER_NETWORKS, StudyCell, batch_of
 from scripts.studies.paper import NMT_TRANSFERS, REPORTED
 from scripts.studies.results import FOUND, StudyResult
-
-Value = str | int | float | None
-Row = dict[str, Value]
 
 # A gain that is told apart from none.
 AHEAD = 1.0005

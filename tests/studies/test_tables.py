@@ -25,7 +25,7 @@ from scripts.studies.cells import (
 )
 from scripts.studies.experts import by_depth
 from scripts.studies.paper import REPORTED, Reported
-from scripts.studies.plots import nice_step
+from scripts.benchmarks.line_plot import nice_step
 from scripts.studies.results import StudyResult
 
 
