@@ -77,7 +77,7 @@ class OperatorTable:
     forward_ns_CP, backward_ns_CP: of every part, that of its fastest replica; NEVER for padding.
     load_ns_CD: what the forward of all tasks takes on each device.
     longest_ns_C: the slowest forward and the slowest backward together.
-    parts_C, replicas_C: how many of each.
+    parts_C: how many.
     """
 
     forward_ns_CP: Array
@@ -85,7 +85,6 @@ class OperatorTable:
     load_ns_CD: Array
     longest_ns_C: Array
     parts_C: Array
-    replicas_C: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,6 @@ class Tables:
             load,
             longest,
             np.array([tasks(one.degrees[:-1]) for one in configurations], np.int64),
-            np.array([one.degrees[-1] for one in configurations], np.int64),
         )
 
     def edge(self, number: int, *, by_part: bool) -> EdgeTable:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from graph.operators import OperatorGraph
-    from graph.strategy import Configuration, Strategy
+    from graph.strategy import Strategy
     from search.algorithms.moves import Moves, MoveShares
 
 DEVICES = 16
@@ -171,18 +171,17 @@ def walked(
 
 def started(moves: Moves, start: str, rng: np.random.Generator) -> Strategy:
     """Return data parallelism, or a random configuration of every group."""
-    from graph.strategy import Strategy
     from search.space.baselines import data_parallel
     from search.space.configurations import random_configuration
-    from search.space.groups import follow
+    from search.space.groups import following
 
     graph, count = moves.graph, moves.device_count
     if start == "data parallel":
         return data_parallel(graph, count)
-    configurations: dict[int, Configuration] = {}
-    for group in moves.groups:
-        configurations |= follow(group, random_configuration(graph.operators[group.head], count, rng))
-    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+    return following(
+        graph,
+        ((group, random_configuration(graph.operators[group.head], count, rng)) for group in moves.groups),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,18 +142,17 @@ def _partly_random(graph: OperatorGraph, devices: int) -> Iterator[Strategy]:
 
 def partly_random(graph: OperatorGraph, devices: int, share: float, rng: np.random.Generator) -> Strategy:
     """Return data parallelism with a share of the groups of operators (one at least) configured at random."""
-    from graph.strategy import Strategy
     from search.space.baselines import data_parallel
     from search.space.configurations import random_configuration
-    from search.space.groups import find_groups, follow
+    from search.space.groups import find_groups, following
 
-    configurations = list(data_parallel(graph, devices).configurations)
     groups = find_groups(graph)
-    for number in rng.choice(len(groups), max(1, round(share * len(groups))), replace=False).tolist():
-        drawn = random_configuration(graph.operators[groups[number].head], devices, rng)
-        for index, configuration in follow(groups[number], drawn).items():
-            configurations[index] = configuration
-    return Strategy(graph.digest, tuple(configurations))
+    chosen = rng.choice(len(groups), max(1, round(share * len(groups))), replace=False).tolist()
+    drawn = [
+        (groups[number], random_configuration(graph.operators[groups[number].head], devices, rng))
+        for number in chosen
+    ]
+    return following(graph, drawn, data_parallel(graph, devices).configurations)
 
 
 def _measurements() -> list[MeasuredValue]:

@@ -178,22 +178,13 @@ class Runner:
 
     def apart(self, work: Callable[[], str]) -> str:
         """Do some work in a fork, which may start threads, and return its words."""
-        reader, writer = os.pipe()
-        process = os.fork()
-        if process == 0:
-            words = ""
-            try:
-                words = work()
-            except BaseException:
-                words = "failed: " + traceback.format_exc()
-            finally:
-                os.write(writer, words.encode("utf-8", "replace")[:60000])
-                os._exit(0)
-        os.close(writer)
-        with open(reader, "rb") as pipe:
-            words = pipe.read().decode()
-        os.waitpid(process, 0)
-        return words
+        from search.parallel.fork import WorkFailure, fork
+
+        forked = fork(lambda connection: connection.send(work()))
+        words = forked.connection.recv()
+        forked.wait()
+        forked.connection.close()
+        return f"failed: {words.traceback}" if isinstance(words, WorkFailure) else str(words)
 
     def _become(self, arguments: Sequence[str], folder: Path, files: tuple[Path, Path, Path]) -> NoReturn:
         """Execute the command in this process, and end it."""

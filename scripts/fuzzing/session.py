@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import shutil
 import signal
@@ -11,12 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from scripts.fuzzing.cases import CaseResult, FuzzCase, minimized, run_case
 from scripts.fuzzing.corpus import Corpus
 from scripts.fuzzing.oracles import Finding
-from scripts.fuzzing.running import Runner, end_with_parent
+from scripts.fuzzing.running import Runner
+from search.parallel.fork import WorkFailure, fork
 
 
 @dataclass
@@ -71,47 +72,31 @@ class Session:
 
 def run_in_processes(jobs: int, work: Callable[[int], Tally]) -> Tally:
     """Do the work of each number below `jobs` in a fork of this process, and return the joint tally."""
-    pipes = [_forked(work, number) for number in range(jobs)]
+
+    def tell(number: int, connection: Connection) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        connection.send(work(number))
+
+    sys.stdout.flush()
+    forks = [fork(partial(tell, number), prints=True) for number in range(jobs)]
     tally = Tally()
     try:
-        for process, reader in pipes:
-            with open(reader) as pipe:
-                text = pipe.read()
-            os.waitpid(process, 0)
-            if not text:
-                raise RuntimeError(f"fuzz: process {process} ended before it told what it found")
-            document = json.loads(text)
-            tally.add(
-                Tally(
-                    document["found"],
-                    Counter({int(code): count for code, count in document["codes"].items()}),
-                )
-            )
+        for forked in forks:
+            try:
+                told = forked.connection.recv()
+            except EOFError:
+                raise RuntimeError(
+                    f"fuzz: process {forked.number} {forked.wait()} before it told what it found"
+                ) from None
+            if isinstance(told, WorkFailure):
+                raise told.error from RuntimeError(told.traceback)
+            tally.add(told)
+            forked.wait()
     except SystemExit:  # SIGTERM; Ctrl-C reaches them as well, and they tell what they found
-        for process, _ in pipes:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        for forked in forks:
+            forked.end()
         raise
     return tally
-
-
-def _forked(work: Callable[[int], Tally], number: int) -> tuple[int, int]:
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    process = os.fork()
-    if process:
-        os.close(writer)
-        return process, reader
-    end_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        tally = work(number)
-        with open(writer, "w") as pipe:
-            json.dump({"found": tally.found, "codes": tally.codes}, pipe)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(0)
 
 
 def described(case: FuzzCase, damage: str, finding: Finding) -> str:

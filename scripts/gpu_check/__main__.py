@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.here:
         (name,) = options.piece
         result = PIECES[name].check(options.gpu, quick=options.quick)
-        print(
-            RESULT
-            + json.dumps(
-                {"passed": result.passed, "summary": result.summary, "rows": result.rows}, default=str
-            )
-        )
+        print(RESULT + json.dumps(asdict(result), default=str))
         return 0
     return _run_all(options)
 
@@ -74,7 +70,7 @@ def _run_all(options: argparse.Namespace) -> int:
     for name in options.piece or PIECES:
         began = time.monotonic()
         result = _in_process(name, options)
-        result = PieceResult(result.passed, result.summary, result.rows, time.monotonic() - began)
+        result = replace(result, seconds=time.monotonic() - began)
         add_to_report(options.out, facts, name, result)
         print(line_of(name, result), flush=True)
         failed = failed or result.passed is False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from scripts.gpu_check.report import PieceResult, Row
+from scripts.gpu_check.report import PieceResult, Row, judged
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +71,7 @@ def check(gpu: int, *, quick: bool) -> PieceResult:
         except Exception as error:  # an operator may fail in any way that its implementation knows
             row["error"] = f"{call.target}: {type(error).__name__}: {error}"[:200]
         rows.append(row)
-    failed = [row for row in rows if row["error"]]
-    summary = f"{len(rows) - len(failed)} of {len(rows)} kinds of calls give a CPU's results in float64"
-    return PieceResult(not failed, summary + (f"; first: {failed[0]['error']}" if failed else ""), rows)
+    return judged(rows, "kinds of calls give a CPU's results in float64")
 
 
 def _difference(call: LocalCall, name: str) -> float:
@@ -151,16 +149,11 @@ def _replayed_s(call: LocalCall, name: str) -> float | None:
     """Return the seconds of a call in a graph of many, replayed; None where it cannot be captured."""
     import torch
 
-    from profiler.operators import ExecutionContext, compile_call, random_inputs
-
     try:
-        inputs, execute = random_inputs(call, name, seed=1), compile_call(call)
-        context, graph = ExecutionContext(device=torch.device(name)), torch.cuda.CUDAGraph()
-        for _ in range(3):
-            execute(inputs, context)
+        execute, graph = _executed(call, name), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(REPLAYED):
-                execute(inputs, context)
+                execute()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()
         start.record()
@@ -176,20 +169,29 @@ def _kernels_s(call: LocalCall, name: str) -> float | None:
     """Return the sum of a call's kernels, in seconds, as CUPTI reports them; None without it."""
     import torch
 
-    from profiler.operators import ExecutionContext, compile_call, random_inputs
-
     try:
-        inputs, execute = random_inputs(call, name, seed=1), compile_call(call)
-        context = ExecutionContext(device=torch.device(name))
-        execute(inputs, context)
+        execute = _executed(call, name)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             for _ in range(REPLAYED):
-                execute(inputs, context)
+                execute()
             torch.cuda.synchronize()
         total_us = sum(event.self_device_time_total for event in profiled.key_averages())
         return total_us * 1e-6 / REPLAYED or None
     except (RuntimeError, AttributeError, AssertionError):
         return None
+
+
+def _executed(call: LocalCall, name: str) -> Callable[[], object]:
+    """Return the execution of a call on random inputs, which has been done three times already."""
+    import torch
+
+    from profiler.operators import ExecutionContext, compile_call, random_inputs
+
+    inputs, execute = random_inputs(call, name, seed=1), compile_call(call)
+    context = ExecutionContext(device=torch.device(name))
+    for _ in range(3):
+        execute(inputs, context)
+    return lambda: execute(inputs, context)
 
 
 def check_memory(gpu: int, *, quick: bool) -> PieceResult:

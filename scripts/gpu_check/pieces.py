@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scripts.gpu_check import calls, clocks, contention, staged_ranks
-from scripts.gpu_check.report import PieceResult, Row
+from scripts.gpu_check.report import PieceResult, judged
 
 NETWORKS = ("mlp", "alexnet", "resnet101", "inception", "gpt2", "bert-large", "nmt", "dlrm")
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -48,13 +48,7 @@ def own_database() -> Iterator[dict[str, str]]:
 
 def app(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Run a command of Soapstone and return its document, or its error under "error"."""
-    done = subprocess.run(
-        [sys.executable, "-m", "app", *arguments, "--json"],
-        env=dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _ran([sys.executable, "-m", "app", *arguments, "--json"], env=dict(environment))
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         return {"error": f"app {arguments[0]}: {lines[-1][:200]}"}
@@ -62,24 +56,22 @@ def app(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, A
     return document
 
 
-def _judged(rows: Sequence[Row], what: str) -> PieceResult:
-    failed = [row for row in rows if row.get("error")]
-    summary = f"{len(rows) - len(failed)} of {len(rows)} {what}"
-    return PieceResult(not failed, summary + (f"; first: {failed[0]['error']}" if failed else ""), rows)
+def _ran(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command], capture_output=True, text=True, check=False, **options)
+
+
+def _pytest(*arguments: str) -> PieceResult:
+    """Run tests that need a CUDA device."""
+    done = _ran([sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *arguments])
+    lines = done.stdout.splitlines()
+    rows = [{"failed": line} for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return PieceResult(done.returncode == 0, lines[-1] if lines else done.stderr[-200:], rows)
 
 
 def tests(gpu: int, *, quick: bool) -> PieceResult:
     """Run the tests that need a CUDA device (pytest -m cuda)."""
     del gpu, quick
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    rows = [{"failed": line} for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return PieceResult(done.returncode == 0, lines[-1] if lines else done.stderr[-200:], rows)
+    return _pytest()
 
 
 def verify(gpu: int, *, quick: bool) -> PieceResult:
@@ -98,7 +90,7 @@ def verify(gpu: int, *, quick: bool) -> PieceResult:
                 )
                 error = document.get("error") or ("" if document["verified"] else "gradients differ")
                 rows.append({"network": name, "precision": precision, "error": error})
-    return _judged(rows, "verified")
+    return judged(rows, "verified")
 
 
 def step(gpu: int, *, quick: bool) -> PieceResult:
@@ -117,7 +109,7 @@ def step(gpu: int, *, quick: bool) -> PieceResult:
                     row |= {"predicted_s": predicted_s, "measured_s": measured_s, "off": off}
                     row["error"] = f"{name}, batch {batch}: {off:+.1%}" if abs(off) > STEP_ERROR else ""
                 rows.append(row)
-    return _judged(rows, f"steps predicted within {STEP_ERROR:.0%}")
+    return judged(rows, f"steps predicted within {STEP_ERROR:.0%}")
 
 
 def commands(gpu: int, *, quick: bool) -> PieceResult:
@@ -137,20 +129,13 @@ def commands(gpu: int, *, quick: bool) -> PieceResult:
             if arguments[0] == "profile" and not error and document["failed"]:
                 error = f"app profile: {document['failed']} calls failed"
             rows.append({"command": arguments[0], "error": error})
-    return _judged(rows, "commands")
+    return judged(rows, "commands")
 
 
 def nccl(gpu: int, *, quick: bool) -> PieceResult:
     """Run every pattern of communication over NCCL in a group of this GPU alone."""
     del gpu, quick
-    test = "tests/profiler/test_links.py::test_every_pattern_runs_over_nccl_on_one_gpu"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", test],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return PieceResult(done.returncode == 0, (done.stdout.splitlines() or [done.stderr[-200:]])[-1])
+    return _pytest("tests/profiler/test_links.py::test_every_pattern_runs_over_nccl_on_one_gpu")
 
 
 def sanitizer(gpu: int, *, quick: bool) -> PieceResult:
@@ -162,13 +147,8 @@ def sanitizer(gpu: int, *, quick: bool) -> PieceResult:
             passed=None, summary="compute-sanitizer is not on PATH; it comes with the CUDA toolkit"
         )
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "scripts.gpu_check"]
-    done = subprocess.run(
-        [*command, "--here", "--quick", "--piece", "calls", "--gpu", str(gpu)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["--here", "--quick", "--piece", "calls", "--gpu", str(gpu)]
+    done = _ran(command, cwd=Path(__file__).parents[2])
     lines = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line] or ["no summary"]
     return PieceResult(done.returncode == 0, lines[-1].strip("= "))
 

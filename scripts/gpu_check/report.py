@@ -25,6 +25,13 @@ class PieceResult:
     seconds: float = 0.0
 
 
+def judged(rows: Sequence[Row], what: str) -> PieceResult:
+    """Return the result of rows with an `error` each, empty where all is well; `what` they are then."""
+    failed = [row for row in rows if row.get("error")]
+    summary = f"{len(rows) - len(failed)} of {len(rows)} {what}"
+    return PieceResult(not failed, summary + (f"; first: {failed[0]['error']}" if failed else ""), rows)
+
+
 def add_to_report(file: Path, facts: dict[str, Any], piece: str, result: PieceResult) -> None:
     """Write a piece's result into the report, which is begun where there is none, or one of another machine."""
     report: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.gpu_check.report import PieceResult, Row
+from scripts.gpu_check.report import PieceResult, Row, judged
 
 if TYPE_CHECKING:
     import torch
@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 LIMIT_S = 250.0
 NETWORKS = ("mlp", "alexnet", "gpt2")
 RANKS = (2, 4)
-# By name: the arguments that are written to.
-COLLECTIVES: dict[str, tuple[int, ...]] = {
-    "all_reduce": (0,),
-    "broadcast": (0,),
-    "reduce": (0,),
-    "all_gather_into_tensor": (0,),
-    "all_gather_single": (0,),
-    "reduce_scatter_tensor": (0,),
-    "reduce_scatter_single": (0,),
-    "all_to_all_single": (0,),
-}
+# Each writes to its first argument.
+COLLECTIVES = (
+    "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+    "reduce_scatter_single", "all_to_all_single",
+)  # fmt: skip
 
 
 class _Staged:
@@ -61,9 +55,9 @@ def stage_through_host() -> None:
         initialize("gloo", *args, **kwargs)
 
     dist.init_process_group = over_gloo
-    for name, written in COLLECTIVES.items():
+    for name in COLLECTIVES:
         if hasattr(dist, name):
-            setattr(dist, name, _staged(getattr(dist, name), written))
+            setattr(dist, name, _staged(getattr(dist, name)))
     for own, name in (("_all_gather", "all_gather"), ("_reduce_scatter", "reduce_scatter")):
         single = getattr(dist, f"{name}_single", None)
         other = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]
@@ -71,13 +65,13 @@ def stage_through_host() -> None:
     vars(dist).update(batch_isend_irecv=_staged_messages(dist.batch_isend_irecv))
 
 
-def _staged(operation: Callable[..., Any], written: tuple[int, ...]) -> Callable[..., Any]:
+def _staged(operation: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         staged = [item.cpu() if isinstance(item, torch.Tensor) else item for item in args]
         work = operation(*staged, async_op=True, **kwargs)
-        done = _Staged([work], [(args[index], staged[index]) for index in written])
+        done = _Staged([work], [(args[0], staged[0])])
         if async_op:
             return done
         done.wait()
@@ -107,17 +101,9 @@ def check(gpu: int, *, quick: bool) -> PieceResult:
     for name in NETWORKS[:1] if quick else NETWORKS:
         for count in RANKS[:1] if quick else RANKS:
             for strategy in ("data parallel", "expert"):
-                rows.append(
-                    {
-                        "network": name,
-                        "ranks": count,
-                        "strategy": strategy,
-                        "error": _verified(name, count, strategy, gpu),
-                    }
-                )
-    failed = [row for row in rows if row["error"]]
-    summary = f"{len(rows) - len(failed)} of {len(rows)} verified"
-    return PieceResult(not failed, summary + (f"; first: {failed[0]['error']}" if failed else ""), rows)
+                error = _verified(name, count, strategy, gpu)
+                rows.append({"network": name, "ranks": count, "strategy": strategy, "error": error})
+    return judged(rows, "verified")
 
 
 def _job(name: str, count: int, strategy: str) -> Job:

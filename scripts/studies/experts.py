@@ -11,7 +11,7 @@ from graph.errors import UsageError
 from graph.operators import Operator, OperatorGraph, ValueKind
 from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
-from search.space.baselines import data_parallel
+from search.space.baselines import data_parallel, devices_by_work, points_of
 
 NAME = "expert-by-depth"
 CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
@@ -31,12 +31,8 @@ def by_depth(graph: OperatorGraph, topology: Topology) -> Strategy:
     depths = _depths(graph)
     work = [0] * (max(depths) + 1)
     for operator, depth in zip(graph.operators, depths, strict=True):
-        work[depth] += _points(operator)
-    width, device_of_depth, before = len(nodes[0]), [], 0
-    for own in work:
-        # By the middle of what a depth does, so that a large one does not go to the device after its own.
-        device_of_depth.append(min(width - 1, width * (2 * before + own) // (2 * sum(work))))
-        before += own
+        work[depth] += points_of(operator)
+    device_of_depth = devices_by_work(work, len(nodes[0]))
     over_nodes = data_parallel(graph, len(nodes)).configurations
     return Strategy(
         graph.digest,
@@ -90,11 +86,3 @@ def _is_cell(operator: Operator) -> bool:
 
 def _weights(graph: OperatorGraph, operator: Operator) -> tuple[str, ...]:
     return tuple(name for name in operator.inputs if graph.value_by_name[name].kind is ValueKind.WEIGHT)
-
-
-def _points(operator: Operator) -> int:
-    """Return the points of an operator's iteration space without replicas."""
-    count = 1
-    for axis in operator.space.axes[:-1]:
-        count *= axis.size
-    return count

@@ -1,4 +1,4 @@
-"""Cells in parallel: worker processes that search one cell after the other, and end well when interrupted.
+"""Cells in parallel, in processes that search one cell after the other, and end well when interrupted.
 
 A worker is in a process group of its own, so that ctrl-C reaches it once, from here: its search is then stored as
 interrupted, and the cell begins again the next time.
@@ -9,21 +9,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
+from scripts.fuzzing.running import end_with_parent
 from scripts.studies.cells import StudyCell
 
 # How a cell ended.
-DONE, INTERRUPTED, FAILED = "done", "interrupted", "failed"
+DONE, INTERRUPTED, FAILED, LEFT_OUT = "done", "interrupted", "failed", "left out"
 # Seconds that an interrupted worker has to store what it found.
 PATIENCE_S = 60.0
+# Of a worker: no cell begins once this is set.
+_stopped: Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +37,8 @@ class Ending:
 
     cell: StudyCell
     how: str
-    text: str
-    seconds: float
-
-
-@dataclass
-class _SearchWorker:
-    process: BaseProcess
-    connection: Connection
-    cell: StudyCell | None = None
-    began: float = 0.0
-
-    def give(self, cell: StudyCell) -> None:
-        self.cell, self.began = cell, time.monotonic()
-        self.connection.send(cell)
+    text: str = ""
+    seconds: float = 0.0
 
 
 def search_all(
@@ -58,46 +51,43 @@ def search_all(
 ) -> Iterator[Ending]:
     """Search cells in worker processes; yield each as it ends. No cell begins after `stop_after_s` seconds.
 
-    An interrupt stops the workers in order, and is raised then.
+    An interrupt stops the workers in order, and is raised then. Where a process is ended by somebody else, so are all:
+    the cells that it takes with it have failed.
     """
-    began = time.monotonic()
-    waiting = list(reversed(cells))
-    pool: list[_SearchWorker] = []
-
-    def next_cell() -> StudyCell | None:
-        late = stop_after_s is not None and time.monotonic() - began >= stop_after_s
-        return None if late or not waiting else waiting.pop()
-
+    context = multiprocessing.get_context("spawn")
+    stopped = context.Event()
+    executor = ProcessPoolExecutor(min(workers, len(cells)), context, _begin, (stopped,))
+    until = None if stop_after_s is None else time.time() + stop_after_s
     try:
-        for _ in range(min(workers, len(cells))):
-            pool.append(_start(folder, database))
-        for worker in pool:
-            if (cell := next_cell()) is not None:
-                worker.give(cell)
-        while any(worker.cell is not None for worker in pool):
-            ready = wait([worker.connection for worker in pool if worker.cell is not None])
-            for worker in [other for other in pool if other.connection in ready]:
-                ending = _ending(worker)
-                if ending.how == FAILED and not worker.process.is_alive():
-                    pool.remove(worker)
-                    pool.append(worker := _start(folder, database))
-                worker.cell = None
-                if (cell := next_cell()) is not None:
-                    worker.give(cell)
+        # A worker that an interrupt finds before it is in a group of its own would print a traceback.
+        with _ignoring_interrupts():
+            futures = {executor.submit(_search, cell, folder, database, until): cell for cell in cells}
+        for future in as_completed(futures):
+            ending = _ending(future, futures[future])
+            if ending.how != LEFT_OUT:
                 yield ending
     finally:
-        _stop(pool)
+        stopped.set()
+        executor.shutdown(wait=False, cancel_futures=True)
+        _end(multiprocessing.active_children())
 
 
-def _start(folder: Path, database: str) -> _SearchWorker:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there, folder, database))
-    # A worker that an interrupt finds before it is in a group of its own would print a traceback.
-    with _ignoring_interrupts():
-        process.start()
-    there.close()
-    return _SearchWorker(process, here)
+def _ending(future: Future[Ending], cell: StudyCell) -> Ending:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        return Ending(cell, FAILED, str(error))
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Let workers end: those that wait by themselves, those that search by an interrupt."""
+    for number in (process.pid for process in processes if process.pid is not None):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGINT)
+    deadline = time.monotonic() + PATIENCE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
 
 
 @contextmanager
@@ -109,62 +99,37 @@ def _ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _ending(worker: _SearchWorker) -> Ending:
-    cell = worker.cell
-    if cell is None:
-        raise RuntimeError("scripts/study: a worker without a cell ended")
-    try:
-        how, text = worker.connection.recv()
-    except EOFError:
-        worker.process.join()
-        how, text = FAILED, f"its process ended with code {worker.process.exitcode}"
-    return Ending(cell, how, text, time.monotonic() - worker.began)
-
-
-def _stop(pool: Sequence[_SearchWorker]) -> None:
-    """Let workers end: those that wait by themselves, those that search by an interrupt."""
-    for worker in pool:
-        if worker.cell is not None and worker.process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(worker.process.pid, signal.SIGINT)
-        worker.connection.close()
-    deadline = time.monotonic() + PATIENCE_S
-    for worker in pool:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
-
-
-def _work(connection: Connection, folder: Path, database: str) -> None:
-    """Search the cells that come, until no more do."""
+def _begin(stopped: Event) -> None:
+    """Begin a worker; an interrupt concerns only its searches."""
+    global _stopped
+    _stopped = stopped
     os.setpgrp()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
-        while True:
-            cell = connection.recv()
-            connection.send(_searched(cell, folder, database))
-    connection.close()
-    sys.stderr.flush()
+    end_with_parent()
 
 
-def _searched(cell: StudyCell, folder: Path, database: str) -> tuple[str, str]:
-    import traceback
-
+def _search(cell: StudyCell, folder: Path, database: str, until: float | None) -> Ending:
     from app.services.progress import Silent
     from graph.errors import SoapstoneError
     from scripts.studies.results import Folder
     from scripts.studies.running import run_cell
 
+    began = time.time()
+    how, text = LEFT_OUT, ""
     try:
-        document = run_cell(cell, database, Silent())
-        if document is None:
-            return INTERRUPTED, ""
-        Folder(folder).write(cell, document)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not _stopped.is_set() and (until is None or began < until):
+            document = run_cell(cell, database, Silent())
+            how = INTERRUPTED if document is None else DONE
+            if document is not None:
+                Folder(folder).write(cell, document)
+    except KeyboardInterrupt:
+        how = INTERRUPTED
     except SoapstoneError as error:
-        return FAILED, str(error)
+        how, text = FAILED, str(error)
     except Exception as error:
         # One cell's defect must not lose the others; it is told, and the study ends with code 1.
         traceback.print_exc()
-        return FAILED, f"{type(error).__name__}: {error}"
-    return DONE, ""
+        how, text = FAILED, f"{type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return Ending(cell, how, text, time.time() - began)

@@ -13,7 +13,7 @@ they leave over is enumerated (`search.bounds.elimination`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,30 +139,6 @@ def _own_ns(tables: Tables, place: int) -> Array:
         total[number] += max(by_device.values(), default=0)
         total[number] += max((tables.update_ns(held, device) for device, held in elements.items()), default=0)
     return total
-
-
-def additive_ns(problem: Problem, strategies: Sequence[Strategy]) -> list[int]:
-    """Return the additive costs of strategies whose operators follow their heads."""
-    groups = find_groups(problem.graph)
-    choices = tuple(
-        tuple(dict.fromkeys(strategy.configurations[group.head] for strategy in strategies))
-        for group in groups
-    )
-    space = Space(problem.graph, problem.device_count, groups, choices, "given strategies", whole=False)
-    functions = factors(Tables(problem, space))
-    costs = []
-    for strategy in strategies:
-        chosen = [
-            configurations.index(strategy.configurations[group.head])
-            for group, configurations in zip(groups, choices, strict=True)
-        ]
-        costs.append(
-            sum(
-                int(function.table[tuple(chosen[variable] for variable in function.scope)])
-                for function in functions
-            )
-        )
-    return costs
 
 
 def _algorithm(problem: Problem, context: AlgorithmContext) -> AlgorithmResult:

@@ -17,8 +17,6 @@ All of it speaks of what waits for what, and not of who is served first: it hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from search.problem import NEVER, Array, EdgeTable, Tables
@@ -26,7 +24,7 @@ from search.space.groups import follow
 
 
 class CriticalPaths:
-    """The three recursions over all choices, and over single choices of some groups."""
+    """The three recursions over all choices."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -41,13 +39,8 @@ class CriticalPaths:
         self.inner = self._all_inner()
         self.head: list[Array] = []
         self.outer: list[Array] = []
-        # The time by way of an edge from another group, whatever that chooses.
-        self.head_by: dict[int, Array] = {}
-        self.outer_by: dict[int, Array] = {}
         for index in range(len(self.graph.operators)):
-            head, outer = self.extend(index, {}, {}, {})
-            self.head.append(head)
-            self.outer.append(outer)
+            self._add_head_and_outer(index)
 
     def bound_ns(self) -> int:
         """Return a time that no strategy of the space is below."""
@@ -128,90 +121,48 @@ class CriticalPaths:
         edge, group_of = self.tables.edges[number], self.tables.space.group_of
         return group_of[edge.producer] == group_of[edge.reader]
 
-    def extend(
-        self,
-        operator: int,
-        fixed: Mapping[int, int],
-        heads: Mapping[int, Array],
-        outers: Mapping[int, Array],
-    ) -> tuple[Array, Array]:
-        """Return head and outer of an operator for all choices of its group, where other groups have one already.
-
-        Args:
-            operator: its index; those before it in its group must be in `heads` and `outers`.
-            fixed: the choice of each group that has one, by the group's number.
-            heads, outers: by operator; of a group that has a choice for that alone (one row), of the own group for
-                all choices.
-        """
-        tables = self.tables
-        table = tables.operator(operator)
+    def _add_head_and_outer(self, operator: int) -> None:
+        """Add head and outer of an operator for all choices of its group; those of its producers are there."""
+        table, edges = self.tables.operator(operator), self.tables.edges
         padding = np.where(table.forward_ns_CP == NEVER, NEVER, 0)
         head = padding
         for number in self.edges_to[operator]:
-            head = np.maximum(head, self._head_through(number, fixed, heads))
-        tail = self.tail[operator]
-        outer = _clamped(head[:, :, None] + tail[:, None, :])
+            head = np.maximum(head, self._head_through(number))
+        outer = _clamped(head[:, :, None] + self.tail[operator][:, None, :])
         for number in self.edges_to[operator]:
-            if tables.edges[number].gradient and self._goes_back(number):
-                outer = np.maximum(outer, self._outer_through(number, fixed, outers))
-        return head + padding, _clamped(outer)
+            producer = self.graph.operators[edges[number].producer]
+            if edges[number].gradient and self.graph.has_backward(producer):
+                outer = np.maximum(outer, self._outer_through(number))
+        self.head.append(head + padding)
+        self.outer.append(_clamped(outer))
 
-    def _goes_back(self, number: int) -> bool:
-        producer = self.tables.edges[number].producer
-        return self.graph.has_backward(self.graph.operators[producer])
-
-    def _head_through(self, number: int, fixed: Mapping[int, int], heads: Mapping[int, Array]) -> Array:
+    def _head_through(self, number: int) -> Array:
+        """Return the head of an edge's reader by way of its producer."""
         edge, table = self.tables.edges[number], self.edges[number]
         there_ns, _ = _parts(table)
-        forward_ns = self.tables.operator(edge.producer).forward_ns_CP
-        group = self.tables.space.group_of[edge.producer]
+        before = self.head[edge.producer] + self.tables.operator(edge.producer).forward_ns_CP
         if self._same_group(number):
-            before = (heads[edge.producer] if heads else self.head[edge.producer]) + forward_ns
             return _clamped((before[:, :, None] + there_ns[table.producer_C, table.reader_C]).max(axis=1))
-        if group in fixed:
-            before = heads[edge.producer][0] + forward_ns[fixed[group]]
-            row = there_ns[table.producer_C[fixed[group]]]
-            return _clamped((before[None, :, None] + row).max(axis=1))[table.reader_C]
-        if number not in self.head_by:
-            before = self.head[edge.producer] + forward_ns
-            by_choice = [
-                (before[:, :, None] + there_ns[table.producer_C, column]).max(axis=1).min(axis=0)
-                for column in range(there_ns.shape[1])
-            ]
-            self.head_by[number] = _clamped(np.stack(by_choice))[table.reader_C]
-        return self.head_by[number]
+        by_choice = [
+            (before[:, :, None] + there_ns[table.producer_C, column]).max(axis=1).min(axis=0)
+            for column in range(there_ns.shape[1])
+        ]
+        return _clamped(np.stack(by_choice))[table.reader_C]
 
-    def _outer_through(self, number: int, fixed: Mapping[int, int], outers: Mapping[int, Array]) -> Array:
+    def _outer_through(self, number: int) -> Array:
+        """Return the outer of an edge's reader by way of its producer."""
         edge, table = self.tables.edges[number], self.edges[number]
         there_ns, back_ns = _parts(table)
         own = self.tables.operator(edge.producer)
-        group = self.tables.space.group_of[edge.producer]
+        around = self.outer[edge.producer] + own.forward_ns_CP[:, :, None] + own.backward_ns_CP[:, None, :]
         if self._same_group(number):
-            outer = outers[edge.producer] if outers else self.outer[edge.producer]
-            around = outer + own.forward_ns_CP[:, :, None] + own.backward_ns_CP[:, None, :]
             rows = table.producer_C, table.reader_C
             return _around(there_ns[rows], around, back_ns[rows])
-        if group in fixed:
-            choice = fixed[group]
-            around = (
-                outers[edge.producer]
-                + own.forward_ns_CP[choice][None, :, None]
-                + own.backward_ns_CP[choice][None, None, :]
-            )
-            row = table.producer_C[choice]
-            return _around(there_ns[row], around, back_ns[row])[table.reader_C]
-        if number not in self.outer_by:
-            around = (
-                self.outer[edge.producer] + own.forward_ns_CP[:, :, None] + own.backward_ns_CP[:, None, :]
-            )
-            by_choice = [
-                _around(there_ns[table.producer_C, column], around, back_ns[table.producer_C, column]).min(
-                    axis=0
-                )
-                for column in range(there_ns.shape[1])
-            ]
-            self.outer_by[number] = np.stack(by_choice)[table.reader_C]
-        return self.outer_by[number]
+        by_choice = [
+            _around(there_ns[table.producer_C, column], around, back_ns[table.producer_C, column]).min(axis=0)
+            for column in range(there_ns.shape[1])
+        ]
+        return np.stack(by_choice)[table.reader_C]
 
 
 def joined(left: Array, right: Array) -> Array:

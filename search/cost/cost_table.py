@@ -175,11 +175,6 @@ class CostTable:
         if isinstance(self._source, CopiedSource):
             self._source.take(met.given)
 
-    @property
-    def call_count(self) -> int:
-        """Number of distinct (call, device kind) pairs resolved so far."""
-        return len(self._calls)
-
     def costs(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
         """Return the cost of each call on a device kind.
 

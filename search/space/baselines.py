@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -12,7 +13,7 @@ from graph.axes import AxisKind, Degrees, coordinates
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 from search.space.configurations import random_configuration
-from search.space.groups import NO_AXIS, find_groups, follow, shared_axes
+from search.space.groups import NO_AXIS, Group, find_groups, following, shared_axes
 
 FULLY_CONNECTED = frozenset({"linear", "addmm", "mm"})
 ATTENTIONS = frozenset({"attention", "scaled_dot_product_attention"})
@@ -112,23 +113,24 @@ def expert(graph: OperatorGraph, device_count: int) -> Strategy:
 
     Source: "One weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997).
     """
-    configurations = _data_parallel(graph, device_count)
+    chosen = []
     for group in find_groups(graph):
         head = graph.operators[group.head]
         channel = first_axis(head, AxisKind.PARAMETER)
         if base_name(head.target) in FULLY_CONNECTED and channel is not None:
-            for index, configuration in follow(group, split(head, channel, device_count)).items():
-                configurations[index] = configuration
-    return Strategy(graph.digest, tuple(configurations))
+            chosen.append((group, split(head, channel, device_count)))
+    return following(graph, chosen, _data_parallel(graph, device_count))
 
 
 def random_strategy(graph: OperatorGraph, device_count: int, rng: np.random.Generator) -> Strategy:
     """Return a strategy with a random legal configuration of every head, which the other operators follow."""
-    chosen: dict[int, Configuration] = {}
-    for group in find_groups(graph):
-        configuration = random_configuration(graph.operators[group.head], device_count, rng)
-        chosen.update(follow(group, configuration))
-    return Strategy(graph.digest, tuple(chosen[index] for index in range(len(graph.operators))))
+    return following(
+        graph,
+        (
+            (group, random_configuration(graph.operators[group.head], device_count, rng))
+            for group in find_groups(graph)
+        ),
+    )
 
 
 def megatron(graph: OperatorGraph, tensor_degree: int, data_degree: int = 1) -> Strategy:
@@ -142,7 +144,7 @@ def megatron(graph: OperatorGraph, tensor_degree: int, data_degree: int = 1) -> 
     """
     groups = find_groups(graph)
     follows = {member.operator: (group.head, member.axes) for group in groups for member in group.members}
-    configurations: dict[int, Configuration] = {}
+    configurations: list[tuple[Group, Configuration]] = []
     chosen: dict[int, int | None] = {}
     wanted = _wanted_columns(graph, follows)
     for group in sorted(groups, key=lambda one: one.head):
@@ -153,8 +155,8 @@ def megatron(graph: OperatorGraph, tensor_degree: int, data_degree: int = 1) -> 
         if axis is not None and operator.space.axes[axis].size % tensor_degree:
             axis = None
         chosen[group.head] = axis
-        configurations |= follow(group, _on_two_dims(operator, axis, tensor_degree, data_degree))
-    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+        configurations.append((group, _on_two_dims(operator, axis, tensor_degree, data_degree)))
+    return following(graph, configurations)
 
 
 # For an operator that follows a head: that head, and for each of its axes the head's (or NO_AXIS).
@@ -249,18 +251,26 @@ def operator_placement(graph: OperatorGraph, device_count: int) -> Strategy:
     Every device gets about the same number of multiply-adds, counted as points of the iteration spaces.
     """
     groups = sorted(find_groups(graph), key=lambda group: group.head)
-    points = [sum(_points(graph.operators[index]) for index in group.operators) for group in groups]
-    total, before = sum(points), 0
-    configurations: dict[int, Configuration] = {}
-    for group, own in zip(groups, points, strict=True):
-        # By the middle of what a group does, so that a large one does not go to the device after its own.
-        device = min(device_count - 1, device_count * (2 * before + own) // (2 * total))
-        configurations |= follow(group, whole(graph.operators[group.head], device))
+    work = [sum(points_of(graph.operators[index]) for index in group.operators) for group in groups]
+    placed = [
+        whole(graph.operators[group.head], device)
+        for group, device in zip(groups, devices_by_work(work, device_count), strict=True)
+    ]
+    return following(graph, zip(groups, placed, strict=True))
+
+
+def devices_by_work(work: Sequence[int], device_count: int) -> list[int]:
+    """Return a device for each of some parts in a row, so that devices in a row have about as much work."""
+    total, before, devices = sum(work), 0, []
+    for own in work:
+        # By the middle of what a part does, so that a large one does not go to the device after its own.
+        devices.append(min(device_count - 1, device_count * (2 * before + own) // (2 * total)))
         before += own
-    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))
+    return devices
 
 
-def _points(operator: Operator) -> int:
+def points_of(operator: Operator) -> int:
+    """Return the points of an operator's iteration space without replicas."""
     return prod(axis.size for axis in operator.space.axes if axis.kind is not AxisKind.REPLICA)
 
 
@@ -281,16 +291,15 @@ def stanza(graph: OperatorGraph, device_count: int) -> Strategy | None:
     connected = [base_name(graph.operators[group.head].target) in FULLY_CONNECTED for group in groups]
     if device_count < 2 or not any(connected) or all(connected):
         return None
-    configurations = _data_parallel(graph, device_count - few)
+    chosen = []
     for group, is_connected in zip(groups, connected, strict=True):
         head = graph.operators[group.head]
         sample = first_axis(head, AxisKind.SAMPLE)
         if is_connected and sample is not None:
             there = split(head, sample, few)
             moved = tuple(device_count - few + device for device in there.devices)
-            for index, configuration in follow(group, Configuration(there.degrees, moved)).items():
-                configurations[index] = configuration
-    return Strategy(graph.digest, tuple(configurations))
+            chosen.append((group, Configuration(there.degrees, moved)))
+    return following(graph, chosen, _data_parallel(graph, device_count - few))
 
 
 def global_map(graph: OperatorGraph, kind: AxisKind, model_degree: int, data_degree: int = 1) -> Strategy:

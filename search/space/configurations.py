@@ -54,11 +54,6 @@ def random_degrees(operator: Operator, device_count: int, rng: np.random.Generat
     return tuple(degrees)
 
 
-def random_devices(count: int, device_count: int, rng: np.random.Generator) -> tuple[int, ...]:
-    """Return `count` distinct devices: contiguous, strided, or any, each for a third of the draws."""
-    return place(random_placement(device_count, rng), count, device_count)
-
-
 def random_configuration(operator: Operator, device_count: int, rng: np.random.Generator) -> Configuration:
     """Return a legal configuration with all tasks on distinct devices."""
     return configured(random_draw(operator, device_count, rng), device_count)

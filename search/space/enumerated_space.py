@@ -16,7 +16,7 @@ from math import perm, prod
 from graph.axes import Axis, AxisKind, Degrees, tasks
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, Strategy
-from search.space.groups import Group, find_groups, follow
+from search.space.groups import Group, find_groups, following
 from search.space.placements import strided_devices
 
 
@@ -46,10 +46,8 @@ class Space:
 
     def strategy(self, chosen: Sequence[int]) -> Strategy:
         """Return the strategy that takes, of every group, the configuration of that number."""
-        found: dict[int, Configuration] = {}
-        for group, choices, number in zip(self.groups, self.choices, chosen, strict=True):
-            found |= follow(group, choices[number])
-        return Strategy(self.graph.digest, tuple(found[index] for index in range(len(self.graph.operators))))
+        heads = (choices[number] for choices, number in zip(self.choices, chosen, strict=True))
+        return following(self.graph, zip(self.groups, heads, strict=True))
 
 
 def all_degrees(operator: Operator, most: int) -> list[Degrees]:

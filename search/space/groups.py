@@ -11,7 +11,7 @@ Source: Megatron-LM (arXiv:1909.08053) section 3 for the all-reduce in place; gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,7 +19,7 @@ from math import prod
 from graph.aliasing import VIEW_TARGETS, base_name
 from graph.axes import AxisKind, Degrees, OperandMap
 from graph.operators import Operator, OperatorGraph
-from graph.strategy import Configuration
+from graph.strategy import Configuration, Strategy
 
 # Operators that are heads whatever their size: their best split is not their producer's. All that iterate over
 # more points than any of their tensors has elements (products of matrices, convolutions) are heads as well.
@@ -216,3 +216,15 @@ def follow(group: Group, configuration: Configuration) -> dict[int, Configuratio
             made[degrees, sources] = mine
         result[member.operator] = mine
     return result
+
+
+def following(
+    graph: OperatorGraph,
+    chosen: Iterable[tuple[Group, Configuration]],
+    others: Sequence[Configuration] = (),
+) -> Strategy:
+    """Return the strategy whose groups' heads have chosen configurations, and the rest those of `others`."""
+    configurations = dict(enumerate(others))
+    for group, configuration in chosen:
+        configurations |= follow(group, configuration)
+    return Strategy(graph.digest, tuple(configurations[index] for index in range(len(graph.operators))))

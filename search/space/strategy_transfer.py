@@ -16,7 +16,7 @@ from graph.errors import StrategyError
 from graph.operators import Operator, OperatorGraph
 from graph.recomputation import recomputation_from_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
-from search.space.groups import find_groups, follow
+from search.space.groups import find_groups, following
 
 
 def adapt(document: Mapping[str, Any], made_for: int, graph: OperatorGraph, device_count: int) -> Strategy:
@@ -32,15 +32,15 @@ def adapt(document: Mapping[str, Any], made_for: int, graph: OperatorGraph, devi
         raise StrategyError(
             f"strategy: its operators are not those of {graph.name}, must have the same names; search afresh"
         )
-    chosen: dict[int, Configuration] = {}
+    adapted = []
     for group in find_groups(graph):
         operator = graph.operators[group.head]
-        chosen |= follow(group, _adapted(operator, entries[operator.name], made_for, device_count))
+        adapted.append((group, _adapted(operator, entries[operator.name], made_for, device_count)))
     shared: Mapping[str, str] = document.get("sharding", {})
     places = {operator.name: place for place, operator in enumerate(graph.operators)}
     strategy = Strategy(
         graph.digest,
-        tuple(chosen[index] for index in range(len(graph.operators))),
+        following(graph, adapted).configurations,
         tuple(Sharding(shared.get(weight.name, Sharding.NONE)) for weight in graph.weights),
         recomputation_from_json(document.get("recomputation", []), places),
     )

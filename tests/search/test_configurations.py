@@ -9,7 +9,8 @@ from graph.strategy import Configuration, check_configuration
 from search.algorithms.proposal_log import decode_configuration, encode_configuration
 from search.cost.calls_to_profile import needed_calls
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
-from search.space.configurations import enumerate_degrees, random_configuration, random_devices
+from search.space.configurations import enumerate_degrees, random_configuration
+from search.space.placements import place, random_placement
 from tests.search.builders import branches, local_calls, two_layers
 
 
@@ -38,7 +39,7 @@ def test_every_configuration_on_distinct_devices_is_drawn() -> None:
 
 def test_device_families_cover_contiguous_and_strided_lists() -> None:
     rng = np.random.default_rng(4)
-    drawn = {random_devices(4, 8, rng) for _ in range(3000)}
+    drawn = {place(random_placement(8, rng), 4, 8) for _ in range(3000)}
     assert {(0, 1, 2, 3), (6, 7, 0, 1), (0, 2, 4, 6), (1, 3, 5, 7)} <= drawn
 
 

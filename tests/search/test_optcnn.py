@@ -18,18 +18,42 @@ from graph.plan import consumers_of
 from graph.strategy import Strategy
 from graph.training import Training
 from graph.weight_placement import cell_elements, cells, held_regions
-from search.algorithms.optcnn import additive_ns, default_space, optcnn
+from search.algorithms.optcnn import default_space, factors, optcnn
 from search.bounds.elimination import CostFunction, TooWide, minimize
 from search.cost.cost_table import CostTable, nanoseconds
 from search.cost.link_costs import LinkCosts
-from search.problem import Problem
+from search.problem import Problem, Tables
 from search.space.baselines import random_strategy, single_device
-from search.space.enumerated_space import whole_space
+from search.space.enumerated_space import Space, whole_space
 from search.space.groups import find_groups
 from tests.reference.links import collective_price, message_s
 from tests.runtime.strategies import seeds
 from tests.search.builders import MadeUpCosts, branches, cluster, devices, local_calls, two_layers
 from tests.search.small import small_problem, strategies
+
+
+def additive_ns(problem: Problem, strategies: Sequence[Strategy]) -> list[int]:
+    """Return the additive costs of strategies whose operators follow their heads."""
+    groups = find_groups(problem.graph)
+    choices = tuple(
+        tuple(dict.fromkeys(strategy.configurations[group.head] for strategy in strategies))
+        for group in groups
+    )
+    space = Space(problem.graph, problem.device_count, groups, choices, "given strategies", whole=False)
+    functions = factors(Tables(problem, space))
+    costs = []
+    for strategy in strategies:
+        chosen = [
+            configurations.index(strategy.configurations[group.head])
+            for group, configurations in zip(groups, choices, strict=True)
+        ]
+        costs.append(
+            sum(
+                int(function.table[tuple(chosen[variable] for variable in function.scope)])
+                for function in functions
+            )
+        )
+    return costs
 
 
 def plain_additive_ns(one: Problem, strategy: Strategy) -> int:
