@@ -54,4 +54,4 @@ def moe(batch_size: int = 8) -> Built:
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
         "experts_implementation": "grouped_mm",
     }  # fmt: skip
-    return Architecture("Qwen3MoeForCausalLM", "Qwen3MoeConfig", sizes, _following).build(batch_size)
+    return Architecture("Qwen3MoeForCausalLM", sizes, _following).build(batch_size)
