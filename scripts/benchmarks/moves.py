@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from math import exp, inf, log
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, measurement
+from scripts.benchmarks.result import BenchmarkResult, Row, measurement
 from scripts.benchmarks.zoo import zoo_graph
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
 
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
@@ -93,17 +94,15 @@ def run(*, quick: bool) -> BenchmarkResult:
         for start in STARTS:
             for seed in SEEDS[:1] if quick else SEEDS:
                 rows += walked(graph, batch_size, devices, start, seed, seconds, variants())
+    lines = compared(rows)
     return BenchmarkResult(
         benchmark="moves",
         conditions={"topology": "p100-cluster", "devices": devices, "processor seconds a chain": seconds},
         measurements=[
-            measurement(
-                f"{variant}: step time over that of all moves, geometric mean", ratio(of(rows, variant)), ""
-            )
-            for variant in variants()
-            if variant != ALL
+            measurement(f"{variant}: step time over that of all moves, geometric mean", ratio(own.time), "")
+            for variant, own in lines.groupby("variant", sort=False)
         ],
-        table=table(rows),
+        table=table(lines),
     )
 
 
@@ -129,15 +128,11 @@ def walked(
     """Return the result of a chain of each variant from one start."""
     import numpy as np
 
-    from graph.training import Training
-    from scripts.benchmarks.simulator import Datasheet, topology_of
+    from scripts.benchmarks.simulator import builder_of
     from search.algorithms.mcmc import SearchOptions, start_chain
     from search.algorithms.moves import Moves
     from search.algorithms.proposal_log import Recorder
-    from search.cost.cost_table import CostTable
-    from search.simulate.task_graph import TaskGraphBuilder
 
-    topology = topology_of(devices)
     rows: list[MovesRow] = []
     # What is worked out once a graph would be charged to the first: it walks twice, and the second walk counts.
     for name in (next(iter(chosen)), *chosen):
@@ -145,9 +140,7 @@ def walked(
         options = SearchOptions(proposals=10**12, chains=1, beta=variant.beta)
         moves, rng = Moves(graph, devices, variant.shares), np.random.default_rng(seed)
         began = started(moves, start, rng)
-        builder = TaskGraphBuilder(
-            graph, topology, CostTable(Datasheet(topology.kinds)), Training(batch_size)
-        )
+        builder = builder_of(graph, devices, batch_size)
         recorder = Recorder(None)
         deadline = time.process_time() + seconds
         chain = start_chain(builder, 0, start, began, rng, options)
@@ -184,54 +177,41 @@ def started(moves: Moves, start: str, rng: np.random.Generator) -> Strategy:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Best times, and proposals, of one variant over those of the full set, chain by chain."""
+def compared(rows: Sequence[MovesRow]) -> pd.DataFrame:
+    """Return, for each chain of another variant, best time and proposals over those of the full set from its start.
 
-    times: tuple[float, ...]
-    proposals: tuple[float, ...]
+    The time is 1 where nothing fitted for both, infinite where nothing fitted for it alone, 0 for the full set alone.
+    """
+    import numpy as np
+    import pandas as pd
 
-
-def of(rows: Sequence[MovesRow], variant: str, networks: Iterable[str] | None = None) -> Compared:
-    """Compare a variant with the full set, over some networks or all."""
-    wanted = None if networks is None else set(networks)
-    full = {(row.network, row.start, row.seed): row for row in rows if row.variant == ALL}
-    times, proposals = [], []
-    for row in rows:
-        if row.variant == variant and (wanted is None or row.network in wanted):
-            other = full[row.network, row.start, row.seed]
-            times.append(_over(row.best_s, other.best_s))
-            proposals.append(row.proposals / other.proposals)
-    return Compared(tuple(times), tuple(proposals))
+    chains = pd.DataFrame([asdict(row) for row in rows])
+    full = chains[chains.variant == ALL].drop(columns="variant")
+    both = chains[chains.variant != ALL].merge(full, on=["network", "start", "seed"], suffixes=("", "_full"))
+    over = np.where(np.isinf(both.best_s_full), 0.0, both.best_s / both.best_s_full)
+    both["time"] = np.where(both.best_s == both.best_s_full, 1.0, over)
+    both["proposals"] = both.proposals / both.proposals_full
+    return both[["variant", "network", "time", "proposals"]]
 
 
-def _over(mine_s: float, theirs_s: float) -> float:
-    if mine_s == theirs_s:
-        return 1.0  # infinite ones, too
-    return mine_s / theirs_s if theirs_s < inf else 0.0
-
-
-def ratio(compared: Compared) -> float:
+def ratio(times: pd.Series[float]) -> float:
     """Return the geometric mean of the times that both have; 1 if there are none."""
-    logs = [log(time_ratio) for time_ratio in compared.times if 0 < time_ratio < inf]
+    logs = [log(time_ratio) for time_ratio in times if 0 < time_ratio < inf]
     return exp(statistics.fmean(logs)) if logs else 1.0
 
 
-def table(rows: Sequence[MovesRow]) -> list[dict[str, str]]:
+def table(lines: pd.DataFrame) -> list[Row]:
     """Return a row for each variant: the geometric mean by network and over all, and how often it is better."""
-    networks = list(dict.fromkeys(row.network for row in rows))
-    lines = []
-    for variant in dict.fromkeys(row.variant for row in rows if row.variant != ALL):
-        every = of(rows, variant)
-        better = sum(time_ratio < 1 - EQUAL for time_ratio in every.times)
-        worse = sum(time_ratio > 1 + EQUAL for time_ratio in every.times)
-        lines.append(
+    rows: list[Row] = []
+    for variant, own in lines.groupby("variant", sort=False):
+        better, worse = (own.time < 1 - EQUAL).sum(), (own.time > 1 + EQUAL).sum()
+        rows.append(
             {
-                "moves": variant,
-                **{name: f"{ratio(of(rows, variant, [name])):.2f}" for name in networks},
-                "all": f"{ratio(every):.3f}",
-                "better / worse": f"{better} / {worse} of {len(every.times)}",
-                "proposals": f"{statistics.geometric_mean(every.proposals):.2f}",
+                "moves": str(variant),
+                **{str(name): f"{ratio(of.time):.2f}" for name, of in own.groupby("network", sort=False)},
+                "all": f"{ratio(own.time):.3f}",
+                "better / worse": f"{better} / {worse} of {len(own)}",
+                "proposals": f"{statistics.geometric_mean(own.proposals):.2f}",
             }
         )
-    return lines
+    return rows

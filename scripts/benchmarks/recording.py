@@ -5,21 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from scripts.benchmarks.result import MeasuredValue, measurement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from app.db.store import Store
     from app.services.models.models import ImportedModel
-    from graph.strategy import Strategy
     from search.algorithms import mcmc
-    from search.algorithms.proposal_log import Observer, ProposalBatch
-    from search.space.placements import Origin
+    from search.algorithms.proposal_log import Observer
 
 OVERHEAD_PERCENT = 5.0
 CHAINS = 4
@@ -37,33 +32,21 @@ class Spent:
 
 
 class Watched:
-    """An observer that adds up the processor time of another one's calls."""
+    """An observer that adds up the processor time of another one's calls in this thread."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.seconds = 0.0
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Add the processor time of the block in this thread."""
-        began = time.thread_time()
-        yield
-        self.seconds += time.thread_time() - began
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        call = getattr(self._observer, name)
 
-    def on_start(self, chain: int, name: str, strategy: Strategy, heads: Mapping[int, Origin] | None) -> None:
-        """Hand on the start of a chain."""
-        with self.watching():
-            self._observer.on_start(chain, name, strategy, heads)
+        def watched(*arguments: Any) -> None:
+            began = time.thread_time()
+            call(*arguments)
+            self.seconds += time.thread_time() - began
 
-    def on_proposals(self, batch: ProposalBatch) -> None:
-        """Hand on proposals."""
-        with self.watching():
-            self._observer.on_proposals(batch)
-
-    def progress(self, proposals: int, accepted: int, best_s: float) -> None:
-        """Hand on how far the search is."""
-        with self.watching():
-            self._observer.progress(proposals, accepted, best_s)
+        return watched
 
 
 def overheads(
@@ -150,7 +133,7 @@ def _recorded(
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
         recorder = Watched(TraceRecorder(trace, groups, devices, Silent(), model.graph.name))
         opened = time.thread_time() - thread
-        search(options, recorder)
+        search(options, cast("Observer", recorder))
         closing = time.thread_time()
     return _spent(wall, processor, thread, opened + recorder.seconds + time.thread_time() - closing)
 

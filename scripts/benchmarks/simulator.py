@@ -172,14 +172,14 @@ def topology_of(device_count: int) -> Topology:
     return load_topology(TOPOLOGY, max(1, device_count // DEVICES_A_NODE)).subset(device_count)
 
 
-def builder_of(graph: OperatorGraph, device_count: int) -> TaskGraphBuilder:
+def builder_of(graph: OperatorGraph, device_count: int, batch_size: int = 64) -> TaskGraphBuilder:
     """Return a builder with estimated costs."""
     from graph.training import Training
     from search.cost.cost_table import CostTable
     from search.simulate.task_graph import TaskGraphBuilder
 
     topology = topology_of(device_count)
-    return TaskGraphBuilder(graph, topology, CostTable(Datasheet(topology.kinds)), Training(64))
+    return TaskGraphBuilder(graph, topology, CostTable(Datasheet(topology.kinds)), Training(batch_size))
 
 
 def chain_of(
