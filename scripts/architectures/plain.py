@@ -344,17 +344,9 @@ def temporal_convolutions(batch_size: int = 4) -> Built:
 
 
 FACTORIES: dict[str, Callable[..., Built]] = {
-    "unet": unet,
-    "depthwise": depthwise,
-    "stochastic_depth": stochastic_depth,
-    "vae": vae,
-    "lstm_tagger": lstm_tagger,
-    "gru_forecaster": gru_forecaster,
-    "transformer_encoder": transformer_encoder,
-    "translator": translator,
-    "dcgan_discriminator": dcgan_discriminator,
-    "mlp_mixer": mlp_mixer,
-    "graph_convolution": graph_convolution,
-    "detr_like": detr_like,
-    "temporal_convolutions": temporal_convolutions,
-}
+    factory.__name__: factory
+    for factory in (
+        unet, depthwise, stochastic_depth, vae, lstm_tagger, gru_forecaster, transformer_encoder, translator,
+        dcgan_discriminator, mlp_mixer, graph_convolution, detr_like, temporal_convolutions,
+    )
+}  # fmt: skip

@@ -74,12 +74,12 @@ def make(hosts: EmulatedHosts) -> None:
         )
     switch = f"{hosts.name}-switch"
     # Of two that make it at once, one fails here and must leave the other's alone.
-    _execute("ip", "netns", "add", switch)
+    _execute(f"ip netns add {switch}")
     try:
-        _execute("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _execute("ip", "-n", switch, "link", "set", "bridge", "up")
+        _execute(f"ip -n {switch} link add bridge type bridge")
+        _execute(f"ip -n {switch} link set bridge up")
         for host, namespace in enumerate(hosts.namespaces):
-            _execute("ip", "netns", "add", namespace)
+            _execute(f"ip netns add {namespace}")
             _join(host, namespace, switch, hosts.bits_per_s)
         write_state(hosts)
     except BaseException:
@@ -89,32 +89,20 @@ def make(hosts: EmulatedHosts) -> None:
 
 def _join(host: int, namespace: str, switch: str, bits_per_s: int) -> None:
     """Give a host its interfaces, and one end of a veth pair to the switch."""
-    port = f"port{host}"
-    _execute(
-        "ip",
-        "link",
-        "add",
-        INTERFACE,
-        "netns",
-        namespace,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        port,
-        "netns",
-        switch,
-    )
-    _execute("ip", "-n", switch, "link", "set", port, "master", "bridge")
+    port, packet = f"port{host}", packet_bytes(bits_per_s)
+    _execute(f"ip link add {INTERFACE} netns {namespace} type veth peer name {port} netns {switch}")
+    _execute(f"ip -n {switch} link set {port} master bridge")
+    burst = burst_bytes(bits_per_s)
+    queue = max(LEAST_QUEUE_BYTES, int(bits_per_s / 8 * QUEUE_S))
     for where, interface in ((namespace, INTERFACE), (switch, port)):
         # Without IPv6: nobody waits until an address of it may be used, or chooses it.
-        _execute("ip", "-n", where, "link", "set", "dev", interface, "addrgenmode", "none")
-        packet = packet_bytes(bits_per_s)
-        _execute("ip", "-n", where, "link", "set", "dev", interface, "gso_max_size", f"{packet}")
-        _limit(where, interface, bits_per_s)
-        _execute("ip", "-n", where, "link", "set", interface, "up")
-    _execute("ip", "-n", namespace, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
-    _execute("ip", "-n", namespace, "link", "set", "lo", "up")
+        _execute(f"ip -n {where} link set dev {interface} addrgenmode none")
+        _execute(f"ip -n {where} link set dev {interface} gso_max_size {packet}")
+        rate = f"rate {bits_per_s}bit burst {burst}b limit {queue}b"
+        _execute(f"tc -n {where} qdisc add dev {interface} root tbf {rate}")
+        _execute(f"ip -n {where} link set {interface} up")
+    _execute(f"ip -n {namespace} address add {address(host)}/24 dev {INTERFACE}")
+    _execute(f"ip -n {namespace} link set lo up")
 
 
 def packet_bytes(bits_per_s: int) -> int:
@@ -125,15 +113,6 @@ def packet_bytes(bits_per_s: int) -> int:
 def burst_bytes(bits_per_s: int) -> int:
     """Return the most that passes at once over a link of a rate, after a pause."""
     return max(2 * packet_bytes(bits_per_s), int(bits_per_s / 8 * BURST_S))
-
-
-def _limit(namespace: str, interface: str, bits_per_s: int) -> None:
-    burst = burst_bytes(bits_per_s)
-    queue = max(LEAST_QUEUE_BYTES, int(bits_per_s / 8 * QUEUE_S))
-    _execute(
-        *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root"),
-        *("tbf", "rate", f"{bits_per_s}bit", "burst", f"{burst}b", "limit", f"{queue}b"),
-    )
 
 
 def remove(name: str) -> bool:
@@ -147,7 +126,7 @@ def remove(name: str) -> bool:
     state_file(name).unlink(missing_ok=True)
     end_processes(present)
     for namespace in present:
-        _execute("ip", "netns", "delete", namespace)
+        _execute(f"ip netns delete {namespace}")
     with suppress(OSError):  # other testbeds are up
         STATE.rmdir()
     return described or bool(present)
@@ -189,12 +168,22 @@ def _send(number: signal.Signals, ids: Sequence[int]) -> None:
             os.kill(process, number)
 
 
-def _execute(*command: str) -> None:
+def _execute(command: str) -> None:
+    """Run a command whose words have no spaces.
+
+    Raises:
+        RuntimeFailure: it failed.
+    """
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        command.split(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
         raise RuntimeFailure(
-            f"testbed: {' '.join(command)} failed ({reason}), must not; is this a container that may not do that?"
+            f"testbed: {command} failed ({reason}), must not; is this a container that may not do that?"
         )
