@@ -17,7 +17,6 @@ from scripts.benchmarks.result import BenchmarkResult, measurement
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from app.db.store import Store
     from app.services.models.models import ImportedModel
 
 Way = Literal["one", "two", "strangers"]
@@ -129,36 +128,27 @@ def searched(
     model: ImportedModel, devices: int, proposals: int, workers: int, time_limit_s: float | None = None
 ) -> tuple[int, int, float]:
     """Search, with a trace in a database of its own; return proposals, those accepted, and seconds."""
-    from scripts.benchmarks.database import temporary_store
-
-    with temporary_store() as store:
-        return _searched(store, model, devices, proposals, workers, time_limit_s)
-
-
-def _searched(
-    store: Store, model: ImportedModel, devices: int, proposals: int, workers: int, time_limit_s: float | None
-) -> tuple[int, int, float]:
-    from app.db.trace import ProposalTrace
-    from app.services.progress import Silent
-    from app.services.trace.recorder import TraceRecorder, groups_text
     from graph.training import Training
-    from scripts.benchmarks.database import begun
+    from scripts.benchmarks.database import begun, temporary_store
+    from scripts.benchmarks.recording import trace_recorder
     from scripts.benchmarks.simulator import Datasheet, topology_of
     from search.algorithms.mcmc import SearchOptions, search
     from search.cost.cost_table import CostTable
-    from search.space.groups import find_groups
 
-    graph, topology = model.graph, topology_of(devices)
-    groups, search_id = find_groups(graph), begun(store, model, devices)
-    began = time.perf_counter()
-    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-        outcome = search(
-            graph,
-            topology,
-            CostTable(Datasheet(topology.kinds)),
-            Training(model.batch_size),
-            SearchOptions(proposals=proposals, chains=CHAINS, time_limit_s=time_limit_s),
-            observer=TraceRecorder(trace, groups, devices, Silent(), graph.name),
-            workers=workers,
-        )
-    return outcome.proposals, outcome.accepted, time.perf_counter() - began
+    topology = topology_of(devices)
+    options = SearchOptions(proposals=proposals, chains=CHAINS, time_limit_s=time_limit_s)
+    with temporary_store() as store:
+        search_id = begun(store, model, devices)
+        began = time.perf_counter()
+        with trace_recorder(store, search_id, model, devices) as recorder:
+            outcome = search(
+                model.graph,
+                topology,
+                CostTable(Datasheet(topology.kinds)),
+                Training(model.batch_size),
+                options,
+                observer=recorder,
+                workers=workers,
+            )
+        seconds = time.perf_counter() - began
+    return outcome.proposals, outcome.accepted, seconds

@@ -19,7 +19,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmarks.recording import overheads
+from scripts.benchmarks.recording import overheads, trace_recorder
 from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
 
 if TYPE_CHECKING:
@@ -154,15 +154,9 @@ def _recording(
     store: Store, search_id: int, model: ImportedModel, devices: int
 ) -> Iterator[Callable[[ProposalBatch], None]]:
     """Yield the function that records a search's batches; all of them are written at the end."""
-    from app.db.trace import ProposalTrace
-    from app.services.progress import Silent
-    from app.services.trace.recorder import TraceRecorder, groups_text
     from search.space.baselines import data_parallel
-    from search.space.groups import find_groups
 
-    groups = find_groups(model.graph)
-    with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-        recorder = TraceRecorder(trace, groups, devices, Silent(), model.graph.name)
+    with trace_recorder(store, search_id, model, devices) as recorder:
         for chain in range(CHAINS):
             recorder.on_start(chain, "data_parallel", data_parallel(model.graph, devices), None)
         yield recorder.on_proposals

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from scripts.benchmarks.result import MeasuredValue, measurement
 if TYPE_CHECKING:
     from app.db.store import Store
     from app.services.models.models import ImportedModel
+    from app.services.trace.recorder import TraceRecorder
     from search.algorithms import mcmc
     from search.algorithms.proposal_log import Observer
 
@@ -123,19 +125,28 @@ def _recorded(
     search: Callable[..., None],
 ) -> Spent:
     """Search as `app search` does, from the opening of the trace until all of it is written."""
+    wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    with trace_recorder(store, search_id, model, devices) as recorder:
+        watched = Watched(recorder)
+        opened = time.thread_time() - thread
+        search(options, cast("Observer", watched))
+        closing = time.thread_time()
+    return _spent(wall, processor, thread, opened + watched.seconds + time.thread_time() - closing)
+
+
+@contextmanager
+def trace_recorder(
+    store: Store, search_id: int, model: ImportedModel, devices: int
+) -> Iterator[TraceRecorder]:
+    """Yield the observer that records a search; all of its trace is written at the end."""
     from app.db.trace import ProposalTrace
     from app.services.progress import Silent
     from app.services.trace.recorder import TraceRecorder, groups_text
     from search.space.groups import find_groups
 
     groups = find_groups(model.graph)
-    wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-        recorder = Watched(TraceRecorder(trace, groups, devices, Silent(), model.graph.name))
-        opened = time.thread_time() - thread
-        search(options, cast("Observer", recorder))
-        closing = time.thread_time()
-    return _spent(wall, processor, thread, opened + recorder.seconds + time.thread_time() - closing)
+        yield TraceRecorder(trace, groups, devices, Silent(), model.graph.name)
 
 
 def _compared(proposals: int, plain: list[Spent], recorded: list[Spent]) -> list[MeasuredValue]:

@@ -30,8 +30,7 @@ from search.bounds.partial_bound import PartialStrategy
 from search.orders import Order
 from search.outcome import Outcome
 from search.problem import Problem, Tables
-from search.space.enumerated_space import Space, contiguous_space, count_whole, whole_space
-from search.space.groups import find_groups
+from search.space.enumerated_space import Space, smallest_space
 
 # Choices of a group, whose pairs are tabulated for every edge.
 MOST_CHOICES = 160
@@ -102,11 +101,7 @@ def exhaustive(
 
 def default_space(problem: Problem) -> Space:
     """Return the whole space where every group has few enough configurations, else aligned lists of neighbours."""
-    graph, count = problem.graph, problem.device_count
-    heads = [graph.operators[group.head] for group in find_groups(graph)]
-    if max(count_whole(head, count) for head in heads) <= MOST_CHOICES:
-        return whole_space(graph, count)
-    return contiguous_space(graph, count)
+    return smallest_space(problem.graph, problem.device_count, MOST_CHOICES)
 
 
 class _BranchAndBound:

@@ -25,8 +25,8 @@ from search.algorithms.algorithm import Algorithm, AlgorithmContext, AlgorithmRe
 from search.algorithms.best_tracker import simulated
 from search.bounds.elimination import LARGEST_TABLE, CostFunction, TooWide, minimize
 from search.problem import Array, Problem, Tables
-from search.space.enumerated_space import Space, all_degrees, contiguous_space, count_whole, whole_space
-from search.space.groups import find_groups, follow
+from search.space.enumerated_space import Space, all_degrees, smallest_space
+from search.space.groups import follow
 
 # Configurations of a group up to which the whole space is taken.
 MOST_WHOLE = 64
@@ -69,12 +69,10 @@ def default_space(problem: Problem) -> Space:
     each group keeps the `MOST_WHOLE` that cost least by themselves, the first of equals.
     """
     graph, count = problem.graph, problem.device_count
-    groups = find_groups(graph)
-    if all(count_whole(graph.operators[group.head], count) <= MOST_WHOLE for group in groups):
-        return whole_space(graph, count)
-    compact = contiguous_space(graph, count)
-    if max(len(configurations) for configurations in compact.choices) <= MOST_WHOLE:
-        return compact
+    space = smallest_space(graph, count, MOST_WHOLE)
+    if space.whole or max(len(configurations) for configurations in space.choices) <= MOST_WHOLE:
+        return space
+    groups = space.groups
     choices = [
         tuple(
             Configuration(degrees, tuple(range(tasks(degrees))))

@@ -89,7 +89,6 @@ class PartialStrategy:
             self._complete[max(readers)].append(weight)
         self._readers = dict(self._weights)
         self._held: dict[tuple[int, ...], _WeightPlacement] = {}
-        self._sets: dict[tuple[int, ...], int] = {}
         self._state = [_State.empty(count)]
 
     def _edges_by_group(self) -> list[list[int]]:

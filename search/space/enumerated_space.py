@@ -113,6 +113,13 @@ def contiguous_space(graph: OperatorGraph, device_count: int) -> Space:
     return _space(graph, device_count, choices, name, whole=False)
 
 
+def smallest_space(graph: OperatorGraph, device_count: int, most: int) -> Space:
+    """Return the whole space where every group has at most `most` configurations, else aligned lists of neighbours."""
+    heads = [graph.operators[group.head] for group in find_groups(graph)]
+    few = all(count_whole(head, device_count) <= most for head in heads)
+    return (whole_space if few else contiguous_space)(graph, device_count)
+
+
 def _space(
     graph: OperatorGraph,
     device_count: int,
