@@ -10,6 +10,7 @@ from app.services.models.models import import_graph, requested_model
 from graph.aliasing import base_name
 from graph.errors import UsageError
 from graph.topology import load_topology
+from scripts.benchmarks.line_plot import nice_step
 from scripts.studies import show, tables
 from scripts.studies.cells import (
     CLUSTERS,
@@ -25,7 +26,6 @@ from scripts.studies.cells import (
 )
 from scripts.studies.experts import by_depth
 from scripts.studies.paper import REPORTED, Reported
-from scripts.benchmarks.line_plot import nice_step
 from scripts.studies.results import StudyResult
 
 
