@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from graph.axes import operand_regions
@@ -21,6 +20,7 @@ from graph.importing import locations
 from graph.importing.building import DraftOperator, GraphBuilder, Ref, spec_of
 from graph.importing.drawing import DRAWERS
 from graph.importing.exporting import export, qualified_name
+from graph.importing.functional import FunctionalProgram
 from graph.importing.lowering import Lowered, Lowering
 from graph.importing.outputs import Outputs, find_outputs
 from graph.importing.propagation import refined_spaces
@@ -93,8 +93,8 @@ def import_with_outputs(
 
 def _imported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, batch_norm: str
-) -> tuple[OperatorGraph, ExportedProgram, Mapping[fx.Node, Lowered]]:
-    """Return the graph, the exported program, and for each node of the program its value in the graph."""
+) -> tuple[OperatorGraph, FunctionalProgram, Mapping[fx.Node, Lowered]]:
+    """Return the graph, the functional program, and for each node of the program its value in the graph."""
     if batch_norm not in BATCH_NORM_MODES:
         raise ImportFailure(
             f"model {name}: batch norm mode {batch_norm} is unknown, must be one of {', '.join(BATCH_NORM_MODES)}"
@@ -137,7 +137,7 @@ def _lower(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _place_values(
-    program: ExportedProgram, module: nn.Module, lowering: Lowering
+    program: FunctionalProgram, module: nn.Module, lowering: Lowering
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """Add inputs, weights, buffers and constants; return the inputs' names and (alias, name) of tied tensors."""
     builder = lowering.builder
@@ -221,7 +221,7 @@ def _require_own_memory(builder: GraphBuilder, module: nn.Module, renewed: set[s
         of_storage.append((first, last, name))
 
 
-def _constant(program: ExportedProgram, lowering: Lowering, node: fx.Node, target: str) -> str:
+def _constant(program: FunctionalProgram, lowering: Lowering, node: fx.Node, target: str) -> str:
     """Add a small tensor that the forward makes from numbers, as an operator that holds these."""
     tensor = program.constants[target]
     model = lowering.builder.model
@@ -241,7 +241,7 @@ def _has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _results(program: ExportedProgram, lowering: Lowering) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _results(program: FunctionalProgram, lowering: Lowering) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the loss and, for each updated buffer, the value that replaces it."""
     nodes = {node.name: node for node in program.graph.nodes}
     loss = ""

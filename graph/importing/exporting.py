@@ -20,6 +20,7 @@ from torch.nn.modules import transformer
 
 from graph.errors import ImportFailure, NeedsDataError
 from graph.importing import locations
+from graph.importing.functional import FunctionalProgram, functional_program
 from graph.importing.standins import without_data
 from graph.importing.untraced import Untraced, changed, gradient_hook, noticing
 
@@ -87,7 +88,7 @@ def _quiet() -> Iterator[None]:
 
 def export(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, keep: Keep | None = None
-) -> ExportedProgram:
+) -> FunctionalProgram:
     """Export `module` in training mode as a functional ATen graph whose first result is the scalar loss.
 
     `keep` takes further results; without it there are none.
@@ -120,7 +121,7 @@ def export(
                 noticed.changed = later.changed
             _refuse_lost_tensors(program, name)
             _keep_gradients_stopped(program.graph_module)
-            functional: ExportedProgram = program.run_decompositions({})
+            functional = functional_program(program)
     except NoLossError as error:
         raise ImportFailure(
             f"model {name}: returns {error}, must return a scalar loss, or have one as .loss, under "

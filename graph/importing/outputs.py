@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from graph.errors import ImportFailure
 from graph.importing.exporting import export, qualified_name
+from graph.importing.functional import FunctionalProgram
 from graph.importing.lowering import Lowered
 from graph.operators import OperatorGraph, ValueKind
 
@@ -77,7 +77,7 @@ def _named(item: Any, path: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor
 
 def find_outputs(
     graph: OperatorGraph,
-    program: ExportedProgram,
+    program: FunctionalProgram,
     environment: Mapping[fx.Node, Lowered],
     module: nn.Module,
     example: tuple[Sequence[Any], Mapping[str, Any]],
@@ -130,7 +130,7 @@ def find_outputs(
 
 
 def _counterparts(
-    graph: OperatorGraph, program: ExportedProgram, again: ExportedProgram
+    graph: OperatorGraph, program: FunctionalProgram, again: FunctionalProgram
 ) -> dict[fx.Node, fx.Node]:
     """Return, for each call of the second program on which the loss depends, the same call of the first.
 
@@ -146,7 +146,7 @@ def _counterparts(
     return dict(zip(second, first, strict=True))
 
 
-def _needed(program: ExportedProgram) -> list[fx.Node]:
+def _needed(program: FunctionalProgram) -> list[fx.Node]:
     """Return the calls on which the loss and new values of buffers depend, in order."""
     signature = program.graph_signature.output_specs
     loss = next(index for index, spec in enumerate(signature) if spec.kind is OutputKind.USER_OUTPUT)
@@ -171,7 +171,7 @@ class _Search:
         graph: OperatorGraph,
         counterparts: Mapping[fx.Node, fx.Node],
         environment: Mapping[fx.Node, Lowered],
-        program: ExportedProgram,
+        program: FunctionalProgram,
     ) -> None:
         self.sources: dict[fx.Node, str] = {}
         self.constants: dict[fx.Node, torch.Tensor] = {}

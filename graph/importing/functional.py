@@ -1,0 +1,288 @@
+"""From an exported program to a functional one: no operator writes into a tensor, none is a name for several others.
+
+`ExportedProgram.run_decompositions` does it for every program by tracing it twice more, which takes longer than the
+export. Programs of common operators are rewritten here node by node, to what it returns: the same calls, names, order.
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+
+_ATEN = torch.ops.aten
+
+# Operators that stay as they are, whatever their arguments: they write into nothing, and each is called for itself.
+_KEPT = frozenset(
+    {
+        _ATEN.adaptive_avg_pool2d.default,
+        _ATEN.add.Tensor,
+        _ATEN.avg_pool2d.default,
+        _ATEN.binary_cross_entropy_with_logits.default,
+        _ATEN.bmm.default,
+        _ATEN.broadcast_tensors.default,
+        _ATEN.cat.default,
+        _ATEN.conv2d.default,
+        _ATEN.cross_entropy_loss.default,
+        _ATEN.div.Tensor,
+        _ATEN.embedding.default,
+        _ATEN.gelu.default,
+        _ATEN.index_select.default,
+        _ATEN.layer_norm.default,
+        _ATEN.linear.default,
+        _ATEN.lstm_cell.default,
+        _ATEN.matmul.default,
+        _ATEN.max_pool2d.default,
+        _ATEN.mse_loss.default,
+        _ATEN.mul.Tensor,
+        _ATEN.permute.default,
+        _ATEN.relu.default,
+        _ATEN.scaled_dot_product_attention.default,
+        _ATEN.select.int,
+        _ATEN.sigmoid.default,
+        _ATEN.softmax.int,
+        _ATEN.squeeze.dim,
+        _ATEN.stack.default,
+        _ATEN.sub.Tensor,
+        _ATEN.tanh.default,
+        _ATEN.transpose.int,
+        _ATEN.unbind.int,
+        _ATEN.unsqueeze.default,
+        _ATEN.view.default,
+        _ATEN.zeros.default,
+    }
+)
+_STATISTICS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionalProgram:
+    """A functional program: its graph, what its inputs and outputs are, and the constants among its inputs by name."""
+
+    graph: fx.Graph
+    graph_signature: ExportGraphSignature
+    constants: Mapping[str, Any]
+
+
+def functional_program(program: ExportedProgram) -> FunctionalProgram:
+    """Return the functional program of one that `torch.export.export` returned for a module in training mode."""
+    # Several names of one buffer: torch knows which of them is updated.
+    state = [spec.target for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER]
+    own = {id(program.state_dict[name]) for name in state if name in program.state_dict}
+    if len(own) == sum(name in program.state_dict for name in state):
+        try:
+            return _Rewriting(program).rewritten()
+        except _Unknown:
+            pass
+    traced = program.run_decompositions({})
+    return FunctionalProgram(traced.graph, traced.graph_signature, traced.constants)
+
+
+class _Unknown(Exception):
+    """A program has something that is not rewritten here."""
+
+
+class _Rewriting:
+    """One program that is rewritten into `graph`; `nodes` has for each of its nodes the new one."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program = program
+        self.graph = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node | list[fx.Node]] = {}
+        self.updates: dict[str, fx.Node] = {}
+        self.kinds = {
+            spec.arg.name: spec.kind
+            for spec in program.graph_signature.input_specs
+            if isinstance(spec.arg, TensorArgument)
+        }
+
+    def rewritten(self) -> FunctionalProgram:
+        """Return the functional program.
+
+        Raises:
+            _Unknown: it has something that is not rewritten here.
+        """
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                if self.kinds.get(node.name) not in (
+                    InputKind.PARAMETER,
+                    InputKind.BUFFER,
+                    InputKind.USER_INPUT,
+                ):
+                    raise _Unknown
+                self.nodes[node] = self.graph.node_copy(node)
+            elif node.op == "call_function":
+                _rewriter(node)(self, node)
+            elif node.op == "output":
+                results = self._outputs(node)
+            else:
+                raise _Unknown
+        self.graph.eliminate_dead_code()
+        signature = ExportGraphSignature(list(self.program.graph_signature.input_specs), results)
+        return FunctionalProgram(self.graph, signature, self.program.constants)
+
+    def _outputs(self, node: fx.Node) -> list[OutputSpec]:
+        """Return new values of buffers, in the buffers' order, and then the results of the module."""
+        results: list[tuple[OutputKind, fx.Node, str | None]] = [
+            (OutputKind.BUFFER_MUTATION, self.updates[spec.arg.name], spec.target)
+            for spec in self.program.graph_signature.input_specs
+            if isinstance(spec.arg, TensorArgument) and spec.arg.name in self.updates
+        ]
+        for spec, result in zip(
+            self.program.graph_signature.output_specs, self._plain(node.args[0]), strict=True
+        ):
+            if spec.kind is not OutputKind.USER_OUTPUT or not isinstance(result, fx.Node):
+                raise _Unknown
+            results.append((spec.kind, result, spec.target))
+        self.graph.output(tuple(result for _, result, _ in results))
+        return [OutputSpec(kind, TensorArgument(result.name), target) for kind, result, target in results]
+
+    def _plain(self, value: Any) -> Any:
+        return fx.node.map_arg(value, self._new)
+
+    def _new(self, node: fx.Node) -> fx.Node:
+        new = self.nodes[node]
+        if isinstance(new, list):
+            raise _Unknown
+        return new
+
+    def call(self, old: fx.Node, target: Any, arguments: tuple[Any, ...], result: Any) -> fx.Node:
+        """Add a call in place of an old one, whose arguments are nodes of the old graph; `result`: stand-ins."""
+        return self._added(old, target, self._plain(arguments), {}, target.overloadpacket.__name__, result)
+
+    def keep(self, old: fx.Node) -> None:
+        """Add a call as it is."""
+        target: Any = old.target
+        result = old.meta["val"]
+        arguments, keywords = self._plain(old.args), self._plain(old.kwargs)
+        new = self._added(old, target, arguments, keywords, target.overloadpacket.__name__, result)
+        self.nodes[old] = self.parts(old, new, result) if isinstance(result, (tuple, list)) else new
+
+    def parts(self, old: fx.Node, call: fx.Node, results: Any) -> list[fx.Node]:
+        """Add a node for each result of a call: a trace makes them all, and drops later what nobody uses."""
+        return [
+            self._added(old, python_operator.getitem, (call, position), {}, "getitem", result)
+            for position, result in enumerate(results)
+        ]
+
+    def _added(
+        self, old: fx.Node, target: Any, arguments: Any, keywords: Any, name: str, result: Any
+    ) -> fx.Node:
+        new = self.graph.create_node("call_function", target, arguments, keywords, name)
+        new.meta = {**old.meta, "val": result}
+        return new
+
+    def is_own_buffer(self, node: object) -> bool:
+        """Return whether a node is a buffer that one call of the program takes, and no other."""
+        return (
+            isinstance(node, fx.Node)
+            and self.kinds.get(node.name) is InputKind.BUFFER
+            and len(node.users) == 1
+        )
+
+
+def _rewriter(node: fx.Node) -> Callable[[_Rewriting, fx.Node], None]:
+    if node.target in _KEPT:
+        return _Rewriting.keep
+    rewriter = _REWRITERS.get(node.target)
+    if rewriter is None:
+        raise _Unknown
+    return rewriter
+
+
+def _getitem(rewriting: _Rewriting, node: fx.Node) -> None:
+    """Take one of the nodes that stand for a call's results."""
+    call, position = node.args
+    assert isinstance(call, fx.Node)
+    assert isinstance(position, int)
+    results = rewriting.nodes[call]
+    if not isinstance(results, list):
+        raise _Unknown
+    rewriting.nodes[node] = results[position]
+
+
+def _dropout(rewriting: _Rewriting, node: fx.Node) -> None:
+    """Make it the call that returns its mask, too."""
+    if len(node.args) != 3 or node.args[2] is not True or not node.args[1]:
+        raise _Unknown
+    result = node.meta["val"]
+    results = (result, result.new_empty(result.shape, dtype=torch.bool))
+    new = rewriting.call(node, _ATEN.native_dropout.default, node.args, results)
+    rewriting.nodes[node] = rewriting.parts(node, new, results)[0]
+
+
+def _reshape(rewriting: _Rewriting, node: fx.Node) -> None:
+    """Make it a view of what is contiguous, and a view of a copy of what no view can be of."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    given, result = source.meta["val"], node.meta["val"]
+    size = list(result.shape)
+    if node.target is _ATEN.flatten.using_ints and list(given.shape) == size:
+        raise _Unknown  # the tensor itself
+    if given.is_contiguous():
+        rewriting.nodes[node] = rewriting.call(node, _ATEN.view.default, (source, size), result)
+    elif not _has_view(given, size):
+        copied = rewriting.call(node, _ATEN.clone.default, (source,), given.contiguous())
+        copied.kwargs = {"memory_format": torch.contiguous_format}
+        new = rewriting.call(node, _ATEN._unsafe_view.default, (source, size), result)
+        new.replace_input_with(rewriting._new(source), copied)
+        rewriting.nodes[node] = new
+    else:
+        raise _Unknown
+
+
+def _has_view(tensor: torch.Tensor, size: list[int]) -> bool:
+    try:
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(size)
+    except (RuntimeError, ValueError):  # the latter within a fake mode
+        return False
+    return True
+
+
+def _batch_norm(rewriting: _Rewriting, node: fx.Node) -> None:
+    """Make it the call that returns new running statistics."""
+    if len(node.args) != 9 or node.args[5] is not True or not node.meta["val"].numel():
+        raise _Unknown
+    running = node.args[3:5]
+    if not all(map(rewriting.is_own_buffer, running)):
+        raise _Unknown
+    results = tuple(item.meta["val"] for item in (node, *running, *running) if isinstance(item, fx.Node))
+    if any(statistics.dtype not in _STATISTICS for statistics in results[1:]):
+        raise _Unknown  # made in float32, and converted
+    new = rewriting.call(node, _ATEN._native_batch_norm_legit_functional.default, node.args[:8], results)
+    parts = rewriting.parts(node, new, results)
+    rewriting.nodes[node] = parts[0]
+    for buffer, value in zip(running, parts[3:], strict=True):
+        assert isinstance(buffer, fx.Node)
+        rewriting.updates[buffer.name] = value
+
+
+def _count(rewriting: _Rewriting, node: fx.Node) -> None:
+    """Make a number that is added to a buffer a sum."""
+    buffer = node.args[0]
+    if node.users or node.kwargs or not rewriting.is_own_buffer(buffer) or isinstance(node.args[1], fx.Node):
+        raise _Unknown
+    assert isinstance(buffer, fx.Node)
+    rewriting.updates[buffer.name] = rewriting.call(node, _ATEN.add.Tensor, node.args, buffer.meta["val"])
+
+
+_REWRITERS: dict[Any, Callable[[_Rewriting, fx.Node], None]] = {
+    python_operator.getitem: _getitem,
+    _ATEN.add_.Tensor: _count,
+    _ATEN.batch_norm.default: _batch_norm,
+    _ATEN.dropout.default: _dropout,
+    _ATEN.flatten.using_ints: _reshape,
+    _ATEN.reshape.default: _reshape,
+}

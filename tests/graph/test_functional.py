@@ -1,0 +1,175 @@
+"""Functional programs: what is rewritten node by node is what torch's decompositions give, for the zoo and corners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.nn import functional
+
+import graph.importing.exporting as exporting
+from graph.errors import ImportFailure
+from graph.importing.exporting import export
+from graph.importing.functional import FunctionalProgram, functional_program
+from graph.zoo import build, zoo_entry, zoo_names
+
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
+NETWORKS = [name for name in zoo_names() if not zoo_entry(name).extra]
+
+
+class _Module(nn.Module):
+    """A module whose forward is a function of its parts and inputs."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.weight = nn.Parameter(torch.ones(6))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(self, *args)
+        return result
+
+
+def _described(program: FunctionalProgram | ExportedProgram) -> list[Any]:
+    nodes = [
+        (
+            node.op,
+            node.name,
+            str(node.target),
+            str(node.args),
+            str(node.kwargs),
+            [tuple(result.shape) for result in _results(node) if node.op != "output"],
+            node.meta.get("stack_trace") if node.op == "call_function" else None,
+        )
+        for node in program.graph.nodes
+    ]
+    return [nodes, str(program.graph_signature), sorted(program.constants)]
+
+
+def _results(node: torch.fx.Node) -> list[torch.Tensor]:
+    # A call with several results has a node for each that is used.
+    result = node.meta.get("val")
+    return [result] if isinstance(result, torch.Tensor) else []
+
+
+def _check(
+    monkeypatch: pytest.MonkeyPatch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Compare both ways to a functional program; return whether the first did without a trace."""
+    traces: list[object] = []
+    seen: list[tuple[bool, list[Any], list[Any]]] = []
+    decompose: Callable[..., ExportedProgram] = ExportedProgram.run_decompositions
+
+    def counted(program: ExportedProgram, *given: Any) -> ExportedProgram:
+        traces.append(program)
+        return decompose(program, *given)
+
+    def compared(program: ExportedProgram) -> FunctionalProgram:
+        ours = functional_program(program)
+        seen.append((not traces, _described(ours), _described(decompose(program, {}))))
+        return ours
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExportedProgram, "run_decompositions", counted)
+        patch.setattr(exporting, "functional_program", compared)
+        export(module, args, kwargs, "test")
+    ((without_trace, rewritten, traced),) = seen
+    assert rewritten == traced
+    return without_trace
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_zoo_networks_are_rewritten_to_what_their_trace_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        module, args, kwargs = build(name, "small")
+    assert _check(monkeypatch, module, args, kwargs)
+
+
+def _blocks(self: _Module, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    norm, drop, linear = self.parts
+    hidden = torch.sigmoid(norm(values)) * values
+    hidden = drop(linear(hidden.flatten(1).reshape(4, 3, 10)))
+    scores = torch.matmul(hidden, hidden.transpose(1, 2).flatten(1).reshape(4, 10, 3))
+    return functional.mse_loss(scores - target, target)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_rewritten"), [(torch.float32, True), (torch.float64, True), (torch.bfloat16, False)]
+)
+def test_views_and_copies_are_told_apart(
+    dtype: torch.dtype, *, is_rewritten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = _Module(_blocks, nn.BatchNorm1d(5), nn.Dropout(0.25), nn.Linear(10, 10)).to(dtype)
+    inputs = (torch.zeros(4, 5, 6, dtype=dtype), torch.zeros(4, 3, 3, dtype=dtype))
+    assert _check(monkeypatch, module, inputs, {}) is is_rewritten
+
+
+def _twice(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = self.parts[0](self.parts[0](values)).sum()
+    return result
+
+
+def _count(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    self.count.add_(1)
+    return (values * self.count * self.weight).sum()
+
+
+def _in_place(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    return (values * self.weight).relu_().sum()
+
+
+def _columns(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    # Of every second row there is a view, though it is not contiguous.
+    return functional.mse_loss((values * self.weight)[:, ::2].flatten(0, 1), values.new_zeros(12, 6))
+
+
+def _nothing(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    hidden = functional.dropout(values * self.weight, 0.0).flatten(2, 2)
+    return functional.mse_loss(hidden, values)
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (_twice, [nn.BatchNorm1d(6)]),
+        (_twice, [nn.BatchNorm1d(6, track_running_stats=False)]),
+        (_count, []),
+        (_in_place, []),
+        (_columns, []),
+        (_nothing, []),
+    ],
+)
+def test_what_is_not_common_is_traced(
+    function: Callable[..., torch.Tensor], parts: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not _check(monkeypatch, _Module(function, *parts), (torch.zeros(4, 6, 6),), {})
+
+
+def _sum_of_norms(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    first, second = self.parts
+    return functional.mse_loss(second(first(values)), values)
+
+
+def test_a_norm_in_evaluation_mode_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _Module(_sum_of_norms, nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
+    assert not _check(monkeypatch, module, (torch.zeros(4, 6, 6),), {})
+
+
+def test_a_buffer_of_two_names_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_program: ExportedProgram, _table: object) -> ExportedProgram:
+        raise RuntimeError("is traced")  # as torch does of such a program, in other words
+
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", refuse)
+    first, second = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+    second.running_mean = first.running_mean
+    with pytest.raises(ImportFailure, match="is traced"):
+        export(_Module(_sum_of_norms, first, second), (torch.zeros(4, 6, 6),), {}, "test")
