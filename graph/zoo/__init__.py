@@ -53,20 +53,24 @@ def _entry(
     title: str,
     paper: str,
     batch_size: int,
-    paper_sizes: dict[str, Any],
     small_sizes: dict[str, Any],
-    xl_sizes: dict[str, Any] | None = None,
+    **other_sizes: dict[str, Any],
 ) -> ZooEntry:
-    presets = {
-        "paper": MappingProxyType(paper_sizes),
-        "small": MappingProxyType({"batch_size": 4, **small_sizes}),
-        **({} if xl_sizes is None else {"xl": MappingProxyType(xl_sizes)}),
-    }
+    # The published sizes are the defaults of the factory.
+    presets = {"paper": {}, "small": {"batch_size": 4, **small_sizes}, **other_sizes}
     module = name.replace("-", "_")
     factory, extra = f"graph.zoo.{module}:{module}", ""
     if name.startswith("hf-"):
         factory, extra = f"graph.zoo.huggingface:{name.removeprefix('hf-')}", "hf"
-    return ZooEntry(name, title, paper, batch_size, MappingProxyType(presets), factory, extra)
+    return ZooEntry(
+        name,
+        title,
+        paper,
+        batch_size,
+        MappingProxyType({preset: MappingProxyType(sizes) for preset, sizes in presets.items()}),
+        factory,
+        extra,
+    )
 
 
 # Batch sizes of the first six: FlexFlow (arXiv:1807.05358), evaluation.
@@ -76,7 +80,6 @@ _ENTRIES = (
         "AlexNet, one tower",
         "Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv:1404.5997",
         256,
-        {},
         {"image_size": 127, "width": 1 / 16, "pooled_size": 2, "hidden": 24, "classes": 10},
     ),
     _entry(
@@ -84,7 +87,6 @@ _ENTRIES = (
         "Inception-v3",
         "Szegedy et al., Rethinking the Inception Architecture for Computer Vision, arXiv:1512.00567",
         64,
-        {},
         {"image_size": 107, "width": 1 / 16, "classes": 10},
     ),
     _entry(
@@ -92,7 +94,6 @@ _ENTRIES = (
         "ResNet-101",
         "He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385",
         64,
-        {},
         {"image_size": 33, "width": 1 / 8, "blocks": (1, 2, 1, 1), "classes": 10},
     ),
     _entry(
@@ -100,7 +101,6 @@ _ENTRIES = (
         "RNN text classification: 4 LSTM layers, unrolled",
         "FlexFlow, arXiv:1807.05358",
         64,
-        {},
         {"steps": 3, "layers": 2, "hidden": 12, "vocabulary": 50},
     ),
     _entry(
@@ -108,7 +108,6 @@ _ENTRIES = (
         "RNN language model: 2 LSTM layers, unrolled",
         "FlexFlow, arXiv:1807.05358",
         64,
-        {},
         {"steps": 3, "layers": 2, "hidden": 12, "vocabulary": 50},
     ),
     _entry(
@@ -116,7 +115,6 @@ _ENTRIES = (
         "Neural machine translation: 4 LSTM layers with attention, unrolled",
         "FlexFlow, arXiv:1807.05358; attention of Luong et al., arXiv:1508.04025",
         64,
-        {},
         {"steps": 3, "layers": 2, "hidden": 12, "vocabulary": 50},
     ),
     _entry(
@@ -124,7 +122,6 @@ _ENTRIES = (
         "VGG-16",
         "Simonyan and Zisserman, Very Deep Convolutional Networks, arXiv:1409.1556",
         256,
-        {},
         {"image_size": 64, "width": 1 / 16, "pooled_size": 2, "hidden": 24, "classes": 10},
     ),
     _entry(
@@ -132,7 +129,6 @@ _ENTRIES = (
         "DenseNet-121",
         "Huang et al., Densely Connected Convolutional Networks, arXiv:1608.06993",
         256,
-        {},
         {"image_size": 64, "growth": 4, "blocks": (2, 2, 2, 2), "classes": 10},
     ),
     _entry(
@@ -140,7 +136,6 @@ _ENTRIES = (
         "BERT-large, masked language model",
         "Devlin et al., BERT, arXiv:1810.04805",
         256,
-        {},
         {"sequence": 10, "layers": 2, "hidden": 16, "heads": 4, "vocabulary": 50, "positions": 12},
     ),
     _entry(
@@ -148,16 +143,14 @@ _ENTRIES = (
         "GPT-2, 12 layers",
         "Radford et al., Language Models are Unsupervised Multitask Learners (2019)",
         512,
-        {},
         {"sequence": 10, "layers": 2, "hidden": 16, "heads": 4, "vocabulary": 50},
-        xl_sizes={"layers": 48, "hidden": 1600, "heads": 25},
+        xl={"layers": 48, "hidden": 1600, "heads": 25},
     ),
     _entry(
         "dlrm",
         "DLRM, recommendation from dense and categorical features",
         "Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091",
         2048,
-        {},
         {"tables": 3, "rows": 20, "dense_features": 6, "bottom": (12, 8), "top": (16, 12)},
     ),
     _entry(
@@ -165,7 +158,6 @@ _ENTRIES = (
         "CANDLE Uno, response of tumours to pairs of drugs",
         "Unity (OSDI 2022), sizes of its public code; CANDLE benchmark Pilot1/Uno",
         64,
-        {},
         {
             "cell_features": 14,
             "descriptors": 18,
@@ -179,7 +171,6 @@ _ENTRIES = (
         "Multilayer perceptron",
         "none; sizes of our own",
         64,
-        {},
         {"widths": (12, 24, 24, 10)},
     ),
 )
@@ -194,7 +185,6 @@ _HUGGING_FACE = (
         "BERT-base, masked language model",
         "Devlin et al., BERT, arXiv:1810.04805",
         128,
-        {},
         {**_TEXT, "heads": 3, "intermediate": 20},
     ),
     _entry(
@@ -202,7 +192,6 @@ _HUGGING_FACE = (
         "GPT-2 small",
         "Radford et al., Language Models are Unsupervised Multitask Learners (2019)",
         64,
-        {},
         {**_TEXT, "heads": 3, "dropout": 0.0},
     ),
     _entry(
@@ -210,7 +199,6 @@ _HUGGING_FACE = (
         "Llama-3-8B: grouped-query attention, RMSNorm, rotary positions",
         "Grattafiori et al., The Llama 3 Herd of Models, arXiv:2407.21783",
         8,
-        {},
         {**_TEXT, **_GROUPED_HEADS},
     ),
     _entry(
@@ -218,7 +206,6 @@ _HUGGING_FACE = (
         "T5-base, text to text",
         "Raffel et al., Exploring the Limits of Transfer Learning, arXiv:1910.10683",
         128,
-        {},
         {**_TEXT, "target_sequence": 7, "heads": 3, "head_size": 4, "intermediate": 20, "dropout": 0.0},
     ),
     _entry(
@@ -226,7 +213,6 @@ _HUGGING_FACE = (
         "ViT-B/16",
         "Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929",
         256,
-        {},
         {
             "image_size": 30,
             "patch_size": 10,
@@ -242,7 +228,6 @@ _HUGGING_FACE = (
         "ResNet-50",
         "He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385",
         256,
-        {},
         {"image_size": 33, "stem": 6, "widths": (12, 20), "blocks": (1, 2), "classes": 10},
     ),
     _entry(
@@ -250,7 +235,6 @@ _HUGGING_FACE = (
         "ConvNeXt-T",
         "Liu et al., A ConvNet for the 2020s, arXiv:2201.03545",
         256,
-        {},
         {"image_size": 44, "widths": (6, 10), "blocks": (1, 2), "classes": 10},
     ),
     _entry(
@@ -258,7 +242,6 @@ _HUGGING_FACE = (
         "Mixtral-8x7B: a mixture of experts",
         "Jiang et al., Mixtral of Experts, arXiv:2401.04088",
         8,
-        {},
         {**_TEXT, **_GROUPED_HEADS, "experts": 5},
     ),
 )
