@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graph.axes import IterationSpace, whole
-from graph.calls import LocalCall
 from graph.rules.base import Signature
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, positive
 
@@ -14,6 +13,7 @@ class SlopeRule(BaseRule):
     """aten.prelu(self [N, C, ...], weight [C] or [1])."""
 
     inherits_names = True
+    backward_flops_per_output = 2.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis a dim; slopes follow the channels."""
@@ -22,10 +22,6 @@ class SlopeRule(BaseRule):
         dims = activation_dims(builder, shape)
         weight = dims[1] if len(shape) > 1 and slopes == shape[1:2] else whole(slopes[0]) if slopes else None
         return builder.space([tuple(dims), () if weight is None else (weight,)], [tuple(dims)])
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return two operations an element."""
-        return 2.0 * call.outputs[0].elements if any(call.gradients) else 0.0
 
 
 class GatedRule(BaseRule):

@@ -23,6 +23,8 @@ class AttentionRule(BaseRule):
     at. The importer gives that name to attention with dropout too, whose draws depend on global positions.
     """
 
+    # Five products for the forward's two: the scores are computed again.
+    backward_forwards = 2.5
     rigid = frozenset({"query"})  # a causal part of the rows must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -90,10 +92,6 @@ class AttentionRule(BaseRule):
         start = argument_or(call, "start", default=0)
         seen: int = sum(min(start + row + 1, key[-2]) for row in range(query[-2]))
         return full * seen / max(query[-2] * key[-2], 1)
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return five products for the forward's two: the scores are computed again."""
-        return self.flops(call) * 2.5 if any(call.gradients) else 0.0
 
 
 RULES: Mapping[str, BaseRule] = dict.fromkeys(

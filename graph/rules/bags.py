@@ -17,6 +17,7 @@ class EmbeddingBagRule(BaseRule):
     (V) and element (L), both reductions. A mean without padding counts `bag` elements; with it, whole bags.
     """
 
+    backward_forwards = 1.0
     rigid = frozenset({"vocabulary"})  # a part of it must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -44,10 +45,6 @@ class EmbeddingBagRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return one addition for each row and channel."""
         return float(call.inputs[1].elements * call.outputs[0].shape[1])
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return one addition for each row and channel."""
-        return self.flops(call) if any(call.gradients) else 0.0
 
     def bytes_moved(self, call: LocalCall) -> int:
         """Return the bytes of the indices, the rows read, and the sums."""

@@ -1,18 +1,12 @@
-"""The interface of rules: the partitioning of operators, one rule per operator type.
-
-A rule says, for an operator's shapes and arguments, which axes it iterates over, how its operands' dims follow them,
-how to rewrite the call for one task's part, and how many flops and bytes a local call takes.
-"""
+"""What rules see: an operator's signature, and the part of it that is one task's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from graph import intervals
 from graph.axes import IterationSpace
-from graph.calls import LocalCall
 from graph.intervals import Interval, Region
 from graph.operators import Argument, TensorSpec
 
@@ -56,22 +50,3 @@ def _specs(regions: Sequence[Region], whole: Sequence[TensorSpec]) -> tuple[Tens
     return tuple(
         [TensorSpec(intervals.shape(region), spec.dtype) for region, spec in zip(regions, whole, strict=True)]
     )
-
-
-class Rule(Protocol):
-    """The rule of one operator type (or of a family, for the generic pointwise rule)."""
-
-    def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes (REPLICA_AXIS last) and operand maps; only axes of size > 1 are worth listing."""
-        ...
-
-    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the task's call; its inputs are dense tensors of `part.inputs`' shapes.
-
-        `part.space` may be refined: use `part.inputs` and `part.outputs`, or factors of the maps, not fixed axes.
-        """
-        ...
-
-    def flops(self, call: LocalCall) -> float:
-        """Return floating-point operations of one forward execution of a local call (a multiply-add is two)."""
-        ...

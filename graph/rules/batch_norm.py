@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graph.axes import AxisKind, Dim, IterationSpace, whole
-from graph.calls import LocalCall
 from graph.rules.base import Signature
 from graph.rules.common import BaseRule, SpaceBuilder, dim_name
 
@@ -29,16 +28,13 @@ class MomentsRule(BaseRule):
     """soapstone.moments(input [N, C, ...]) -> [2, C]."""
 
     flops_per_input = 3.0
+    backward_flops_per_input = 2.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an input dim; all but the channels are summed."""
         builder = SpaceBuilder()
         dims = _image(builder, signature.inputs[0].shape, AxisKind.ATTRIBUTE)
         return builder.space([dims], [(whole(2), dims[1])])
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return two operations an input element."""
-        return 2.0 * call.inputs[0].elements * sum(call.gradients)
 
 
 class FixedMomentsRule(BaseRule):

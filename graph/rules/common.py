@@ -149,14 +149,14 @@ def whole_axis(part: TaskPart, axis: int) -> bool:
     )
 
 
-def sums_whole(part: TaskPart, output: int = 0) -> bool:
-    """Return whether an output is complete, not a partial sum: all axes that it lacks are covered."""
-    return all(whole_axis(part, axis) for axis in partial_axes(part.space, output))
+def sums_whole(part: TaskPart) -> bool:
+    """Return whether the first output is complete, not a partial sum: all axes that it lacks are covered."""
+    return all(whole_axis(part, axis) for axis in partial_axes(part.space, 0))
 
 
-def owns_additions(part: TaskPart, output: int = 0) -> bool:
+def owns_additions(part: TaskPart) -> bool:
     """Return whether a part is the one of each partial sum that adds terms due exactly once (a bias)."""
-    return all(part.points[axis][0] == 0 for axis in partial_axes(part.space, output))
+    return all(part.points[axis][0] == 0 for axis in partial_axes(part.space, 0))
 
 
 def local_call(
@@ -198,11 +198,16 @@ def is_whole(signature: Signature, part: TaskPart) -> bool:
 
 
 class BaseRule(ABC):
-    """Defaults of a rule: arguments unchanged, one operation an output element, no fixed index ranges."""
+    """The rule of one operator type, or of a family: how it is partitioned, and what a part costs.
+
+    A rule says, for an operator's shapes and arguments, which axes it iterates over, how its operands' dims follow
+    them, how to rewrite the call for one task's part, and how many flops and bytes a local call takes. Defaults:
+    arguments unchanged, one operation an output element, no fixed index ranges.
+    """
 
     @abstractmethod
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes and operand maps."""
+        """Return the axes (REPLICA_AXIS last) and operand maps; only axes of size > 1 are worth listing."""
 
     # Axes that must not become products, since the local call needs one interval of them.
     rigid: frozenset[str] = frozenset()
@@ -220,8 +225,14 @@ class BaseRule(ABC):
     # Floating-point operations for each element of the first input, or of the first output, if they are proportional.
     flops_per_input: float | None = None
     flops_per_output: float | None = None
-    # Likewise backward, for each element of the first input, where anything is differentiated.
+    # Likewise backward, where anything is differentiated; or so many times the forward's operations.
     backward_flops_per_input: float | None = None
+    backward_flops_per_output: float | None = None
+    backward_forwards: float | None = None
+    # Else it has the forward's operations for each of these inputs that is differentiated.
+    factors = slice(None)
+    # The argument that is the shape of the first output, and so of the local one in a local call.
+    sized: str | None = None
 
     def __init_subclass__(cls) -> None:
         """Clear `by_size` of a rule with a `localize` of its own, unless the rule sets it."""
@@ -230,8 +241,12 @@ class BaseRule(ABC):
             cls.by_size = cls.__dict__.get("by_size", False)
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the call with unchanged arguments on local shapes."""
-        return local_call(signature, part, gradients)
+        """Return the task's call; its inputs are dense tensors of `part.inputs`' shapes.
+
+        `part.space` may be refined: use `part.inputs` and `part.outputs`, or factors of the maps, not fixed axes.
+        """
+        replace = {self.sized: intervals.shape(part.outputs[0])} if self.sized else {}
+        return local_call(signature, part, gradients, replace=replace)
 
     def flops(self, call: LocalCall) -> float:
         """Return the operations by element that the rule names; else one an output element, or zero for copies."""
@@ -242,10 +257,16 @@ class BaseRule(ABC):
         return 0.0 if self.computes_nothing else float(sum(spec.elements for spec in call.outputs))
 
     def backward_flops(self, call: LocalCall) -> float:
-        """Return the operations by element that the rule names; else the forward's for every differentiated input."""
+        """Return the operations that the rule names; else the forward's for every differentiated input."""
+        if not any(call.gradients):
+            return 0.0
         if self.backward_flops_per_input is not None:
-            return self.backward_flops_per_input * call.inputs[0].elements if any(call.gradients) else 0.0
-        return self.flops(call) * sum(call.gradients)
+            return self.backward_flops_per_input * call.inputs[0].elements
+        if self.backward_flops_per_output is not None:
+            return self.backward_flops_per_output * call.outputs[0].elements
+        if self.backward_forwards is not None:
+            return self.backward_forwards * self.flops(call)
+        return self.flops(call) * sum(call.gradients[self.factors])
 
     def bytes_moved(self, call: LocalCall) -> int:
         """Return the bytes of all inputs read and outputs written, zero for a view."""

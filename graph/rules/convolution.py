@@ -31,6 +31,8 @@ class ConvolutionRule(BaseRule):
     """
 
     by_size = True
+    # Backward, the forward's operations once for the data and once for the weight gradient.
+    factors = slice(0, 2)
 
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
@@ -108,10 +110,6 @@ class ConvolutionRule(BaseRule):
         outputs = call.outputs[0].elements
         biased = slot_of(call, "bias") is not None
         return 2.0 * outputs * prod(call.inputs[1].shape[1:]) + (outputs if biased else 0)
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for the data and once for the weight gradient."""
-        return self.flops(call) * sum(call.gradients[:2])
 
 
 RULES: Mapping[str, BaseRule] = {

@@ -21,19 +21,11 @@ class DropoutRule(PointwiseRule):
 
     # Of the counter-based generator, about.
     flops_per_output = 20.0
+    backward_flops_per_output = 1.0
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the call with its region and the whole shape bound."""
-        return local_call(
-            signature,
-            part,
-            gradients,
-            bindings=_positions(signature, part),
-        )
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return one operation an element."""
-        return float(call.outputs[0].elements) * sum(call.gradients)
+        return local_call(signature, part, gradients, bindings=_positions(signature, part))
 
 
 class RandomRule(FactoryRule):

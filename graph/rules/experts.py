@@ -24,6 +24,7 @@ class GroupedProductRule(BaseRule):
     for the rows of others). A part is told at which row and expert it starts.
     """
 
+    factors = slice(0, 2)
     rigid = frozenset({"sample", "expert"})  # a part of either must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -49,10 +50,6 @@ class GroupedProductRule(BaseRule):
         experts, contracted, channels = call.inputs[1].shape
         share = experts / max(call.inputs[2].shape[0], 1)
         return 2.0 * call.inputs[0].shape[0] * contracted * channels * share
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for each differentiated factor."""
-        return self.flops(call) * sum(call.gradients[:2])
 
 
 class HistogramRule(BaseRule):

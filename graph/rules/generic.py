@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graph import intervals
 from graph.axes import AxisKind, IterationSpace, whole
-from graph.calls import LocalCall
-from graph.rules.base import Signature, TaskPart
+from graph.rules.base import Signature
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
     activation_dims,
     argument_or,
     broadcast_operand,
-    local_call,
     positive,
     whole_operand,
     whole_space,
@@ -56,16 +53,12 @@ class FactoryRule(BaseRule):
     """Makes a constant tensor from no input: zeros, ones, full. `size` is the local shape."""
 
     computes_nothing = True
-    by_size = True
+    sized = "size"
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return one axis an output dim."""
         builder = SpaceBuilder()
         return builder.space([], [tuple(activation_dims(builder, signature.outputs[0].shape))])
-
-    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the call with the local size."""
-        return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})
 
 
 DimsOf = Callable[[Signature], tuple[int, ...]]
@@ -148,8 +141,7 @@ def padded_dims(signature: Signature) -> tuple[int, ...]:
 class SampleRule(BaseRule):
     """Works on every sample alone: dim 0 of the first input and of the outputs splits, all else is whole."""
 
-    def __init__(self, flops_per_output: float = 1.0) -> None:
-        self.flops_per_output = flops_per_output
+    flops_per_output = 1.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the sample axis."""

@@ -10,7 +10,7 @@ from graph.intervals import count
 from graph.operators import Argument
 from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, argument_or, axis_of, local_call
-from graph.rules.generic import DimwiseRule, padded_dims
+from graph.rules.generic import DimwiseRule, FactoryRule, padded_dims
 
 
 class PadRule(DimwiseRule):
@@ -64,15 +64,8 @@ def _pairs(signature: Signature) -> list[tuple[int, int]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-class RangeRule(BaseRule):
+class RangeRule(FactoryRule):
     """aten.arange(start, end, step): a part is soapstone.arange, told the indexes that it makes."""
-
-    computes_nothing = True
-
-    def space(self, signature: Signature) -> IterationSpace:
-        """Return the only axis."""
-        builder = SpaceBuilder()
-        return builder.space([], [tuple(activation_dims(builder, signature.outputs[0].shape))])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
         """Return the numbers at the part's indexes."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from graph.axes import AxisKind, Dim, IterationSpace
 from graph.calls import LocalCall
-from graph.operators import Argument
 from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
@@ -22,10 +21,6 @@ from graph.rules.common import (
 )
 
 
-def _backward_of_two(rule: BaseRule, call: LocalCall, slots: tuple[int | None, int | None]) -> float:
-    return rule.flops(call) * sum(1 for slot in slots if slot is not None and call.gradients[slot])
-
-
 class LinearRule(BaseRule):
     """aten.linear(input [..., I], weight [O, I], bias [O]).
 
@@ -34,6 +29,8 @@ class LinearRule(BaseRule):
     """
 
     by_size = True
+    # Backward, the forward's operations once for the data and once for the weight gradient.
+    factors = slice(0, 2)
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""
@@ -57,10 +54,6 @@ class LinearRule(BaseRule):
         outputs = call.outputs[0].elements
         biased = slot_of(call, "bias") is not None
         return 2.0 * outputs * call.inputs[1].shape[1] + (outputs if biased else 0)
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for the data and once for the weight gradient."""
-        return _backward_of_two(self, call, (0, 1))
 
 
 class MatrixProductRule(BaseRule):
@@ -92,12 +85,8 @@ class MatrixProductRule(BaseRule):
 
     def flops(self, call: LocalCall) -> float:
         """Return two operations for each output element and contracted point."""
-        return 2.0 * call.outputs[0].elements * call.inputs[slots_in(_tensors(call))[0]].shape[-1]
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for each differentiated operand."""
-        left, right = slots_in(_tensors(call))
-        return _backward_of_two(self, call, (left, right))
+        first = slots_in(tuple(value for _, value in call.arguments))[0]
+        return 2.0 * call.outputs[0].elements * call.inputs[first].shape[-1]
 
 
 class AddedProductRule(BaseRule):
@@ -108,6 +97,7 @@ class AddedProductRule(BaseRule):
     """
 
     by_size = True
+    factors = slice(1, 3)
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes."""
@@ -144,14 +134,6 @@ class AddedProductRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return two operations for each output element and contracted point, and the addition."""
         return call.outputs[0].elements * (2.0 * call.inputs[1].shape[-1] + 1)
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for each differentiated factor."""
-        return _backward_of_two(self, call, (1, 2))
-
-
-def _tensors(call: LocalCall) -> tuple[Argument, ...]:
-    return tuple(value for _, value in call.arguments)
 
 
 def _leading(builder: SpaceBuilder, shape: tuple[int, ...]) -> list[Dim]:

@@ -28,6 +28,9 @@ class RecurrentCellRule(BaseRule):
     Axes: sample, hidden (a parameter). Weights are [gates x hidden, features]. The LSTM's cell state follows hidden.
     """
 
+    # The forward's operations once for the data and once for the weight gradient.
+    backward_forwards = 2.0
+
     def __init__(self, gates: int) -> None:
         self.gates = gates
         # A part of a GRU's hidden units is told which they are.
@@ -69,10 +72,6 @@ class RecurrentCellRule(BaseRule):
         weights = sum(call.inputs[slot].elements for slot in slots)
         return 2.0 * samples * weights + 10.0 * call.outputs[0].elements
 
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for the data and once for the weight gradient."""
-        return self.flops(call) * 2 if any(call.gradients) else 0.0
-
 
 class RecurrentLayerRule(BaseRule):
     """aten.lstm.input, gru.input, rnn_tanh.input, rnn_relu.input: (input, initial states, weights) -> output, states.
@@ -80,6 +79,8 @@ class RecurrentLayerRule(BaseRule):
     Axes: sample; time and hidden units are whole, since every step needs the whole state of the one before. The
     importer writes stacked layers one by one.
     """
+
+    backward_forwards = 2.0
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the sample axis; a sequence without batch dim runs whole."""
@@ -106,10 +107,6 @@ class RecurrentLayerRule(BaseRule):
         steps = call.inputs[0].elements // max(call.inputs[0].shape[-1], 1)
         matrices = sum(spec.elements for spec in call.inputs[len(call.outputs) :] if len(spec.shape) == 2)
         return 2.0 * steps * matrices + 10.0 * call.outputs[0].elements
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for the data and once for the weight gradient."""
-        return self.flops(call) * 2 if any(call.gradients) else 0.0
 
 
 RULES: Mapping[str, BaseRule] = {

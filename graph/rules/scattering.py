@@ -48,6 +48,7 @@ class GatherRule(BaseRule):
     """
 
     computes_nothing = True
+    backward_flops_per_output = 1.0  # one addition
     rigid = frozenset({"place"})  # a part of it must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -83,10 +84,6 @@ class GatherRule(BaseRule):
             extra=(("places", signature.inputs[0].shape[dim]),),
             bindings=(("start", start),),
         )
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return one addition an output element."""
-        return float(call.outputs[0].elements) * sum(call.gradients)
 
     def index_bounds(self, call: LocalCall) -> dict[int, int]:
         """Return the number of places of the whole."""

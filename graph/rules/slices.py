@@ -183,6 +183,7 @@ class EmbeddingRule(BaseRule):
     """
 
     computes_nothing = True
+    backward_flops_per_output = 1.0  # one addition
     rigid = frozenset({"vocabulary"})  # a part of it must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
@@ -226,10 +227,6 @@ class EmbeddingRule(BaseRule):
         if signature.argument("scale_grad_by_freq"):
             return "its indices run whole: gradients are divided by how often an index is among all of them"
         return None
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return one addition an output element."""
-        return float(call.outputs[0].elements) * sum(call.gradients)
 
     def bytes_moved(self, call: LocalCall) -> int:
         """Return the bytes of the indices, and of the rows read and written."""

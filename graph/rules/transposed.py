@@ -32,6 +32,9 @@ class TransposedConvolutionRule(BaseRule):
     and is cut (or filled with the bias) to its positions. Over a split of `in` the part that starts at 0 adds the bias.
     """
 
+    # Backward, the forward's operations once for the data and once for the weight gradient.
+    factors = slice(0, 2)
+
     def __init__(self, spatial: int) -> None:
         self.spatial = spatial
 
@@ -100,10 +103,6 @@ class TransposedConvolutionRule(BaseRule):
     def flops(self, call: LocalCall) -> float:
         """Return two operations for each input element and each weight of its channel."""
         return 2.0 * call.inputs[0].elements * prod(call.inputs[1].shape[1:])
-
-    def backward_flops(self, call: LocalCall) -> float:
-        """Return the forward's operations once for the data and once for the weight gradient."""
-        return self.flops(call) * sum(call.gradients[:2])
 
 
 def _block_dims(

@@ -10,16 +10,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from graph import intervals
 from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
-from graph.calls import LocalCall
-from graph.rules.base import Signature, TaskPart
+from graph.rules.base import Signature
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
     activation_dims,
     dim_name,
-    local_call,
     whole_space,
 )
 from graph.rules.generic import PointwiseRule
@@ -76,7 +73,7 @@ def common_factors(left: Sequence[int], right: Sequence[int]) -> list[int] | Non
 class ReshapeRule(ViewRule):
     """aten.view: both shapes are products of common axes; where sizes do not factor, those dims stay whole."""
 
-    by_size = True
+    sized = "size"
 
     def unsplit_reason(self, signature: Signature) -> str | None:
         """Name the dims that do not factor."""
@@ -111,10 +108,6 @@ class ReshapeRule(ViewRule):
             _distribute(inputs, shape, left, factors)
             _distribute(outputs, result, right, factors)
         return builder.space([tuple(inputs)], [tuple(outputs)])
-
-    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the reshaping to the local shape."""
-        return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})
 
 
 def _factor_names(left: range, right: range, rank: int, result_rank: int, count: int) -> list[str]:
@@ -158,13 +151,9 @@ class PermuteRule(ViewRule):
 class ExpandRule(ViewRule):
     """aten.expand(self, size): dims of one are repeated."""
 
-    by_size = True
+    sized = "size"
     # Repeated input dims are whole.
     space = PointwiseRule.space
-
-    def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the expansion to the local shape."""
-        return local_call(signature, part, gradients, replace={"size": intervals.shape(part.outputs[0])})
 
 
 RULES: Mapping[str, BaseRule] = {
