@@ -10,13 +10,13 @@ from typing import Any
 from torch import fx
 
 from graph.importing.building import Ref
-from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering
+from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering, converted, detached
 from graph.operators import Argument, TensorSpec
 
 
 def _drawn(lowering: Lowering, name: str, distribution: str, spec: TensorSpec) -> str:
     given: dict[str, Argument] = {"distribution": distribution, "size": spec.shape, "dtype": spec.dtype}
-    return lowering.builder.add(name, "soapstone.random", given, [spec])[0]
+    return lowering.one(name, "soapstone.random", given, spec)
 
 
 def _with(
@@ -26,7 +26,7 @@ def _with(
     given: dict[str, Argument] = {"self": Ref(source), "other": other}
     if target.startswith(("aten.add.", "aten.sub.")):
         given["alpha"] = 1
-    return lowering.builder.add(name, target, given, [spec or lowering.builder.spec(source)])[0]
+    return lowering.one(name, target, given, spec or lowering.builder.spec(source))
 
 
 def _scaled(lowering: Lowering, name: str, draw: str, factor: Any, offset: Any) -> str:
@@ -34,7 +34,8 @@ def _scaled(lowering: Lowering, name: str, draw: str, factor: Any, offset: Any) 
     value = draw
     for operation, other, neutral in (("mul", factor, 1), ("add", offset, 0)):
         if isinstance(other, fx.Node):
-            operand = Ref(_without_gradient(lowering, f"{name}.{operation}.detached", lowering.value(other)))
+            # torch gives a parameter of a distribution a gradient of zero, and `rsample` does not come here.
+            operand = Ref(detached(lowering, f"{name}.{operation}.detached", lowering.value(other)))
             value = _with(lowering, f"{name}.{operation}", f"aten.{operation}.Tensor", value, operand)
         elif other != neutral:
             value = _with(lowering, f"{name}.{operation}", f"aten.{operation}.Tensor", value, other)
@@ -44,15 +45,6 @@ def _scaled(lowering: Lowering, name: str, draw: str, factor: Any, offset: Any) 
 def _normal(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
     draw = _drawn(lowering, f"{name}.draw", "normal", lowering.spec(node))
     return _scaled(lowering, name, draw, arguments.get("std", 1), arguments.get("mean", 0))
-
-
-def _without_gradient(lowering: Lowering, name: str, source: str) -> str:
-    """Detach a parameter of a distribution: torch gives it a gradient of zero, and `rsample` does not come here."""
-    if not lowering.builder.values[source].requires_gradient:
-        return source
-    return lowering.builder.add(
-        name, "aten.detach.default", {"self": Ref(source)}, [lowering.builder.spec(source)]
-    )[0]
 
 
 def _uniform(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -75,14 +67,7 @@ def _bernoulli(lowering: Lowering, name: str, node: fx.Node, arguments: Argument
     if isinstance(probability, fx.Node):
         overload, other = "Tensor", Ref(lowering.value(probability))
     hit = _with(lowering, f"{name}.hit", f"aten.lt.{overload}", draw, other, TensorSpec(spec.shape, "bool"))
-    return _converted(lowering, name, hit, spec)
-
-
-def _converted(lowering: Lowering, name: str, source: str, spec: TensorSpec) -> str:
-    if lowering.builder.spec(source).dtype == spec.dtype:
-        return source
-    given: dict[str, Argument] = {"self": Ref(source), "dtype": spec.dtype}
-    return lowering.builder.add(name, "aten._to_copy.default", given, [spec])[0]
+    return converted(lowering, name, hit, spec.dtype)
 
 
 def _integers(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -90,7 +75,7 @@ def _integers(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments
     draw = _drawn(lowering, f"{name}.draw", "integers", TensorSpec(spec.shape, "int64"))
     value = _with(lowering, f"{name}.below", "aten.remainder.Scalar", draw, arguments["high"] - low)
     value = _scaled(lowering, f"{name}.moved", value, 1, low)
-    return _converted(lowering, name, value, spec)
+    return converted(lowering, name, value, spec.dtype)
 
 
 def _permutation(lowering: Lowering, name: str, node: fx.Node, _arguments: Arguments) -> Lowered:
@@ -100,7 +85,7 @@ def _permutation(lowering: Lowering, name: str, node: fx.Node, _arguments: Argum
     draw = _drawn(lowering, f"{name}.draw", "integers", keys)
     given: dict[str, Argument] = {"self": Ref(draw), "stable": True, "dim": 0, "descending": False}
     indices = lowering.builder.add(f"{name}.sort", "aten.sort.stable", given, [keys, keys])[1]
-    return _converted(lowering, name, indices, spec)
+    return converted(lowering, name, indices, spec.dtype)
 
 
 def _leaky(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -115,7 +100,7 @@ def _leaky(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -
     negative = _with(lowering, f"{name}.negative", "aten.mul.Tensor", source, slope)
     positive = _with(lowering, f"{name}.sign", "aten.gt.Scalar", source, 0, TensorSpec(spec.shape, "bool"))
     given = {"condition": Ref(positive), "self": Ref(source), "other": Ref(negative)}
-    return lowering.builder.add(name, "aten.where.self", given, [spec])[0]
+    return lowering.one(name, "aten.where.self", given, spec)
 
 
 _NORMAL_OVERLOADS = ("float_float", "Tensor_float", "float_Tensor", "Tensor_Tensor")

@@ -15,6 +15,7 @@ from graph.importing.arguments import complete_arguments, plain_argument
 from graph.importing.building import GraphBuilder, Ref, spec_of
 from graph.operators import FLOATING, Argument, TensorSpec
 from graph.rules.common import positive
+from graph.rules.reductions import MEAN
 
 # What a node stands for: a value, or several, of which None are not available.
 Lowered = str | tuple[str | None, ...]
@@ -131,13 +132,15 @@ def _alias(lowering: Lowering, _name: str, _node: fx.Node, arguments: Arguments)
 
 
 def _reshape(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    source = lowering.value(next(iter(arguments.values())))
-    spec = lowering.spec(node)
-    if lowering.builder.spec(source).shape == spec.shape:
+    return reshaped(lowering, name, lowering.value(next(iter(arguments.values()))), lowering.spec(node).shape)
+
+
+def reshaped(lowering: Lowering, name: str, source: str, shape: tuple[int, ...]) -> str:
+    """Return `source` in another shape; itself where it has that shape."""
+    spec = TensorSpec(shape, lowering.builder.spec(source).dtype)
+    if lowering.builder.spec(source) == spec:
         return source
-    return lowering.builder.add(name, "aten.view.default", {"self": Ref(source), "size": spec.shape}, [spec])[
-        0
-    ]
+    return lowering.one(name, "aten.view.default", {"self": Ref(source), "size": shape}, spec)
 
 
 def _permute(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -152,26 +155,32 @@ def _permute(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments)
         order[first], order[second] = order[second], order[first]
     if order == list(range(rank)):
         return source
-    return lowering.builder.add(
-        name, "aten.permute.default", {"self": Ref(source), "dims": tuple(order)}, [lowering.spec(node)]
-    )[0]
+    return lowering.one(
+        name, "aten.permute.default", {"self": Ref(source), "dims": tuple(order)}, lowering.spec(node)
+    )
 
 
 def _convert(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    source = lowering.value(arguments["self"])
-    spec = lowering.spec(node)
+    return converted(lowering, name, lowering.value(arguments["self"]), lowering.spec(node).dtype)
+
+
+def converted(lowering: Lowering, name: str, source: str, dtype: str) -> str:
+    """Return `source` in another dtype; itself where it has that dtype."""
+    spec = TensorSpec(lowering.builder.spec(source).shape, dtype)
     if lowering.builder.spec(source) == spec:
         return source
-    return lowering.builder.add(
-        name, "aten._to_copy.default", {"self": Ref(source), "dtype": spec.dtype}, [spec]
-    )[0]
+    return lowering.one(name, "aten._to_copy.default", {"self": Ref(source), "dtype": dtype}, spec)
 
 
-def _detach(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    source = lowering.value(arguments["self"])
+def _detach(lowering: Lowering, name: str, _node: fx.Node, arguments: Arguments) -> Lowered:
+    return detached(lowering, name, lowering.value(arguments["self"]))
+
+
+def detached(lowering: Lowering, name: str, source: str) -> str:
+    """Return `source` without a gradient; itself where it has none."""
     if not lowering.builder.values[source].requires_gradient:
         return source
-    return lowering.one(name, "aten.detach.default", arguments, lowering.spec(node))
+    return lowering.one(name, "aten.detach.default", {"self": Ref(source)}, lowering.builder.spec(source))
 
 
 def _expand(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -183,7 +192,7 @@ def expanded(lowering: Lowering, name: str, source: str, spec: TensorSpec) -> st
     if lowering.builder.spec(source).shape == spec.shape:
         return source
     arguments = {"self": Ref(source), "size": spec.shape, "implicit": False}
-    return lowering.builder.add(name, "aten.expand.default", arguments, [spec])[0]
+    return lowering.one(name, "aten.expand.default", arguments, spec)
 
 
 def _broadcast(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -225,7 +234,7 @@ def _dropout(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments)
     result = source
     if arguments["train"] is not False and arguments["p"] > 0:
         given = {"self": Ref(source), "p": float(arguments["p"])}
-        result = lowering.builder.add(name, "soapstone.dropout", given, [lowering.builder.spec(source)])[0]
+        result = lowering.one(name, "soapstone.dropout", given, lowering.builder.spec(source))
     return (result, None) if several else result
 
 
@@ -259,26 +268,23 @@ def _arange(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) 
 
 
 def _copy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    source = lowering.value(arguments["src"])
     spec = lowering.spec(node)
-    source_spec = lowering.builder.spec(source)
-    if source_spec.dtype != spec.dtype:
-        converted = TensorSpec(source_spec.shape, spec.dtype)
-        given = {"self": Ref(source), "dtype": spec.dtype}
-        source = lowering.builder.add(f"{name}.to", "aten._to_copy.default", given, [converted])[0]
+    source = converted(lowering, f"{name}.to", lowering.value(arguments["src"]), spec.dtype)
     return expanded(lowering, name, source, spec)
 
 
 def _cross_entropy(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    spec = lowering.spec(node)
-    if arguments["reduction"] != 1:
+    if arguments["reduction"] != MEAN:
         return plain(lowering, name, node, arguments)
-    kind = "float64" if spec.dtype == "float64" else "float32"
     given = {key: value for key, value in arguments.items() if key != "reduction"}
-    sums = lowering.one(f"{name}.sums", "soapstone.cross_entropy_sums", given, TensorSpec((2,), kind))
-    return lowering.builder.add(
-        f"{name}.ratio", "soapstone.ratio", {"self": Ref(sums), "dtype": spec.dtype}, [spec]
-    )[0]
+    return mean_of_targets(lowering, name, "soapstone.cross_entropy_sums", given, lowering.spec(node))
+
+
+def mean_of_targets(lowering: Lowering, name: str, target: str, given: Arguments, spec: TensorSpec) -> str:
+    """Divide a sum of losses by a sum of weights, both by `target`, so that both may be sums of parts."""
+    kind = "float64" if spec.dtype == "float64" else "float32"
+    sums = lowering.one(f"{name}.sums", target, given, TensorSpec((2,), kind))
+    return lowering.one(f"{name}.ratio", "soapstone.ratio", {"self": Ref(sums), "dtype": spec.dtype}, spec)
 
 
 def _batch_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -290,14 +296,12 @@ def _batch_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Argumen
     spec = builder.spec(source.name)
     count = spec.elements // max(spec.shape[1], 1)
     statistics = TensorSpec((2, spec.shape[1]), "float64")
-    vectors = {"weight": given["weight"], "bias": given["bias"]}
     if lowering.batch_norm == "local":
-        settings = {"input": source, **vectors, "eps": given["eps"]}
+        settings = {key: given[key] for key in ("input", "weight", "bias", "eps")}
         output, moments = builder.add(name, "soapstone.batch_norm", settings, [spec, statistics])
     else:
-        moments = builder.add(f"{name}.moments", "soapstone.moments", {"input": source}, [statistics])[0]
-        settings = {"input": source, "moments": Ref(moments), **vectors, "count": count, "eps": given["eps"]}
-        output = builder.add(name, "soapstone.batch_norm_apply", settings, [spec])[0]
+        moments = lowering.one(f"{name}.moments", "soapstone.moments", {"input": source}, statistics)
+        output = _normalized(lowering, name, given, moments, count)
     if "running_mean" not in given or given["running_mean"] is None:
         return output, None, None
     running = builder.add(
@@ -324,16 +328,21 @@ def _fixed_batch_norm(lowering: Lowering, name: str, node: fx.Node, arguments: A
         {"mean": arguments["running_mean"], "variance": arguments["running_var"]},
         TensorSpec((2, spec.shape[1]), "float64"),
     )
-    given = {key: lowering.argument(arguments[key], name) for key in ("input", "weight", "bias", "eps")}
+    return _normalized(lowering, name, arguments, moments, 1), None, None
+
+
+def _normalized(lowering: Lowering, name: str, given: Arguments, moments: str, count: int) -> str:
+    """Normalize an activation by moments of `count` elements a channel."""
     settings = {
         "input": given["input"],
         "moments": Ref(moments),
         "weight": given["weight"],
         "bias": given["bias"],
-        "count": 1,
+        "count": count,
         "eps": given["eps"],
     }
-    return lowering.builder.add(name, "soapstone.batch_norm_apply", settings, [spec])[0], None, None
+    source = lowering.argument(given["input"], name)
+    return lowering.one(name, "soapstone.batch_norm_apply", settings, lowering.builder.spec(source.name))
 
 
 def _scalar_tensor(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from torch import fx
 
 from graph.importing.building import Ref, spec_of
-from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering, expanded, plain
+from graph.importing.lowering import (
+    Arguments,
+    Lowered,
+    Lowerer,
+    Lowering,
+    converted,
+    expanded,
+    plain,
+    reshaped,
+)
 from graph.operators import Argument, TensorSpec
 from graph.rules.common import positive
 
@@ -17,7 +26,7 @@ def _joined(lowering: Lowering, name: str, dim: int, pieces: Sequence[str], spec
     if len(pieces) == 1:
         return pieces[0]
     given = {"tensors": tuple(Ref(piece) for piece in pieces), "dim": dim}
-    return lowering.builder.add(name, "aten.cat.default", given, [spec])[0]
+    return lowering.one(name, "aten.cat.default", given, spec)
 
 
 def _cut(lowering: Lowering, name: str, source: str, dim: int, start: int, end: int) -> str:
@@ -27,7 +36,7 @@ def _cut(lowering: Lowering, name: str, source: str, dim: int, start: int, end: 
         return source
     shape = (*spec.shape[:dim], end - start, *spec.shape[dim + 1 :])
     given = {"self": Ref(source), "dim": dim, "start": start, "end": end, "step": 1}
-    return lowering.builder.add(name, "aten.slice.Tensor", given, [TensorSpec(shape, spec.dtype)])[0]
+    return lowering.one(name, "aten.slice.Tensor", given, TensorSpec(shape, spec.dtype))
 
 
 def _replaced(lowering: Lowering, name: str, source: str, piece: str, dim: int, start: int, end: int) -> str:
@@ -53,12 +62,10 @@ def _slice_scatter(lowering: Lowering, name: str, node: fx.Node, arguments: Argu
 
 def _select_scatter(lowering: Lowering, name: str, _node: fx.Node, arguments: Arguments) -> Lowered:
     source, piece = lowering.value(arguments["self"]), lowering.value(arguments["src"])
-    spec = lowering.builder.spec(source)
-    dim = positive(arguments["dim"], len(spec.shape))
-    index = positive(arguments["index"], spec.shape[dim])
-    piece_spec = TensorSpec((*spec.shape[:dim], 1, *spec.shape[dim + 1 :]), spec.dtype)
-    given = {"self": Ref(piece), "size": piece_spec.shape}
-    raised = lowering.builder.add(f"{name}.piece", "aten.view.default", given, [piece_spec])[0]
+    shape = lowering.builder.spec(source).shape
+    dim = positive(arguments["dim"], len(shape))
+    index = positive(arguments["index"], shape[dim])
+    raised = reshaped(lowering, f"{name}.piece", piece, (*shape[:dim], 1, *shape[dim + 1 :]))
     return _replaced(lowering, name, source, raised, dim, index, index + 1)
 
 
@@ -81,8 +88,8 @@ def _diff(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) ->
     earlier = _cut(lowering, f"{name}.earlier", source, dim, 0, size - 1)
     given: dict[str, Argument] = {"self": Ref(later), "other": Ref(earlier)}
     if spec.dtype == "bool":
-        return builder.add(name, "aten.ne.Tensor", given, [lowering.spec(node)])[0]
-    return builder.add(name, "aten.sub.Tensor", {**given, "alpha": 1}, [lowering.spec(node)])[0]
+        return lowering.one(name, "aten.ne.Tensor", given, lowering.spec(node))
+    return lowering.one(name, "aten.sub.Tensor", {**given, "alpha": 1}, lowering.spec(node))
 
 
 def _sort(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -111,15 +118,13 @@ def _one_hot(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments)
     spec, builder = lowering.spec(node), lowering.builder
     source, classes = lowering.value(arguments["self"]), spec.shape[-1]
     kind = builder.spec(source).dtype
-    column = TensorSpec((*spec.shape[:-1], 1), kind)
-    given: dict[str, Argument] = {"self": Ref(source), "size": column.shape}
-    raised = builder.add(f"{name}.column", "aten.view.default", given, [column])[0]
-    given = {"start": 0, "end": classes, "step": 1, "dtype": kind}
-    row = builder.add(f"{name}.classes", "aten.arange.start_step", given, [TensorSpec((classes,), kind)])[0]
+    raised = reshaped(lowering, f"{name}.column", source, (*spec.shape[:-1], 1))
+    given: dict[str, Argument] = {"start": 0, "end": classes, "step": 1, "dtype": kind}
+    row = lowering.one(f"{name}.classes", "aten.arange.start_step", given, TensorSpec((classes,), kind))
     equal = TensorSpec(spec.shape, "bool")
     given = {"self": Ref(raised), "other": Ref(row)}
-    hit = builder.add(f"{name}.equal", "aten.eq.Tensor", given, [equal])[0]
-    return builder.add(name, "aten._to_copy.default", {"self": Ref(hit), "dtype": spec.dtype}, [spec])[0]
+    hit = lowering.one(f"{name}.equal", "aten.eq.Tensor", given, equal)
+    return converted(lowering, name, hit, spec.dtype)
 
 
 def _repeat_interleave(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -130,12 +135,12 @@ def _repeat_interleave(lowering: Lowering, name: str, node: fx.Node, arguments: 
     shape = given.shape if arguments["dim"] is not None else (given.elements,)
     dim = positive(arguments["dim"] or 0, len(shape))
     lifted = TensorSpec((*shape[: dim + 1], 1, *shape[dim + 1 :]), spec.dtype)
-    raised = builder.add(
-        f"{name}.raised", "aten.view.default", {"self": Ref(source), "size": lifted.shape}, [lifted]
-    )[0]
+    raised = lowering.one(
+        f"{name}.raised", "aten.view.default", {"self": Ref(source), "size": lifted.shape}, lifted
+    )
     wide = TensorSpec((*shape[: dim + 1], repeats, *shape[dim + 1 :]), spec.dtype)
     repeated = expanded(lowering, f"{name}.repeated", raised, wide)
-    return builder.add(name, "aten.view.default", {"self": Ref(repeated), "size": spec.shape}, [spec])[0]
+    return reshaped(lowering, name, repeated, spec.shape)
 
 
 def _grouped_product(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:

@@ -12,26 +12,20 @@ from torch import fx
 
 from graph.errors import ImportFailure
 from graph.importing.building import Ref, spec_of
-from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering, plain
-from graph.operators import TensorSpec
+from graph.importing.lowering import Arguments, Lowered, Lowerer, Lowering, mean_of_targets, plain, reshaped
 from graph.rules.common import positive
+from graph.rules.reductions import MEAN
 
-MEAN = 1
 _MODES = ("sum", "mean", "max")
 
 
 def _nll_loss(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
-    """Divide a sum of losses by a sum of weights, so that both may be sums of parts."""
     if arguments["reduction"] != MEAN:
         return plain(lowering, name, node, arguments)
-    spec = lowering.spec(node)
-    kind = "float64" if spec.dtype == "float64" else "float32"
     given = {key: value for key, value in arguments.items() if key != "reduction"}
     logits = arguments["self"].meta["val"].shape
     given["classes"] = logits[0 if len(logits) == 1 else 1]
-    sums = lowering.one(f"{name}.sums", "soapstone.nll_sums", given, TensorSpec((2,), kind))
-    ratio = {"self": Ref(sums), "dtype": spec.dtype}
-    return lowering.builder.add(f"{name}.ratio", "soapstone.ratio", ratio, [spec])[0]
+    return mean_of_targets(lowering, name, "soapstone.nll_sums", given, lowering.spec(node))
 
 
 def _instance_norm(lowering: Lowering, name: str, node: fx.Node, arguments: Arguments) -> Lowered:
@@ -81,10 +75,7 @@ def _embedding_bag(lowering: Lowering, name: str, node: fx.Node, arguments: Argu
         return *lowering.add(name, "soapstone.ragged_embedding_bag", ragged, [spec]), None, None, None
 
     def bags(part: str, source: fx.Node) -> Ref:
-        value = lowering.value(source)
-        made = TensorSpec((spec.shape[0], length), builder.spec(value).dtype)
-        settings = {"self": Ref(value), "size": made.shape}
-        return Ref(builder.add(f"{name}.{part}", "aten.view.default", settings, [made])[0])
+        return Ref(reshaped(lowering, f"{name}.{part}", lowering.value(source), (spec.shape[0], length)))
 
     given |= {
         "weight": Ref(lowering.value(arguments["weight"])),
