@@ -11,7 +11,6 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Self
 
 from profiler.devices import PhysicalDevice, gpu_uuid
@@ -49,9 +48,7 @@ class ClockWatch:
         self._read(self._clocks)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._read(self._clocks)
         now = self._reader.throttle_count()
         if now is not None and self._throttled_before is not None:

@@ -39,13 +39,7 @@ if TYPE_CHECKING:
 Pairs = Sequence[Sequence[int]]
 
 NEED_CONTEXT = frozenset(
-    {
-        "soapstone.dropout",
-        "soapstone.attention",
-        "soapstone.random",
-        "soapstone.constant",
-        "soapstone.arange",
-    }
+    f"soapstone.{name}" for name in ("dropout", "attention", "random", "constant", "arange")
 )
 
 

@@ -29,6 +29,12 @@ class Instruction(ABC):
         """Execute the instruction on the state of a step."""
 
 
+class Communication(Instruction):
+    """An instruction that packs, sends, receives or hands out tensors: its memory is that of communication."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class WrappedInstruction(Instruction):
     """An instruction that executes another one, the `inner`."""

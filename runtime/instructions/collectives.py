@@ -15,7 +15,7 @@ import torch
 
 from graph.collectives import CollectiveKind
 from runtime.communication import World
-from runtime.instructions.base import Instruction, Slots
+from runtime.instructions.base import Communication, Slots
 from runtime.instructions.messages import Arrival
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState
@@ -45,7 +45,7 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True, slots=True)
-class StartCollective(Instruction):
+class StartCollective(Communication):
     """Starts a collective of a value: `sends` are parts of the rank's own tensors, in the order of the ranks."""
 
     call: CollectiveCall
@@ -61,7 +61,7 @@ class StartCollective(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class StartGradientCollective(Instruction):
+class StartGradientCollective(Communication):
     """Starts a collective of gradients: `sends` are parts of the gradient of the rank's assembly, if it has one."""
 
     call: CollectiveCall

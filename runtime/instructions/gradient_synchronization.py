@@ -15,7 +15,7 @@ import torch
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph
 from graph.plan import Bucket, BucketEntry
-from runtime.instructions.base import Instruction
+from runtime.instructions.base import Communication
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState
 
@@ -40,7 +40,7 @@ class FlatBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class StartAllReduce(Instruction):
+class StartAllReduce(Communication):
     """Copies the gradients that this rank has into a bucket, zeros for the others, and starts its all-reduce."""
 
     bucket: FlatBucket
@@ -64,7 +64,7 @@ class StartAllReduce(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class FinishAllReduce(Instruction):
+class FinishAllReduce(Communication):
     """Waits for the all-reduce of a bucket and copies the sums back to weights held as several cells."""
 
     bucket: FlatBucket

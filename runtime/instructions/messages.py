@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.communication import Message
-from runtime.instructions.base import Instruction, Slots
+from runtime.instructions.base import Communication, Slots
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState
@@ -25,7 +25,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive(Instruction):
+class Receive(Communication):
     """Waits for pieces and assembles a region from them and from the rank's own tensors.
 
     The result is a leaf: its gradient is sent back by `SendGradients`.
@@ -57,7 +57,7 @@ class Receive(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Instruction):
+class Exchange(Communication):
     """Starts the messages of one forward event: parts of tensors to peers, and pieces from peers.
 
     `sends` are the distinct parts, so that one copy serves several peers; `order` holds, for each message in the plan's
@@ -104,7 +104,7 @@ class GradientPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradients(Instruction):
+class SendGradients(Communication):
     """Splits the gradients of received assemblies into their pieces and starts the messages of one backward event.
 
     `assemblies` holds slot, shape and dtype, and the parts, in the plan's order.
@@ -134,7 +134,7 @@ class SendGradients(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradients(Instruction):
+class ReceiveGradients(Communication):
     """Waits for gradients of sent pieces and adds them to the gradients of the tensors that the pieces are part of.
 
     `parts` holds the slot of each received gradient, the tensor's slot, and the part of the tensor.

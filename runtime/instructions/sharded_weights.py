@@ -21,7 +21,7 @@ from graph.intervals import Region, shape, volume
 from graph.plan import Plan
 from graph.strategy import Sharding
 from graph.weight_placement import cells, shares
-from runtime.instructions.base import Instruction
+from runtime.instructions.base import Communication, Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState
 
@@ -181,7 +181,7 @@ def _free(tensor: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StartReduceScatter(Instruction):
+class StartReduceScatter(Communication):
     """Packs the gradients that this rank has, zeros for the others, and starts their reduce-scatter.
 
     It waits for that of the group `before` first, so that at most two are under way.
@@ -223,7 +223,7 @@ class StartReduceScatter(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class FinishReduceScatter(Instruction):
+class FinishReduceScatter(Communication):
     """Waits for a reduce-scatter."""
 
     group: ShardGroup
@@ -233,7 +233,7 @@ class FinishReduceScatter(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class StartAllGather(Instruction):
+class StartAllGather(Communication):
     """Packs this rank's shares of weights and starts their all-gather (unshard)."""
 
     group: ShardGroup
@@ -251,7 +251,7 @@ class StartAllGather(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class FinishAllGather(Instruction):
+class FinishAllGather(Communication):
     """Waits for an all-gather and copies the shares into the weights."""
 
     group: ShardGroup

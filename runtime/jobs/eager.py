@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from graph.importing.exporting import loss_of
 from graph.operators import OperatorGraph
@@ -55,12 +56,13 @@ def eager_step(built: Built, graph: OperatorGraph, context: ExecutionContext) ->
     module = module.to(context.device, torch.float64)
     if not module.training:
         module.train()
-    args, kwargs = tree_map(lambda item: _moved(item, context.device), (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, partial(_moved, device=context.device), (args, kwargs))
     initial = _buffers(module)
     with _plain_kernels(context.device):
         with _Double(GraphRandomNumbers(graph, context)):
             # A forward may write into its inputs.
-            loss = loss_of(module(*tree_map(_copied, args), **tree_map(_copied, kwargs)))
+            copied, named = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            loss = loss_of(module(*copied, **named))
             if loss.requires_grad:
                 loss.backward()
         result = Reference(
@@ -108,14 +110,8 @@ def from_eager(of_graph: Reference, step: EagerStep) -> tuple[Deviation, ...]:
     )
 
 
-def _copied(item: Any) -> Any:
-    return item.clone() if isinstance(item, torch.Tensor) else item
-
-
-def _moved(item: Any, device: torch.device) -> Any:
-    if not isinstance(item, torch.Tensor):
-        return item
-    return item.detach().to(device, torch.float64 if item.is_floating_point() else item.dtype)
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
 
 @contextmanager
@@ -139,33 +135,33 @@ class _Double(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Execute one operator."""
-        given, named = tree_map(_wider_dtype, (tuple(args), kwargs or {}))
+        given, named = tree_map_only(torch.dtype, _wider_dtype, (tuple(args), kwargs or {}))
         if not isinstance(function, torch._ops.OpOverload):
             return function(*given, **named)
         if not function._schema.is_mutable:
-            given, named = tree_map(_wider, (given, named))
+            given, named = tree_map_only(torch.Tensor, _wider, (given, named))
         if torch.Tag.nondeterministic_seeded in function.tags:
             result = self._draws.draw(function, given, named)
         elif function is torch.ops.aten.lift_fresh.default:
             # A constant of the forward: export has it in float32.
-            result = tree_map(_rounded, function(*given, **named))
+            result = tree_map_only(torch.Tensor, _rounded, function(*given, **named))
         elif function is torch.ops.aten._grouped_mm.default:
             result = _grouped_product(*given, **named)
         else:
             result = function(*given, **named)
-        return tree_map(_wider, result)
+        return tree_map_only(torch.Tensor, _wider, result)
 
 
-def _wider_dtype(item: Any) -> Any:
-    return torch.float64 if isinstance(item, torch.dtype) and item in _NARROWER else item
+def _wider_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _NARROWER else dtype
 
 
-def _rounded(item: Any) -> Any:
-    return item.float() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _wider(item: Any) -> Any:
-    return item.double() if isinstance(item, torch.Tensor) and item.dtype in _NARROWER else item
+def _wider(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype in _NARROWER else tensor
 
 
 def _grouped_product(

@@ -32,19 +32,10 @@ from profiler.operators.counter_rng import forget_positions
 from profiler.operators.dtypes import HALVES
 from runtime.communication import Message, World
 from runtime.execution.executor import Executor, InitialTensors
-from runtime.instructions.base import Instruction, WrappedInstruction
-from runtime.instructions.collectives import StartCollective, StartGradientCollective
+from runtime.instructions.base import Communication, Instruction, WrappedInstruction
 from runtime.instructions.compute import Differentiate, Seed
-from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce
-from runtime.instructions.messages import Exchange, Receive, ReceiveGradients, SendGradients
-from runtime.instructions.sharded_weights import (
-    AllocateWeights,
-    FinishAllGather,
-    FinishReduceScatter,
-    Reshard,
-    StartAllGather,
-    StartReduceScatter,
-)
+from runtime.instructions.gradient_synchronization import StartAllReduce
+from runtime.instructions.sharded_weights import AllocateWeights, Reshard
 from runtime.instructions.state import StepState
 
 PARTS = ("weights", "optimizer", "inputs", "activations", "gradients", "communication", "update")
@@ -149,25 +140,9 @@ def _trace(executor: Executor, world: World, ledger: _Ledger) -> PredictedPeak:
     return ledger.at_peak()
 
 
-_COMMUNICATION = (
-    Exchange,
-    Receive,
-    SendGradients,
-    ReceiveGradients,
-    StartCollective,
-    StartGradientCollective,
-    StartAllReduce,
-    FinishAllReduce,
-    StartReduceScatter,
-    FinishReduceScatter,
-    StartAllGather,
-    FinishAllGather,
-)
-
-
 def _part_of(instruction: Instruction) -> str:
     """Return the part that an instruction's tensors belong to."""
-    if isinstance(instruction, _COMMUNICATION):
+    if isinstance(instruction, Communication):
         return "communication"
     return "gradients" if isinstance(instruction, Differentiate | Seed) else "activations"
 

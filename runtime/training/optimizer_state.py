@@ -101,17 +101,13 @@ class OptimizerParts:
         sizes = tuple(self._parameters[index].shape)
         result: dict[str, tuple[str, Any]] = {}
         for key, value in entry.items():
-            if not isinstance(value, torch.Tensor):
-                result[key] = ("same", value)
-            elif tuple(value.shape) == sizes:
-                result[key] = (PART, value.dtype)
-            elif value.numel() == 1:
-                result[key] = ("same", value.detach().cpu())
-            else:
+            kind = _kind(value, sizes)
+            if kind is None:
                 raise RuntimeFailure(
                     f"optimizer state {key} of {self._names[index]}: has shape {tuple(value.shape)}, must have the "
                     f"weight's part's ({sizes}) or one element; use an optimizer that treats elements alike"
                 )
+            result[key] = kind
         return result
 
     def load(
@@ -173,25 +169,29 @@ class OptimizerParts:
             name = self._names[index]
             state[index] = {}
             for key, value in entry.items():
-                if not isinstance(value, torch.Tensor):
-                    state[index][key] = ("same", value)
-                elif tuple(value.shape) == self._shapes[name]:
-                    state[index][key] = (PART, value.dtype)
-                    wholes[index, key] = value
-                elif value.numel() == 1:
-                    state[index][key] = ("same", value.detach().cpu())
-                else:
+                kind = _kind(value, self._shapes[name])
+                if kind is None:
                     return (
                         f"optimizer state {key} of {name}: has shape {tuple(value.shape)}, must have "
                         f"{self._shapes[name]} or one element; {advice}"
                     ), {}
-        groups = []
-        position = 0
-        for group in state_dict["param_groups"]:
-            count = len(group["params"])
-            groups.append({**group, "params": list(range(position, position + count))})
-            position += count
+                state[index][key] = kind
+                if kind[0] == PART:
+                    wholes[index, key] = value
+        groups = [
+            {**group, "params": [order[number] for number in group["params"]]}
+            for group in state_dict["param_groups"]
+        ]
         return {"state": state, "param_groups": groups}, wholes
+
+
+def _kind(value: Any, sizes: tuple[int, ...]) -> tuple[str, Any] | None:
+    """Return (PART, its dtype) of a state tensor of these sizes, ("same", its value) of one number; else None."""
+    if not isinstance(value, torch.Tensor):
+        return "same", value
+    if tuple(value.shape) == sizes:
+        return PART, value.dtype
+    return ("same", value.detach().cpu()) if value.numel() == 1 else None
 
 
 def _holdings(plan: Plan, size: int, name: str) -> list[dict[int, Region]]:
