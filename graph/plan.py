@@ -28,13 +28,12 @@ from functools import cached_property
 from graph.axes import operand_regions, tasks
 from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
-from graph.intervals import Region
+from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
 from graph.recomputation import needed_at
 from graph.strategy import Sharding, Strategy
 from graph.weight_placement import (
     WeightCell,
-    cell_elements,
     cells,
     gathered_elements,
     held_regions,
@@ -159,7 +158,7 @@ class Plan:
         """
         regions: list[tuple[int, Region]] = []
         for cell in cells(self.held[weight]) if self.held[weight] else ():
-            if not cell_elements(cell):
+            if not volume(cell.region):
                 continue
             if self.sharding[weight] is Sharding.NONE or len(cell.devices) == 1:
                 regions.append((cell.devices[0], cell.region))
@@ -214,7 +213,10 @@ def build_plan(
         if value.kind is ValueKind.OPERATOR
     }
     collectives = {name: _recognized(graph, name, assemblies) for name, assemblies in exchanges.items()}
-    buffer_exchanges = _buffer_exchanges(graph, strategy, node_of)
+    buffer_exchanges = {
+        buffer: value_exchange(graph, strategy, value, node_of, read_as=buffer)
+        for buffer, value in graph.buffer_updates
+    }
     active, active_assemblies, seeds = _backward_activity(graph, strategy, exchanges)
     together, alone = _gradient_exchanges(exchanges, collectives, active, active_assemblies, graph)
     held = {weight.name: weight_placement(graph, strategy, weight.name) for weight in graph.weights}
@@ -279,14 +281,19 @@ def value_exchange(
     value: str,
     node_of: Sequence[int],
     cache: ExchangeCache | None = None,
+    read_as: str | None = None,
 ) -> tuple[Assembly, ...]:
-    """Return the assemblies of one operator's value; `cache`: of others on the same nodes, see `graph.exchange`."""
+    """Return the assemblies of one operator's value.
+
+    `cache`: of others on the same nodes, see `graph.exchange`. `read_as`: the buffer that the value renews, where its
+    readers are that buffer's.
+    """
     index, output = graph.producer[value]
     return exchange(
         graph.operators[index].space,
         output,
         strategy.configurations[index],
-        consumers_of(graph, strategy, value),
+        consumers_of(graph, strategy, value if read_as is None else read_as),
         node_of,
         cache,
     )
@@ -301,22 +308,6 @@ def weight_placement(graph: OperatorGraph, strategy: Strategy, weight: str) -> d
         )
         needed.extend(zip(consumer.configuration.devices, regions, strict=True))
     return held_regions(needed)
-
-
-def _buffer_exchanges(
-    graph: OperatorGraph, strategy: Strategy, node_of: Sequence[int]
-) -> dict[str, tuple[Assembly, ...]]:
-    result = {}
-    for buffer, value in graph.buffer_updates:
-        index, output = graph.producer[value]
-        result[buffer] = exchange(
-            graph.operators[index].space,
-            output,
-            strategy.configurations[index],
-            consumers_of(graph, strategy, buffer),
-            node_of,
-        )
-    return result
 
 
 def loss_seeds(graph: OperatorGraph, strategy: Strategy) -> tuple[int, ...]:
@@ -423,7 +414,7 @@ def _buckets(
                     continue
                 entries, size = filling.get((cell.devices, level), ([], 0))
                 entries.append(BucketEntry(name, cell))
-                size += _travelling(cell, level) * item_bytes
+                size += _sent_elements(cell, level) * item_bytes
                 if size >= bucket_bytes:
                     buckets.append(Bucket(cell.devices, tuple(entries), size, index, level))
                     filling.pop((cell.devices, level), None)
@@ -436,8 +427,8 @@ def _buckets(
     return tuple(buckets)
 
 
-def _travelling(cell: WeightCell, level: Sharding) -> int:
-    return cell_elements(cell) if level is Sharding.NONE else gathered_elements(cell)
+def _sent_elements(cell: WeightCell, level: Sharding) -> int:
+    return volume(cell.region) if level is Sharding.NONE else gathered_elements(cell)
 
 
 def _gathers(
@@ -461,14 +452,14 @@ def _gathers(
         if reached:
             backward.setdefault(needed_at(strategy.recomputation, max(reached)), []).append(weight.name)
     return (
-        _units(graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes),
-        _units(
+        _merged_gathers(graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes),
+        _merged_gathers(
             graph, held, {index: backward[index] for index in sorted(backward, reverse=True)}, least_bytes
         ),
     )
 
 
-def _units(
+def _merged_gathers(
     graph: OperatorGraph,
     held: dict[str, dict[int, Region]],
     weights: Mapping[int, Sequence[str]],

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from graph.intervals import IndexSet, Region, count, full_region, normalize, part, shape, slice_of
+from graph.intervals import IndexSet, Region, full_region, normalize, part, shape, slice_of, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,8 @@ def cells(held: Mapping[int, Region]) -> tuple[WeightCell, ...]:
 def with_every_element(held: Mapping[int, Region], sizes: Sequence[int]) -> dict[int, Region]:
     """Return a placement in which every element is held: the first holder takes all, where one is missing."""
     result = dict(held)
-    if held and sum(cell_elements(cell) for cell in cells(held)) < prod(sizes):
+    if held and sum(volume(cell.region) for cell in cells(held)) < prod(sizes):
         result[min(held)] = full_region(sizes)
-    return result
-
-
-def cell_elements(cell: WeightCell) -> int:
-    """Return the number of elements of a cell."""
-    result = 1
-    for indexes in cell.region:
-        result *= count(indexes)
     return result
 
 

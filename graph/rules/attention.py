@@ -12,7 +12,7 @@ from graph.operators import Argument
 from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, argument_or, broadcast_operand, local_call, slot_of
 
-OURS = "soapstone.attention"
+CUSTOM = "soapstone.attention"
 
 
 class AttentionRule(BaseRule):
@@ -28,7 +28,6 @@ class AttentionRule(BaseRule):
     rigid = frozenset({"query"})  # a causal part of the rows must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         query, key, value = (spec.shape for spec in signature.inputs[:3])
         leading = signature.outputs[0].shape[:-2]
         builder = SpaceBuilder()
@@ -61,11 +60,11 @@ class AttentionRule(BaseRule):
         return builder.space(inputs, [(*batch, rows, channel)])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the plain attention, or ours for split causal rows and for dropout."""
+        """Return the plain attention, or the custom one for split causal rows and for dropout."""
         rows = part.outputs[0][-2]
         rows_whole = rows == intervals.full(signature.outputs[0].shape[-2])
         causal = signature.argument("is_causal") and not rows_whole
-        if not causal and signature.target != OURS:
+        if not causal and signature.target != CUSTOM:
             return local_call(signature, part, gradients)
         start: Argument = rows[0][0] if causal else 0
         arguments = (
@@ -79,8 +78,8 @@ class AttentionRule(BaseRule):
                 ("region", (*part.outputs[0][:-1], intervals.full(keys))),
                 ("shape", (*signature.outputs[0].shape[:-1], keys)),
             )
-        ours = Signature(OURS, arguments, signature.inputs, signature.outputs)
-        return local_call(ours, part, gradients, bindings=bindings)
+        custom = Signature(CUSTOM, arguments, signature.inputs, signature.outputs)
+        return local_call(custom, part, gradients, bindings=bindings)
 
     def flops(self, call: LocalCall) -> float:
         """Return both products and the softmax between them; a causal mask halves them where all rows are there."""
@@ -95,5 +94,5 @@ class AttentionRule(BaseRule):
 
 
 RULES: Mapping[str, BaseRule] = dict.fromkeys(
-    ("aten.scaled_dot_product_attention.default", OURS), AttentionRule()
+    ("aten.scaled_dot_product_attention.default", CUSTOM), AttentionRule()
 )

@@ -21,7 +21,6 @@ class EmbeddingBagRule(BaseRule):
     rigid = frozenset({"vocabulary"})  # a part of it must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         table, indices = signature.inputs[0].shape, signature.inputs[1].shape
         mode, padded = signature.argument("mode"), signature.argument("padding_idx") >= 0
         builder = SpaceBuilder()

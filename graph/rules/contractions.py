@@ -62,7 +62,6 @@ class ContractionRule(BaseRule):
     """
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         equation = self._equation(signature)
         if not _splits(equation):
             return whole_space(signature)

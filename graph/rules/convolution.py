@@ -89,7 +89,7 @@ class ConvolutionRule(BaseRule):
         return builder.space(inputs, [(sample, outputs, *positions)])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the plain convolution where symmetric padding does, else ours with a pair a dim."""
+        """Return the plain convolution where symmetric padding does, else the custom one with a pair a dim."""
         if len(part.inputs[0]) != self.spatial + 2:
             return local_call(signature, part, gradients)
         image, weight = intervals.shape(part.inputs[0]), intervals.shape(part.inputs[1])

@@ -28,7 +28,6 @@ class GroupedProductRule(BaseRule):
     rigid = frozenset({"sample", "expert"})  # a part of either must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         rows = signature.inputs[0].shape[0]
         experts, contracted, channels = signature.inputs[1].shape
         builder = SpaceBuilder()

@@ -11,7 +11,7 @@ from graph.rules.base import Signature, TaskPart
 from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, local_call, slot_of
 from graph.rules.reductions import NONE
 
-OURS = "soapstone.nll_sums"
+CUSTOM = "soapstone.nll_sums"
 
 
 class LikelihoodRule(BaseRule):
@@ -27,7 +27,6 @@ class LikelihoodRule(BaseRule):
     backward_flops_per_input = 1.0
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         shape = signature.inputs[0].shape
         class_dim = 0 if len(shape) == 1 else 1
         builder = SpaceBuilder()
@@ -37,19 +36,19 @@ class LikelihoodRule(BaseRule):
         inputs: list[OperandMap] = [(*batch[:class_dim], classes, *batch[class_dim:]), tuple(batch)]
         if slot_of(signature, "weight") is not None:
             inputs.append((classes,))
-        if signature.target == OURS:
+        if signature.target == CUSTOM:
             return builder.space(inputs, [(whole(2),)])
         kept = signature.argument("reduction") == NONE
         return builder.space(inputs, [tuple(batch) if kept else ()])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the call, or ours for a part of the classes."""
+        """Return the call, or the custom one for a part of the classes."""
         region = part.inputs[0]
         class_dim = 0 if len(region) == 1 else 1
         classes = signature.inputs[0].shape[class_dim]
         start = region[class_dim][0][0] if region[class_dim] else 0
         bindings = (("start", start),) if start else ()
-        if signature.target == OURS:
+        if signature.target == CUSTOM:
             return local_call(signature, part, gradients, bindings=bindings)
         if region[class_dim] == ((0, classes),):
             return local_call(signature, part, gradients)

@@ -48,7 +48,6 @@ class GroupNormRule(BaseRule):
     backward_flops_per_input = 12.0
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         shape = signature.inputs[0].shape
         groups = signature.argument("num_groups")
         builder = SpaceBuilder()
@@ -73,7 +72,6 @@ class InstanceNormRule(GroupNormRule):
     by_size = True
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         if self.unsplit_reason(signature) is not None:
             return whole_space(signature)
         shape = signature.inputs[0].shape

@@ -101,7 +101,7 @@ class PoolingRule(BaseRule):
         return builder.space([tuple(inputs)], [tuple(outputs)])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the plain pooling where symmetric padding does, else ours with a pair a dim."""
+        """Return the plain pooling where symmetric padding does, else the custom one with a pair a dim."""
         if len(part.inputs[0]) != self.spatial + 2 or part.outputs[0][2:] == intervals.full_region(
             signature.outputs[0].shape[2:]
         ):

@@ -33,7 +33,6 @@ class LinearRule(BaseRule):
     factors = slice(0, 2)
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         shape, weight = signature.inputs[0].shape, signature.inputs[1].shape
         builder = SpaceBuilder()
         leading = _leading(builder, shape)
@@ -63,7 +62,6 @@ class MatrixProductRule(BaseRule):
     """
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         left, right = (spec.shape for spec in signature.inputs)
         result = signature.outputs[0].shape
         builder = SpaceBuilder()
@@ -100,7 +98,6 @@ class AddedProductRule(BaseRule):
     factors = slice(1, 3)
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         added, left, right = (spec.shape for spec in signature.inputs)
         result = signature.outputs[0].shape
         builder = SpaceBuilder()

@@ -54,7 +54,7 @@ class RecurrentCellRule(BaseRule):
         return builder.space(inputs, [output] * len(signature.outputs))
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the plain cell, or ours where torch's refuses a part of the hidden units."""
+        """Return the plain cell, or the custom one where torch's refuses a part of the hidden units."""
         split = any(
             axis.kind is AxisKind.PARAMETER and not whole_axis(part, index)
             for index, axis in enumerate(part.space.axes)

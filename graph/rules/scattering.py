@@ -157,8 +157,8 @@ class ScatterRule(BaseRule):
             ("size", intervals.shape(part.outputs[0])),
             ("places", signature.inputs[0].shape[dim]),
         )
-        ours = Signature("soapstone.scatter", arguments, signature.inputs, signature.outputs)
-        return local_call(ours, part, gradients, bindings=(("start", part.outputs[0][dim][0][0]),))
+        custom = Signature("soapstone.scatter", arguments, signature.inputs, signature.outputs)
+        return local_call(custom, part, gradients, bindings=(("start", part.outputs[0][dim][0][0]),))
 
     def flops(self, call: LocalCall) -> float:
         """Return one operation an element that is scattered."""

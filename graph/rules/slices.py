@@ -187,7 +187,6 @@ class EmbeddingRule(BaseRule):
     rigid = frozenset({"vocabulary"})  # a part of it must be one interval
 
     def space(self, signature: Signature) -> IterationSpace:
-        """Return the axes."""
         weight, indices = signature.inputs[0].shape, signature.inputs[1].shape
         builder = SpaceBuilder()
         by_frequency = bool(signature.argument("scale_grad_by_freq"))

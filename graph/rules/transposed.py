@@ -82,7 +82,7 @@ class TransposedConvolutionRule(BaseRule):
         return builder.space(inputs, [(sample, outputs, *(made for _, made in blocks))])
 
     def localize(self, signature: Signature, part: TaskPart, gradients: tuple[bool, ...]) -> LocalCall:
-        """Return the plain call where the spatial dims are whole, else ours with the numbers to cut off at each end."""
+        """Return the plain call for whole spatial dims, else the custom one with the numbers to cut off at each end."""
         if len(part.inputs[0]) != self.spatial + 2:
             return local_call(signature, part, gradients)
         result = intervals.shape(part.outputs[0])

@@ -76,7 +76,7 @@ def full_buffers(
 
 def scatter_parts(
     world: World,
-    holdings: Mapping[str, Mapping[int, Region]],
+    placements: Mapping[str, Mapping[int, Region]],
     wholes: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     device: torch.device,
@@ -87,13 +87,13 @@ def scatter_parts(
 
     Args:
         world: the ranks.
-        holdings: for each name, for each rank that takes part, its region.
+        placements: for each name, for each rank that takes part, its region.
         wholes: on rank 0, the whole tensors; unused elsewhere.
         dtypes: of the tensors, by name.
         device: of this rank.
     """
     result = {}
-    for name, regions in holdings.items():
+    for name, regions in placements.items():
         if world.rank == 0:
             whole = wholes[name].detach()
             sizes = tuple(whole.shape)

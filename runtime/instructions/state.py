@@ -80,24 +80,6 @@ class GradientStore:
 class StepState:
     """The mutable state of one training step."""
 
-    __slots__ = (
-        "all_gathers",
-        "all_reduces",
-        "context",
-        "gradients",
-        "loss",
-        "loss_scale",
-        "parts",
-        "pending_receives",
-        "pending_sends",
-        "reduce_scatters",
-        "renewed",
-        "shard_gradients",
-        "values",
-        "weights",
-        "world",
-    )
-
     def __init__(self, world: World, shapes: Sequence[tuple[int, ...]]) -> None:
         """Prepare for the slots of one program, of which `shapes` are the shapes."""
         self.world = world

@@ -199,7 +199,7 @@ class LaunchedRanks:
             self._board.set(str(self.rank), message)
             if kind == FAILED:
                 # The first one stays: others fail because of it.
-                self._board.compare_set("first", "", _signed(self.rank, message))
+                self._board.compare_set("first", "", json.dumps([self.rank, message]))
         except RuntimeError:
             # The store's own host is gone, and with it every reader of this.
             return
@@ -247,11 +247,6 @@ class LaunchedRanks:
             f"its process{others} ended without a word, must run to the end (perhaps killed, stopped or out of memory)",
             1,
         )
-
-
-def _signed(rank: int, message: str) -> str:
-    """Return a rank's message with its number, for the store."""
-    return json.dumps([rank, message])
 
 
 def _report(rank: int, message: str) -> Report:

@@ -48,7 +48,7 @@ class Batch:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
-    def alike(self) -> dict[str, torch.Tensor]:
+    def replicated(self) -> dict[str, torch.Tensor]:
         """The inputs that must be the same on all ranks."""
         return {name: tensor for name, tensor in self.inputs.items() if name not in self.shard_dims}
 
@@ -62,7 +62,7 @@ class Batch:
 
     def fingerprint(self, device: torch.device) -> torch.Tensor:
         """Return the fingerprint of the tensors and the scale that must be the same on all ranks."""
-        tensors = self.alike
+        tensors = self.replicated
         if self.scale != 1.0:
             tensors["scale"] = torch.tensor(self.scale, dtype=torch.float64)
         return fingerprint(tensors, device)
@@ -236,7 +236,9 @@ def require_same(batch: Batch) -> None:
         RuntimeFailure: the same on all ranks.
     """
     own = None if batch.problem is None else str(batch.problem)
-    reports = gather_everywhere((own, batch.shapes, batch.scale, batch.shard_dims, fingerprints(batch.alike)))
+    reports = gather_everywhere(
+        (own, batch.shapes, batch.scale, batch.shard_dims, fingerprints(batch.replicated))
+    )
     first_shapes, first_scale, first_dims, first = reports[0][1:]
     if not first_shapes or any(shapes != first_shapes for _, shapes, *_ in reports):
         # A rank whose batch is refused in any case says more than one whose batch is merely smaller.

@@ -28,7 +28,7 @@ class ModuleState:
         self._world = world
         self._runner = runner
         self._tensors = _named_tensors(module)
-        self._buffer_holdings = {
+        self._buffer_placements = {
             value.name: weight_placement(plan.graph, plan.strategy, value.name)
             for value in plan.graph.values
             if value.kind is ValueKind.BUFFER
@@ -109,13 +109,13 @@ class ModuleState:
         """Give every rank its parts of the weights and buffers in `names`; `wholes` are rank 0's."""
         dtypes = {
             name: getattr(torch, self._plan.graph.value_by_name[name].spec.dtype)
-            for name in (*self._plan.held, *self._buffer_holdings)
+            for name in (*self._plan.held, *self._buffer_placements)
         }
-        for holdings, load in (
+        for placements, load in (
             (self._plan.held, self._runner.load_weights),
-            (self._buffer_holdings, self._runner.load_buffers),
+            (self._buffer_placements, self._runner.load_buffers),
         ):
-            chosen = {name: regions for name, regions in holdings.items() if name in names}
+            chosen = {name: regions for name, regions in placements.items() if name in names}
             load(scatter_parts(self._world, chosen, wholes, dtypes, self._runner.device))
 
     def _misfit(self, state_dict: Mapping[str, Any] | None) -> str | None:

@@ -128,14 +128,14 @@ class OptimizerParts:
         local: dict[int, dict[str, Any]] = {}
         for index, entry in document["state"].items():
             name = self._names[index]
-            holdings = _holdings(plan, world.size, name)
+            placements = _placements(plan, world.size, name)
             own = parts_of_weight(plan, name, world.rank)
             for key, (kind, value) in entry.items():
                 if kind == PART:
                     tensors = {name: wholes[index, key]} if world.rank == 0 else {}
                     scattered = [
                         scatter_parts(world, {name: regions}, tensors, {name: value}, device)
-                        for regions in holdings
+                        for regions in placements
                     ]
                     if own:
                         parts = [received[name][1] for received in scattered if name in received]
@@ -194,7 +194,7 @@ def _kind(value: Any, sizes: tuple[int, ...]) -> tuple[str, Any] | None:
     return ("same", value.detach().cpu()) if value.numel() == 1 else None
 
 
-def _holdings(plan: Plan, size: int, name: str) -> list[dict[int, Region]]:
+def _placements(plan: Plan, size: int, name: str) -> list[dict[int, Region]]:
     """Return the regions of a weight that the ranks update: by rank the first part, then the second, and so on."""
     result: list[dict[int, Region]] = []
     for rank in range(size):

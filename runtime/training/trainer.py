@@ -22,8 +22,7 @@ from runtime.launch.processes import leave_group
 from runtime.ranks.ranks import everywhere, from_rank_0
 from runtime.training.batch_sizes import SizedRunner, SizedRunners
 from runtime.training.batches import SHARDED, Batch, ExampleInputs, checked_scale, refused, require_same
-from runtime.training.grad_scaling import scale_of, step_scaled
-from runtime.training.gradient_clipping import GradientClipping
+from runtime.training.gradients import GradientClipping, scale_of, step_scaled
 from runtime.training.module_state import ModuleState
 from runtime.training.optimizer_state import OptimizerParts, make_optimizer
 from runtime.training.options import TrainingOptions
@@ -210,7 +209,7 @@ class Trainer:
             runner.take_buffers(self._runner)
         buffers = runner.buffer_values()
         usable = fits or runner.has_inputs
-        parts = whole_parts(batch.alike if usable else self._inputs.zeros(self.device))
+        parts = whole_parts(batch.replicated if usable else self._inputs.zeros(self.device))
         if sized.shards is not None:
             parts.update(sized.shards.parts(batch.inputs if fits else {}))
         if fits or not usable:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from graph.axes import is_gapless, operand_region
+from graph.intervals import volume
 from graph.operators import OperatorGraph
-from graph.weight_placement import cell_elements, cells
+from graph.weight_placement import cells
 
 
 def operators_with_backward(graph: OperatorGraph, *, surely: bool) -> list[bool]:
@@ -42,4 +43,4 @@ def _read_whole(graph: OperatorGraph, name: str, readers: list[tuple[int, int]])
         if is_gapless(operand):
             regions[place] = operand_region(operand, [(0, axis.size) for axis in space.axes[:-1]])
     shape = graph.value_by_name[name].spec.shape
-    return bool(regions) and sum(cell_elements(cell) for cell in cells(regions)) == prod(shape)
+    return bool(regions) and sum(volume(cell.region) for cell in cells(regions)) == prod(shape)

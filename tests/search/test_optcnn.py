@@ -17,7 +17,7 @@ from graph.operators import OperatorGraph, ValueKind
 from graph.plan import consumers_of
 from graph.strategy import Strategy
 from graph.training import Training
-from graph.weight_placement import cell_elements, cells, held_regions
+from graph.weight_placement import cells, held_regions
 from search.algorithms.optcnn import default_space, factors, optcnn
 from search.bounds.elimination import CostFunction, TooWide, minimize
 from search.cost.cost_table import CostTable, nanoseconds
@@ -139,7 +139,7 @@ def _sync_ns(one: Problem, strategy: Strategy, group: Sequence[int]) -> int:
             elements[device] = elements.get(device, 0) + volume(region)
         for cell in cells(held) if held else ():
             if len(cell.devices) > 1:
-                size = cell_elements(cell) * weight.spec.item_bytes
+                size = volume(cell.region) * weight.spec.item_bytes
                 shared[cell.devices] = shared.get(cell.devices, 0) + size
     busy = [0] * len(topology.devices)
     for members, size in shared.items():
