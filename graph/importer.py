@@ -119,11 +119,7 @@ def _imported(
         raise ImportFailure(
             f"model {name}: the loss depends on no trainable weight, must depend on one; check requires_grad"
         )
-    return (
-        _finish(builder, inputs, loss, updates, aliases, batch_norm),
-        program,
-        lowering.environment,
-    )
+    return (_finish(builder, inputs, loss, updates, aliases, batch_norm), program, lowering.environment)
 
 
 def _lower(lowering: Lowering, node: fx.Node) -> None:

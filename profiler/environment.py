@@ -83,7 +83,7 @@ def has_nccl() -> bool:
 
 
 def _nccl_variables() -> dict[str, str]:
-    """Return what the user sets of NCCL; neither what Soapstone sets itself nor what only changes its log."""
+    """Return the NCCL variables that the user sets, without those of Soapstone itself and those of the log."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

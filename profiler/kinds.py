@@ -134,9 +134,9 @@ def cuda_kind_of(reported_name: str, memory_bytes: int, properties: Any = None) 
 def _assumed_peaks(processors: int, clock_hz: float, properties: Any) -> tuple[tuple[str, float], ...]:
     capability = (int(getattr(properties, "major", 0)), int(getattr(properties, "minor", 0)))
     peaks = [("float32", processors * LANES_A_MULTIPROCESSOR * 2 * clock_hz)]
-    known = max((one for one in HALF_FLOPS_A_CLOCK if one <= capability), default=None)
-    if known is not None:
-        half = processors * HALF_FLOPS_A_CLOCK[known] * clock_hz
+    generation = max((version for version in HALF_FLOPS_A_CLOCK if version <= capability), default=None)
+    if generation is not None:
+        half = processors * HALF_FLOPS_A_CLOCK[generation] * clock_hz
         peaks += [("tf32", half / 2), ("bfloat16", half)] if capability >= AMPERE else []
         peaks.append(("float16", half))
     return tuple(peaks)

@@ -366,7 +366,7 @@ class _Session:
 
 
 def _eviction(device: PhysicalDevice) -> Callable[[], object]:
-    """Return what leaves nothing else in a GPU's caches."""
+    """Return a write to memory that leaves nothing else in a GPU's caches."""
     import torch
 
     memory = torch.empty(EVICTED_CACHES * cache_bytes(device), dtype=torch.uint8, device=device.torch_name)

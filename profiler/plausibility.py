@@ -97,11 +97,11 @@ class CostFamilies:
         `trusted` calls are not unlikely: where one is out of order, the others are wrong.
         """
         asked, true = frozenset(among), frozenset(trusted)
-        found: list[UnlikelyCost] = []
+        unlikely: list[UnlikelyCost] = []
         for family in self._families.values():
             if not asked.isdisjoint(family):
-                found += self._unlikely_of(family, asked, true)
-        return found
+                unlikely += self._unlikely_of(family, asked, true)
+        return unlikely
 
     def _unlikely_of(
         self, family: dict[str, Observation], asked: frozenset[str], true: frozenset[str]
@@ -117,7 +117,7 @@ class CostFamilies:
         is_true_N: Mask = np.array([name in true for name in names])
         contradicted = out_of_order(points_NF, times_N, is_asked_N, is_true_N)
         far = far_from_family(points_NF, times_N - bounds_N, is_asked_N & ~is_true_N)
-        found = []
+        unlikely = []
         for index in sorted({*contradicted, *far}, key=names.__getitem__):
             if index in far:
                 expected = far[index] + float(bounds_N[index])
@@ -127,8 +127,8 @@ class CostFamilies:
             distances_N = np.abs(points_NF - points_NF[index]).sum(1)
             others = tuple(names[other] for other in distances_N.argsort(kind="stable") if other != index)
             entry = costs[index]
-            found.append(UnlikelyCost(entry.call, entry.phase, entry.time_s, exp(expected), others))
-        return found
+            unlikely.append(UnlikelyCost(entry.call, entry.phase, entry.time_s, exp(expected), others))
+        return unlikely
 
 
 def out_of_order(points_NF: Array, times_N: Array, is_asked_N: Mask, is_true_N: Mask) -> dict[int, list[int]]:
@@ -183,7 +183,7 @@ def _explained(contradictions: dict[int, dict[int, float]], true: set[int]) -> d
 def far_from_family(points_NF: Array, values_N: Array, is_asked_N: Mask) -> dict[int, float]:
     """Return the indexes of asked values that are far from what the others say, with what these say."""
     parts = -(-len(values_N) // MOST_COSTS)
-    found: dict[int, float] = {}
+    expected_values: dict[int, float] = {}
     for part in range(parts):
         indexes = np.arange(part, len(values_N), parts)
         if len(indexes) < FEWEST_COSTS or not is_asked_N[indexes].any():
@@ -193,22 +193,22 @@ def far_from_family(points_NF: Array, values_N: Array, is_asked_N: Mask) -> dict
         is_suspect = is_asked_N[indexes] & np.asarray(np.abs(values - interpolation.left_out) > REPEATABILITY)
         scores = (values - interpolation.left_out) / interpolation.left_out_deviations
         scatter = float(np.median(np.abs(scores)))
-        for place in np.flatnonzero(is_suspect).tolist():
-            expected = float(interpolation.left_out[place])
-            score, of_others = float(scores[place]), scatter
+        for index in np.flatnonzero(is_suspect).tolist():
+            expected = float(interpolation.left_out[index])
+            score, of_others = float(scores[index]), scatter
             if len(values) < MANY_COSTS:
-                expected, score, of_others = _without(place, points, values)
-            is_far = abs(values[place] - expected) > REPEATABILITY
+                expected, score, of_others = _without(index, points, values)
+            is_far = abs(values[index] - expected) > REPEATABILITY
             if is_far and MEDIAN_DEVIATION * abs(score) > MODIFIED_Z * of_others:
-                found[int(indexes[place])] = expected
-    return found
+                expected_values[int(indexes[index])] = expected
+    return expected_values
 
 
-def _without(place: int, points: Array, values: Array) -> tuple[float, float, float]:
-    """Return what the others say about a point, the score of its value, and the others' median score."""
-    others, others_values = np.delete(points, place, 0), np.delete(values, place)
+def _without(index: int, points: Array, values: Array) -> tuple[float, float, float]:
+    """Return the others' prediction at a point, the score of its value, and the others' median score."""
+    others, others_values = np.delete(points, index, 0), np.delete(values, index)
     interpolation = Interpolation.fit(others.tolist(), others_values.tolist())
-    expected = interpolation.at(points[place].tolist())
-    score = (float(values[place]) - expected) / interpolation.deviation_at(points[place].tolist())
+    expected = interpolation.at(points[index].tolist())
+    score = (float(values[index]) - expected) / interpolation.deviation_at(points[index].tolist())
     scores = (others_values - interpolation.left_out) / interpolation.left_out_deviations
     return expected, score, float(np.median(np.abs(scores)))

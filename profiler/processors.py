@@ -19,10 +19,7 @@ CPU_INFORMATION = Path("/proc/cpuinfo")
 SYSTEM_CORE = Path("/sys/devices/system/cpu/cpu0")
 # Of processors with performance and efficiency cores, the kernel lists the cores of each sort here.
 HYBRID_CORES = {"P-core": Path("/sys/devices/cpu_core/cpus"), "E-core": Path("/sys/devices/cpu_atom/cpus")}
-MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)

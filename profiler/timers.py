@@ -119,7 +119,7 @@ class ProcessTimer(_HostTimer):
     """The processor time of this process, of all its threads together."""
 
     def mark(self) -> int:
-        """Return what the process has computed so far."""
+        """Return the processor time of the process so far."""
         return time.process_time_ns()
 
 

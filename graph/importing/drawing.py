@@ -22,7 +22,7 @@ def _drawn(lowering: Lowering, name: str, distribution: str, spec: TensorSpec) -
 def _with(
     lowering: Lowering, name: str, target: str, source: str, other: Argument, spec: TensorSpec | None = None
 ) -> str:
-    """Return what a pointwise operator makes of `source` and a number or a value."""
+    """Return the result of a pointwise operator on `source` and a number or a value."""
     given: dict[str, Argument] = {"self": Ref(source), "other": other}
     if target.startswith(("aten.add.", "aten.sub.")):
         given["alpha"] = 1

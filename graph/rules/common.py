@@ -49,6 +49,10 @@ class SpaceBuilder:
         self.axes.append(Axis(unique, size, kind))
         return along(len(self.axes) - 1, size)
 
+    def add_dim(self, rank: int, dim: int, size: int) -> Dim:
+        """Add the axis of a dim of an activation of `rank` dims, named as customary: dim 0 SAMPLE, else ATTRIBUTE."""
+        return self.add(dim_name(rank, dim), size, AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE)
+
     def space(self, inputs: Sequence[OperandMap], outputs: Sequence[OperandMap]) -> IterationSpace:
         """Return the space; the replica axis is appended."""
         return IterationSpace((*self.axes, REPLICA_AXIS), tuple(inputs), tuple(outputs))
@@ -81,10 +85,7 @@ def activation_dims(
     """
     rank = len(shape)
     return [
-        whole(size)
-        if dim in fixed
-        else builder.add(dim_name(rank, dim), size, AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE)
-        for dim, size in enumerate(shape)
+        whole(size) if dim in fixed else builder.add_dim(rank, dim, size) for dim, size in enumerate(shape)
     ]
 
 

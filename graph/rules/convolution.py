@@ -19,7 +19,15 @@ from graph.rules.common import (
     slot_of,
     whole_space,
 )
-from graph.rules.windows import SPATIAL_NAMES, Padding, local_padding, repeat, symmetric_padding, window_dim
+from graph.rules.windows import (
+    SPATIAL_NAMES,
+    Padding,
+    local_padding,
+    repeat,
+    symmetric_padding,
+    window_dim,
+    window_reaches,
+)
 
 
 class ConvolutionRule(BaseRule):
@@ -47,9 +55,7 @@ class ConvolutionRule(BaseRule):
         return tuple((size, size) for size in repeat(padding, self.spatial))
 
     def _reaches(self, signature: Signature) -> tuple[int, ...]:
-        dilation = repeat(signature.argument("dilation"), self.spatial)
-        kernel = signature.inputs[1].shape[2:]
-        return tuple((size - 1) * step + 1 for size, step in zip(kernel, dilation, strict=True))
+        return window_reaches(signature.inputs[1].shape[2:], signature.argument("dilation"), self.spatial)
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes; a single image without batch dim runs whole."""

@@ -19,7 +19,6 @@ from graph.rules.common import (
     SpaceBuilder,
     activation_dims,
     broadcast_operand,
-    dim_name,
     local_call,
     owns_additions,
     positive,
@@ -141,12 +140,7 @@ class IndexPutRule(BaseRule):
         shape, values = signature.inputs[0].shape, signature.inputs[-1].shape
         builder = SpaceBuilder()
         free = {
-            dim: builder.add(
-                dim_name(len(shape), dim),
-                shape[dim],
-                AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE,
-            )
-            for dim in (*indexed.before, *indexed.after)
+            dim: builder.add_dim(len(shape), dim, shape[dim]) for dim in (*indexed.before, *indexed.after)
         }
         own: list[Dim] = [whole(size) for size in indexed.shape]
         if signature.argument("accumulate"):

@@ -9,16 +9,15 @@ from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.operators import Argument
 from graph.rules.base import Signature, TaskPart
-from graph.rules.common import (
-    BaseRule,
-    SpaceBuilder,
-    argument_or,
-    axis_of,
-    elements,
-    local_call,
-    whole_space,
+from graph.rules.common import BaseRule, SpaceBuilder, argument_or, axis_of, elements, local_call, whole_space
+from graph.rules.windows import (
+    SPATIAL_NAMES,
+    local_padding,
+    repeat,
+    symmetric_padding,
+    window_dim,
+    window_reaches,
 )
-from graph.rules.windows import SPATIAL_NAMES, local_padding, repeat, symmetric_padding, window_dim
 
 
 class PoolingRule(BaseRule):
@@ -39,8 +38,7 @@ class PoolingRule(BaseRule):
         kernel = repeat(signature.argument("kernel_size"), self.spatial)
         stride = signature.argument("stride")
         strides = kernel if stride in ((), None) else repeat(stride, self.spatial)
-        dilation = repeat(argument_or(signature, "dilation", 1), self.spatial)
-        reaches = tuple((size - 1) * step + 1 for size, step in zip(kernel, dilation, strict=True))
+        reaches = window_reaches(kernel, argument_or(signature, "dilation", 1), self.spatial)
         return strides, repeat(signature.argument("padding"), self.spatial), reaches
 
     def _shorter_last_window(self, signature: Signature) -> bool:
@@ -109,11 +107,7 @@ class PoolingRule(BaseRule):
         strides, _, reaches = self._geometry(signature)
         pairs = tuple(local_padding(part, 0, 2 + index) for index in range(self.spatial))
         symmetric = symmetric_padding(
-            pairs,
-            intervals.shape(part.inputs[0])[2:],
-            intervals.shape(part.outputs[0])[2:],
-            strides,
-            reaches,
+            pairs, intervals.shape(part.inputs[0])[2:], intervals.shape(part.outputs[0])[2:], strides, reaches
         )
         name = f"{self.name}{self.spatial}d"
         return local_call(

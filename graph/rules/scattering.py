@@ -17,7 +17,6 @@ from graph.rules.base import Signature, TaskPart
 from graph.rules.common import (
     BaseRule,
     SpaceBuilder,
-    dim_name,
     local_call,
     owns_additions,
     positive,
@@ -30,9 +29,7 @@ def _free_dims(builder: SpaceBuilder, sizes: tuple[int, ...], dim: int, same: li
     """Return one axis a dim other than `dim`, where all operands have the `same` size; else the dim stays whole."""
     rank = len(sizes)
     return [
-        builder.add(dim_name(rank, d), size, AxisKind.SAMPLE if d == 0 else AxisKind.ATTRIBUTE)
-        if d != dim and same[d]
-        else whole(size)
+        builder.add_dim(rank, d, size) if d != dim and same[d] else whole(size)
         for d, size in enumerate(sizes)
     ]
 
@@ -60,9 +57,7 @@ class GatherRule(BaseRule):
         same = [mine == theirs for mine, theirs in zip(shape, index, strict=True)]
         builder = SpaceBuilder()
         dims = _free_dims(builder, index, dim, same)
-        dims[dim] = builder.add(
-            dim_name(len(index), dim), index[dim], AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE
-        )
+        dims[dim] = builder.add_dim(len(index), dim, index[dim])
         indexed = whole(shape[dim])
         if signature.inputs[0].dtype in FLOATING:
             indexed = builder.add("place", shape[dim], AxisKind.REDUCTION)

@@ -8,15 +8,7 @@ from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.calls import LocalCall
 from graph.intervals import count
 from graph.rules.base import Signature, TaskPart
-from graph.rules.common import (
-    BaseRule,
-    SpaceBuilder,
-    activation_dims,
-    axis_of,
-    dim_name,
-    local_call,
-    positive,
-)
+from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, axis_of, local_call, positive
 from graph.rules.views import ViewRule
 
 
@@ -191,11 +183,7 @@ class EmbeddingRule(BaseRule):
         builder = SpaceBuilder()
         by_frequency = bool(signature.argument("scale_grad_by_freq"))
         dims = [
-            whole(size)
-            if by_frequency
-            else builder.add(
-                dim_name(len(indices) + 1, dim), size, AxisKind.SAMPLE if dim == 0 else AxisKind.ATTRIBUTE
-            )
+            whole(size) if by_frequency else builder.add_dim(len(indices) + 1, dim, size)
             for dim, size in enumerate(indices)
         ]
         channel = builder.add("channel", weight[1], AxisKind.PARAMETER)

@@ -20,7 +20,7 @@ from graph.rules.common import (
     slot_of,
     whole_space,
 )
-from graph.rules.windows import SPATIAL_NAMES, Padding, repeat
+from graph.rules.windows import SPATIAL_NAMES, Padding, repeat, window_reaches
 
 
 class TransposedConvolutionRule(BaseRule):
@@ -40,18 +40,10 @@ class TransposedConvolutionRule(BaseRule):
 
     def _geometry(self, signature: Signature) -> list[tuple[int, int, int]]:
         """Return stride, padding and reach of each spatial dim."""
-        dilation = repeat(signature.argument("dilation"), self.spatial)
-        kernel = signature.inputs[1].shape[2:]
-        return [
-            (stride, padding, (size - 1) * step + 1)
-            for stride, padding, size, step in zip(
-                repeat(signature.argument("stride"), self.spatial),
-                repeat(signature.argument("padding"), self.spatial),
-                kernel,
-                dilation,
-                strict=True,
-            )
-        ]
+        strides = repeat(signature.argument("stride"), self.spatial)
+        paddings = repeat(signature.argument("padding"), self.spatial)
+        reaches = window_reaches(signature.inputs[1].shape[2:], signature.argument("dilation"), self.spatial)
+        return list(zip(strides, paddings, reaches, strict=True))
 
     def space(self, signature: Signature) -> IterationSpace:
         """Return the axes; a single image without batch dim runs whole."""

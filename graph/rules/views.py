@@ -12,13 +12,7 @@ from math import prod
 
 from graph.axes import AxisKind, Dim, DimFactor, IterationSpace, whole
 from graph.rules.base import Signature
-from graph.rules.common import (
-    BaseRule,
-    SpaceBuilder,
-    activation_dims,
-    dim_name,
-    whole_space,
-)
+from graph.rules.common import BaseRule, SpaceBuilder, activation_dims, dim_name, whole_space
 from graph.rules.generic import PointwiseRule
 
 

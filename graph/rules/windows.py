@@ -30,6 +30,11 @@ def repeat(value: int | Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(value) if len(value) == count else tuple(value) * count
 
 
+def window_reaches(kernel: Sequence[int], dilation: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+    """Return, for each spatial dim, the distance from a window's first to one past its last input."""
+    return tuple((size - 1) * step + 1 for size, step in zip(kernel, repeat(dilation, spatial), strict=True))
+
+
 def window_dim(
     builder: SpaceBuilder,
     name: str,
@@ -43,7 +48,7 @@ def window_dim(
 ) -> tuple[Dim, Dim]:
     """Add the axis of `positions` output positions; return the input dim (a window on it) and the output dim.
 
-    `reach` is the distance from a window's first to one past its last input: (kernel - 1) * dilation + 1.
+    `reach` is the window's (`window_reaches`).
     """
     slack = size + before + after - reach - (positions - 1) * stride
     output = builder.add(name, positions, AxisKind.ATTRIBUTE)

@@ -166,13 +166,7 @@ _ENTRIES = (
             "trunk": (16, 16, 16),
         },
     ),
-    _entry(
-        "mlp",
-        "Multilayer perceptron",
-        "none; sizes of our own",
-        64,
-        {"widths": (12, 24, 24, 10)},
-    ),
+    _entry("mlp", "Multilayer perceptron", "none; sizes of our own", 64, {"widths": (12, 24, 24, 10)}),
 )
 
 _TEXT = {"sequence": 10, "layers": 2, "hidden": 24, "vocabulary": 53}

@@ -8,6 +8,7 @@ Both drugs of a pair go through the same towers. The trunk is residual, an optio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,17 @@ from torch.nn import functional
 from graph.zoo import Built
 
 
+def _layers(inputs: int, widths: Sequence[int]) -> nn.ModuleList:
+    """Return linear layers of the given widths, without bias."""
+    return nn.ModuleList(nn.Linear(size, width, bias=False) for size, width in pairwise((inputs, *widths)))
+
+
 class Tower(nn.Module):
     """Linear layers with ReLU and dropout, on one kind of feature."""
 
     def __init__(self, inputs: int, widths: Sequence[int], dropout: float) -> None:
         super().__init__()
-        sizes = (inputs, *widths)
-        self.layers = nn.ModuleList(
-            nn.Linear(size, width, bias=False) for size, width in zip(sizes[:-1], widths, strict=True)
-        )
+        self.layers = _layers(inputs, widths)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,10 +41,7 @@ class Trunk(nn.Module):
 
     def __init__(self, inputs: int, widths: Sequence[int]) -> None:
         super().__init__()
-        sizes = (inputs, *widths)
-        self.layers = nn.ModuleList(
-            nn.Linear(size, width, bias=False) for size, width in zip(sizes[:-1], widths, strict=True)
-        )
+        self.layers = _layers(inputs, widths)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -90,12 +90,7 @@ def gpt2(
 ) -> Built:
     """Return GPT-2 with random tokens and next tokens, both [batch, sequence]."""
     module = Gpt2(
-        sequence=sequence,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocabulary=vocabulary,
-        dropout=dropout,
+        sequence=sequence, layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, dropout=dropout
     )
     tokens, targets = (torch.randint(0, vocabulary, (batch_size, sequence)) for _ in range(2))
     return module, (tokens, targets), {}

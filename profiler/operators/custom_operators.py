@@ -118,11 +118,7 @@ def _avg_pool(
 
 
 def _embedding(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    padding_idx: int,
-    start: int = 0,
-    **_settings: Any,
+    weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, start: int = 0, **_settings: Any
 ) -> torch.Tensor:
     """Look up the rows [start, start + rows) of a vocabulary; other indices give zeros."""
     local = indices - start

@@ -55,9 +55,7 @@ def full_weights(
 
 
 def full_buffers(
-    world: World,
-    parts: Mapping[str, list[tuple[Region, torch.Tensor]]],
-    initial: Mapping[str, torch.Tensor],
+    world: World, parts: Mapping[str, list[tuple[Region, torch.Tensor]]], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return, on rank 0, whole buffers from the regions that the ranks read; elsewhere an empty dict."""
     portable = {

@@ -7,7 +7,7 @@ after the sum. The loss is a global mean already, so sums are right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,16 @@ class FinishAllReduce(Communication):
                 piece.part.put(state.gradients.writable(piece.slot, piece.view), piece.view)
 
 
+def entries_by_dtype(
+    graph: OperatorGraph, entries: Sequence[BucketEntry]
+) -> dict[torch.dtype, list[BucketEntry]]:
+    """Return cells of weights by the dtype of the weight: a collective has one."""
+    by_dtype: dict[torch.dtype, list[BucketEntry]] = {}
+    for entry in entries:
+        by_dtype.setdefault(getattr(torch, graph.value_by_name[entry.weight].spec.dtype), []).append(entry)
+    return by_dtype
+
+
 def flat_buckets(
     graph: OperatorGraph,
     bucket: Bucket,
@@ -94,13 +104,10 @@ def flat_buckets(
         device: of the rank's tensors.
         first_number: of the buckets, which are numbered from here.
     """
-    by_dtype: dict[str, list[BucketEntry]] = {}
-    for entry in bucket.entries:
-        by_dtype.setdefault(graph.value_by_name[entry.weight].spec.dtype, []).append(entry)
     result: list[FlatBucket] = []
-    for dtype, entries in by_dtype.items():
+    for dtype, entries in entries_by_dtype(graph, bucket.entries).items():
         sizes = [volume(entry.cell.region) for entry in entries]
-        flat = torch.zeros(sum(sizes), dtype=getattr(torch, dtype), device=device)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         slices = []
         for entry, view in zip(entries, flat.split(sizes), strict=True):
             part = Selection(entry.cell.region, held[entry.weight], device)

@@ -181,13 +181,7 @@ def _from_module(
 def _executed(job: Job, plan: Plan, world: World, tensors: InitialTensors, device: torch.device) -> Executor:
     """Return an executor of a plan after one step from `tensors`."""
     executor = Executor(
-        plan,
-        world,
-        tensors,
-        job.training,
-        seed=job.seed,
-        learning_rate=job.learning_rate,
-        device=device,
+        plan, world, tensors, job.training, seed=job.seed, learning_rate=job.learning_rate, device=device
     )
     executor.step(0)
     return executor

@@ -25,13 +25,7 @@ from profiler.pinning import (
     uninterrupted_children,
 )
 from runtime.jobs.job import Job, JobResult
-from runtime.launch.processes import (
-    error_line,
-    join_group,
-    leave_group,
-    occupy,
-    run_patiently,
-)
+from runtime.launch.processes import error_line, join_group, leave_group, occupy, run_patiently
 from runtime.ranks.watchdog import under_watchdog
 
 if TYPE_CHECKING:
@@ -44,10 +38,7 @@ POSIX_SIGNALS = tuple(name for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, 
 
 
 def launch(
-    job: Job,
-    devices: Sequence[int | None],
-    device_type: str = "cpu",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    job: Job, devices: Sequence[int | None], device_type: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> JobResult | None:
     """Execute a job on `devices`, one process each, and return its result.
 

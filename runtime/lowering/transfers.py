@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graph.collectives import (
-    BACKWARD,
-    Collective,
-    CollectiveKind,
-    assembly_on,
-    by_source,
-    received,
-    sent,
-)
+from graph.collectives import BACKWARD, Collective, CollectiveKind, assembly_on, by_source, received, sent
 from graph.exchange import Assembly, Piece
 from graph.intervals import Region, normalize, shape, volume
 from graph.plan import Plan

@@ -16,6 +16,7 @@ from graph.plan import BucketEntry, Gather, Gathers, Plan, gathers_begun
 from graph.strategy import Sharding
 from graph.weight_placement import share_elements, shares
 from runtime.instructions.base import Instruction
+from runtime.instructions.gradient_synchronization import entries_by_dtype
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import (
     AllocateWeights,
@@ -74,19 +75,14 @@ class WeightPrefetch:
 
     def groups(self, ranks: tuple[int, ...], entries: Sequence[BucketEntry]) -> list[ShardGroup]:
         """Return new groups of cells with the holders `ranks`: one for each dtype."""
-        by_dtype: dict[str, list[BucketEntry]] = {}
-        for entry in entries:
-            by_dtype.setdefault(self._plan.graph.value_by_name[entry.weight].spec.dtype, []).append(entry)
         groups: list[ShardGroup] = []
-        for dtype, of_dtype in by_dtype.items():
+        for dtype, of_dtype in entries_by_dtype(self._plan.graph, entries).items():
             cells: list[ShardedCell] = []
             length = 0
             for entry in of_dtype:
                 cells.append(self._cell(entry, ranks.index(self._slots.rank), length))
                 length += share_elements(shape(entry.cell.region), len(ranks))[0]
-            groups.append(
-                ShardGroup(self._number, ranks, tuple(cells), length, getattr(torch, dtype), self._device)
-            )
+            groups.append(ShardGroup(self._number, ranks, tuple(cells), length, dtype, self._device))
             self._number += 1
         return groups
 
