@@ -20,10 +20,7 @@ def compare(
     model: options.OfModel = None,
     topology: options.OfTopology = None,
     search: Annotated[
-        int | None,
-        typer.Option(
-            "--search", max=options.LARGEST_ID, help="Only strategies of this search.", show_default=False
-        ),
+        int | None, typer.Option("--search", max=options.LARGEST_ID, help="Only strategies of this search.")
     ] = None,
     execution: Annotated[
         int | None,
@@ -31,7 +28,6 @@ def compare(
             "--execution",
             min=1,
             help="Instead: where the step of this run, made with app run --profile, took longer than predicted.",
-            show_default=False,
         ),
     ] = None,
     shown: Annotated[

@@ -95,7 +95,6 @@ def check_database(
         typer.Option(
             "--repair",
             help="Save what is sound into this new database: a path or a URL. The old one stays as it is.",
-            show_default=False,
         ),
     ] = None,
     database: options.Database = None,
@@ -183,10 +182,7 @@ def _print_held(held: Sequence[HeldCosts]) -> None:
 def export_pack(
     file: Annotated[Path, typer.Argument(help="The Parquet file to write.", writable=True)],
     device_kind: Annotated[
-        str | None,
-        typer.Option(
-            "--device-kind", help="Only what was measured on this kind. Default: all.", show_default=False
-        ),
+        str | None, typer.Option("--device-kind", help="Only what was measured on this kind. Default: all.")
     ] = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
@@ -211,9 +207,7 @@ def export_pack(
 
 @application.command("import")
 def import_pack(
-    file: Annotated[
-        Path | None, typer.Argument(help="A file that app db export wrote.", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="A file that app db export wrote.")] = None,
     shipped: Annotated[
         bool, typer.Option("--shipped", help="The packs that come with Soapstone, in place of a file.")
     ] = False,

@@ -14,7 +14,6 @@ Database = Annotated[
     typer.Option(
         "--database",
         help="Path of a SQLite file, or a URL. Default: $SOAPSTONE_DATABASE_URL, else the user's data folder.",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -27,17 +26,13 @@ OwnModel = Annotated[
     typer.Option(
         "--model",
         help="The network, where it is a function of your own that you have not named before: package.module:factory.",
-        show_default=False,
     ),
 ]
 Preset = Annotated[
     str, typer.Option("--preset", help="Sizes of a zoo network: paper or small; of gpt2 also xl.")
 ]
 BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", help="Samples a step, over all devices. Default: the preset's.", show_default=False
-    ),
+    int | None, typer.Option("--batch-size", help="Samples a step, over all devices. Default: the preset's.")
 ]
 Precision = Annotated[
     str,
@@ -54,27 +49,19 @@ BatchNorm = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", help="cpu or cuda. Default: cuda where there are GPUs, else cpu.", show_default=False
-    ),
+    str | None, typer.Option("--device", help="cpu or cuda. Default: cuda where there are GPUs, else cpu.")
 ]
 Gpus = Annotated[
     str | None,
     typer.Option(
-        "--gpus",
-        help="GPUs of this machine to use, such as 0-7 or 0,2, in place of --device and --devices.",
-        show_default=False,
+        "--gpus", help="GPUs of this machine to use, such as 0-7 or 0,2, in place of --device and --devices."
     ),
 ]
-Devices = Annotated[
-    int | None, typer.Option("--devices", help="Use the first N devices. Default: all.", show_default=False)
-]
+Devices = Annotated[int | None, typer.Option("--devices", help="Use the first N devices. Default: all.")]
 Topology = Annotated[
     str,
     typer.Option(
-        "--topology",
-        help="local, a packaged or measured topology (see app topology list), or a YAML file.",
+        "--topology", help="local, a packaged or measured topology (see app topology list), or a YAML file."
     ),
 ]
 OfModel = Annotated[
@@ -82,15 +69,10 @@ OfModel = Annotated[
     typer.Option(
         "--model",
         help="Only this network (a graph's name). Of your own: package.module:factory, which may then be run.",
-        show_default=False,
     ),
 ]
-OfTopology = Annotated[
-    str | None, typer.Option("--topology", help="Only this topology (its name).", show_default=False)
-]
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", help="Number of nodes of a packaged topology.", show_default=False)
-]
+OfTopology = Annotated[str | None, typer.Option("--topology", help="Only this topology (its name).")]
+Nodes = Annotated[int | None, typer.Option("--nodes", help="Number of nodes of a packaged topology.")]
 
 
 def processor(device: str | None) -> Any:

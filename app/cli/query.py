@@ -16,34 +16,24 @@ _LONGEST_CELL = 400
 
 
 def query(
-    sql: Annotated[
-        str | None,
-        typer.Argument(help="One SELECT, or EXPLAIN of one, in DuckDB's SQL.", show_default=False),
-    ] = None,
+    sql: Annotated[str | None, typer.Argument(help="One SELECT, or EXPLAIN of one, in DuckDB's SQL.")] = None,
     views: Annotated[bool, typer.Option("--views", help="List the views and their columns instead.")] = False,
     file_format: Annotated[
         str | None,
         typer.Option(
-            "--format",
-            help="table, csv, json or parquet. Default: what --output ends in, else table.",
-            show_default=False,
+            "--format", help="table, csv, json or parquet. Default: what --output ends in, else table."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Write to this file.", writable=True, show_default=False)
+        Path | None, typer.Option("--output", help="Write to this file.", writable=True)
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of a table to print at most.")] = 100,
     timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", help="Give up after so many seconds. Default: never.", show_default=False),
+        float | None, typer.Option("--timeout", help="Give up after so many seconds. Default: never.")
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(
-            "--memory",
-            help="GiB that the query may use. Default: four fifths of this machine's.",
-            show_default=False,
-        ),
+        typer.Option("--memory", help="GiB that the query may use. Default: four fifths of this machine's."),
     ] = None,
     database: options.Database = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,

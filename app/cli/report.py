@@ -17,10 +17,7 @@ def report(
     model: options.OfModel = None,
     topology: options.OfTopology = None,
     search: Annotated[
-        int | None,
-        typer.Option(
-            "--search", min=1, max=options.LARGEST_ID, help="Only this search's curve.", show_default=False
-        ),
+        int | None, typer.Option("--search", min=1, max=options.LARGEST_ID, help="Only this search's curve.")
     ] = None,
     execution: Annotated[
         int | None,
@@ -28,14 +25,10 @@ def report(
             "--execution",
             min=1,
             help="Draw this run's step. Default: the newest run that recorded its steps, else the newest run.",
-            show_default=False,
         ),
     ] = None,
     strategy: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy", help="Draw the step of this strategy: its id or digest.", show_default=False
-        ),
+        str | None, typer.Option("--strategy", help="Draw the step of this strategy: its id or digest.")
     ] = None,
     database: options.Database = None,
     as_json: options.AsJson = False,

@@ -55,7 +55,6 @@ def run(
             "--recompute",
             help="all: make every activation again in the backward, in groups of the network; none: keep all. Default: "
             "as the strategy says.",
-            show_default=False,
         ),
     ] = None,
     on_miss: Annotated[
@@ -70,11 +69,7 @@ def run(
     ] = 1800.0,
     limit: Annotated[
         float | None,
-        typer.Option(
-            "--limit",
-            help="Seconds after which the whole run is given up. Default: none.",
-            show_default=False,
-        ),
+        typer.Option("--limit", help="Seconds after which the whole run is given up. Default: none."),
     ] = None,
     topology: Annotated[
         str,

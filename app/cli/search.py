@@ -23,7 +23,6 @@ def search(
             "--model",
             help="A network of the zoo (see app models list), or package.module:factory. With --resume only "
             "where it is a function of your own that you have not named before.",
-            show_default=False,
         ),
     ] = None,
     topology: options.Topology = "local",
@@ -65,17 +64,13 @@ def search(
         ),
     ] = "program",
     time_limit: Annotated[
-        float | None,
-        typer.Option(
-            "--time", help="Stop after SECONDS; such a result cannot be reproduced.", show_default=False
-        ),
+        float | None, typer.Option("--time", help="Stop after SECONDS; such a result cannot be reproduced.")
     ] = None,
     on_miss: Annotated[
         str | None,
         typer.Option(
             "--on-miss",
             help="A cost not stored: measure, estimate or fail. Default: measure on topology local, else estimate.",
-            show_default=False,
         ),
     ] = None,
     fresh: Annotated[
@@ -86,7 +81,6 @@ def search(
         typer.Option(
             "--start",
             help="Start a chain from this stored strategy (id or digest; may be repeated), not from the best known.",
-            show_default=False,
         ),
     ] = None,
     algorithm: Annotated[
@@ -133,7 +127,6 @@ def search(
             "--workers",
             min=1,
             help="Processes that walk chains, at most one a chain; the result is the same. Default: one a usable core.",
-            show_default=False,
         ),
     ] = None,
     resume: Annotated[
@@ -143,7 +136,6 @@ def search(
             min=1,
             max=options.LARGEST_ID,
             help="Go on with this search, which was stopped or killed, as it would have gone on.",
-            show_default=False,
         ),
     ] = None,
     database: options.Database = None,

@@ -20,7 +20,6 @@ TopologyName = Annotated[
     typer.Option(
         "--topology",
         help="Costs on the topology of this name, among those simulated on. Default: the newest.",
-        show_default=False,
     ),
 ]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Show so many operators, the dearest. 0: all.")]
@@ -79,16 +78,10 @@ def list_strategies(
 def rebuild(
     search: Annotated[int, typer.Argument(max=options.LARGEST_ID, help="The search that visited it.")],
     chain: Annotated[
-        int | None,
-        typer.Option(
-            "--chain", min=0, max=2**31 - 1, help="The chain, see view proposals.", show_default=False
-        ),
+        int | None, typer.Option("--chain", min=0, max=2**31 - 1, help="The chain, see view proposals.")
     ] = None,
     step: Annotated[
-        int | None,
-        typer.Option(
-            "--step", min=0, help="After so many proposals of the chain. Default: all.", show_default=False
-        ),
+        int | None, typer.Option("--step", min=0, help="After so many proposals of the chain. Default: all.")
     ] = None,
     database: options.Database = None,
     as_json: options.AsJson = False,
@@ -125,12 +118,9 @@ def rebuild(
 @application.command("export")
 def export_strategy(
     strategy: Annotated[str, typer.Argument(help="A strategy's id or digest.")],
-    file: Annotated[
-        Path | None, typer.Argument(help="File to write.", writable=True, show_default=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="File to write.", writable=True)] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="File to write: the same as FILE.", writable=True, show_default=False),
+        Path | None, typer.Option("--output", help="File to write: the same as FILE.", writable=True)
     ] = None,
     file_format: Annotated[
         str,
@@ -293,9 +283,7 @@ def import_strategy(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            help="The network that it is for. Default: the stored one that the file names.",
-            show_default=False,
+            "--model", help="The network that it is for. Default: the stored one that the file names."
         ),
     ] = None,
     preset: options.Preset = "paper",
@@ -305,10 +293,7 @@ def import_strategy(
     devices: Annotated[
         int | None,
         typer.Option(
-            "--devices",
-            min=1,
-            help="Devices that it is made for. Default: up to the highest that it names.",
-            show_default=False,
+            "--devices", min=1, help="Devices that it is made for. Default: up to the highest that it names."
         ),
     ] = None,
     database: options.Database = None,

@@ -113,7 +113,6 @@ def probe_topology(
         typer.Option(
             "--name",
             help="Under torchrun: the name under which the topology of all ranks is stored, for --topology.",
-            show_default=False,
         ),
     ] = None,
     database: options.Database = None,

@@ -21,7 +21,6 @@ def trace(
             "--execution",
             min=1,
             help="A run that recorded its steps (app run --profile): measured beside simulated.",
-            show_default=False,
         ),
     ] = None,
     strategy: Annotated[
@@ -29,7 +28,6 @@ def trace(
         typer.Option(
             "--strategy",
             help="A stored strategy's id or digest: simulated, and beside it its newest recorded run.",
-            show_default=False,
         ),
     ] = None,
     topology: Annotated[
@@ -37,7 +35,6 @@ def trace(
         typer.Option(
             "--topology",
             help="Of a strategy that was simulated on several: the name of the one meant. Default: the newest.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", help="File to write.", writable=True)] = Path(
