@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.cli.text import printable
+from app.services.progress import Progress as ServiceProgress
 
 if TYPE_CHECKING:
     from app.services.predict.recomputation_report import RecomputationReport
@@ -176,8 +177,8 @@ def recomputation_line(report: RecomputationReport) -> str:
     )
 
 
-class TerminalProgress:
-    """Implements `app.services.progress.Progress` on standard error: bars on a terminal, lines elsewhere."""
+class TerminalProgress(ServiceProgress):
+    """Shows progress on standard error: bars on a terminal, lines elsewhere."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-class Progress(Protocol):
-    """Receives the progress of a long use case while it runs."""
+class Progress:
+    """Receives the progress of a long use case while it runs; this one ignores it, and its children show it."""
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -23,21 +24,11 @@ class Progress(Protocol):
     def end(self) -> None:
         """The current stage is over."""
 
-
-class Silent:
-    """A progress that says nothing."""
-
-    def say(self, text: str) -> None:
-        """Ignore a line."""
-
-    def warn(self, text: str) -> None:
-        """Ignore a warning."""
-
-    def begin(self, text: str, total: int | None) -> None:
-        """Ignore a stage."""
-
-    def advance(self, steps: int = 1, text: str | None = None) -> None:
-        """Ignore a step."""
-
-    def end(self) -> None:
-        """Ignore the end of a stage."""
+    @contextmanager
+    def stage(self, text: str) -> Iterator[None]:
+        """A stage of unknown length, which is over when the context is left."""
+        self.begin(text, None)
+        try:
+            yield
+        finally:
+            self.end()

@@ -61,14 +61,14 @@ def run(*, quick: bool) -> BenchmarkResult:
 
 def _profile(database: str, *, quick: bool) -> None:
     from app.services.costs.profile import ProfileRequest, run_profile
-    from app.services.progress import Silent
+    from app.services.progress import Progress
 
     for name, batch_size in {"mlp": 8}.items() if quick else NETWORKS.items():
         request = ProfileRequest(
             models=(name,), preset="small" if quick else "paper", batch_size=batch_size, gpus=None,
             processor="cpu", devices=2, optimizer="sgd", batch_norm="synchronized", precision="float32",
         )  # fmt: skip
-        run_profile(request, database, Silent())
+        run_profile(request, database, Progress())
 
 
 def measured(database: str) -> tuple[DeviceKind, list[Observation]]:

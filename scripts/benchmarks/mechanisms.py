@@ -98,7 +98,7 @@ def predicted_again(store: Store, execution: ExecutionRecord, graphs: dict[int, 
     import numpy as np
 
     from app.services.costs.link_costs import links_of
-    from app.services.progress import Silent
+    from app.services.progress import Progress
     from app.services.timeline.simulated_step import simulated_step, stored_costs
     from search.cost.cost_table import CostTable
     from search.simulate.simulator import simulate_tasks
@@ -107,7 +107,7 @@ def predicted_again(store: Store, execution: ExecutionRecord, graphs: dict[int, 
     record = store.strategy(execution.strategy_id)
     step = simulated_step(
         store, record, execution.topology_id, execution.training_id, execution.environment_id, "program",
-        progress=Silent(), graph=graphs.get(record.graph_id),
+        progress=Progress(), graph=graphs.get(record.graph_id),
     )  # fmt: skip
     graphs[record.graph_id] = step.graph
     target, source = stored_costs(store, step.topology, execution.environment_id, step.training.precision)

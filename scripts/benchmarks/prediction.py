@@ -80,7 +80,7 @@ def database() -> Iterator[None]:
 
 def _execute_all(name: str, preset: str, batch_size: int, devices: int, folder: Path) -> None:
     from app.services.models.models import import_graph, requested_model
-    from app.services.progress import Silent
+    from app.services.progress import Progress
     from app.services.search.request import SearchRequest
     from app.services.search.search import run_search
 
@@ -92,7 +92,7 @@ def _execute_all(name: str, preset: str, batch_size: int, devices: int, folder: 
             time_limit_s=None, on_miss="measure",
         ),
         None,
-        Silent(),
+        Progress(),
     )  # fmt: skip
     by_digest = {executed(model, reference, devices).strategy_digest: reference for reference in NAMED}
     references = [*by_digest.values()]
@@ -116,7 +116,7 @@ def executed(
     model: ModelRequest, reference: str, devices: int = DEVICES[0], iterations: int = 10
 ) -> RunReport:
     """Execute a strategy on CPU devices and return the report; costs that are missing are measured first."""
-    from app.services.progress import Silent
+    from app.services.progress import Progress
     from app.services.run.run import RunRequest, run_strategy
 
     report = run_strategy(
@@ -126,7 +126,7 @@ def executed(
             timeout_s=600,
         ),
         None,
-        Silent(),
+        Progress(),
     )  # fmt: skip
     if report is None:
         raise RuntimeError("benchmark: must run alone, not under torchrun")

@@ -68,12 +68,12 @@ def overheads(
         searches: about how many seconds a search is to take, and how many pairs to make of it.
     """
     from app.services.predict.predict import find_target, prepare
-    from app.services.progress import Silent
+    from app.services.progress import Progress
     from graph.training import Training
     from search.algorithms import mcmc
 
-    target = find_target(store, "p100-cluster", Silent(), devices=devices)
-    with prepare(store, model, target, Training(model.batch_size), "estimate", Silent()) as setting:
+    target = find_target(store, "p100-cluster", Progress(), devices=devices)
+    with prepare(store, model, target, Training(model.batch_size), "estimate", Progress()) as setting:
 
         def search(options: mcmc.SearchOptions, observer: Observer | None = None) -> None:
             mcmc.search(
@@ -140,13 +140,13 @@ def trace_recorder(
 ) -> Iterator[TraceRecorder]:
     """Yield the observer that records a search; all of its trace is written at the end."""
     from app.db.trace import ProposalTrace
-    from app.services.progress import Silent
+    from app.services.progress import Progress
     from app.services.trace.recorder import TraceRecorder, groups_text
     from search.space.groups import find_groups
 
     groups = find_groups(model.graph)
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-        yield TraceRecorder(trace, groups, devices, Silent(), model.graph.name)
+        yield TraceRecorder(trace, groups, devices, Progress(), model.graph.name)
 
 
 def _compared(proposals: int, plain: list[Spent], recorded: list[Spent]) -> list[MeasuredValue]:

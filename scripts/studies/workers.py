@@ -108,7 +108,7 @@ def _begin(stopped: Event) -> None:
 
 
 def _search(cell: StudyCell, folder: Path, database: str, until: float | None) -> Ending:
-    from app.services.progress import Silent
+    from app.services.progress import Progress
     from graph.errors import SoapstoneError
     from scripts.studies.results import Folder
     from scripts.studies.running import run_cell
@@ -118,7 +118,7 @@ def _search(cell: StudyCell, folder: Path, database: str, until: float | None) -
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not _stopped.is_set() and (until is None or began < until):
-            document = run_cell(cell, database, Silent())
+            document = run_cell(cell, database, Progress())
             how = INTERRUPTED if document is None else DONE
             if document is not None:
                 Folder(folder).write(cell, document)

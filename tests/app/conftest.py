@@ -127,11 +127,11 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from app.db.store import Store
     from app.services.costs.link_costs import local_links
     from app.services.costs.machine import describe, local_devices
-    from app.services.progress import Silent
+    from app.services.progress import Progress
 
     path = tmp_path_factory.mktemp("probed") / "links.sqlite"
     with brief_measurements(), Store.open(path) as store:
-        local_links(store, describe(store, local_devices("cpu", 2)), Silent())
+        local_links(store, describe(store, local_devices("cpu", 2)), Progress())
     return path
 
 

@@ -15,7 +15,7 @@ from app.services.costs.machine import describe
 from app.services.costs.profile import Measurer
 from app.services.models.models import ImportedModel, import_graph, requested_model
 from app.services.predict.predict import executions_by_kind, local_target, prepare
-from app.services.progress import Silent
+from app.services.progress import Progress
 from app.services.search.confirmation import Confirmation, ConfirmedStep
 from graph.rules import local_calls
 from graph.training import Training
@@ -162,7 +162,7 @@ def test_costs_measured_together_are_known_to_be_until_one_is_measured_alone(kno
             local_calls(graph, operator, (1,) * len(operator.space.axes))[0]
             for operator in graph.operators[:3]
         ]
-        with Measurer(store, group, Silent()) as measurer:
+        with Measurer(store, group, Progress()) as measurer:
             # Profiling may have measured them together, where their costs were unlikely.
             measurer.measure_again(calls[:1])
             assert not measurer.measured_together(calls)
@@ -177,8 +177,8 @@ def test_costs_measured_together_are_known_to_be_until_one_is_measured_alone(kno
 def test_executions_are_counted_as_task_by_task(known: Path, seed: int) -> None:
     model = imported()
     with Store.open(known) as store:
-        target = local_target(store, cpu_devices(2), Silent())
-        with prepare(store, model, target, Training(BATCH_SIZE), "estimate", Silent()) as setting:
+        target = local_target(store, cpu_devices(2), Progress())
+        with prepare(store, model, target, Training(BATCH_SIZE), "estimate", Progress()) as setting:
             strategy = random_strategy(model.graph, 2, np.random.default_rng(seed))
             expected: Counter[str] = Counter()
             for operator, configuration in zip(model.graph.operators, strategy.configurations, strict=True):

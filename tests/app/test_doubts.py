@@ -18,7 +18,7 @@ from app.services.costs.machine import DeviceGroup, describe
 from app.services.costs.operator_costs import DatabaseCosts, signature_record
 from app.services.costs.packs import read_pack, shipped_packs
 from app.services.costs.profile import Measurer
-from app.services.progress import Silent
+from app.services.progress import Progress
 from graph.calls import LocalCall, call_from_json
 from profiler.devices import cpu_devices
 from profiler.estimate import Observation
@@ -76,7 +76,7 @@ def test_of_disturbed_costs_nearly_all_are_unlikely(shipped: list[Observation], 
 # ---- measured again
 
 
-class Told(Silent):
+class Told(Progress):
     """A progress that keeps warnings and stages; a stage whose text begins with `refused` ends the run."""
 
     def __init__(self, refused: str | None = None) -> None:
@@ -129,13 +129,13 @@ def test_a_cost_of_a_bad_minute_is_measured_again_before_anything_uses_it(
 ) -> None:
     wrong = CALLS[6]
     with store:
-        with Measurer(store, group, Silent()) as measurer:
+        with Measurer(store, group, Progress()) as measurer:
             first = measurer.measure(CALLS)
         assert first.succeeded == len(CALLS)
         before = {call.digest: stored(store, group, call) for call in CALLS}
         # So much that no disturbance of this test makes it likely.
         plant(store, group, wrong, 10.0)
-        with Measurer(store, group, Silent()) as measurer:
+        with Measurer(store, group, Progress()) as measurer:
             second = measurer.measure([], checked=CALLS)
         assert wrong.digest in second.replaced
         assert all(time_s is not None and time_s < 1.0 for time_s in stored(store, group, wrong).values())
@@ -143,7 +143,7 @@ def test_a_cost_of_a_bad_minute_is_measured_again_before_anything_uses_it(
             if call.digest not in second.replaced:
                 assert stored(store, group, call) == before[call.digest]
         # It was settled: later runs leave it alone.
-        with Measurer(store, group, Silent()) as measurer:
+        with Measurer(store, group, Progress()) as measurer:
             assert wrong.digest not in measurer.measure([], checked=CALLS).replaced
 
 
@@ -161,7 +161,7 @@ def test_costs_that_an_ended_run_left_unlikely_are_measured_again_by_the_next(
         assert told.stages
         left = stored(store, group, new)
         assert set(left) == {"forward", "backward"}
-        with Measurer(store, group, Silent()) as measurer:
+        with Measurer(store, group, Progress()) as measurer:
             assert new.digest in measurer.measure([], checked=CALLS).replaced
         assert stored(store, group, new) != left
 

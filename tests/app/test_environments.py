@@ -13,7 +13,7 @@ from app.db.store import Store
 from app.services.costs.environments import differences, say_unused, say_used, shortened
 from app.services.costs.machine import describe
 from app.services.costs.operator_costs import signature_record
-from app.services.progress import Silent
+from app.services.progress import Progress
 from graph.topology import load_topology
 from profiler.devices import cpu_devices
 from profiler.environment import environment
@@ -26,7 +26,7 @@ TORCH = str(environment("cpu").facts["torch"])
 
 
 @dataclass
-class Told(Silent):
+class Told(Progress):
     """A progress that keeps what it is told."""
 
     said: list[str] = field(default_factory=list)

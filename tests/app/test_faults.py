@@ -24,7 +24,7 @@ from app.db.store import Store
 from app.services.costs.machine import describe
 from app.services.costs.operator_costs import signature_record
 from app.services.costs.profile import Measurer, missing_calls
-from app.services.progress import Silent
+from app.services.progress import Progress
 from profiler.devices import cpu_devices
 from profiler.measure import phases
 from profiler.updates import update_call
@@ -85,7 +85,7 @@ def test_a_call_that_hangs_or_wants_too_much_memory_costs_itself_alone(tmp_path:
     calls = [others[0], hanging, others[1], huge, others[2]]
     with Store.open(path) as store:
         (group,) = describe(store, cpu_devices(1)).groups
-        with Measurer(store, group, Silent(), call_limit_s=3.0) as measurer:
+        with Measurer(store, group, Progress(), call_limit_s=3.0) as measurer:
             measured = measurer.measure(calls)
         assert measured.succeeded == len(others)
         reasons = [reason for _, reason in measured.failures]
@@ -96,7 +96,7 @@ def test_a_call_that_hangs_or_wants_too_much_memory_costs_itself_alone(tmp_path:
         # The next run goes on where this one was, and tries again what failed where that is wanted.
         assert missing_calls(store, group, calls) == []
         assert missing_calls(store, group, calls, retry_failed=True) == [hanging, huge]
-        with Measurer(store, group, Silent(), retry_failed=True) as measurer:
+        with Measurer(store, group, Progress(), retry_failed=True) as measurer:
             again = measurer.measure([huge, *others])
         assert (again.succeeded, [reason for _, reason in again.failures]) == (0, reasons[1:])
     check_whole(path)
@@ -112,7 +112,7 @@ def test_measuring_again_replaces_costs_and_takes_none_away(tmp_path: Path) -> N
             for phase in phases(call)
         ]
         store.put_op_costs(group.kind_id, group.environment_id, planted)
-        with Measurer(store, group, Silent(), call_limit_s=3.0) as measurer:
+        with Measurer(store, group, Progress(), call_limit_s=3.0) as measurer:
             measured = measurer.measure_again([hanging, *others])
         assert (measured.succeeded, len(measured.failures)) == (2, 1)
         for (name, _), cost in store.op_costs(group.kind_id, group.environment_id).items():

@@ -31,7 +31,7 @@ from app.services.costs.link_costs import (
 from app.services.costs.machine import describe, local_devices
 from app.services.costs.packs import merge_pack, read_pack, write_pack
 from app.services.predict.predict import Target
-from app.services.progress import Silent
+from app.services.progress import Progress
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, local_topology
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
@@ -134,7 +134,7 @@ def test_what_a_database_from_before_lacks_is_measured_by_the_next_profile(datab
     forget_patterns(database)
     with Store.open(database) as store:
         machine = describe(store, local_devices("cpu", 2))
-        links = local_links(store, machine, Silent(), complete=True)
+        links = local_links(store, machine, Progress(), complete=True)
     assert links is not None
     assert links.unmeasured == ()
 

@@ -17,7 +17,7 @@ from app.services.costs.machine import describe, links_kind_name
 from app.services.costs.profile import profile
 from app.services.models.models import ModelRequest, import_graph
 from app.services.predict.predict import Target, local_target, predict, prepare
-from app.services.progress import Silent
+from app.services.progress import Progress
 from app.services.run.run import RunRequest, run_on
 from app.services.timeline.simulated_step import step_of_execution
 from graph.errors import UsageError
@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def profile_and_search(store: Store, devices: tuple[PhysicalDevice, ...]) -> Target:
     """Check what is measured and searched on two devices of two kinds; return their topology."""
-    model, training, progress = import_graph(MODEL, batch_norm="synchronized"), Training(8), Silent()
+    model, training, progress = import_graph(MODEL, batch_norm="synchronized"), Training(8), Progress()
     machine = describe(store, devices)
     first, second = (device.kind.name for device in devices)
     report = profile(store, machine, [model], ["sgd"], progress)
@@ -116,7 +116,7 @@ def run_and_simulate_again(store: Store, target: Target) -> None:
         on_miss="fail",
         timeout_s=120.0,
     )
-    progress = Silent()
+    progress = Progress()
     model = import_graph(MODEL, batch_norm="synchronized")
     ran = run_on(store, request, model, Training(8), target, progress)
     assert ran is not None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.db.store import Store
-from app.services.progress import Silent
+from app.services.progress import Progress
 from app.services.strategies.strategies import MOST_DEVICES, operator_costs
 from app.services.timeline.simulated_step import step_of_strategy
 from graph.canonical import canonical_json
@@ -59,7 +59,7 @@ def refused(outcome: Outcome, *words: str) -> None:
 def test_shown_costs_add_up_to_the_time_of_all_simulated_tasks(stored: Path) -> None:
     with Store.open(stored) as store:
         for record in store.strategies():
-            case = step_of_strategy(store, str(record.id), None, Silent())
+            case = step_of_strategy(store, str(record.id), None, Progress())
             simulation = case.simulation
             costs, shared = operator_costs(case)
             assert list(costs) == [operator.name for operator in case.graph.operators]

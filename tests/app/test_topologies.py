@@ -19,7 +19,7 @@ from app.services.costs.topologies import (
     put_measured,
 )
 from app.services.predict.predict import find_target
-from app.services.progress import Silent
+from app.services.progress import Progress
 from app.services.run.cluster import RankDevice, check_ranks, measured_topology
 from graph.collectives import CollectiveKind
 from graph.errors import SoapstoneError, TopologyError, UsageError
@@ -172,11 +172,11 @@ def test_costs_of_devices_that_are_here_can_be_measured(store: Store) -> None:
     (device,) = local_devices("cpu", 1)
     measure(store, "wire", kind=device.kind)
     measure(store, "elsewhere", 2.0)
-    target = find_target(store, "wire", Silent())
+    target = find_target(store, "wire", Progress())
     group = target.group(device.kind.name)
     assert group is not None
     assert {of_group.kind for of_group in group.devices} == {device.kind}
-    assert find_target(store, "elsewhere", Silent()).machine is None
+    assert find_target(store, "elsewhere", Progress()).machine is None
 
 
 def test_a_search_finds_a_measured_topology_by_its_name(command: Command, database: Path) -> None:

@@ -15,7 +15,7 @@ from app.db import chunks
 from app.db.records import SearchRecord
 from app.db.store import Store
 from app.db.trace import ProposalTrace
-from app.services.progress import Silent
+from app.services.progress import Progress
 from app.services.trace.recorder import TraceRecorder, groups_text
 from app.services.trace.replay import TraceReader, resumed_chains
 from graph.operators import OperatorGraph
@@ -86,7 +86,7 @@ def walk(
             trace,
             groups,
             device_count,
-            Silent(),
+            Progress(),
             "test",
             resumed={chain: reader.codes(chain, step) for chain, step in steps.items()},
             recorded=reader.recorded_after(steps),

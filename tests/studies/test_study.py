@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from app.services.progress import Silent
+from app.services.progress import Progress
 from scripts.studies.__main__ import main
 from scripts.studies.cells import K80, P100, StudyCell
 from scripts.studies.results import Folder, StudyResult
@@ -113,7 +113,7 @@ def test_plots_are_well_formed_and_have_a_line_a_strategy(study: Study) -> None:
 
 
 def test_the_same_cell_is_searched_to_the_same_end_after_an_interrupt(study: Study, tmp_path: Path) -> None:
-    class Impatient(Silent):
+    class Impatient(Progress):
         """Presses ctrl-C when the walk has begun."""
 
         def __init__(self) -> None:
@@ -130,7 +130,7 @@ def test_the_same_cell_is_searched_to_the_same_end_after_an_interrupt(study: Stu
 
     database = f"sqlite:///{tmp_path / 'x.sqlite'}"
     assert run_cell(STRONG, database, Impatient()) is None
-    document = run_cell(STRONG, database, Silent())
+    document = run_cell(STRONG, database, Progress())
     assert document is not None
     first = result(study, STRONG).document
     for name in ("strategies", "optcnn", "chains"):

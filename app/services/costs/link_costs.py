@@ -372,11 +372,8 @@ def local_links(
         return None
     links = None if again else stored_links(store, machine)
     if links is None or (complete and links.unmeasured):
-        progress.begin(f"measuring links between {machine.count} {machine.processor} devices", None)
-        try:
+        with progress.stage(f"measuring links between {machine.count} {machine.processor} devices"):
             links = probe(store, machine, progress)
-        finally:
-            progress.end()
     return links
 
 

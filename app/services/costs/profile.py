@@ -191,10 +191,9 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
     Training(1, request.precision, request.optimizer, request.batch_norm)
     models = []
     for name in request.models:
-        progress.begin(f"importing {name}", None)
         wanted = requested_model(name, request.preset, request.batch_size, request.precision)
-        models.append(import_graph(wanted, batch_norm=request.batch_norm))
-        progress.end()
+        with progress.stage(f"importing {name}"):
+            models.append(import_graph(wanted, batch_norm=request.batch_norm))
     with Store.open(database) as store:
         machine = describe(store, devices)
         return profile(
@@ -244,11 +243,8 @@ def _compare(
     """Compare devices of one kind, and warn of devices that differ from the others."""
     from profiler.device_consistency import compare
 
-    progress.begin(f"comparing {len(devices)} x {devices[0].kind.name}", None)
-    try:
+    with progress.stage(f"comparing {len(devices)} x {devices[0].kind.name}"):
         agreement = compare(pool, devices)
-    finally:
-        progress.end()
     for device in agreement:
         if not device.is_sound:
             progress.warn(f"{device.describe()}; see what else runs there, its cooling and its power limit")
@@ -325,10 +321,9 @@ def profile(
         local_links(store, machine, progress, complete=True)
     device_count = machine.count if topology is None else len(topology.devices)
     # Of a large network on many devices that takes minutes.
-    progress.begin(f"listing the local calls on up to {device_count} devices", None)
-    calls = calls_of(models, optimizers, device_count)
-    calls += products_between(calls, products, PRODUCTS_SEED)
-    progress.end()
+    with progress.stage(f"listing the local calls on up to {device_count} devices"):
+        calls = calls_of(models, optimizers, device_count)
+        calls += products_between(calls, products, PRODUCTS_SEED)
     reports = []
     for group in machine.groups:
         missing = missing_calls(store, group, calls, retry_failed=retry_failed)

@@ -100,11 +100,8 @@ def write_report(request: ReportRequest, database: str | None, progress: Progres
         wanted = _checked(store, request)
         drawn, reason = _drawn(store, request, wanted, progress)
         name = store.database.name
-        progress.begin("reading the database", None)
-        try:
+        with progress.stage("reading the database"):
             data = read_report_data(store.database, wanted)
-        finally:
-            progress.end()
     sections = (*_sections(data), *_step_sections(drawn, reason))
     title = "Soapstone" if request.model is None else f"Soapstone: {request.model}"
     text = render(title, f"{name}, {utc_now():%Y-%m-%d %H:%M} UTC", sections)

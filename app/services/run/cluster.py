@@ -243,10 +243,9 @@ def _probe(
 ) -> LinkProbe:
     """Measure between all ranks, as rank 0, which the others follow."""
     hosts = len(set(nodes))
-    progress.begin(
-        f"measuring links between {len(nodes)} ranks on {hosts} host{'' if hosts == 1 else 's'}", None
-    )
-    try:
+    with progress.stage(
+        f"measuring links between {len(nodes)} ranks on {hosts} host{'' if hosts == 1 else 's'}"
+    ):
         order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(options.limit_s), options)
 
         def ordered() -> LinkProbe:
@@ -254,8 +253,6 @@ def _probe(
             return probe_ranks(device, order)
 
         return launched.execute(ordered)
-    finally:
-        progress.end()
 
 
 def probed_pairs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -260,9 +260,8 @@ def _limited(limit_s: float | None) -> Iterator[None]:
 
 
 def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
-    progress.begin(f"importing {request.model.name}", None)
-    model = import_graph(request.model, batch_norm=request.batch_norm)
-    progress.end()
+    with progress.stage(f"importing {request.model.name}"):
+        model = import_graph(request.model, batch_norm=request.batch_norm)
     return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 
 
@@ -334,11 +333,8 @@ def run_on(
         )
     )
     with _stored_failure(store, execution_id, cause):
-        progress.begin(f"running {model.graph.name} on {len(setting.topology.devices)} devices", None)
-        try:
+        with progress.stage(f"running {model.graph.name} on {len(setting.topology.devices)} devices"):
             result = (start or _launch)(_job(request, setting, strategy), machine, request.timeout_s)
-        finally:
-            progress.end()
         if result is None:
             return None
         return _finish(store, setting, execution_id, strategy_id, strategy, simulation, result)

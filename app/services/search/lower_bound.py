@@ -58,14 +58,11 @@ class LowerBoundTask:
             shared: whether strategies with sharding are in the space.
             recomputed: whether strategies with recomputation are, which may fit where others do not.
         """
-        progress.begin("bounding the step time from below", None)
-        try:
+        with progress.stage("bounding the step time from below"):
             best = self._received() if shared == self._shared else None
             if best is None:
                 costs = without_measuring(self._store, self._setting)
                 best = lower_bound(problem_of(self._setting, costs), shared=shared)
-        finally:
-            progress.end()
         for result in results if not shared and not recomputed else ():
             if result.bound_s is not None and result.bound_s > best.seconds:
                 best = Bound(

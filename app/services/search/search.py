@@ -155,13 +155,11 @@ def _imported(
         meanwhile = (
             " (once after an installation, compiling the simulator meanwhile)" if warm_up.helper else ""
         )
-        progress.begin(f"importing {request.model.name}{meanwhile}", None)
-        model = imported() if imported else import_graph(request.model, batch_norm=request.batch_norm)
-        progress.end()
+        with progress.stage(f"importing {request.model.name}{meanwhile}"):
+            model = imported() if imported else import_graph(request.model, batch_norm=request.batch_norm)
         if warm_up.remaining:
-            progress.begin("compiling the simulator, once after an installation", None)
-            warm_up.finish()
-            progress.end()
+            with progress.stage("compiling the simulator, once after an installation"):
+                warm_up.finish()
     return model
 
 
@@ -204,9 +202,8 @@ def _starts(
     if not starts:
         starts = fitting_starts(store, setting, request.order)
     if request.recompute:
-        progress.begin("searching what to make again in the backward", None)
-        starts += recomputed_starts(store, setting, request.order, starts)
-        progress.end()
+        with progress.stage("searching what to make again in the backward"):
+            starts += recomputed_starts(store, setting, request.order, starts)
     return starts
 
 
@@ -252,12 +249,11 @@ def _predicted_again(
 ) -> tuple[SearchReport, tuple[StartStrategy, ...]]:
     """Return a search's report by the costs measured again, and the strategies compared as starts of another."""
     predictions = SearchPredictions(store, confirmed.setting, plan)
-    progress.begin("simulating what was compared", None)
-    baselines = predictions.baselines(progress)
-    # Also those that are not reported: what is stored of them rests on the old costs.
-    digests = [predictions.predict(finalist.strategy).digest for finalist in confirmed.compared]
-    best = predictions.best(confirmed.compared[0].strategy, baselines)
-    progress.end()
+    with progress.stage("simulating what was compared"):
+        baselines = predictions.baselines(progress)
+        # Also those that are not reported: what is stored of them rests on the old costs.
+        digests = [predictions.predict(finalist.strategy).digest for finalist in confirmed.compared]
+        best = predictions.best(confirmed.compared[0].strategy, baselines)
     starts = tuple(start_of(confirmed.setting, store.strategy(digest)) for digest in digests)
     searched_s = report.best.step_time_s if report.searched_s is None else report.searched_s
     return (
@@ -285,10 +281,9 @@ def _search(
             if plan.workers > 1:
                 lower_bound.begin(shared=shared)
             # First, so that a baseline that the search finds again keeps its name.
-            progress.begin("simulating the baselines", None)
-            predictions = SearchPredictions(store, setting, plan)
-            baselines = predictions.baselines(progress)
-            progress.end()
+            with progress.stage("simulating the baselines"):
+                predictions = SearchPredictions(store, setting, plan)
+                baselines = predictions.baselines(progress)
             results = run_algorithms(store, setting, plan, progress)
             best = predictions.best(registry.best_of(results).strategy, baselines)
             shared = shared or any(

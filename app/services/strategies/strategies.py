@@ -216,16 +216,13 @@ def import_strategy(
 
     document = read_document(file)
     with Store.open(database) as store:
-        progress.begin("importing the model", None)
-        try:
+        with progress.stage("importing the model"):
             if model is None:
                 known_graph = _named_graph(store, document, file)
                 graph, name, graph_id = imported_graph(known_graph), known_graph.name, known_graph.id
             else:
                 imported = import_graph(model, batch_norm=batch_norm)
                 graph, name, graph_id = imported.graph, imported.graph.name, None
-        finally:
-            progress.end()
         try:
             strategy = strategy_from_json(document, graph, MOST_DEVICES if devices is None else devices)
         except RecursionError:

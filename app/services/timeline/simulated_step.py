@@ -135,11 +135,8 @@ def simulated_step(
     topology_record = required(store.topology(topology_id), "topologies", topology_id)
     training_record = required(store.training(training_id), "trainings", training_id)
     if graph is None:
-        progress.begin(f"importing {graph_record.name}", None)
-        try:
+        with progress.stage(f"importing {graph_record.name}"):
             graph = imported_graph(graph_record)
-        finally:
-            progress.end()
     topology = topology_of(topology_record)
     training = training_of(training_record)
     strategy = strategy_of(record, graph)
@@ -147,16 +144,13 @@ def simulated_step(
     if environment_id is None:
         for kind in topology.kinds:
             say_used(store, kind.name, training.precision, progress)
-    progress.begin("simulating", None)
     costs, links = CostTable(source), target.link_costs
-    try:
+    with progress.stage("simulating"):
         simulation = simulate(graph, strategy, topology, costs, training, links=links, order=order)
         kept = None
         if strategy.recomputation:
             plain = replace(strategy, recomputation=())
             kept = simulate(graph, plain, topology, costs, training, links=links, order=order)
-    finally:
-        progress.end()
     return SimulatedStep(
         record, graph, topology, training, strategy, simulation, topology_id, training_id, kept
     )
