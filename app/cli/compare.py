@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import (
+    TerminalProgress,
+    milliseconds,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    ratio,
+    speaks,
+)
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.analytics.accuracy import Accuracy
@@ -42,7 +53,6 @@ def compare(
 
     Example: app compare --execution 3
     """
-    from graph.errors import UsageError
 
     if execution is not None:
         if (topology, search) != (None, None):
@@ -52,7 +62,6 @@ def compare(
         _print_attribution(execution, model, database, shown, as_json=as_json)
         return
     from app.analytics.compare import compare as compare_stored
-    from app.cli.output import print_json, print_lines
     from app.db.store import Store
 
     with Store.open(database) as store:
@@ -77,7 +86,6 @@ def compare(
 def _print_attribution(
     execution: int, model: str | None, database: str | None, shown: int, *, as_json: bool
 ) -> None:
-    from app.cli.output import TerminalProgress, print_json, speaks
     from app.cli.trace import print_attribution
     from app.services.models.models import name_own_model
     from app.services.timeline.trace import attribution_of
@@ -92,7 +100,6 @@ def _print_attribution(
 
 
 def _print_rows(rows: Sequence[ComparisonRow]) -> None:
-    from app.cli.output import milliseconds, percent, print_lines, print_table
 
     # A table for each model, topology and training: one table of all would be wider than terminals.
     for title, alike in groupby(rows, _title):
@@ -153,8 +160,6 @@ def _both(predicted: float | None, measured: float | None) -> str:
 
 
 def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
-    from app.cli.output import percent, print_lines, print_table, ratio
-
     print_table(
         ["model", "topology", "batch, training", "strategies", "mean", "median", "95 %", "worst", "bias", "noise",
          "tau", "pairs", "choice"],
@@ -193,7 +198,6 @@ def _print_accuracy(accuracy: Sequence[Accuracy]) -> None:
 
 def _refuse_filter(rows: Sequence[ComparisonRow], model: str | None, topology: str | None) -> None:
     """Raise an error that names the stored networks or topologies, if there are any."""
-    from graph.errors import UsageError
 
     for option, name, stored in (
         ("--model", model, sorted({row.model for row in rows})),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import print_json, print_lines, print_table
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ def upgrade_database(database: options.Database = None, as_json: options.AsJson 
 
     Example: app db upgrade
     """
-    from app.cli.output import print_json, print_lines
     from app.db.engine import display_name, resolve_url
     from app.db.schema import status, upgrade
 
@@ -54,7 +54,6 @@ def database_status(database: options.Database = None, as_json: options.AsJson =
 
     Example: app db status
     """
-    from app.cli.output import print_json, print_lines, print_table
     from app.db.engine import display_name, resolve_url
     from app.db.schema import status
     from app.db.store import Store
@@ -106,7 +105,6 @@ def check_database(
 
     Example: app db check
     """
-    from app.cli.output import print_json
     from app.services.database.check import check
     from app.services.database.repair import repair as save
 
@@ -123,7 +121,6 @@ def check_database(
 
 
 def _print_findings(findings: Findings, saved: Repaired | None) -> None:
-    from app.cli.output import print_lines
 
     shown = findings.damages[:_MOST_SHOWN]
     print_lines(*(f"{findings.name}: {damage}" for damage in shown))
@@ -146,7 +143,6 @@ def _print_findings(findings: Findings, saved: Repaired | None) -> None:
 
 
 def _print_held(held: Sequence[HeldCosts]) -> None:
-    from app.cli.output import print_lines, print_table
     from app.services.costs.environments import age_days, shortened
 
     print_table(
@@ -191,7 +187,6 @@ def export_pack(
 
     Example: app db export costs.parquet
     """
-    from app.cli.output import print_json, print_lines
     from app.db.store import Store
     from app.services.costs.packs import write_pack
 
@@ -220,7 +215,6 @@ def import_pack(
 
     Example: app db import costs.parquet
     """
-    from app.cli.output import print_json
     from app.db.store import Store
     from app.services.costs.packs import PackCounts, merge_pack, read_pack, shipped_packs
 
@@ -245,7 +239,6 @@ def import_pack(
 
 
 def _print_imported(file: Path, groups: tuple[PackGroup, ...], new: PackCounts) -> None:
-    from app.cli.output import print_lines
     from app.services.costs.packs import PackCounts
 
     exported = PackCounts.of(groups)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import mebibytes, print_json, print_lines, print_table
 
 application = typer.Typer(
     help="The networks that come with Soapstone, and what is in one.", no_args_is_help=True
@@ -19,7 +20,6 @@ def list_models(as_json: options.AsJson = False) -> None:
 
     Example: app models list
     """
-    from app.cli.output import print_json, print_table
     from graph.zoo import hugging_face_names, zoo_entry, zoo_names
 
     entries = [zoo_entry(name) for name in (*zoo_names(), *hugging_face_names())]
@@ -64,7 +64,6 @@ def show_model(
 
     Example: app models show gpt2 --preset small --axes
     """
-    from app.cli.output import print_json, print_lines, print_table
     from app.services.models.models import requested_model
     from app.services.models.summary import NO_AXIS, describe_model
 
@@ -111,7 +110,6 @@ def show_cache(
 
     Example: app models cache --clear
     """
-    from app.cli.output import mebibytes, print_json, print_lines
     from app.services.models import graph_cache
 
     removed = graph_cache.clear() if clear else 0

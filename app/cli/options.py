@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from graph.errors import UsageError
+
 # Of a row, in every database.
 LARGEST_ID = 2**63 - 1
 
@@ -81,7 +83,6 @@ def processor(device: str | None) -> Any:
     Raises:
         UsageError: the option is something else.
     """
-    from graph.errors import UsageError
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: is {device}, must be cpu or cuda; choose one")

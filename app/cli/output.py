@@ -1,5 +1,7 @@
 """Tables, JSON and progress bars. Results go to standard output, everything else to standard error.
 
+It is imported with every command, and so imports rich only where it draws.
+
 No other module of the command line prints: what is printed here steers no terminal (`app.cli.text`), and no text in it
 is markup of rich's.
 """
@@ -13,24 +15,14 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Table
-from rich.text import Text
-
 from app.cli.text import printable
-from app.services.progress import Progress as ServiceProgress
+from app.services.progress import Progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+    from rich.text import Text
+
     from app.services.predict.recomputation_report import RecomputationReport
 
 
@@ -83,6 +75,10 @@ def print_table(
         right: numbers of the columns that are flush right.
         cut: keep a cell in one line, and say that it was cut, rather than fold it.
     """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES, highlight=False)
     names = [Text(printable(name)) for name in columns]
     cells = [[Text(printable(str(cell))) for cell in row] for row in rows]
@@ -124,6 +120,8 @@ def _widths(names: list[Text], cells: list[list[Text]], width: int, *, cut: bool
 
 
 def _longest_word(text: Text) -> int:
+    from rich.cells import cell_len
+
     return max((cell_len(word) for word in text.plain.split()), default=0)
 
 
@@ -131,6 +129,8 @@ def _print_blocks(
     console: Console, names: list[Text], cells: list[list[Text]], title: Text | None, *, cut: bool
 ) -> None:
     """Print a line for each cell, and where nothing is in the table its columns alone."""
+    from rich.text import Text
+
     if title is not None:
         console.print(title)
     longest = max(name.cell_len for name in names)
@@ -177,17 +177,20 @@ def recomputation_line(report: RecomputationReport) -> str:
     )
 
 
-class TerminalProgress(ServiceProgress):
+class TerminalProgress(Progress):
     """Shows progress on standard error: bars on a terminal, lines elsewhere."""
 
     def __init__(self, *, quiet: bool = False) -> None:
+        from rich import progress
+        from rich.console import Console
+
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
-        self._bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+        self._bars = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
             console=self._console,
             transient=True,
             disable=quiet or not self._console.is_terminal,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import TerminalProgress, percent, print_json, print_lines
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.services.costs.profile import KindReport
@@ -71,11 +73,9 @@ def profile(
 
     Example: app profile --gpus 0-7 --model inception --topology hgx-h100
     """
-    from app.cli.output import TerminalProgress, print_json
     from app.services.costs.profile import ProfileRequest, run_check, run_profile
     from app.services.costs.topologies import LOCAL
     from app.services.models.models import known_models
-    from graph.errors import UsageError
 
     if check and (model or everything or retry_failed or products or topology != LOCAL or nodes is not None):
         raise UsageError(
@@ -109,7 +109,6 @@ def profile(
 
 
 def _print_counts(report: KindReport) -> None:
-    from app.cli.output import print_lines
 
     calls = f"{report.needed} operator costs on {len(report.devices)} x {report.device_kind}"
     if report.measured == 0 and not report.failures:
@@ -132,7 +131,6 @@ def _print_counts(report: KindReport) -> None:
 
 
 def _print_agreement(report: KindReport) -> None:
-    from app.cli.output import percent, print_lines
     from profiler.device_consistency import SLOW_SHARE
 
     for device in report.agreement:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli import options
+from app.cli.output import data_output, print_json, print_lines, print_table
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.analytics.answer import Answer
@@ -43,7 +45,6 @@ def query(
     Example: app query "SELECT model, topology, best_measured_median_s FROM best_per_model"
     """
     from app.services.database import query as querying
-    from graph.errors import UsageError
 
     if views:
         _print_views(as_json=as_json)
@@ -55,8 +56,6 @@ def query(
     limits = querying.Limits(timeout, memory)
     chosen = querying.chosen_format("json" if as_json else file_format, output)
     if output is not None:
-        from app.cli.output import print_lines
-
         count = querying.export(database, sql, chosen, output, limits)
         print_lines(f"{count} rows written to {output}")
         return
@@ -68,7 +67,6 @@ def _print(answer: Answer, file_format: str, limit: int) -> None:
     import sys
 
     from app.analytics.formats import write_csv, write_json
-    from app.cli.output import data_output
 
     try:
         if file_format == "csv":
@@ -87,7 +85,6 @@ def _print(answer: Answer, file_format: str, limit: int) -> None:
 
 def _print_plan(answer: Answer) -> None:
     from app.analytics.formats import rows
-    from app.cli.output import print_lines
 
     for row in rows(answer):
         print_lines(*str(row[-1]).rstrip().split("\n"))
@@ -97,7 +94,6 @@ def _print_table(answer: Answer, limit: int) -> None:
     from itertools import islice
 
     from app.analytics.formats import rows
-    from app.cli.output import print_lines, print_table
 
     lines = list(islice(rows(answer), limit + 1))
     shown = lines[:limit]
@@ -132,7 +128,6 @@ def _is_number(value: Any) -> bool:
 
 def _print_views(*, as_json: bool) -> None:
     from app.analytics.catalog import CATALOG
-    from app.cli.output import print_json, print_lines
 
     if as_json:
         print_json(

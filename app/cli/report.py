@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import TerminalProgress, print_json, print_lines, speaks
 
 
 def report(
@@ -39,7 +40,6 @@ def report(
 
     Example: app report --model inception --output report.html
     """
-    from app.cli.output import TerminalProgress, print_json, print_lines, speaks
     from app.services.models.models import name_own_model
     from app.services.report.report import ReportRequest, write_report
 

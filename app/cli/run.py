@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import (
+    TerminalProgress,
+    mebibytes,
+    milliseconds,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    speaks,
+)
+from graph.errors import RuntimeFailure, UsageError
 
 if TYPE_CHECKING:
     from app.services.run.run import RunReport
@@ -93,11 +104,9 @@ def run(
 
     Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST -m app run --model inception
     """
-    from app.cli.output import TerminalProgress, print_json, speaks
     from app.services.costs.operator_costs import ON_MISS
     from app.services.models.models import requested_model
     from app.services.run.run import RunRequest, run_strategy
-    from graph.errors import RuntimeFailure, UsageError
 
     if on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
@@ -134,7 +143,6 @@ def run(
 
 def _undisturbed(report: RunReport) -> list[list[str]]:
     """Return the table's row of the undisturbed step, or no row where lost time was not counted."""
-    from app.cli.output import milliseconds
 
     step_s = report.undisturbed_s
     if step_s is None or step_s <= 0:
@@ -143,7 +151,6 @@ def _undisturbed(report: RunReport) -> list[list[str]]:
 
 
 def _print(report: RunReport) -> None:
-    from app.cli.output import mebibytes, milliseconds, percent, print_lines, print_table
 
     print_lines(
         f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on {report.devices} "

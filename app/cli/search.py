@@ -9,6 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import (
+    TerminalProgress,
+    mebibytes,
+    milliseconds,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    recomputation_line,
+)
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
@@ -149,10 +160,8 @@ def search(
 
     Example: app search --model inception --topology p100-cluster --batch-size 64
     """
-    from app.cli.output import TerminalProgress
     from app.services.models.importing import importing
     from app.services.models.models import name_own_model, requested_model
-    from graph.errors import UsageError
 
     if resume is not None:
         from app.services.search.search import resume_search
@@ -220,7 +229,6 @@ def _refuse_beside_resume(context: typer.Context) -> None:
     Raises:
         UsageError: another option is given.
     """
-    from graph.errors import UsageError
 
     for name in context.params:
         source = context.get_parameter_source(name)
@@ -236,7 +244,6 @@ def _refuse_beside_resume(context: typer.Context) -> None:
 
 
 def _show(report: SearchReport, *, as_json: bool) -> None:
-    from app.cli.output import print_json
 
     if as_json:
         print_json(report.to_json())
@@ -249,7 +256,6 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
 
 def _print_next(report: SearchReport, model: ModelRequest, chosen: Mapping[str, object]) -> None:
     """Print the command that runs the best strategy."""
-    from app.cli.output import print_lines
 
     differing = [
         ("--preset", model.preset if model.preset != "paper" else None),
@@ -266,14 +272,6 @@ def _print_next(report: SearchReport, model: ModelRequest, chosen: Mapping[str, 
 
 
 def _print(report: SearchReport) -> None:
-    from app.cli.output import (
-        mebibytes,
-        milliseconds,
-        percent,
-        print_lines,
-        print_table,
-        recomputation_line,
-    )
     from app.services.search.confirmation import TOLERANCE
 
     made = report.proposals - (report.resumed_at or 0)

@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import (
+    TerminalProgress,
+    milliseconds,
+    print_json,
+    print_lines,
+    print_table,
+    recomputation_line,
+    speaks,
+)
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +47,6 @@ def list_strategies(
 
     Example: app strategy list
     """
-    from app.cli.output import print_json, print_table
     from app.db.references import Referred
     from app.db.store import Store
 
@@ -90,7 +99,6 @@ def rebuild(
 
     Example: app strategy rebuild 3 --chain 1 --step 250
     """
-    from app.cli.output import milliseconds, print_json, print_lines
     from app.db.store import Store
     from app.services.trace.replay import rebuild as rebuild_strategy
 
@@ -145,10 +153,8 @@ def export_strategy(
 
     Example: app strategy export 3 strategy.json
     """
-    from app.cli.output import print_lines
     from app.services.models.models import name_own_model
     from app.services.strategies import export as exporting
-    from graph.errors import UsageError
 
     target = file or output
     if target is None or (file is not None and output is not None):
@@ -175,14 +181,6 @@ def show_strategy(
 
     Example: app strategy show 3
     """
-    from app.cli.output import (
-        TerminalProgress,
-        print_json,
-        print_lines,
-        print_table,
-        recomputation_line,
-        speaks,
-    )
     from app.services.models.models import name_own_model
     from app.services.strategies import strategies
 
@@ -231,14 +229,6 @@ def diff_strategies(
 
     Example: app strategy diff 3 1
     """
-    from app.cli.output import (
-        TerminalProgress,
-        print_json,
-        print_lines,
-        print_table,
-        recomputation_line,
-        speaks,
-    )
     from app.services.models.models import name_own_model
     from app.services.strategies import strategies
 
@@ -303,7 +293,6 @@ def import_strategy(
 
     Example: app strategy import strategy.json
     """
-    from app.cli.output import TerminalProgress, print_json, print_lines, speaks
     from app.services.models.models import requested_model
     from app.services.strategies import strategies
 
@@ -334,7 +323,6 @@ _LEGEND = (
 
 
 def _headline(shown: ShownStrategy) -> str:
-    from app.cli.output import milliseconds
 
     record = shown.record
     text = (
@@ -372,6 +360,5 @@ def _devices(devices: Sequence[int]) -> str:
 
 
 def _cells(cost: SimulatedCost | None) -> list[str]:
-    from app.cli.output import milliseconds
 
     return ["-", "-"] if cost is None else [milliseconds(cost.compute_s), milliseconds(cost.communication_s)]

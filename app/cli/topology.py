@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli import options
+from app.cli.output import TerminalProgress, print_json, print_lines, print_table, speaks
+from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.services.costs.link_costs import LocalLinks
@@ -23,7 +25,6 @@ def list_topologies(database: options.Database = None, as_json: options.AsJson =
 
     Example: app topology list
     """
-    from app.cli.output import print_json, print_table
     from app.db.schema import status
     from app.db.store import Store
     from app.services.costs.topologies import measured_topologies
@@ -76,11 +77,9 @@ def show_topology(
 
     Example: app topology show p100-cluster
     """
-    from app.cli.output import TerminalProgress
     from app.db.store import Store
     from app.services.costs.topologies import LOCAL, find_topology
     from app.services.predict.predict import find_target
-    from graph.errors import UsageError
 
     for name, value in (("--device", device), ("--gpus", gpus)):
         if topology != LOCAL and value is not None:
@@ -129,11 +128,9 @@ def probe_topology(
     if is_rank():
         _probe_ranks(name, devices, device, gpus, database, as_json=as_json)
         return
-    from app.cli.output import TerminalProgress
     from app.db.store import Store
     from app.services.costs.link_costs import local_links, topology_of
     from app.services.costs.machine import describe, local_devices
-    from graph.errors import UsageError
 
     if name is not None:
         raise UsageError(
@@ -160,9 +157,7 @@ def _probe_ranks(
     *,
     as_json: bool,
 ) -> None:
-    from app.cli.output import TerminalProgress, speaks
     from app.services.run.cluster import probe_cluster
-    from graph.errors import UsageError
     from runtime.launch.torchrun import DEFAULT_TIMEOUT_S
 
     if devices is not None:
@@ -179,7 +174,6 @@ def _probe_ranks(
 def _show(topology: Topology, links: LocalLinks | None, *, as_json: bool) -> None:
     import json
 
-    from app.cli.output import print_json, print_lines, print_table
     from app.services.costs.link_costs import is_of_one_group
 
     if as_json:

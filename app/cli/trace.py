@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
+from app.cli.output import (
+    TerminalProgress,
+    milliseconds,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    speaks,
+)
 
 if TYPE_CHECKING:
     from app.services.timeline.attribution import Attribution
@@ -52,7 +61,6 @@ def trace(
 
     Example: app trace --execution 3 --output trace.json
     """
-    from app.cli.output import TerminalProgress, print_json, speaks
     from app.services.models.models import name_own_model
     from app.services.timeline.trace import TraceRequest
     from app.services.timeline.trace import trace as write_trace
@@ -67,7 +75,6 @@ def trace(
 
 
 def _print(report: TraceReport, rows: int) -> None:
-    from app.cli.output import milliseconds, print_lines
 
     if report.attribution is not None:
         print_attribution(report.attribution, rows)
@@ -80,7 +87,6 @@ def _print(report: TraceReport, rows: int) -> None:
 
 def print_attribution(attribution: Attribution, rows: int) -> None:
     """Print where a step took longer than predicted: the sums of each kind, then the largest rows."""
-    from app.cli.output import milliseconds, percent, print_lines, print_table
 
     columns = ["kind", "predicted", "measured", "difference", "of the step"]
     whole = attribution.measured_s
