@@ -16,40 +16,45 @@ class ViewText:
     columns: dict[str, str]
 
 
-_MODEL = "name of the network, with its preset where that is not the paper's"
-_STRATEGY = "digest of the strategy"
-_SOURCE = "where it came from: data-parallel, single-device, expert, search or import"
-_TOPOLOGY = "name of the topology"
-_BATCH = "samples a step, over all devices"
-_PRECISION = "number format"
-_OPTIMIZER = "sgd, momentum or adam"
-_BATCH_NORM = "synchronized (statistics of the whole batch) or local (of each part)"
-_ENVIRONMENT = "fingerprint of hardware and software, see environments"
-_KIND = "name of the device kind"
-_SAMPLES = "all raw samples, as a JSON list"
-_MEASURED_AT = "when it was measured"
-_CREATED_AT = "when it was stored"
-_GRAPH_ID = "the graph, see graphs"
-_STRATEGY_ID = "the strategy, see strategies"
-_TOPOLOGY_ID = "the topology, see topologies"
-_TRAINING_ID = "the training, see trainings"
-_MEASURED_SHARE = "part of the predicted busy time that rests on measured costs"
-_ESTIMATED_SHARE = "part that rests on estimates fitted to measurements"
-_DATASHEET_SHARE = "part that rests on data sheets alone"
-_FEASIBLE = "whether every device's memory suffices"
-_ORDER = (
-    "order of tasks on a resource: program (the runtime's own), fifo, or communications by priority: "
+# Columns that mean the same wherever they are.
+_KIND = {"device_kind": "name of the device kind"}
+_ENVIRONMENT = {"environment": "fingerprint of hardware and software, see environments"}
+_MODEL = {"model": "name of the network, with its preset where that is not the paper's"}
+_TOPOLOGY = {"topology": "name of the topology"}
+_TRAINING = {
+    "batch_size": "samples a step, over all devices",
+    "precision": "number format",
+    "optimizer": "sgd, momentum or adam",
+    "batch_norm": "synchronized (statistics of the whole batch) or local (of each part)",
+}
+_SETTING = {**_MODEL, **_TOPOLOGY, **_TRAINING}
+_SOURCE = {"source": "where it came from: data-parallel, single-device, expert, search or import"}
+_RUN = {**_MODEL, "strategy": "digest of the strategy", **_SOURCE, **_TOPOLOGY, **_TRAINING}
+_GRAPH_ID = {"graph_id": "the graph, see graphs"}
+_STRATEGY_ID = {"strategy_id": "the strategy, see strategies"}
+_SETTING_IDS = {"topology_id": "the topology, see topologies", "training_id": "the training, see trainings"}
+_SAMPLES = {"sample_count": "number of samples", "samples_s": "all raw samples, as a JSON list"}
+_MEASURED_AT = {"measured_at": "when it was measured"}
+_CREATED_AT = {"created_at": "when it was stored"}
+_SHARES = {
+    "measured_share": "part of the predicted busy time that rests on measured costs",
+    "estimated_share": "part that rests on estimates fitted to measurements",
+    "datasheet_share": "part that rests on data sheets alone",
+}
+_FEASIBLE = {"feasible": "whether every device's memory suffices"}
+_ORDER = {
+    "task_order": "order of tasks on a resource: program (the runtime's own), fifo, or communications by priority: "
     "priority (as P3), priority-tic or priority-tac"
-)
-_OPERATOR = "position of the operator, see operators"
-_SEARCH = "the search, see searches"
+}
+_OPERATOR = {"operator": "position of the operator, see operators"}
+_SEARCH = {"search": "the search, see searches"}
 
 CATALOG: dict[str, ViewText] = {
     "device_kinds": ViewText(
         "one kind of device",
         {
             "id": "number of the row",
-            "device_kind": _KIND,
+            **_KIND,
             "processor": "cpu or the GPU's name as the driver gives it",
             "memory_bytes": "memory of one device",
             "description": "what else is known of it, as JSON",
@@ -62,27 +67,26 @@ CATALOG: dict[str, ViewText] = {
             "environment": "its fingerprint: sha256 of the facts",
             "torch": "PyTorch's version",
             "facts": "processor, cores, driver, versions, threads and clock limits, as JSON",
-            "created_at": _CREATED_AT,
+            **_CREATED_AT,
         },
     ),
     "op_costs": ViewText(
         "the measured cost of one phase of one local call on one kind of device in one environment",
         {
-            "device_kind": _KIND,
-            "environment": _ENVIRONMENT,
+            **_KIND,
+            **_ENVIRONMENT,
             "target": "type of the operator",
             "phase": "forward, backward or update",
             "minimum_s": "fastest sample",
             "p10_s": "10th percentile of the samples",
             "median_s": "median of the samples; what predictions use",
-            "sample_count": "number of samples",
-            "samples_s": _SAMPLES,
+            **_SAMPLES,
             "peak_bytes": "peak memory while it ran",
             "failure": "why it could not be measured; the times are then NULL",
             "launch_s": "what the host takes to issue the call, where the device computes apart from it",
             "clock_hz": "median clock of the device meanwhile, where the driver tells",
             "throttle": "what slowed the clock meanwhile, where the driver tells",
-            "measured_at": _MEASURED_AT,
+            **_MEASURED_AT,
             "flops": "operations of one forward",
             "bytes": "bytes that one forward reads and writes",
             "key": "the whole call: target, arguments, shapes, dtypes, as JSON",
@@ -92,16 +96,15 @@ CATALOG: dict[str, ViewText] = {
     "link_costs": ViewText(
         "the measured time of one pattern of communication at one size",
         {
-            "device_kind": _KIND,
-            "environment": _ENVIRONMENT,
+            **_KIND,
+            **_ENVIRONMENT,
             "pattern": "p2p or a collective; with devices (all_reduce 4-7) where a size has several groups; contention",
             "group_size": "processes that take part",
             "size_bytes": "bytes of the message",
             "minimum_s": "fastest sample",
             "median_s": "median of the samples; what predictions use",
-            "sample_count": "number of samples",
-            "samples_s": _SAMPLES,
-            "measured_at": _MEASURED_AT,
+            **_SAMPLES,
+            **_MEASURED_AT,
             "latency_s": "fitted to all sizes of the pattern: time = latency + bytes / bandwidth",
             "bandwidth_bytes_per_s": "fitted likewise",
             "contention_factor": "seconds of computing that one second of communication beside it costs",
@@ -112,7 +115,7 @@ CATALOG: dict[str, ViewText] = {
         "one operator graph: a network at one batch size and with one choice of sizes",
         {
             "id": "number of the row",
-            "model": _MODEL,
+            **_MODEL,
             "digest": "digest of the graph",
             "operator_count": "number of operators",
             "parameter_count": "number of trained weights",
@@ -123,8 +126,8 @@ CATALOG: dict[str, ViewText] = {
     "operators": ViewText(
         "one operator of one graph",
         {
-            "graph_id": _GRAPH_ID,
-            "model": _MODEL,
+            **_GRAPH_ID,
+            **_MODEL,
             "position": "its number, in topological order from 0; what proposals.operator means",
             "operator": "its name",
             "target": "its type",
@@ -135,7 +138,7 @@ CATALOG: dict[str, ViewText] = {
         "one device topology",
         {
             "id": "number of the row",
-            "topology": _TOPOLOGY,
+            **_TOPOLOGY,
             "digest": "digest of the topology",
             "device_count": "number of devices",
             "document": "kinds, devices, links and routes, as JSON",
@@ -146,10 +149,7 @@ CATALOG: dict[str, ViewText] = {
         {
             "id": "number of the row",
             "digest": "digest of the training",
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
+            **_TRAINING,
             "document": "all of it, as JSON",
         },
     ),
@@ -157,12 +157,7 @@ CATALOG: dict[str, ViewText] = {
         "one search",
         {
             "id": "number of the row; what proposals.search means",
-            "model": _MODEL,
-            "topology": _TOPOLOGY,
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
+            **_SETTING,
             "algorithm": "mcmc, ...",
             "seed": "seed of its random numbers",
             "options": "its options, as JSON",
@@ -177,10 +172,9 @@ CATALOG: dict[str, ViewText] = {
             "best_strategy": "digest of the best strategy",
             "started_at": "when it began",
             "finished_at": "when it ended; NULL while it runs, or if it was killed",
-            "graph_id": _GRAPH_ID,
-            "topology_id": _TOPOLOGY_ID,
-            "training_id": _TRAINING_ID,
-            "best_strategy_id": _STRATEGY_ID,
+            **_GRAPH_ID,
+            **_SETTING_IDS,
+            "best_strategy_id": _STRATEGY_ID["strategy_id"],
         },
     ),
     "strategies": ViewText(
@@ -188,41 +182,31 @@ CATALOG: dict[str, ViewText] = {
         {
             "id": "number of the row; app strategy and app run take it",
             "digest": "digest of the strategy",
-            "model": _MODEL,
-            "source": _SOURCE,
+            **_MODEL,
+            **_SOURCE,
             "device_count": "devices that it was made for",
-            "created_at": _CREATED_AT,
+            **_CREATED_AT,
             "document": "degrees and devices of every operator, as JSON",
-            "graph_id": _GRAPH_ID,
+            **_GRAPH_ID,
         },
     ),
     "simulations": ViewText(
         "the predicted step of one strategy on one topology, under one training and one set of costs",
         {
             "id": "number of the row",
-            "model": _MODEL,
-            "strategy": _STRATEGY,
-            "source": _SOURCE,
-            "topology": _TOPOLOGY,
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
-            "task_order": _ORDER,
+            **_RUN,
+            **_ORDER,
             "step_time_s": "predicted time of one step",
             "throughput_samples_per_s": "batch_size / step_time_s",
-            "measured_share": _MEASURED_SHARE,
-            "estimated_share": _ESTIMATED_SHARE,
-            "datasheet_share": _DATASHEET_SHARE,
+            **_SHARES,
             "compute_s": "computation, summed over the devices",
             "communication_bytes": "bytes moved in one step",
             "peak_bytes": "predicted peak memory of each device, as a JSON list",
-            "feasible": _FEASIBLE,
+            **_FEASIBLE,
             "cost_digest": "digest of the costs that the prediction rests on",
-            "created_at": _CREATED_AT,
-            "strategy_id": _STRATEGY_ID,
-            "topology_id": _TOPOLOGY_ID,
-            "training_id": _TRAINING_ID,
+            **_CREATED_AT,
+            **_STRATEGY_ID,
+            **_SETTING_IDS,
             "search_id": "the search that stored it, see searches; NULL if none did",
         },
     ),
@@ -230,14 +214,7 @@ CATALOG: dict[str, ViewText] = {
         "one real run of a strategy",
         {
             "id": "number of the row",
-            "model": _MODEL,
-            "strategy": _STRATEGY,
-            "source": _SOURCE,
-            "topology": _TOPOLOGY,
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
+            **_RUN,
             "status": "running, finished, interrupted or failed",
             "iterations": "steps that were timed",
             "minimum_s": "fastest step",
@@ -251,18 +228,17 @@ CATALOG: dict[str, ViewText] = {
             "process_bytes": "what each device's process has held at most, as a JSON list; NULL: not measured",
             "lost_s": "the most seconds that other processes took from a rank, of each step, as a JSON list",
             "undisturbed_s": "the step without what other processes took of the cores; NULL: not counted",
-            "environment": _ENVIRONMENT,
+            **_ENVIRONMENT,
             "created_at": "when it began",
             "finished_at": "when it ended",
-            "strategy_id": _STRATEGY_ID,
-            "topology_id": _TOPOLOGY_ID,
-            "training_id": _TRAINING_ID,
+            **_STRATEGY_ID,
+            **_SETTING_IDS,
         },
     ),
     "traces": ViewText(
         "one Parquet file of a search's proposals",
         {
-            "search": _SEARCH,
+            **_SEARCH,
             "kind": "proposals, configurations or starts",
             "path": "the file, relative to the database's folder",
             "rows": "rows in it",
@@ -273,10 +249,10 @@ CATALOG: dict[str, ViewText] = {
     "proposals": ViewText(
         "one proposal of a search: other configurations of one or more operators, and of those that follow them",
         {
-            "search": _SEARCH,
+            **_SEARCH,
             "chain": "number of the chain",
             "step": "number of the proposal in its chain",
-            "operator": _OPERATOR,
+            **_OPERATOR,
             "configuration": "code of what was proposed, see proposal_devices",
             "simulated_ns": "simulated step time; NULL where the simulation was cut",
             "bound_ns": "bound at which it was cut, because that sufficed to reject; NULL beside NULL: out of memory",
@@ -288,7 +264,7 @@ CATALOG: dict[str, ViewText] = {
     "proposal_devices": ViewText(
         "the configuration that a code means in one search",
         {
-            "search": _SEARCH,
+            **_SEARCH,
             "configuration": "the code",
             "degrees": "a degree for each axis of the operator, see operators.axes",
             "devices": "the device of each task, in the order of the parts, those along the last axis side by side",
@@ -297,7 +273,7 @@ CATALOG: dict[str, ViewText] = {
     "proposal_configurations": ViewText(
         "how the trace keeps a configuration: degrees, and what the devices of the tasks were drawn or copied from",
         {
-            "search": _SEARCH,
+            **_SEARCH,
             "configuration": "the code",
             "family": "strided, permuted, copied or listed: which of the columns below say it",
             "device_count": "devices that the family counts on",
@@ -313,24 +289,17 @@ CATALOG: dict[str, ViewText] = {
     "proposal_starts": ViewText(
         "the configuration of one operator at the start of one chain; operators that follow another are left out",
         {
-            "search": _SEARCH,
+            **_SEARCH,
             "chain": "number of the chain",
             "start": "what the chain started from: data-parallel, expert, ...",
-            "operator": _OPERATOR,
+            **_OPERATOR,
             "configuration": "its code, see proposal_devices",
         },
     ),
     "predicted_vs_measured": ViewText(
         "one strategy on one topology under one training: its newest prediction beside its newest finished run",
         {
-            "model": _MODEL,
-            "strategy": _STRATEGY,
-            "source": _SOURCE,
-            "topology": _TOPOLOGY,
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
+            **_RUN,
             "predicted_s": "predicted time of one step (in program order, where there is one)",
             "measured_median_s": "median step of the newest finished run",
             "measured_minimum_s": "its fastest step",
@@ -342,30 +311,22 @@ CATALOG: dict[str, ViewText] = {
             "relative_error_undisturbed": "the same for that",
             "predicted_speedup": "over data parallelism on the same graph, topology and training",
             "measured_speedup": "likewise, as measured",
-            "measured_share": _MEASURED_SHARE,
-            "estimated_share": _ESTIMATED_SHARE,
-            "datasheet_share": _DATASHEET_SHARE,
-            "feasible": _FEASIBLE,
-            "task_order": _ORDER,
+            **_SHARES,
+            **_FEASIBLE,
+            **_ORDER,
             "executions": "finished runs",
             "measured_noise_s": "by how much repeating moves measured_median_s: half the interquartile range of the "
             "steps, or half the range of the medians of all finished runs, if that is more",
             "device_count": "devices that the strategy was made for",
-            "graph_id": _GRAPH_ID,
-            "strategy_id": _STRATEGY_ID,
-            "topology_id": _TOPOLOGY_ID,
-            "training_id": _TRAINING_ID,
+            **_GRAPH_ID,
+            **_STRATEGY_ID,
+            **_SETTING_IDS,
         },
     ),
     "prediction_accuracy": ViewText(
         "how good predictions are for one graph on one topology under one training, over strategies that were run",
         {
-            "model": _MODEL,
-            "topology": _TOPOLOGY,
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
+            **_SETTING,
             "strategies": "strategies with a prediction and a finished run",
             "mean_error": "mean of |predicted - measured median| / measured median",
             "median_error": "median of the same",
@@ -378,20 +339,14 @@ CATALOG: dict[str, ViewText] = {
             "opposite_pairs": "those that predictions order the other way",
             "kendall_tau": "(agreeing_pairs - opposite_pairs) / pairs; NULL without a pair",
             "loss_of_choice": "how much longer the strategy of the lowest prediction takes than the fastest one",
-            "graph_id": _GRAPH_ID,
-            "topology_id": _TOPOLOGY_ID,
-            "training_id": _TRAINING_ID,
+            **_GRAPH_ID,
+            **_SETTING_IDS,
         },
     ),
     "best_per_model": ViewText(
         "one graph on one topology under one training: the best that is known",
         {
-            "model": _MODEL,
-            "topology": _TOPOLOGY,
-            "batch_size": _BATCH,
-            "precision": _PRECISION,
-            "optimizer": _OPTIMIZER,
-            "batch_norm": _BATCH_NORM,
+            **_SETTING,
             "best_predicted_strategy": "digest of the feasible strategy of the lowest prediction",
             "best_predicted_s": "its predicted step",
             "predicted_speedup": "the largest predicted speed-up over data parallelism",
@@ -399,9 +354,8 @@ CATALOG: dict[str, ViewText] = {
             "best_measured_median_s": "its median step",
             "measured_speedup": "the largest measured speed-up over data parallelism",
             "strategies": "strategies that were simulated or run",
-            "graph_id": _GRAPH_ID,
-            "topology_id": _TOPOLOGY_ID,
-            "training_id": _TRAINING_ID,
+            **_GRAPH_ID,
+            **_SETTING_IDS,
         },
     ),
 }

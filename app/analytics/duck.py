@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.analytics.decoding import MACROS
-from app.analytics.views import TRACE_COLUMNS, TRACE_VIEWS, VIEWS
+from app.analytics.views import TRACE_VIEWS, VIEWS
 from app.db.chunks import chunk_file
 from app.db.engine import Database
 from app.db.failures import damaged, database_failure, is_damage
 from app.db.reading import reading
-from app.db.records import TraceRecord
-from app.db.rows import ADDED_COLUMNS
+from app.db.records import TraceKind, TraceRecord
+from app.db.rows import ADDED_COLUMNS, TRACE_COLUMNS
 from app.db.store import Store
 from graph.errors import DatabaseError, DatabaseFailure
 
@@ -202,7 +202,7 @@ def _create_trace_views(
 
 
 def _create_trace_view(
-    connection: duckdb.DuckDBPyConnection, name: str, kind: str, files: list[Path]
+    connection: duckdb.DuckDBPyConnection, name: str, kind: TraceKind, files: list[Path]
 ) -> None:
     columns = TRACE_COLUMNS[kind]
     if files:
@@ -222,7 +222,7 @@ def _create_trace_view(
     connection.execute(f"CREATE VIEW {name} AS {query}")
 
 
-def _older(connection: duckdb.DuckDBPyConnection, kind: str, files: list[Path]) -> set[str]:
+def _older(connection: duckdb.DuckDBPyConnection, kind: TraceKind, files: list[Path]) -> set[str]:
     """Return the names of the files that lack columns that came later."""
     if kind not in ADDED_COLUMNS:
         return set()
@@ -238,7 +238,7 @@ def _listed(files: Iterable[Path | str]) -> str:
     return f"[{', '.join(_quoted(str(file)) for file in files)}]"
 
 
-def _has_columns(connection: duckdb.DuckDBPyConnection, file: Path, kind: str) -> bool:
+def _has_columns(connection: duckdb.DuckDBPyConnection, file: Path, kind: TraceKind) -> bool:
     try:
         rows = connection.execute(f"SELECT name FROM parquet_schema({_listed([file])})").fetchall()
         connection.execute(f"DESCRIBE SELECT * FROM read_parquet({_listed([file])})").fetchall()

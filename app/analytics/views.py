@@ -4,44 +4,9 @@ from __future__ import annotations
 
 from app.analytics.accuracy import accuracy_query
 from app.analytics.decoding import PROPOSAL_DEVICES
+from app.db.records import TraceKind
 
-TRACE_COLUMNS: dict[str, dict[str, str]] = {
-    "proposals": {
-        "search": "INTEGER",
-        "chain": "SMALLINT",
-        "step": "BIGINT",
-        "operator": "INTEGER",
-        "configuration": "BIGINT",
-        "simulated_ns": "BIGINT",
-        "bound_ns": "BIGINT",
-        "accepted": "BOOLEAN",
-        "other_operators": "INTEGER[]",
-        "other_configurations": "BIGINT[]",
-    },
-    "configurations": {
-        "search": "INTEGER",
-        "configuration": "BIGINT",
-        "family": "VARCHAR",
-        "device_count": "INTEGER",
-        "degrees": "INTEGER[]",
-        "start": "INTEGER",
-        "stride": "INTEGER",
-        "seed": "UINTEGER",
-        "base": "BIGINT",
-        "axes": "INTEGER[]",
-        "devices": "INTEGER[]",
-    },
-    "starts": {
-        "search": "INTEGER",
-        "chain": "SMALLINT",
-        "start": "VARCHAR",
-        "operator": "INTEGER",
-        "configuration": "BIGINT",
-    },
-}
-"""The columns of the traces by kind, with DuckDB's types: those of the chunks (`app.db.trace`)."""
-
-TRACE_VIEWS = {
+TRACE_VIEWS: dict[str, TraceKind] = {
     "proposals": "proposals",
     "proposal_configurations": "configurations",
     "proposal_starts": "starts",

@@ -100,7 +100,6 @@ def _print_attribution(
 
 
 def _print_rows(rows: Sequence[ComparisonRow]) -> None:
-
     # A table for each model, topology and training: one table of all would be wider than terminals.
     for title, alike in groupby(rows, _title):
         print_table(

@@ -121,7 +121,6 @@ def check_database(
 
 
 def _print_findings(findings: Findings, saved: Repaired | None) -> None:
-
     shown = findings.damages[:_MOST_SHOWN]
     print_lines(*(f"{findings.name}: {damage}" for damage in shown))
     if len(findings.damages) > len(shown):

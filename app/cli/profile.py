@@ -109,7 +109,6 @@ def profile(
 
 
 def _print_counts(report: KindReport) -> None:
-
     calls = f"{report.needed} operator costs on {len(report.devices)} x {report.device_kind}"
     if report.measured == 0 and not report.failures:
         print_lines(f"{calls}: all known already, nothing measured")

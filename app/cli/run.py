@@ -151,7 +151,6 @@ def _undisturbed(report: RunReport) -> list[list[str]]:
 
 
 def _print(report: RunReport) -> None:
-
     print_lines(
         f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on {report.devices} "
         f"devices, strategy {report.strategy_digest[:12]}, {len(report.step_times_s)} steps"

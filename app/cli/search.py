@@ -244,7 +244,6 @@ def _refuse_beside_resume(context: typer.Context) -> None:
 
 
 def _show(report: SearchReport, *, as_json: bool) -> None:
-
     if as_json:
         print_json(report.to_json())
     else:

@@ -323,7 +323,6 @@ _LEGEND = (
 
 
 def _headline(shown: ShownStrategy) -> str:
-
     record = shown.record
     text = (
         f"strategy {record.id}: {record.digest[:12]} ({record.source}) for {shown.model}, "
@@ -360,5 +359,4 @@ def _devices(devices: Sequence[int]) -> str:
 
 
 def _cells(cost: SimulatedCost | None) -> list[str]:
-
     return ["-", "-"] if cost is None else [milliseconds(cost.compute_s), milliseconds(cost.communication_s)]

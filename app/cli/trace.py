@@ -75,7 +75,6 @@ def trace(
 
 
 def _print(report: TraceReport, rows: int) -> None:
-
     if report.attribution is not None:
         print_attribution(report.attribution, rows)
     print_lines(

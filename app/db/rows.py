@@ -15,6 +15,48 @@ from app.db.records import SearchOutcome, TraceKind
 if TYPE_CHECKING:
     import pyarrow as pa
 
+TRACE_COLUMNS: dict[TraceKind, dict[str, str]] = {
+    "proposals": {
+        "search": "INTEGER",
+        "chain": "SMALLINT",
+        "step": "BIGINT",
+        "operator": "INTEGER",
+        "configuration": "BIGINT",
+        "simulated_ns": "BIGINT",
+        "bound_ns": "BIGINT",
+        "accepted": "BOOLEAN",
+        "other_operators": "INTEGER[]",
+        "other_configurations": "BIGINT[]",
+    },
+    "configurations": {
+        "search": "INTEGER",
+        "configuration": "BIGINT",
+        "family": "VARCHAR",
+        "device_count": "INTEGER",
+        "degrees": "INTEGER[]",
+        "start": "INTEGER",
+        "stride": "INTEGER",
+        "seed": "UINTEGER",
+        "base": "BIGINT",
+        "axes": "INTEGER[]",
+        "devices": "INTEGER[]",
+    },
+    "starts": {
+        "search": "INTEGER",
+        "chain": "SMALLINT",
+        "start": "VARCHAR",
+        "operator": "INTEGER",
+        "configuration": "BIGINT",
+    },
+}
+"""The columns of a chunk by kind, with the types that DuckDB reads them as."""
+
+_NULLABLE: dict[TraceKind, frozenset[str]] = {
+    "proposals": frozenset({"simulated_ns", "bound_ns", "other_operators", "other_configurations"}),
+    "configurations": frozenset({"start", "stride", "seed", "base", "axes", "devices"}),
+    "starts": frozenset(),
+}
+
 ADDED_COLUMNS: dict[str, tuple[str, ...]] = {"proposals": ("other_operators", "other_configurations")}
 """Columns that chunks of older searches do not have, by kind."""
 
@@ -110,61 +152,24 @@ class StartEntry:
 
 def schema_of(kind: TraceKind) -> pa.Schema:
     """Return the columns of a chunk of a kind."""
-    made = {"proposals": proposal_schema, "configurations": configuration_schema, "starts": start_schema}
-    return made[kind]()
-
-
-def proposal_schema() -> pa.Schema:
-    """Return the columns of a chunk of proposals."""
     import pyarrow as pa
 
-    fields: list[pa.Field[Any]] = [
-        pa.field("search", pa.int32(), nullable=False),
-        pa.field("chain", pa.int16(), nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("operator", pa.int32(), nullable=False),
-        pa.field("configuration", pa.int64(), nullable=False),
-        pa.field("simulated_ns", pa.int64()),
-        pa.field("bound_ns", pa.int64()),
-        pa.field("accepted", pa.bool_(), nullable=False),
-        pa.field("other_operators", pa.list_(pa.int32())),
-        pa.field("other_configurations", pa.list_(pa.int64())),
-    ]
-    return pa.schema(fields)
-
-
-def configuration_schema() -> pa.Schema:
-    """Return the columns of a chunk of configuration codes."""
-    import pyarrow as pa
-
-    fields: list[pa.Field[Any]] = [
-        pa.field("search", pa.int32(), nullable=False),
-        pa.field("configuration", pa.int64(), nullable=False),
-        pa.field("family", pa.string(), nullable=False),
-        pa.field("device_count", pa.int32(), nullable=False),
-        pa.field("degrees", pa.list_(pa.int32()), nullable=False),
-        pa.field("start", pa.int32()),
-        pa.field("stride", pa.int32()),
-        pa.field("seed", pa.uint32()),
-        pa.field("base", pa.int64()),
-        pa.field("axes", pa.list_(pa.int32())),
-        pa.field("devices", pa.list_(pa.int32())),
-    ]
-    return pa.schema(fields)
-
-
-def start_schema() -> pa.Schema:
-    """Return the columns of a chunk of starts."""
-    import pyarrow as pa
-
-    fields: list[pa.Field[Any]] = [
-        pa.field("search", pa.int32(), nullable=False),
-        pa.field("chain", pa.int16(), nullable=False),
-        pa.field("start", pa.string(), nullable=False),
-        pa.field("operator", pa.int32(), nullable=False),
-        pa.field("configuration", pa.int64(), nullable=False),
-    ]
-    return pa.schema(fields)
+    types: dict[str, pa.DataType] = {
+        "BOOLEAN": pa.bool_(),
+        "SMALLINT": pa.int16(),
+        "INTEGER": pa.int32(),
+        "UINTEGER": pa.uint32(),
+        "BIGINT": pa.int64(),
+        "VARCHAR": pa.string(),
+    }
+    types |= {f"{name}[]": pa.list_(type_) for name, type_ in types.items()}
+    nullable = _NULLABLE[kind]
+    return pa.schema(
+        [
+            pa.field(name, types[type_], nullable=name in nullable)
+            for name, type_ in TRACE_COLUMNS[kind].items()
+        ]
+    )
 
 
 def proposal_table(search_id: int, batches: Sequence[ProposalRows]) -> pa.Table:
@@ -178,7 +183,7 @@ def proposal_table(search_id: int, batches: Sequence[ProposalRows]) -> pa.Table:
     times = {name: column(name)[order] for name in ("simulated_ns", "bound_ns")}
     operators, configurations = _others(batches, order)
     return _table(
-        proposal_schema(),
+        schema_of("proposals"),
         search_id,
         {
             "chain": chain[order],
@@ -241,13 +246,13 @@ def configuration_table(search_id: int, entries: Sequence[EntryRow]) -> pa.Table
         "devices": lists(devices, of["listed"]),
     }
     valid = {"start": of["strided"], "stride": of["strided"], "seed": of["permuted"], "base": of["copied"]}
-    return _table(configuration_schema(), search_id, columns, valid)
+    return _table(schema_of("configurations"), search_id, columns, valid)
 
 
 def start_table(search_id: int, starts: Sequence[StartEntry]) -> pa.Table:
     """Return starts."""
     return _table(
-        start_schema(),
+        schema_of("starts"),
         search_id,
         {
             "chain": np.array([start.chain for start in starts]),

@@ -17,15 +17,13 @@ from pyarrow import parquet
 
 from app.analytics.catalog import CATALOG
 from app.analytics.duck import connect
-from app.analytics.views import TRACE_COLUMNS
 from app.db.records import LinkCostRecord, LinkFitRecord, SearchOutcome
 from app.db.rows import (
+    TRACE_COLUMNS,
     ConfigurationEntry,
     ProposalRows,
     StartEntry,
-    configuration_schema,
-    proposal_schema,
-    start_schema,
+    schema_of,
 )
 from app.db.schema import open_database
 from app.db.store import Store
@@ -70,14 +68,10 @@ def test_views_are_those_of_the_catalog_and_empty_in_an_empty_database(store: St
 def test_columns_of_the_traces_are_those_of_the_chunks(store: Store) -> None:
     """So that a view without a chunk has the types of one with chunks."""
     connection = duckdb.connect()
-    for kind, schema in {
-        "proposals": proposal_schema(),
-        "configurations": configuration_schema(),
-        "starts": start_schema(),
-    }.items():
-        connection.register("chunk", schema.empty_table())
+    for kind, columns in TRACE_COLUMNS.items():
+        connection.register("chunk", schema_of(kind).empty_table())
         types = connection.execute("SELECT column_name, column_type FROM (DESCRIBE chunk)").fetchall()
-        assert dict(types) == TRACE_COLUMNS[kind]
+        assert dict(types) == columns
     connection.close()
 
 

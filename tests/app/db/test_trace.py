@@ -23,13 +23,12 @@ from app.db import chunk_files, chunks, models, owners
 from app.db import trace as trace_module
 from app.db.records import SearchOutcome, TraceKind
 from app.db.rows import (
+    TRACE_COLUMNS,
     ConfigurationEntry,
     Others,
     ProposalRows,
     StartEntry,
-    configuration_schema,
-    proposal_schema,
-    start_schema,
+    schema_of,
 )
 from app.db.store import Store
 from app.db.trace import ProposalTrace
@@ -106,13 +105,9 @@ def test_trace_round_trip(store: Store) -> None:
         trace.add(batch(1000, 7))
     trace.close()
     table = read(store, search)
-    for kind, schema in {
-        "proposals": proposal_schema(),
-        "configurations": configuration_schema(),
-        "starts": start_schema(),
-    }.items():
+    for kind in TRACE_COLUMNS:
         assert {field.name: field.type for field in read(store, search, kind).schema} == {
-            field.name: field.type for field in schema
+            field.name: field.type for field in schema_of(kind)
         }
     columns = table.to_pydict()
     assert columns["step"] == list(range(1007))
@@ -340,7 +335,7 @@ def test_a_signal_while_a_chunk_is_written_leaves_no_file(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupted)
-    table = proposal_schema().empty_table()
+    table = schema_of("proposals").empty_table()
     with pytest.raises(KeyboardInterrupt):
         chunk_files.write_file(tmp_path / "chunk-000001.parquet", "proposals", table)
     assert list(tmp_path.iterdir()) == []
