@@ -45,6 +45,28 @@ class StorePart:
         with self._errors_named(), self.database.read_engine.begin() as connection:
             yield connection
 
+    def _first(self, kind: type[Record], **equal: Any) -> Record | None:
+        """Return a row of a record's table with these values, or None."""
+        table = TABLES[kind]
+        with self.read() as connection:
+            return read_one(connection, kind, sa.select(table).where(*_equal(table, equal)))
+
+    def _all(self, kind: type[Record], *order: str, **equal: Any) -> list[Record]:
+        """Return the rows of a record's table in the order of some columns; None in `equal`: any value."""
+        table = TABLES[kind]
+        query = sa.select(table).where(*_equal(table, equal)).order_by(*(table.c[name] for name in order))
+        with self.read() as connection:
+            return read_all(connection, kind, query)
+
+    def _newest(self, kind: type[Record], moment: str, limit: int, **equal: Any) -> list[Record]:
+        """Return rows as `_all` does, the one of the latest moment first."""
+        table = TABLES[kind]
+        query = (
+            sa.select(table).where(*_equal(table, equal)).order_by(table.c[moment].desc(), table.c.id.desc())
+        )
+        with self.read() as connection:
+            return read_all(connection, kind, query.limit(limit))
+
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
         try:
@@ -55,6 +77,10 @@ class StorePart:
             ) from None
         except exc.DBAPIError as error:
             raise database_failure(self.database.name, error) from error
+
+
+def _equal(table: sa.Table, values: Mapping[str, Any]) -> list[sa.ColumnElement[bool]]:
+    return [table.c[name] == value for name, value in values.items() if value is not None]
 
 
 def batches(items: Iterable[Item]) -> Iterator[list[Item]]:

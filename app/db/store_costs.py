@@ -29,7 +29,6 @@ from app.db.sql import (
     insert_ignoring,
     put_named,
     read_all,
-    read_one,
     record_of,
     row_of,
     upsert_newer,
@@ -54,15 +53,11 @@ class CostStore(StorePart):
 
     def device_kind(self, name: str) -> DeviceKindRecord | None:
         """Return the device kind of that name, or None."""
-        table = models.device_kinds
-        with self.read() as connection:
-            return read_one(connection, DeviceKindRecord, sa.select(table).where(table.c.name == name))
+        return self._first(DeviceKindRecord, name=name)
 
     def device_kinds(self) -> list[DeviceKindRecord]:
         """Return all device kinds, by name."""
-        table = models.device_kinds
-        with self.read() as connection:
-            return read_all(connection, DeviceKindRecord, sa.select(table).order_by(table.c.name))
+        return self._all(DeviceKindRecord, "name")
 
     def put_environment(self, environment: EnvironmentRecord) -> int:
         """Store an environment under its fingerprint, once; return its id."""
@@ -72,17 +67,11 @@ class CostStore(StorePart):
 
     def environment(self, environment_id: int) -> EnvironmentRecord | None:
         """Return the environment with that id, or None."""
-        table = models.environments
-        with self.read() as connection:
-            return read_one(
-                connection, EnvironmentRecord, sa.select(table).where(table.c.id == environment_id)
-            )
+        return self._first(EnvironmentRecord, id=environment_id)
 
     def environments(self) -> list[EnvironmentRecord]:
         """Return all environments, by fingerprint."""
-        table = models.environments
-        with self.read() as connection:
-            return read_all(connection, EnvironmentRecord, sa.select(table).order_by(table.c.fingerprint))
+        return self._all(EnvironmentRecord, "fingerprint")
 
     def put_op_costs(self, device_kind_id: int, environment_id: int, costs: Iterable[OpCostRecord]) -> int:
         """Store operator costs with their signatures, in one transaction; return how many distinct ones were given.
@@ -93,15 +82,7 @@ class CostStore(StorePart):
         given = list(costs)
         if not given:
             return 0
-        rows = [
-            {
-                **row_of(cost, without=("signature",)),
-                "device_kind_id": device_kind_id,
-                "environment_id": environment_id,
-                "sample_count": cost.sample_count,
-            }
-            for cost in given
-        ]
+        rows = [_measured_row(cost, device_kind_id, environment_id) for cost in given]
         with self.write() as connection:
             ids = _put_signatures(connection, [cost.signature for cost in given])
             for row, cost in zip(rows, given, strict=True):
@@ -120,22 +101,10 @@ class CostStore(StorePart):
         them. `digests` None: all signatures.
         """
         costs, signatures = models.op_costs, models.op_signatures
-        query = (
-            sa.select(costs, *(column.label(f"op_signature_{column.name}") for column in signatures.c))
-            .join(signatures, costs.c.signature_id == signatures.c.id)
-            .where(costs.c.device_kind_id == device_kind_id)
-            .order_by(costs.c.measured_at, costs.c.id)
-        )
-        if environments is not None:
-            query = query.where(costs.c.environment_id.in_(_ids(environments)))
+        query = sa.select(costs, *(column.label(f"op_signature_{column.name}") for column in signatures.c))
         found: dict[tuple[str, Phase], OpCostRecord] = {}
         with self.read() as connection:
-            queries = [query]
-            if digests is not None:
-                queries = [
-                    query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))
-                ]
-            for selected in queries:
+            for selected in _of_signatures(query, device_kind_id, environments, digests):
                 for row in connection.execute(selected).mappings():
                     signature = record_of(
                         connection,
@@ -174,17 +143,8 @@ class CostStore(StorePart):
     ) -> list[OpCostMedian]:
         """Return costs without samples, keys and the rest, so that a network's thousands are read at once."""
         costs, signatures = models.op_costs, models.op_signatures
-        query = (
-            sa.select(costs.c.id, signatures.c.digest, costs.c.phase, costs.c.median_s, costs.c.launch_s)
-            .join(signatures, costs.c.signature_id == signatures.c.id)
-            .where(costs.c.device_kind_id == device_kind_id)
-            .order_by(costs.c.measured_at, costs.c.id)
-        )
-        if environments is not None:
-            query = query.where(costs.c.environment_id.in_(_ids(environments)))
-        queries = [query]
-        if digests is not None:
-            queries = [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
+        query = sa.select(costs.c.id, signatures.c.digest, costs.c.phase, costs.c.median_s, costs.c.launch_s)
+        queries = _of_signatures(query, device_kind_id, environments, digests)
         with self.read() as connection:
             return [cost for selected in queries for cost in read_all(connection, OpCostMedian, selected)]
 
@@ -192,28 +152,14 @@ class CostStore(StorePart):
         self, device_kind_id: int, environment_id: int, costs: Iterable[LinkCostRecord]
     ) -> int:
         """Store link costs in one transaction, the later measured replacing the earlier; return how many."""
-        rows = [
-            {
-                **row_of(cost),
-                "device_kind_id": device_kind_id,
-                "environment_id": environment_id,
-                "sample_count": cost.sample_count,
-            }
-            for cost in costs
-        ]
+        rows = [_measured_row(cost, device_kind_id, environment_id) for cost in costs]
         with self.write() as connection:
             return upsert_newer(connection, models.link_costs, rows, _LINK_COST_KEY, "measured_at")
 
     def link_costs(self, device_kind_id: int, environment_id: int) -> list[LinkCostRecord]:
         """Return all link costs of a device kind in an environment, by pattern, group size and size."""
-        table = models.link_costs
-        query = (
-            sa.select(table)
-            .where(table.c.device_kind_id == device_kind_id, table.c.environment_id == environment_id)
-            .order_by(table.c.pattern, table.c.group_size, table.c.size_bytes)
-        )
-        with self.read() as connection:
-            return read_all(connection, LinkCostRecord, query)
+        of = {"device_kind_id": device_kind_id, "environment_id": environment_id}
+        return self._all(LinkCostRecord, "pattern", "group_size", "size_bytes", **of)
 
     def put_link_fits(self, device_kind_id: int, environment_id: int, fits: Iterable[LinkFitRecord]) -> int:
         """Store lines fitted to link costs, the later replacing the earlier; return how many."""
@@ -226,14 +172,8 @@ class CostStore(StorePart):
 
     def link_fits(self, device_kind_id: int, environment_id: int) -> list[LinkFitRecord]:
         """Return all link fits of a device kind in an environment, by pattern and group size."""
-        table = models.link_fits
-        query = (
-            sa.select(table)
-            .where(table.c.device_kind_id == device_kind_id, table.c.environment_id == environment_id)
-            .order_by(table.c.pattern, table.c.group_size)
-        )
-        with self.read() as connection:
-            return read_all(connection, LinkFitRecord, query)
+        of = {"device_kind_id": device_kind_id, "environment_id": environment_id}
+        return self._all(LinkFitRecord, "pattern", "group_size", **of)
 
     def newest_cost_environments(self, device_kind_id: int, environments: Collection[int]) -> dict[int, int]:
         """Return of how many measured costs, of each the newest in some environments, each environment is the one."""
@@ -296,8 +236,36 @@ def _held(table: sa.Table, measured: Any, failed: Any, link_fits: Any) -> sa.Sel
     ).group_by(table.c.device_kind_id, table.c.environment_id)
 
 
-def _ids(environments: int | Collection[int]) -> Collection[int]:
-    return (environments,) if isinstance(environments, int) else environments
+def _measured_row(
+    cost: OpCostRecord | LinkCostRecord, device_kind_id: int, environment_id: int
+) -> dict[str, Any]:
+    return {
+        **row_of(cost, without=("signature",)),
+        "device_kind_id": device_kind_id,
+        "environment_id": environment_id,
+        "sample_count": cost.sample_count,
+    }
+
+
+def _of_signatures(
+    query: sa.Select[Any],
+    device_kind_id: int,
+    environments: int | Collection[int] | None,
+    digests: Iterable[str] | None,
+) -> list[sa.Select[Any]]:
+    """Return a query of operator costs and signatures for these alone, oldest first: one for each batch of digests."""
+    costs, signatures = models.op_costs, models.op_signatures
+    query = (
+        query.join(signatures, costs.c.signature_id == signatures.c.id)
+        .where(costs.c.device_kind_id == device_kind_id)
+        .order_by(costs.c.measured_at, costs.c.id)
+    )
+    if environments is not None:
+        ids = (environments,) if isinstance(environments, int) else environments
+        query = query.where(costs.c.environment_id.in_(ids))
+    if digests is None:
+        return [query]
+    return [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
 
 
 def _put_signatures(connection: sa.Connection, signatures: Sequence[OpSignatureRecord]) -> dict[str, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import sqlalchemy as sa
 
 from app.db import models
@@ -18,7 +16,7 @@ from app.db.records import (
     TrainingRecord,
 )
 from app.db.references import Referred
-from app.db.sql import Record, StorePart, put_named, read_all, read_one, row_of
+from app.db.sql import StorePart, put_named, read_all, row_of
 from graph.errors import UsageError
 from graph.texts import shown
 
@@ -34,15 +32,15 @@ class NounStore(StorePart):
 
     def graph(self, graph_id: int) -> GraphRecord | None:
         """Return the graph with that id, or None."""
-        return self._by(GraphRecord, models.graphs, models.graphs.c.id, graph_id)
+        return self._first(GraphRecord, id=graph_id)
 
     def graph_by_digest(self, digest: str) -> GraphRecord | None:
         """Return the graph with that digest, or None."""
-        return self._by(GraphRecord, models.graphs, models.graphs.c.digest, digest)
+        return self._first(GraphRecord, digest=digest)
 
     def graphs(self) -> list[GraphRecord]:
         """Return all graphs, newest first."""
-        return self._all(GraphRecord, models.graphs)
+        return self._all(GraphRecord, "id")[::-1]
 
     def put_topology(self, topology: TopologyRecord) -> int:
         """Store a topology under its digest, once; return its id."""
@@ -50,15 +48,15 @@ class NounStore(StorePart):
 
     def topology(self, topology_id: int) -> TopologyRecord | None:
         """Return the topology with that id, or None."""
-        return self._by(TopologyRecord, models.topologies, models.topologies.c.id, topology_id)
+        return self._first(TopologyRecord, id=topology_id)
 
     def topology_by_digest(self, digest: str) -> TopologyRecord | None:
         """Return the topology with that digest, or None."""
-        return self._by(TopologyRecord, models.topologies, models.topologies.c.digest, digest)
+        return self._first(TopologyRecord, digest=digest)
 
     def topologies(self) -> list[TopologyRecord]:
         """Return all topologies, newest first."""
-        return self._all(TopologyRecord, models.topologies)
+        return self._all(TopologyRecord, "id")[::-1]
 
     def put_training(self, training: TrainingRecord) -> int:
         """Store a training under its digest, once; return its id."""
@@ -66,11 +64,11 @@ class NounStore(StorePart):
 
     def training(self, training_id: int) -> TrainingRecord | None:
         """Return the training with that id, or None."""
-        return self._by(TrainingRecord, models.trainings, models.trainings.c.id, training_id)
+        return self._first(TrainingRecord, id=training_id)
 
     def training_by_digest(self, digest: str) -> TrainingRecord | None:
         """Return the training with that digest, or None."""
-        return self._by(TrainingRecord, models.trainings, models.trainings.c.digest, digest)
+        return self._first(TrainingRecord, digest=digest)
 
     def put_strategy(self, strategy: StrategyRecord) -> int:
         """Store a strategy under its digest, once; return its id. One found again keeps its first source."""
@@ -84,9 +82,8 @@ class NounStore(StorePart):
         Raises:
             UsageError: there is no such strategy, or several digests begin so.
         """
-        table = models.strategies
         if isinstance(reference, int) or (reference.isdecimal() and len(reference) < 18):
-            found = self._by(StrategyRecord, table, table.c.id, int(reference))
+            found = self._first(StrategyRecord, id=int(reference))
             if found is not None:
                 return found
         text = str(reference)
@@ -106,12 +103,7 @@ class NounStore(StorePart):
 
     def strategies(self, *, graph_id: int | None = None, limit: int = 100) -> list[StrategyRecord]:
         """Return the newest strategies, of one graph if asked."""
-        table = models.strategies
-        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit)
-        if graph_id is not None:
-            query = query.where(table.c.graph_id == graph_id)
-        with self.read() as connection:
-            return read_all(connection, StrategyRecord, query)
+        return self._newest(StrategyRecord, "created_at", limit, graph_id=graph_id)
 
     def best_strategy(
         self, graph_id: int, topology_id: int, training_id: int, *, task_order: TaskOrder = "program"
@@ -208,13 +200,3 @@ class NounStore(StorePart):
     def _put(self, table: sa.Table, record: object) -> int:
         with self.write() as connection:
             return put_named(connection, table, row_of(record), "digest")
-
-    def _by(
-        self, kind: type[Record], table: sa.Table, column: sa.Column[Any], value: int | str
-    ) -> Record | None:
-        with self.read() as connection:
-            return read_one(connection, kind, sa.select(table).where(column == value))
-
-    def _all(self, kind: type[Record], table: sa.Table) -> list[Record]:
-        with self.read() as connection:
-            return read_all(connection, kind, sa.select(table).order_by(table.c.id.desc()))

@@ -28,7 +28,6 @@ from app.db.sql import (
     insert_ignoring,
     insert_row,
     put_named,
-    read_all,
     read_one,
     row_of,
     update_by_id,
@@ -137,9 +136,7 @@ class RunStore(StorePart):
         Raises:
             UsageError: there is no such search.
         """
-        table = models.searches
-        with self.read() as connection:
-            found = read_one(connection, SearchRecord, sa.select(table).where(table.c.id == search_id))
+        found = self._first(SearchRecord, id=search_id)
         if found is None:
             raise UsageError(
                 f"search {search_id}: is not in database {self.database.name}, must be; list them by: app db status"
@@ -148,12 +145,7 @@ class RunStore(StorePart):
 
     def searches(self, *, graph_id: int | None = None, limit: int = 100) -> list[SearchRecord]:
         """Return the newest searches, of one graph if asked."""
-        table = models.searches
-        query = sa.select(table).order_by(table.c.started_at.desc(), table.c.id.desc()).limit(limit)
-        if graph_id is not None:
-            query = query.where(table.c.graph_id == graph_id)
-        with self.read() as connection:
-            return read_all(connection, SearchRecord, query)
+        return self._newest(SearchRecord, "started_at", limit, graph_id=graph_id)
 
     def record_trace(self, search_id: int, kind: TraceKind, path: str, rows: int) -> int:
         """Register a Parquet chunk of a search, by its path relative to the trace root; return its id.
@@ -194,12 +186,7 @@ class RunStore(StorePart):
 
     def traces(self, *, search_id: int | None = None) -> list[TraceRecord]:
         """Return the registered chunks in the order of their paths, of one search if asked."""
-        table = models.traces
-        query = sa.select(table).order_by(table.c.path)
-        if search_id is not None:
-            query = query.where(table.c.search_id == search_id)
-        with self.read() as connection:
-            return read_all(connection, TraceRecord, query)
+        return self._all(TraceRecord, "path", search_id=search_id)
 
     def unmerged_searches(self) -> list[int]:
         """Return the ids of the searches that are not running and have several chunks of one kind."""
@@ -232,14 +219,8 @@ class RunStore(StorePart):
         self, *, strategy_id: int | None = None, search_id: int | None = None, limit: int = 100
     ) -> list[SimulationRecord]:
         """Return the newest simulations, of one strategy or search if asked."""
-        table = models.simulations
-        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit)
-        if strategy_id is not None:
-            query = query.where(table.c.strategy_id == strategy_id)
-        if search_id is not None:
-            query = query.where(table.c.search_id == search_id)
-        with self.read() as connection:
-            return read_all(connection, SimulationRecord, query)
+        equal = {"strategy_id": strategy_id, "search_id": search_id}
+        return self._newest(SimulationRecord, "created_at", limit, **equal)
 
     def start_execution(self, execution: ExecutionRecord) -> int:
         """Store a run that this process begins; return its id."""
@@ -281,9 +262,9 @@ class RunStore(StorePart):
             "median_s": median_s,
             "mean_s": statistics.fmean(step_times_s),
             "largest_deviation": largest_deviation,
-            "peak_bytes": None if peak_bytes is None else canonical_json(list(peak_bytes)),
-            "process_bytes": None if process_bytes is None else canonical_json(list(process_bytes)),
-            "lost_s": None if lost_s is None else canonical_json(list(lost_s)),
+            "peak_bytes": _list_text(peak_bytes),
+            "process_bytes": _list_text(process_bytes),
+            "lost_s": _list_text(lost_s),
             "undisturbed_s": undisturbed_s,
             "finished_at": utc_now(),
         }
@@ -314,21 +295,14 @@ class RunStore(StorePart):
         Raises:
             DatabaseError: there is no such execution.
         """
-        table = models.executions
-        with self.read() as connection:
-            found = read_one(connection, ExecutionRecord, sa.select(table).where(table.c.id == execution_id))
+        found = self._first(ExecutionRecord, id=execution_id)
         if found is None:
             raise DatabaseError(f"execution {execution_id}: is not in database {self.database.name}, must be")
         return found
 
     def executions(self, *, strategy_id: int | None = None, limit: int = 100) -> list[ExecutionRecord]:
         """Return the newest executions, of one strategy if asked."""
-        table = models.executions
-        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit)
-        if strategy_id is not None:
-            query = query.where(table.c.strategy_id == strategy_id)
-        with self.read() as connection:
-            return read_all(connection, ExecutionRecord, query)
+        return self._newest(ExecutionRecord, "created_at", limit, strategy_id=strategy_id)
 
     def _start(self, table: sa.Table, row: dict[str, Any]) -> int:
         owned = {**row, "owner": owners.this_process(), "alive_at": utc_now()}
@@ -367,6 +341,10 @@ class RunStore(StorePart):
             changed = connection.execute(table.update().where(table.c.id == search_id).values(row))
         if changed.rowcount == 0:
             self.search(search_id)  # says that there is none
+
+
+def _list_text(numbers: Sequence[float] | None) -> str | None:
+    return None if numbers is None else canonical_json(list(numbers))
 
 
 def _interrupted(moment: datetime) -> dict[str, Any]:
