@@ -1,4 +1,4 @@
-"""The tables, as SQLAlchemy Core, with the same definition on SQLite and PostgreSQL.
+"""The tables, as SQLAlchemy Core, with the same definition on SQLite and PostgreSQL: each has the fields of its record.
 
 Conventions: JSON is canonical text (`graph.canonical`), times are float seconds, sizes are bytes, moments are
 UTC. A table named by content has a unique sha256 `digest`, so that writing the same thing twice is one row. A
@@ -7,12 +7,16 @@ change here needs a migration (`migrations/versions`); `python -m app.db.check` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import sqlalchemy as sa
 from sqlalchemy.types import TypeDecorator
+
+from app.db import records
 
 metadata = sa.MetaData(
     naming_convention={
@@ -58,255 +62,129 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 # SQLite numbers rows by itself only in a column declared exactly INTEGER.
 _Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# The types of columns by those of fields; mappings and tuples are canonical JSON.
+_TYPES: dict[Any, sa.types.TypeEngine[Any]] = {
+    int: sa.BigInteger(),
+    float: sa.Double(),
+    bool: sa.Boolean(),
+    str: sa.Text(),
+    datetime: UtcDateTime(),
+    Mapping: sa.Text(),
+    tuple: sa.Text(),
+    Literal: sa.String(16),
+}
+# Columns of another type than their fields': whole numbers that stay small, and short texts.
+_SMALL = {"batch_size", "device_count", "group_size", "iterations", "operator_count", "sample_count"}
+_LENGTHS = {"digest": 64, "fingerprint": 64, "cost_digest": 64, "algorithm": 32, "pattern": 32, "source": 32}
+# The table that a column refers to.
+_REFERENCES = {
+    "best_strategy_id": "strategies",
+    "device_kind_id": "device_kinds",
+    "environment_id": "environments",
+    "graph_id": "graphs",
+    "search_id": "searches",
+    "signature_id": "op_signatures",
+    "strategy_id": "strategies",
+    "topology_id": "topologies",
+    "training_id": "trainings",
+}
+# Columns that hold one of the names of their field's type: a check constraint lists these.
+_LISTED = {"phase", "status", "task_order", "kind"}
+
+TABLES: dict[type, sa.Table] = {}
+"""The table of whose rows a record holds every column."""
 
 
-def _id() -> sa.Column[Any]:
-    return sa.Column("id", _Id, primary_key=True)
+def _column(name: str, hint: Any, **options: Any) -> sa.Column[Any]:
+    """Return the column of a record's field; `hint` is the field's type."""
+    arguments = [argument for argument in get_args(hint) if argument is not NoneType]
+    nullable = isinstance(hint, UnionType)
+    plain = arguments[0] if nullable else hint
+    type_ = _TYPES[get_origin(plain) or plain]
+    if name in _SMALL:
+        type_ = sa.Integer()
+    elif name in _LENGTHS:
+        type_ = sa.String(_LENGTHS[name])
+    reference = [sa.ForeignKey(f"{_REFERENCES[name]}.id")] if name in _REFERENCES else []
+    return sa.Column(name, type_, *reference, nullable=nullable, **options)
 
 
-def _reference(name: str, target: str, *, nullable: bool = False) -> sa.Column[Any]:
-    return sa.Column(name, sa.BigInteger, sa.ForeignKey(f"{target}.id"), nullable=nullable)
+def _table(
+    record: type,
+    name: str,
+    *constraints: sa.schema.SchemaItem,
+    unique: str = "",
+    index: str = "",
+    more: Mapping[str, type] = MappingProxyType({}),
+) -> sa.Table:
+    """Return the table of a record: a column for each field, one of which may be unique or indexed, and `more`."""
+    hints = get_type_hints(record)
+    # The signature of a cost is a row of its own.
+    names = [field.name for field in fields(record) if field.name not in ("id", "signature")]
+    columns = {name: hints[name] for name in names} | dict(more)
+    checks = [
+        sa.CheckConstraint(f"{column} IN ({', '.join(map(repr, get_args(hint)))})", name=column)
+        for column, hint in columns.items()
+        if column in _LISTED
+    ]
+    TABLES[record] = sa.Table(
+        name,
+        metadata,
+        sa.Column("id", _Id, primary_key=True),
+        *(
+            _column(column, hint, unique=column == unique or None, index=column == index or None)
+            for column, hint in columns.items()
+        ),
+        *checks,
+        *constraints,
+    )
+    return TABLES[record]
 
 
-def _digest(name: str = "digest") -> sa.Column[Any]:
-    return sa.Column(name, sa.String(64), nullable=False, unique=True)
-
-
-def _required(name: str, type_: sa.types.TypeEngine[Any] | type[sa.types.TypeEngine[Any]]) -> sa.Column[Any]:
-    return sa.Column(name, type_, nullable=False)
-
-
-device_kinds = sa.Table(
-    "device_kinds",
-    metadata,
-    _id(),
-    sa.Column("name", sa.Text, nullable=False, unique=True),
-    _required("processor", sa.Text),
-    _required("memory_bytes", sa.BigInteger),
-    _required("description", sa.Text),
+device_kinds = _table(records.DeviceKindRecord, "device_kinds", unique="name")
+environments = _table(
+    records.EnvironmentRecord, "environments", unique="fingerprint", more={"fingerprint": str}
 )
-
-environments = sa.Table(
-    "environments",
-    metadata,
-    _id(),
-    _digest("fingerprint"),
-    _required("facts", sa.Text),
-    _required("created_at", UtcDateTime),
-)
-
-op_signatures = sa.Table(
-    "op_signatures",
-    metadata,
-    _id(),
-    _digest(),
-    _required("target", sa.Text),
-    _required("key", sa.Text),
-    _required("flops", sa.BigInteger),
-    _required("bytes", sa.BigInteger),
-)
-
-op_costs = sa.Table(
+op_signatures = _table(records.OpSignatureRecord, "op_signatures", unique="digest")
+op_costs = _table(
+    records.OpCostRecord,
     "op_costs",
-    metadata,
-    _id(),
-    _reference("signature_id", "op_signatures"),
-    _reference("device_kind_id", "device_kinds"),
-    _reference("environment_id", "environments"),
-    _required("phase", sa.String(16)),
-    sa.Column("minimum_s", sa.Double),
-    sa.Column("p10_s", sa.Double),
-    sa.Column("median_s", sa.Double),
-    _required("sample_count", sa.Integer),
-    _required("samples_s", sa.Text),
-    sa.Column("peak_bytes", sa.BigInteger),
-    sa.Column("failure", sa.Text),
-    sa.Column("launch_s", sa.Double),
-    sa.Column("clock_hz", sa.Double),
-    sa.Column("throttle", sa.Text),
-    _required("measured_at", UtcDateTime),
     sa.UniqueConstraint("signature_id", "device_kind_id", "environment_id", "phase", name="uq_op_costs_key"),
-    sa.CheckConstraint("phase IN ('forward', 'backward', 'update')", name="phase"),
     sa.CheckConstraint(
         "(failure IS NULL AND minimum_s IS NOT NULL AND p10_s IS NOT NULL AND median_s IS NOT NULL)"
         " OR (failure IS NOT NULL AND minimum_s IS NULL AND p10_s IS NULL AND median_s IS NULL)",
         name="measured_or_failed",
     ),
     sa.Index(None, "device_kind_id", "environment_id"),
+    more={"signature_id": int, "sample_count": int},
 )
-
-link_costs = sa.Table(
+link_costs = _table(
+    records.LinkCostRecord,
     "link_costs",
-    metadata,
-    _id(),
-    _reference("device_kind_id", "device_kinds"),
-    _reference("environment_id", "environments"),
-    _required("pattern", sa.String(32)),
-    _required("group_size", sa.Integer),
-    _required("size_bytes", sa.BigInteger),
-    _required("minimum_s", sa.Double),
-    _required("median_s", sa.Double),
-    _required("sample_count", sa.Integer),
-    _required("samples_s", sa.Text),
-    _required("measured_at", UtcDateTime),
     sa.UniqueConstraint(
         "device_kind_id", "environment_id", "pattern", "group_size", "size_bytes", name="uq_link_costs_key"
     ),
+    more={"sample_count": int},
 )
-
-link_fits = sa.Table(
+link_fits = _table(
+    records.LinkFitRecord,
     "link_fits",
-    metadata,
-    _id(),
-    _reference("device_kind_id", "device_kinds"),
-    _reference("environment_id", "environments"),
-    _required("pattern", sa.String(32)),
-    _required("group_size", sa.Integer),
-    sa.Column("latency_s", sa.Double),
-    sa.Column("bandwidth_bytes_per_s", sa.Double),
-    sa.Column("contention_factor", sa.Double),
-    sa.Column("residual", sa.Double),
-    _required("measured_at", UtcDateTime),
     sa.UniqueConstraint("device_kind_id", "environment_id", "pattern", "group_size", name="uq_link_fits_key"),
 )
-
-graphs = sa.Table(
-    "graphs",
-    metadata,
-    _id(),
-    _digest(),
-    sa.Column("name", sa.Text, nullable=False, index=True),
-    _required("model", sa.Text),
-    _required("operator_count", sa.Integer),
-    _required("parameter_count", sa.BigInteger),
-    _required("flops", sa.BigInteger),
-    _required("document", sa.Text),
-)
-
-topologies = sa.Table(
-    "topologies",
-    metadata,
-    _id(),
-    _digest(),
-    sa.Column("name", sa.Text, nullable=False, index=True),
-    _required("device_count", sa.Integer),
-    _required("document", sa.Text),
-)
-
-trainings = sa.Table(
-    "trainings",
-    metadata,
-    _id(),
-    _digest(),
-    _required("batch_size", sa.Integer),
-    _required("document", sa.Text),
-)
-
-strategies = sa.Table(
-    "strategies",
-    metadata,
-    _id(),
-    _digest(),
-    _reference("graph_id", "graphs"),
-    _required("device_count", sa.Integer),
-    _required("document", sa.Text),
-    _required("source", sa.String(32)),
-    _required("created_at", UtcDateTime),
-    sa.Index(None, "graph_id"),
-)
-
-searches = sa.Table(
-    "searches",
-    metadata,
-    _id(),
-    _reference("graph_id", "graphs"),
-    _reference("topology_id", "topologies"),
-    _reference("training_id", "trainings"),
-    _required("algorithm", sa.String(32)),
-    _required("seed", sa.BigInteger),
-    _required("options", sa.Text),
-    _required("status", sa.String(16)),
-    _required("proposals", sa.BigInteger),
-    _required("accepted", sa.BigInteger),
-    sa.Column("initial_time_s", sa.Double),
-    sa.Column("best_time_s", sa.Double),
-    _reference("best_strategy_id", "strategies", nullable=True),
-    sa.Column("trace_path", sa.Text),
-    _required("started_at", UtcDateTime),
-    sa.Column("finished_at", UtcDateTime),
-    sa.Column("owner", sa.Text),
-    sa.Column("alive_at", UtcDateTime),
-    sa.Column("lower_bound_s", sa.Double),
-    sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
-    sa.Index(None, "graph_id", "topology_id"),
-)
-
-simulations = sa.Table(
+graphs = _table(records.GraphRecord, "graphs", unique="digest", index="name")
+topologies = _table(records.TopologyRecord, "topologies", unique="digest", index="name")
+trainings = _table(records.TrainingRecord, "trainings", unique="digest")
+strategies = _table(records.StrategyRecord, "strategies", unique="digest", index="graph_id")
+searches = _table(records.SearchRecord, "searches", sa.Index(None, "graph_id", "topology_id"))
+simulations = _table(
+    records.SimulationRecord,
     "simulations",
-    metadata,
-    _id(),
-    _reference("strategy_id", "strategies"),
-    _reference("topology_id", "topologies"),
-    _reference("training_id", "trainings"),
-    _reference("search_id", "searches", nullable=True),
-    _required("task_order", sa.String(16)),
-    _required("cost_digest", sa.String(64)),
-    _required("step_time_s", sa.Double),
-    _required("measured_share", sa.Double),
-    _required("estimated_share", sa.Double),
-    _required("datasheet_share", sa.Double),
-    _required("compute_s", sa.Double),
-    _required("communication_bytes", sa.BigInteger),
-    _required("peak_bytes", sa.Text),
-    _required("feasible", sa.Boolean),
-    _required("created_at", UtcDateTime),
     sa.UniqueConstraint(
         "strategy_id", "topology_id", "training_id", "task_order", "cost_digest", name="uq_simulations_key"
     ),
-    sa.CheckConstraint(
-        "task_order IN ('program', 'fifo', 'priority', 'priority-tic', 'priority-tac')", name="task_order"
-    ),
-    sa.Index(None, "search_id"),
+    index="search_id",
 )
-
-executions = sa.Table(
-    "executions",
-    metadata,
-    _id(),
-    _reference("strategy_id", "strategies"),
-    _reference("topology_id", "topologies"),
-    _reference("training_id", "trainings"),
-    _reference("environment_id", "environments"),
-    _required("iterations", sa.Integer),
-    _required("status", sa.String(16)),
-    _required("step_times_s", sa.Text),
-    sa.Column("minimum_s", sa.Double),
-    sa.Column("median_s", sa.Double),
-    sa.Column("mean_s", sa.Double),
-    sa.Column("throughput_samples_per_s", sa.Double),
-    sa.Column("failure", sa.Text),
-    sa.Column("largest_deviation", sa.Double),
-    _required("created_at", UtcDateTime),
-    sa.Column("finished_at", UtcDateTime),
-    sa.Column("owner", sa.Text),
-    sa.Column("alive_at", UtcDateTime),
-    sa.Column("peak_bytes", sa.Text),
-    sa.Column("process_bytes", sa.Text),
-    sa.Column("lost_s", sa.Text),
-    sa.Column("undisturbed_s", sa.Double),
-    sa.CheckConstraint("status IN ('running', 'finished', 'interrupted', 'failed')", name="status"),
-    sa.Index(None, "strategy_id", "topology_id", "training_id"),
+executions = _table(
+    records.ExecutionRecord, "executions", sa.Index(None, "strategy_id", "topology_id", "training_id")
 )
-
-traces = sa.Table(
-    "traces",
-    metadata,
-    _id(),
-    _reference("search_id", "searches"),
-    _required("kind", sa.String(16)),
-    sa.Column("path", sa.Text, nullable=False, unique=True),
-    _required("rows", sa.BigInteger),
-    _required("created_at", UtcDateTime),
-    sa.CheckConstraint("kind IN ('proposals', 'configurations', 'starts')", name="kind"),
-    sa.Index(None, "search_id"),
-)
+traces = _table(records.TraceRecord, "traces", unique="path", index="search_id")

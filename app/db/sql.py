@@ -15,7 +15,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from app.db.engine import Database, display_name
 from app.db.failures import damaged_row, database_failure, row_name
-from app.db.validation import EXCERPTS, TABLES, Fault, values_of
+from app.db.models import TABLES
+from app.db.validation import EXCERPTS, Fault, values_of
 from graph.canonical import canonical_json
 from graph.errors import UsageError
 

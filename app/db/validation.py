@@ -25,24 +25,6 @@ from graph.canonical import canonical_json, digest
 Row = Mapping[str, Any]
 Reader = Callable[[Any], Any]
 
-TABLES: dict[type, sa.Table] = {
-    records.DeviceKindRecord: models.device_kinds,
-    records.EnvironmentRecord: models.environments,
-    records.OpSignatureRecord: models.op_signatures,
-    records.OpCostRecord: models.op_costs,
-    records.LinkCostRecord: models.link_costs,
-    records.LinkFitRecord: models.link_fits,
-    records.GraphRecord: models.graphs,
-    records.TopologyRecord: models.topologies,
-    records.TrainingRecord: models.trainings,
-    records.StrategyRecord: models.strategies,
-    records.SearchRecord: models.searches,
-    records.SimulationRecord: models.simulations,
-    records.ExecutionRecord: models.executions,
-    records.TraceRecord: models.traces,
-}
-"""The table of whose rows a record holds every column."""
-
 EXCERPTS: dict[type, sa.Table] = {records.OpCostMedian: models.op_costs}
 """The table of whose rows a record holds some columns."""
 

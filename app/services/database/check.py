@@ -24,9 +24,10 @@ from app.db import chunks, models, reading, schema
 from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text
 from app.db.engine import Database, connect_engines, resolve_url
 from app.db.failures import as_written
+from app.db.models import TABLES
 from app.db.records import GraphRecord, StrategyRecord, TopologyRecord, TraceRecord
 from app.db.salvage import LostRow, Source, reading_only
-from app.db.validation import TABLES, Fault, values_of
+from app.db.validation import Fault, values_of
 from app.services.stored import strategy_in, topology_of
 from app.services.timeline.store import FOLDER, read_file, recording_name
 from app.services.trace.recorder import checkpoint_of, groups_of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from app.db.models import metadata
-from app.db.validation import TABLES
+from app.db.models import TABLES, metadata
 
 
 def test_every_table_has_one_record() -> None:
