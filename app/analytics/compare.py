@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from app.analytics.accuracy import Accuracy, accuracy_query
 from app.analytics.duck import as_text, connect
 from app.db.engine import Database
 from app.db.records import is_restless
 from graph.errors import UsageError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +122,3 @@ def compare(
         rows = connection.execute(_ROWS, parameters).fetchall()
         accuracy = connection.execute(_ACCURACY, parameters).fetchall()
     return Comparison(tuple(ComparisonRow(*row) for row in rows), tuple(Accuracy(*row) for row in accuracy))
-
-
-def compare_frame(
-    database: Database, model: str | None = None, topology: str | None = None, search: int | None = None
-) -> pd.DataFrame:
-    """Return the rows of `compare` as a frame: one row a strategy, the fields of `ComparisonRow` as columns."""
-    import pandas as pd
-
-    rows = compare(database, model, topology, search).rows
-    return pd.DataFrame([[getattr(row, name) for name in _NAMES] for row in rows], columns=_NAMES)

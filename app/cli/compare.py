@@ -18,7 +18,6 @@ from app.cli.output import (
     print_lines,
     print_table,
     ratio,
-    speaks,
 )
 from graph.errors import UsageError
 
@@ -91,7 +90,7 @@ def _print_attribution(
     from app.services.timeline.trace import attribution_of
 
     name_own_model(model)
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         attribution = attribution_of(execution, database, progress)
     if as_json:
         print_json(attribution.to_json())

@@ -208,54 +208,30 @@ def open_standard_streams() -> None:
 
 def end_children() -> None:
     """Kill every process that this one has started, and wait for their ends."""
+    import psutil
+
     tracker = _tracker()
-    children = [child for child in _children() if child != tracker]
+    children = [child for child in psutil.Process().children() if child.pid != tracker]
     for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-    _reap(children)
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, REAP_S)
 
 
 def end_tracker() -> None:
     """End multiprocessing's resource tracker, and wait for it."""
     process = _tracker()
     if process is not None:
+        import psutil
+
         tracker = sys.modules["multiprocessing.resource_tracker"]._resource_tracker
         os.close(tracker._fd)
         tracker._fd = tracker._pid = None
-        _reap([process])
+        with suppress(psutil.Error):
+            psutil.Process(process).wait(REAP_S)
 
 
 def _tracker() -> int | None:
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)
     return getattr(tracker, "_pid", None) if getattr(tracker, "_fd", None) is not None else None
-
-
-def _children() -> list[int]:
-    children: list[int] = []
-    try:
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/children") as file:
-                children += [int(number) for number in file.read().split()]
-    except OSError:  # not Linux
-        processes = sys.modules.get("multiprocessing.process")
-        active = processes.active_children() if processes is not None else []
-        return [child.pid for child in active]
-    return children
-
-
-def _reap(processes: list[int]) -> None:
-    """Wait a little for the ends of children."""
-    deadline = time.monotonic() + REAP_S
-    left = set(processes)
-    while left and time.monotonic() < deadline:
-        for process in list(left):
-            try:
-                ended, _ = os.waitpid(process, os.WNOHANG)
-            except ChildProcessError:
-                ended = process
-            if ended:
-                left.discard(process)
-        if left:
-            time.sleep(0.002)

@@ -31,11 +31,6 @@ _NARROWEST = 10
 WIDTH_OF_FILES = 160
 
 
-def speaks() -> bool:
-    """Return whether this process prints for the user: of the ranks of torchrun, rank 0 alone."""
-    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
-
-
 def print_json(document: Any) -> None:
     """Write one JSON document to standard output."""
     sys.stdout.write(json.dumps(document, indent=2, sort_keys=True) + "\n")
@@ -178,12 +173,13 @@ def recomputation_line(report: RecomputationReport) -> str:
 
 
 class TerminalProgress(Progress):
-    """Shows progress on standard error: bars on a terminal, lines elsewhere."""
+    """Shows progress on standard error, of the ranks of torchrun by rank 0 alone: bars on a terminal, else lines."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         from rich import progress
         from rich.console import Console
 
+        quiet = quiet or (os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ)
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._bars = progress.Progress(
             progress.SpinnerColumn(),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from app.cli import options
-from app.cli.output import TerminalProgress, print_json, print_lines, speaks
+from app.cli.output import TerminalProgress, print_json, print_lines
 
 
 def report(
@@ -46,7 +46,7 @@ def report(
     if model is not None and ":" in model:
         name_own_model(model)
     request = ReportRequest(output, model, topology, search, execution, strategy)
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         written = write_report(request, database, progress)
     if as_json:
         print_json(written.to_json())

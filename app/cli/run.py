@@ -15,7 +15,6 @@ from app.cli.output import (
     print_json,
     print_lines,
     print_table,
-    speaks,
 )
 from graph.errors import RuntimeFailure, UsageError
 
@@ -129,7 +128,7 @@ def run(
         recorded=RECORDED_STEPS if profile else 0,
         recompute=recompute,
     )
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         report = run_strategy(request, database, progress)
     if report is None:
         return

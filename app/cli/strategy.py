@@ -16,7 +16,6 @@ from app.cli.output import (
     print_lines,
     print_table,
     recomputation_line,
-    speaks,
 )
 from graph.errors import UsageError
 
@@ -185,7 +184,7 @@ def show_strategy(
     from app.services.strategies import strategies
 
     name_own_model(model)
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         shown = strategies.show_strategy(database, strategy, topology, progress)
     if as_json:
         print_json(shown.to_json())
@@ -233,7 +232,7 @@ def diff_strategies(
     from app.services.strategies import strategies
 
     name_own_model(model)
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         difference = strategies.diff_strategies(database, (one, other), topology, progress)
     if as_json:
         print_json(difference.to_json())
@@ -297,7 +296,7 @@ def import_strategy(
     from app.services.strategies import strategies
 
     request = None if model is None else requested_model(model, preset, batch_size, precision)
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         done = strategies.import_strategy(database, file, request, batch_norm, devices, progress)
     if as_json:
         print_json(

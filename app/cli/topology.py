@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli import options
-from app.cli.output import TerminalProgress, print_json, print_lines, print_table, speaks
+from app.cli.output import TerminalProgress, print_json, print_lines, print_table
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _probe_ranks(
         raise UsageError("--devices: was given under torchrun, must be left out; every rank is a device")
     if name is None:
         raise UsageError("--name: is missing, must be given under torchrun; name the topology of its ranks")
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         processor = options.processor(device)
         measured = probe_cluster(database, name, processor, gpus, DEFAULT_TIMEOUT_S, progress)
     if measured is not None:

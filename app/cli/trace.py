@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
-from app.cli.output import (
-    TerminalProgress,
-    milliseconds,
-    percent,
-    print_json,
-    print_lines,
-    print_table,
-    speaks,
-)
+from app.cli.output import TerminalProgress, milliseconds, percent, print_json, print_lines, print_table
 
 if TYPE_CHECKING:
     from app.services.timeline.attribution import Attribution
@@ -66,7 +58,7 @@ def trace(
     from app.services.timeline.trace import trace as write_trace
 
     name_own_model(model)
-    with TerminalProgress(quiet=as_json or not speaks()) as progress:
+    with TerminalProgress(quiet=as_json) as progress:
         report = write_trace(TraceRequest(execution, strategy, topology, output), database, progress)
     if as_json:
         print_json(report.to_json())

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.db import owners
 from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text, row_count, write_file
 from app.db.columns import view
 from app.db.engine import Database, begins_as_sqlite, sqlite_files
@@ -293,13 +292,19 @@ def recover(store: RunStore, search_id: int) -> None:
     folder = trace_folder(store, search_id)
     if not folder.is_dir() or folder.is_symlink() or not owns_traces(store.database):
         return
+    import psutil
+
     # Waits for a process that began to merge it before the search became this one's.
     with shared(folder.parent):
         try:
             for path in folder.glob("*.tmp"):
                 number = path.stem.rpartition(".")[2]
                 # Who goes on with this search at the same moment may be writing already.
-                if re.fullmatch("[0-9]{1,9}", number) and path.is_file() and not owners.is_alive(int(number)):
+                if (
+                    re.fullmatch("[0-9]{1,9}", number)
+                    and path.is_file()
+                    and not psutil.pid_exists(int(number))
+                ):
                     path.unlink(missing_ok=True)
             for kind in STEMS:
                 _recover_kind(store, search_id, kind, folder)

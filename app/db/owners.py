@@ -31,6 +31,8 @@ def this_process() -> str:
 
 def is_dead(owner: str | None, alive_at: datetime | None, now: datetime) -> bool:
     """Return whether a row's process has ended: known on this machine, presumed after a lease elsewhere."""
+    import psutil
+
     try:
         named = json.loads(owner or "")
         number = int(named["pid"])
@@ -41,7 +43,7 @@ def is_dead(owner: str | None, alive_at: datetime | None, now: datetime) -> bool
     if not isinstance(named, dict) or any(named.get(key) != value for key, value in _machine().items()):
         # SQLite may hold anything there.
         return not isinstance(alive_at, datetime) or now - alive_at > timedelta(seconds=LEASE_S)
-    return not is_alive(number) or _start(number) != named.get("started")
+    return not psutil.pid_exists(number) or _start(number) != named.get("started")
 
 
 class Heartbeat:
@@ -86,17 +88,6 @@ def _start(number: int) -> str:
     fields = _text(Path(f"/proc/{number}/stat")).rpartition(")")[2].split()
     # A process that ended, and whose parent has not asked yet, does nothing any more.
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
-
-
-def is_alive(number: int) -> bool:
-    """Return whether this machine has a process of that number."""
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
 
 
 def _text(path: Path) -> str:

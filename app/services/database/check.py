@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,7 @@ class Findings:
             },
             "chunks": {"registered": self.chunk_count, "sound": self.sound_chunks},
             "recorded_executions": len(self.recordings),
-            "damages": [
-                {
-                    "table": damage.table,
-                    "row": damage.row,
-                    "column": damage.column,
-                    "file": damage.file,
-                    "reason": damage.reason,
-                }
-                for damage in self.damages
-            ],
+            "damages": [asdict(damage) for damage in self.damages],
             "stray_files": self.strays,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
@@ -68,16 +68,8 @@ class ModelReport:
 
     def to_json(self, *, axes: bool = False) -> dict[str, Any]:
         """Return the report as a JSON document; with the axes of every operator if asked."""
-        every = [
-            {
-                "name": operator.name,
-                "target": operator.target,
-                "axes": [{"name": axis.name, "kind": axis.kind, "size": axis.size} for axis in operator.axes],
-            }
-            for operator in self.axes
-        ]
         return {
-            **({"axes": every} if axes else {}),
+            **({"axes": [asdict(operator) for operator in self.axes]} if axes else {}),
             "name": self.name,
             "batch_size": self.batch_size,
             "operators": self.operators,

@@ -99,16 +99,7 @@ class ShownStrategy:
             "batch_size": None if self.setting is None else self.setting.batch_size,
             "simulated_step_time_s": self.step_s,
             "measured_median_s": self.measured_s,
-            "operators": [
-                {
-                    "name": operator.name,
-                    "target": operator.target,
-                    "degrees": dict(operator.degrees),
-                    "devices": list(operator.devices),
-                    "cost": None if operator.cost is None else asdict(operator.cost),
-                }
-                for operator in self.operators
-            ],
+            "operators": [asdict(operator) for operator in self.operators],
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
             "sharding": dict(self.sharding),
             "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
