@@ -97,43 +97,16 @@ class ProfileReport:
     device_kind: str
     kinds: tuple[KindReport, ...]
 
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return sum(len(kind.devices) for kind in self.kinds)
-
-    @property
-    def needed(self) -> int:
-        """Number of costs that are needed."""
-        return sum(kind.needed for kind in self.kinds)
-
-    @property
-    def measured(self) -> int:
-        """Number of costs that this run measured."""
-        return sum(kind.measured for kind in self.kinds)
-
-    @property
-    def known(self) -> int:
-        """Number of costs that were stored before, or by another run meanwhile."""
-        return sum(kind.known for kind in self.kinds)
-
-    @property
-    def failures(self) -> tuple[tuple[str, str], ...]:
-        """Operator and reason of each call that could not be measured."""
-        return tuple(failure for kind in self.kinds for failure in kind.failures)
-
     def to_json(self) -> dict[str, object]:
         """Return the report as a JSON document."""
+        failed_operators = [name for kind in self.kinds for name, _ in kind.failures]
+        counted = ("needed", "measured", "known", "again", "unlikely")
         return {
             "device_kind": self.device_kind,
-            "devices": self.devices,
-            "needed": self.needed,
-            "measured": self.measured,
-            "known": self.known,
-            "again": sum(kind.again for kind in self.kinds),
-            "unlikely": sum(kind.unlikely for kind in self.kinds),
-            "failed": len(self.failures),
-            "failed_operators": sorted({name for name, _ in self.failures}),
+            "devices": sum(len(kind.devices) for kind in self.kinds),
+            **{name: sum(getattr(kind, name) for kind in self.kinds) for name in counted},
+            "failed": len(failed_operators),
+            "failed_operators": sorted(set(failed_operators)),
             "kinds": [kind.to_json() for kind in self.kinds],
         }
 

@@ -159,26 +159,13 @@ def _curve(connection: duckdb.DuckDBPyConnection, row: tuple[Any, ...]) -> Searc
         "GROUP BY step // steps ORDER BY step // steps",
         {"search": row[0]},
     ).fetchall()
-    number, model, topology, training, status, proposals, initial_s, best_s, seconds = row
     made: list[int] = [0]
-    best: list[float | None] = [initial_s]
+    best: list[float | None] = [row[6]]  # its initial time
     for count, fastest_ns in points:
         made.append(made[-1] + count)
         candidates = [best[-1], None if fastest_ns is None else fastest_ns / 1e9]
         best.append(min((time_s for time_s in candidates if time_s is not None), default=None))
-    return SearchCurve(
-        id=number,
-        model=model,
-        topology=topology,
-        training=training,
-        status=status,
-        proposals=proposals,
-        initial_s=initial_s,
-        best_s=best_s,
-        seconds=seconds,
-        made=tuple(made),
-        best_so_far_s=tuple(best),
-    )
+    return SearchCurve(*(*row, tuple(made), tuple(best)))
 
 
 def _pairs(connection: duckdb.DuckDBPyConnection, wanted: Filter) -> tuple[MeasuredStrategy, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.services.report.data import Costs, MeasuredStrategy, SearchCurve
@@ -39,9 +39,9 @@ def plain(name: str) -> str:
     return html.escape(shown, quote=False).replace("$", "&#36;")
 
 
-def layout(height: int, x: str, y: str, **more: Any) -> dict[str, Any]:
-    """Return the layout that all figures share, with titles of the axes."""
-    return {
+def drawing(data: Sequence[Mapping[str, Any]], height: int, x: str, y: str, **more: Any) -> Figure:
+    """Return a figure in the layout that all share, with titles of the axes."""
+    layout = {
         "height": height,
         "margin": {"l": 80, "r": 20, "t": 30, "b": 60},
         "hovermode": "closest",
@@ -50,6 +50,12 @@ def layout(height: int, x: str, y: str, **more: Any) -> dict[str, Any]:
         "yaxis": {"title": {"text": y}, **more.pop("yaxis", {})},
         **more,
     }
+    return {"data": list(data), "layout": layout}
+
+
+def scatter(mode: str, name: str, **more: Any) -> dict[str, Any]:
+    """Return lines or markers of a figure."""
+    return {"type": "scatter", "mode": mode, "name": name, **more}
 
 
 def search_curves(curves: Sequence[SearchCurve]) -> Figure:
@@ -61,33 +67,24 @@ def search_curves(curves: Sequence[SearchCurve]) -> Figure:
         seconds = [count / total * (curve.seconds or 0.0) for count in curve.made]
         over_time.append(seconds)
         data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "line": {"shape": "hv"},
-                "name": plain(
-                    f"search {curve.id}: {curve.model} on {curve.topology}, batch {curve.training}"
-                ),
-                "x": list(curve.made),
-                "y": best,
-                "text": [
+            scatter(
+                "lines",
+                plain(f"search {curve.id}: {curve.model} on {curve.topology}, batch {curve.training}"),
+                line={"shape": "hv"},
+                x=list(curve.made),
+                y=best,
+                text=[
                     f"{count} proposals, about {at:.1f} s"
                     for count, at in zip(curve.made, seconds, strict=True)
                 ],
-                "hoverinfo": "text+y+name",
-            }
+                hoverinfo="text+y+name",
+            )
         )
-    buttons = [
-        {"label": label, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": label}]}
-        for label, columns in (("proposals", [curve["x"] for curve in data]), ("seconds", over_time))
-    ]
-    return {
-        "data": data,
-        "layout": layout(
-            460, "proposals", "best step so far (ms)", updatemenus=[_menu(buttons)], showlegend=True,
-            legend={"orientation": "h", "y": -0.2},
-        ),
-    }  # fmt: skip
+    menu = _menu({"proposals": [curve["x"] for curve in data], "seconds": over_time})
+    legend = {"orientation": "h", "y": -0.2}
+    return drawing(
+        data, 460, "proposals", "best step so far (ms)", updatemenus=[menu], showlegend=True, legend=legend
+    )
 
 
 def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
@@ -97,41 +94,33 @@ def predicted_against_measured(pairs: Sequence[MeasuredStrategy]) -> Figure:
         groups[f"{pair.model} on {pair.topology}"].append(pair)
     ends = [value * 1e3 for pair in pairs for value in (pair.predicted_s, pair.measured_s)]
     low, high = min(ends) * 0.8, max(ends) * 1.25
-    line = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "predicted = measured",
-        "x": [low, high],
-        "y": [low, high],
-        "line": {"color": "#999", "dash": "dot"},
-        "hoverinfo": "skip",
-    }
+    line = scatter(
+        "lines",
+        "predicted = measured",
+        x=[low, high],
+        y=[low, high],
+        line={"color": "#999", "dash": "dot"},
+        hoverinfo="skip",
+    )
     points = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": plain(name),
-            "marker": {"size": 9},
-            "x": [strategy.predicted_s * 1e3 for strategy in group],
-            "y": [strategy.measured_s * 1e3 for strategy in group],
-            "text": [
+        scatter(
+            "markers",
+            plain(name),
+            marker={"size": 9},
+            x=[strategy.predicted_s * 1e3 for strategy in group],
+            y=[strategy.measured_s * 1e3 for strategy in group],
+            text=[
                 f"{plain(strategy.source)} {strategy.strategy[:12]}, batch {plain(strategy.training)}<br>predicted "
                 f"{strategy.predicted_s * 1e3:.3f} ms, measured {strategy.measured_s * 1e3:.3f} ms<br>"
                 f"error {(strategy.predicted_s / strategy.measured_s - 1) * 100:+.1f} %"
                 for strategy in group
             ],
-            "hoverinfo": "text+name",
-        }
+            hoverinfo="text+name",
+        )
         for name, group in sorted(groups.items())
     ]
-    axis = {"type": "log"}
-    return {
-        "data": [line, *points],
-        "layout": layout(
-            520, "predicted step (ms)", "measured step, median (ms)", xaxis=axis, yaxis=dict(axis),
-            showlegend=True,
-        ),
-    }  # fmt: skip
+    axes = {"xaxis": {"type": "log"}, "yaxis": {"type": "log"}, "showlegend": True}
+    return drawing([line, *points], 520, "predicted step (ms)", "measured step, median (ms)", **axes)
 
 
 def timeline(timelines: Mapping[str, StepTimeline]) -> Figure:
@@ -150,25 +139,20 @@ def timeline(timelines: Mapping[str, StepTimeline]) -> Figure:
         column["y"] += [track, track, track, None]
         column["text"] += [text, text, text, ""]
     data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": kind,
-            "line": {"width": 14, "color": color, "simplify": False},
-            "hoverinfo": "text",
+        scatter(
+            "lines",
+            kind,
+            line={"width": 14, "color": color, "simplify": False},
+            hoverinfo="text",
             **by_kind[kind],
-        }
+        )
         for kind, color in KIND_COLORS.items()
         if kind in by_kind
     ]
     ticks = {"tickvals": list(range(len(tracks))), "ticktext": [plain(name) for name, _ in tracks]}
-    return {
-        "data": data,
-        "layout": layout(
-            160 + 28 * max(len(tracks), 4), "time in the step (ms)", "",
-            yaxis={**ticks, "range": [len(tracks) - 0.5, -0.5], "automargin": True}, showlegend=True,
-        ),
-    }  # fmt: skip
+    axis = {**ticks, "range": [len(tracks) - 0.5, -0.5], "automargin": True}
+    height = 160 + 28 * max(len(tracks), 4)
+    return drawing(data, height, "time in the step (ms)", "", yaxis=axis, showlegend=True)
 
 
 def _tracks(timelines: Mapping[str, StepTimeline]) -> list[tuple[str, Sequence[Any]]]:
@@ -202,7 +186,7 @@ def memory(peaks: Mapping[str, Sequence[int]], capacities: Sequence[int]) -> Fig
         }
         for strategy, sizes in peaks.items()
     ]
-    return {"data": data, "layout": layout(400, "", "peak memory (MiB)", barmode="group", showlegend=True)}
+    return drawing(data, 400, "", "peak memory (MiB)", barmode="group", showlegend=True)
 
 
 def cost_curves(costs: Costs) -> Figure:
@@ -222,35 +206,29 @@ def cost_curves(costs: Costs) -> Figure:
             for size, columns in by_size.items():
                 columns.append([getattr(point, size) for point in points])
             data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": plain(f"{target} {phase}"),
-                    "x": [point.bytes for point in points],
-                    "y": [point.time_s * 1e6 for point in points],
-                    "marker": {"size": 6, "symbol": "circle" if phase == "forward" else "diamond-open"},
-                    "line": {"width": 0.7},
-                    "visible": True if number < TARGETS_SHOWN // 2 else "legendonly",
-                }
+                scatter(
+                    "lines+markers",
+                    plain(f"{target} {phase}"),
+                    x=[point.bytes for point in points],
+                    y=[point.time_s * 1e6 for point in points],
+                    marker={"size": 6, "symbol": "circle" if phase == "forward" else "diamond-open"},
+                    line={"width": 0.7},
+                    visible=True if number < TARGETS_SHOWN // 2 else "legendonly",
+                )
             )
-    buttons = [
-        {"label": size, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": size}]}
-        for size, columns in by_size.items()
-    ]
-    return {
-        "data": data,
-        "layout": layout(
-            560, "bytes", "time, median (us)", xaxis={"type": "log"}, yaxis={"type": "log"},
-            updatemenus=[_menu(buttons)], showlegend=True,
-        ),
-    }  # fmt: skip
+    axes = {"xaxis": {"type": "log"}, "yaxis": {"type": "log"}, "updatemenus": [_menu(by_size)]}
+    return drawing(data, 560, "bytes", "time, median (us)", showlegend=True, **axes)
 
 
-def _menu(buttons: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _menu(columns: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """Return buttons, each of which draws all lines over other columns and calls the axis like itself."""
     return {
         "type": "buttons",
         "direction": "right",
-        "buttons": list(buttons),
+        "buttons": [
+            {"label": label, "method": "update", "args": [{"x": chosen}, {"xaxis.title.text": label}]}
+            for label, chosen in columns.items()
+        ],
         "x": 1,
         "xanchor": "right",
         "y": 1.08,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
-from app.services.report.figures import Figure, layout, plain
+from app.services.report.figures import Figure, drawing, plain, scatter
 from app.services.timeline.simulated_step import SimulatedStep
 from app.services.timeline.timeline import StepTimeline
 
@@ -39,54 +39,38 @@ def strategy_on_graph(step: SimulatedStep, simulated: StepTimeline) -> Figure:
     drawn = {name: groups[name] for name in shown}
     if len(shown) < len(common):
         drawn[_OTHERS] = sorted(index for name in common if name not in shown for index in groups[name])
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "tensors",
-            "line": {"width": 0.8, "color": "#c3c9cf"},
-            "hoverinfo": "skip",
-            **edges,
-        }
-    ]
+    data = [scatter("lines", "tensors", line={"width": 0.8, "color": "#c3c9cf"}, hoverinfo="skip", **edges)]
     for name, indexes in drawn.items():
         operators = [graph.operators[index] for index in indexes]
+        sizes = [6 + 18 * sqrt(times_ns.get(operator.name, 0) / longest) for operator in operators]
         data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": f"{plain(name)} ({len(indexes)})",
-                "x": [places[index][0] for index in indexes],
-                "y": [places[index][1] for index in indexes],
-                "marker": {
-                    "size": [
-                        6 + 18 * sqrt(times_ns.get(operator.name, 0) / longest) for operator in operators
-                    ],
-                    "line": {"width": 0.5, "color": "#fff"},
-                },
-                "text": [
+            scatter(
+                "markers",
+                f"{plain(name)} ({len(indexes)})",
+                x=[places[index][0] for index in indexes],
+                y=[places[index][1] for index in indexes],
+                marker={"size": sizes, "line": {"width": 0.5, "color": "#fff"}},
+                text=[
                     f"{plain(operator.name)}<br>{plain(operator.target)}<br>"
                     f"{plain(_configuration(operator.space.axes, strategy.configurations[index]))}<br>"
                     f"{times_ns.get(operator.name, 0) / 1e6:.3f} ms over all devices"
                     for index, operator in zip(indexes, operators, strict=True)
                 ],
-                "hoverinfo": "text",
-            }
+                hoverinfo="text",
+            )
         )
     hidden = {"showgrid": False, "zeroline": False}
     rows = max((abs(y) for _, y in places), default=0.0)
-    return {
-        "data": data,
-        "layout": layout(
-            360 + 24 * int(min(rows, 30)),
-            "depth in the graph",
-            "",
-            xaxis=hidden,
-            yaxis={**hidden, "showticklabels": False},
-            showlegend=True,
-            legend={"orientation": "h", "y": -0.2},
-        ),
-    }
+    return drawing(
+        data,
+        360 + 24 * int(min(rows, 30)),
+        "depth in the graph",
+        "",
+        xaxis=hidden,
+        yaxis={**hidden, "showticklabels": False},
+        showlegend=True,
+        legend={"orientation": "h", "y": -0.2},
+    )
 
 
 def _places(step: SimulatedStep) -> list[tuple[float, float]]:
