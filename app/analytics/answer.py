@@ -130,11 +130,11 @@ def _own_words(connection: duckdb.DuckDBPyConnection, sql: str, text: str) -> st
 
 def _distinct(names: list[str]) -> list[str]:
     """Return the names, each once: repeated ones get a number."""
-    found: list[str] = []
+    distinct: list[str] = []
     for name in names:
         number, candidate = 0, name
-        while candidate in found or (number and candidate in names):
+        while candidate in distinct or (number and candidate in names):
             number += 1
             candidate = f"{name}_{number}"
-        found.append(candidate)
-    return found
+        distinct.append(candidate)
+    return distinct

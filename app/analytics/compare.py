@@ -113,8 +113,8 @@ def compare(
     """
     with connect(database) as connection:
         if search is not None:
-            known = connection.execute("SELECT count(*) FROM searches WHERE id = ?", [search]).fetchone()
-            if known == (0,):
+            count = connection.execute("SELECT count(*) FROM searches WHERE id = ?", [search]).fetchone()
+            if count == (0,):
                 raise UsageError(
                     f"search {search}: is not in database {database.name}, must be; search first"
                 )

@@ -180,25 +180,25 @@ def _create_trace_views(
     connection: duckdb.DuckDBPyConnection, database: Database, traces: list[TraceRecord]
 ) -> list[Path]:
     """Create the views of the traces; return the files that they read."""
-    found = {trace.path: file for trace in traces if (file := chunk_file(database, trace)) is not None}
+    files = {trace.path: file for trace in traces if (file := chunk_file(database, trace)) is not None}
     for name, kind in TRACE_VIEWS.items():
-        paths = [trace.path for trace in traces if trace.kind == kind and trace.path in found]
+        paths = [trace.path for trace in traces if trace.kind == kind and trace.path in files]
         try:
-            _create_trace_view(connection, name, kind, [found[path] for path in paths])
+            _create_trace_view(connection, name, kind, [files[path] for path in paths])
         except _duckdb_error():
             # A file that was damaged, or of a Soapstone that wrote other columns, must not hide the rest.
             for path in paths:
-                if not _has_columns(connection, found[path], kind):
-                    del found[path]
-            left = [found[path] for path in paths if path in found]
+                if not _has_columns(connection, files[path], kind):
+                    del files[path]
+            left = [files[path] for path in paths if path in files]
             _create_trace_view(connection, name, kind, left)
     connection.execute("CREATE TABLE present_chunks (path VARCHAR)")
-    if found:
+    if files:
         # No parameters: DuckDB would import pandas for them, and lose an interrupt that comes meanwhile.
         connection.execute(
-            f"INSERT INTO present_chunks VALUES {', '.join(f'({_quoted(path)})' for path in found)}"
+            f"INSERT INTO present_chunks VALUES {', '.join(f'({_quoted(path)})' for path in files)}"
         )
-    return list(found.values())
+    return list(files.values())
 
 
 def _create_trace_view(
@@ -213,8 +213,8 @@ def _create_trace_view(
             parts.append(f"SELECT {', '.join(columns)} FROM read_parquet({_listed(newer)})")
         if older:
             added = {column: f"NULL::{columns[column]} AS {column}" for column in ADDED_COLUMNS[kind]}
-            there = ", ".join(added.get(column, column) for column in columns)
-            parts.append(f"SELECT {there} FROM read_parquet({_listed(sorted(older))})")
+            selected = ", ".join(added.get(column, column) for column in columns)
+            parts.append(f"SELECT {selected} FROM read_parquet({_listed(sorted(older))})")
         query = " UNION ALL ".join(parts)
     else:
         nothing = ", ".join(f"NULL::{type_} AS {column}" for column, type_ in columns.items())
@@ -227,11 +227,11 @@ def _older(connection: duckdb.DuckDBPyConnection, kind: TraceKind, files: list[P
     if kind not in ADDED_COLUMNS:
         return set()
     column = ADDED_COLUMNS[kind][0]
-    found = connection.execute(
+    rows = connection.execute(
         f"SELECT file_name FROM parquet_schema({_listed(files)}) GROUP BY file_name "
         f"HAVING NOT bool_or(name = '{column}')"
     ).fetchall()
-    return {name for (name,) in found}
+    return {name for (name,) in rows}
 
 
 def _listed(files: Iterable[Path | str]) -> str:

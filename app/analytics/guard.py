@@ -61,7 +61,7 @@ def check_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Kind:
     except (duckdb.Error, UnicodeError) as error:
         raise UsageError(f"query: {_reason(error)}; correct it") from None
     if len(statements) != 1:
-        if any(not one.query for one in statements):
+        if any(not statement.query for statement in statements):
             raise UsageError(
                 "query: has a PIVOT that cannot be looked at, must be alone and plain; list its values by IN"
             )
@@ -105,16 +105,16 @@ def _with_listed_pivots(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
         encoded = sql.encode()
         starts = [start for start, _ in duckdb.tokenize(sql)]
         # Never between a function's name and its arguments: what is a source of rows stays one.
-        places = [start for start in starts if start > position and encoded[start : start + 1] != b"("]
-        for place in [*places, len(encoded)]:
+        positions = [start for start in starts if start > position and encoded[start : start + 1] != b"("]
+        for inserted_at in [*positions, len(encoded)]:
             # On a line of its own, since a comment may stand before.
-            listed = (encoded[:place] + _LIST + encoded[place:]).decode()
+            listed = (encoded[:inserted_at] + _LIST + encoded[inserted_at:]).decode()
             try:
                 types = _pivot_types(connection, listed)
             except duckdb.Error:
                 continue
             if types == left - 1:
-                sql, left, position = listed, types, place + len(_LIST)
+                sql, left, position = listed, types, inserted_at + len(_LIST)
                 break
         else:
             position = None
@@ -126,7 +126,9 @@ def _pivot_types(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
     import duckdb
 
     statements = connection.extract_statements(sql)
-    return sum(one.type == duckdb.StatementType.CREATE and not one.query for one in statements)
+    return sum(
+        statement.type == duckdb.StatementType.CREATE and not statement.query for statement in statements
+    )
 
 
 def _explained(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Any]:
@@ -147,7 +149,7 @@ def _explained(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Any]:
         if word is not None and word[0].upper() in (b"ANALYZE", b"ANALYSE"):
             rests.append(encoded[starts[2] :])
         elif texts[1].startswith(b"("):
-            close = next((place for place, text in enumerate(texts) if text.startswith(b")")), None)
+            close = next((index for index, text in enumerate(texts) if text.startswith(b")")), None)
             if close is not None:
                 rests.append(encoded[starts[close + 1] :])
     return _trees(connection, [rest.decode() for rest in rests])
@@ -155,7 +157,7 @@ def _explained(connection: duckdb.DuckDBPyConnection, sql: str) -> list[Any]:
 
 def _trees(connection: duckdb.DuckDBPyConnection, texts: list[str]) -> list[Any]:
     """Return the parse trees of the texts that are one SELECT."""
-    found = []
+    trees = []
     for text in texts:
         # Not as a parameter: DuckDB then imports pandas by itself, and loses an interrupt that comes meanwhile.
         literal = "'" + text.replace("'", "''") + "'"
@@ -166,8 +168,8 @@ def _trees(connection: duckdb.DuckDBPyConnection, texts: list[str]) -> list[Any]
         except RecursionError:
             raise UsageError("query: is nested too deeply, must be simpler; split it") from None
         if not document["error"] and len(document["statements"]) == 1:
-            found.append(document["statements"][0])
-    return found
+            trees.append(document["statements"][0])
+    return trees
 
 
 def _check(node: Any, ctes: frozenset[str]) -> None:

@@ -96,9 +96,9 @@ class Listener:
             sys.__unraisablehook__(ignored)
             return
         self._raised = False
-        again = threading.Timer(RETRY_S, os.kill, (os.getpid(), self.first))
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(RETRY_S, os.kill, (os.getpid(), self.first))
+        timer.daemon = True
+        timer.start()
 
     def _watch(self) -> None:
         """Read every signal as it arrives, even while the main thread does not return to Python."""

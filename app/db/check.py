@@ -35,22 +35,22 @@ def check() -> list[str]:
     from alembic.script import ScriptDirectory
 
     heads = ScriptDirectory.from_config(alembic_config()).get_heads()
-    found = (
+    problems = (
         [] if heads == [HEAD] else [f"migrations: newest is {heads}, app.db.schema.HEAD is {HEAD!r}; set it"]
     )
     with tempfile.TemporaryDirectory() as folder:
         url = resolve_url(Path(folder) / "check.sqlite")
         upgrade(url)
-        found += [f"models: differ from the migrations: {difference}" for difference in differences(url)]
-    return found
+        problems += [f"models: differ from the migrations: {difference}" for difference in differences(url)]
+    return problems
 
 
 def main() -> int:
     """Print the disagreements; return the exit code."""
-    found = check()
-    for line in found:
+    problems = check()
+    for line in problems:
         sys.stdout.write(f"{line}\n")
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

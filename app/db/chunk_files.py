@@ -121,10 +121,10 @@ def read_table(
 
     with readable(path):
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            there = file.schema_arrow
-            if reason := _other_columns(there, kind):
+            schema = file.schema_arrow
+            if reason := _other_columns(schema, kind):
                 raise damaged_chunk(path, reason)
-            names = [name for name in columns or there.names if name in there.names]
+            names = [name for name in columns or schema.names if name in schema.names]
             if filters is None:
                 return file.read(names).replace_schema_metadata()
         # Imports pandas, which takes as long as writing a hundred chunks.

@@ -51,10 +51,12 @@ def lists(rows: Sequence[Sequence[int] | None], valid: Mask | None = None) -> pa
     """Return lists of 32-bit numbers as an Arrow column; `valid` says which of them are not None."""
     import pyarrow as pa
 
-    there = [row for row in rows if row is not None]
+    valid_rows = [row for row in rows if row is not None]
     lengths = np.zeros(len(rows), np.int32)
-    lengths[slice(None) if valid is None else valid] = np.fromiter(map(len, there), np.int32, len(there))
-    items = np.fromiter(chain.from_iterable(there), np.int32, int(lengths.sum()))
+    lengths[slice(None) if valid is None else valid] = np.fromiter(
+        map(len, valid_rows), np.int32, len(valid_rows)
+    )
+    items = np.fromiter(chain.from_iterable(valid_rows), np.int32, int(lengths.sum()))
     return pa.Array.from_buffers(
         pa.list_(pa.int32()),
         len(rows),

@@ -234,8 +234,8 @@ def _postgresql_url(url: sa.URL) -> sa.URL:
 
 def _without_password(text: str) -> str:
     scheme, _, rest = text.partition("://")
-    credentials, at, place = rest.rpartition("@")
-    return f"{scheme}://{credentials.partition(':')[0]}:***@{place}" if at else text
+    credentials, separator, host = rest.rpartition("@")
+    return f"{scheme}://{credentials.partition(':')[0]}:***@{host}" if separator else text
 
 
 def _check_sqlite_path(path: Path) -> None:

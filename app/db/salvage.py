@@ -97,12 +97,12 @@ class Source:
         except LostRow as error:
             reason = error.reason
         lost = 0
-        there = self._numbers(table)
-        for number in sorted((there | _between(read | there)) - read):
+        numbers = self._numbers(table)
+        for number in sorted((numbers | _between(read | numbers)) - read):
             try:
                 found = self.first(sa.select(table).where(table.c.id == number))
             except LostRow as error:
-                if number in there:
+                if number in numbers:
                     lost += 1
                     yield LostRow(number, error.reason)
                 continue
@@ -120,12 +120,12 @@ class Source:
             with suppress(LostRow):
                 for row in self.all(named.bindparams(table=table.name)):
                     sources.append(f'INDEXED BY "{row["name"]}"')
-        found: set[int] = set()
+        numbers: set[int] = set()
         for source in sources:
             with suppress(LostRow):
                 for row in self.all(sa.text(f"SELECT id FROM {table.name} {source}")):
-                    found.add(row["id"])
-        return found
+                    numbers.add(row["id"])
+        return numbers
 
     def _lost(self, error: exc.DBAPIError) -> LostRow:
         if not is_damage(error):

@@ -206,8 +206,8 @@ def _check_known(url: sa.URL, revision: str) -> None:
         return
     from alembic.script import ScriptDirectory
 
-    known = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
-    if revision not in known:
+    revisions = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    if revision not in revisions:
         raise DatabaseError(
             f"database {display_name(url)}: schema is {revision}, this Soapstone knows up to {HEAD} and is older than "
             "the database; install a newer Soapstone"

@@ -102,7 +102,7 @@ class CostStore(StorePart):
         """
         costs, signatures = models.op_costs, models.op_signatures
         query = sa.select(costs, *(column.label(f"op_signature_{column.name}") for column in signatures.c))
-        found: dict[tuple[str, Phase], OpCostRecord] = {}
+        cost_of: dict[tuple[str, Phase], OpCostRecord] = {}
         with self.read() as connection:
             for selected in _of_signatures(query, device_kind_id, environments, digests):
                 for row in connection.execute(selected).mappings():
@@ -112,8 +112,8 @@ class CostStore(StorePart):
                         {column.name: row[f"op_signature_{column.name}"] for column in signatures.c},
                     )
                     cost = record_of(connection, OpCostRecord, {**row, "signature": signature})
-                    found[signature.digest, cost.phase] = cost
-        return found
+                    cost_of[signature.digest, cost.phase] = cost
+        return cost_of
 
     def op_cost_medians(
         self,
@@ -122,8 +122,8 @@ class CostStore(StorePart):
         digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], float | None]:
         """Return the median of the samples of each cost that `op_costs` returns, None where the measurement failed."""
-        found = self._op_cost_medians(device_kind_id, environments, digests)
-        return {(cost.digest, cost.phase): cost.median_s for cost in found}
+        medians = self._op_cost_medians(device_kind_id, environments, digests)
+        return {(cost.digest, cost.phase): cost.median_s for cost in medians}
 
     def op_launches(
         self,
@@ -132,8 +132,8 @@ class CostStore(StorePart):
         digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], float]:
         """Return the seconds in which the host issues each call that `op_costs` returns, where they were measured."""
-        found = self._op_cost_medians(device_kind_id, environments, digests)
-        return {(cost.digest, cost.phase): cost.launch_s for cost in found if cost.launch_s is not None}
+        medians = self._op_cost_medians(device_kind_id, environments, digests)
+        return {(cost.digest, cost.phase): cost.launch_s for cost in medians if cost.launch_s is not None}
 
     def _op_cost_medians(
         self,
@@ -201,14 +201,16 @@ class CostStore(StorePart):
             kinds = read_all(connection, DeviceKindRecord, sa.select(models.device_kinds))
             environments = read_all(connection, EnvironmentRecord, sa.select(models.environments))
         kind_of = Referred("device_kinds", ((kind.id, kind) for kind in kinds))
-        environment_of = Referred("environments", ((one.id, one) for one in environments))
+        environment_of = Referred(
+            "environments", ((environment.id, environment) for environment in environments)
+        )
         groups: dict[tuple[int, int], list[sa.Row[Any]]] = {}
         for row in rows:
             if not isinstance(row.oldest, datetime) or not isinstance(row.newest, datetime):
                 name = row_name(self.database.name, "op_costs or link_fits", "-", "measured_at")
                 raise damaged_row(name, f"{row.newest!r} is no moment")
             groups.setdefault((row.device_kind_id, row.environment_id), []).append(row)
-        found = [
+        summaries = [
             CostSummary(
                 device_kind=kind_of[kind_id],
                 environment=environment_of[environment_id],
@@ -220,8 +222,8 @@ class CostStore(StorePart):
             )
             for (kind_id, environment_id), group in groups.items()
         ]
-        found.sort(key=lambda summary: (summary.device_kind.id, summary.environment.id))
-        return sorted(found, key=lambda summary: summary.newest, reverse=True)
+        summaries.sort(key=lambda summary: (summary.device_kind.id, summary.environment.id))
+        return sorted(summaries, key=lambda summary: summary.newest, reverse=True)
 
 
 def _held(table: sa.Table, measured: Any, failed: Any, link_fits: Any) -> sa.Select[Any]:

@@ -83,9 +83,9 @@ class NounStore(StorePart):
             UsageError: there is no such strategy, or several digests begin so.
         """
         if isinstance(reference, int) or (reference.isdecimal() and len(reference) < 18):
-            found = self._first(StrategyRecord, id=int(reference))
-            if found is not None:
-                return found
+            record = self._first(StrategyRecord, id=int(reference))
+            if record is not None:
+                return record
         text = str(reference)
         if not isinstance(reference, int) and len(text) >= _SHORTEST_PREFIX:
             matches = self._beginning_with(text.lower())
@@ -151,10 +151,12 @@ class NounStore(StorePart):
         )
         with self.read() as connection:
             ranked = read_all(connection, SimulationRecord, query)
-            chosen = sa.select(strategies).where(strategies.c.id.in_([one.strategy_id for one in ranked]))
+            chosen = sa.select(strategies).where(
+                strategies.c.id.in_([record.strategy_id for record in ranked])
+            )
             records = read_all(connection, StrategyRecord, chosen)
-            strategy_of = Referred("strategies", ((one.id, one) for one in records))
-        return [RankedStrategy(strategy_of[one.strategy_id], one) for one in ranked]
+            strategy_of = Referred("strategies", ((record.id, record) for record in records))
+        return [RankedStrategy(strategy_of[record.strategy_id], record) for record in ranked]
 
     def searched_settings(self, model: str) -> list[SearchedSetting]:
         """Return for which topologies, trainings and sizes of a network a strategy was found that fits its devices."""

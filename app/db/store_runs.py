@@ -74,7 +74,7 @@ class RunStore(StorePart):
         """
         table = models.searches
         before = self.search(search_id)
-        again = {
+        changes = {
             "status": "running",
             "finished_at": None,
             "owner": owners.this_process(),
@@ -85,7 +85,7 @@ class RunStore(StorePart):
             # Two processes may try at once: one of them finds it running.
             stopped = sa.and_(table.c.id == search_id, table.c.status == before.status)
             with self.write() as connection:
-                changed = connection.execute(table.update().where(stopped).values(again)).rowcount
+                changed = connection.execute(table.update().where(stopped).values(changes)).rowcount
         if not changed:
             status = self.search(search_id).status
             advice = "start a new one" if status == "finished" else "wait for it, or stop it first"
@@ -114,10 +114,10 @@ class RunStore(StorePart):
             ended_at = row["alive_at"] or now
             self._change_owned(models.executions, row["id"], row["owner"], _interrupted(ended_at))
         ended: list[int] = []
-        mine = owners.this_process()
+        this_process = owners.this_process()
         for row in dead["searches"]:
             # Others may find it at the same moment: one of them takes it.
-            taken = {"owner": mine, "alive_at": now}
+            taken = {"owner": this_process, "alive_at": now}
             if not self._change_owned(models.searches, row["id"], row["owner"], taken):
                 continue
             try:
@@ -126,7 +126,9 @@ class RunStore(StorePart):
             finally:
                 last = {"owner": row["owner"], "alive_at": row["alive_at"]}
                 ended_at = row["alive_at"] or now
-                self._change_owned(models.searches, row["id"], mine, {**last, **_interrupted(ended_at)})
+                self._change_owned(
+                    models.searches, row["id"], this_process, {**last, **_interrupted(ended_at)}
+                )
             ended.append(row["id"])
         return ended
 
@@ -136,12 +138,12 @@ class RunStore(StorePart):
         Raises:
             UsageError: there is no such search.
         """
-        found = self._first(SearchRecord, id=search_id)
-        if found is None:
+        record = self._first(SearchRecord, id=search_id)
+        if record is None:
             raise UsageError(
                 f"search {search_id}: is not in database {self.database.name}, must be; list them by: app db status"
             )
-        return found
+        return record
 
     def searches(self, *, graph_id: int | None = None, limit: int = 100) -> list[SearchRecord]:
         """Return the newest searches, of one graph if asked."""
@@ -295,10 +297,10 @@ class RunStore(StorePart):
         Raises:
             DatabaseError: there is no such execution.
         """
-        found = self._first(ExecutionRecord, id=execution_id)
-        if found is None:
+        record = self._first(ExecutionRecord, id=execution_id)
+        if record is None:
             raise DatabaseError(f"execution {execution_id}: is not in database {self.database.name}, must be")
-        return found
+        return record
 
     def executions(self, *, strategy_id: int | None = None, limit: int = 100) -> list[ExecutionRecord]:
         """Return the newest executions, of one strategy if asked."""

@@ -80,7 +80,7 @@ def _readers(kind: type) -> tuple[tuple[str, Reader], ...]:
 def _reader(hint: Any) -> Reader:
     """Return the function that reads a value of a field's type."""
     if isinstance(hint, UnionType):
-        (inner,) = (_reader(one) for one in get_args(hint) if one is not NoneType)
+        (inner,) = (_reader(argument) for argument in get_args(hint) if argument is not NoneType)
         return lambda value: None if value is None else inner(value)
     origin = get_origin(hint)
     if origin is Literal:
@@ -166,10 +166,10 @@ def _check_topology(row: Row, _values: Row) -> None:
 
 
 def _check_environment(row: Row, values: Row) -> None:
-    found = digest(values["facts"])
-    if found != row["fingerprint"]:
+    fingerprint = digest(values["facts"])
+    if fingerprint != row["fingerprint"]:
         raise Fault(
-            "facts", f"has the digest {found[:12]}, column fingerprint says {row['fingerprint'][:12]}"
+            "facts", f"has the digest {fingerprint[:12]}, column fingerprint says {row['fingerprint'][:12]}"
         )
 
 
@@ -196,7 +196,7 @@ def _is_configuration(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("degrees", {}), dict):
         return False
     devices, degrees = entry.get("devices"), entry.get("degrees", {})
-    return isinstance(devices, list) and all(type(one) is int for one in (*devices, *degrees.values()))
+    return isinstance(devices, list) and all(type(number) is int for number in (*devices, *degrees.values()))
 
 
 _CONTENTS: dict[type, Callable[[Row, Row], None]] = {

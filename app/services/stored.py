@@ -100,11 +100,11 @@ def strategy_in(graph: GraphRecord, described: dict[str, Any], record: StrategyR
             for operator in operators
             for entry in [document["operators"][operator["name"]]]
         )
-        shared = document.get("sharding", {})
+        levels = document.get("sharding", {})
         weights = [name for name, _, kind, _ in described["values"] if kind == ValueKind.WEIGHT]
-        sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in weights)
-        places = {name: index for index, name in enumerate(names)}
-        again = recomputation_from_json(document.get("recomputation", []), places)
-        strategy = Strategy(graph.digest, configurations, sharding, again)
+        sharding = tuple(Sharding(levels.get(name, Sharding.NONE)) for name in weights)
+        operator_index = {name: index for index, name in enumerate(names)}
+        recomputation = recomputation_from_json(document.get("recomputation", []), operator_index)
+        strategy = Strategy(graph.digest, configurations, sharding, recomputation)
     check_digest(record, strategy)
     return strategy

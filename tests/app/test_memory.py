@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from app.services.predict.peak_memory import footprints, shares
+from app.services.predict.peak_memory import predicted_peaks, shares
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.training import Training
@@ -74,7 +74,7 @@ def test_devices_of_a_split_batch_share_a_walk_but_not_those_of_a_split_network(
 
 def test_devices_without_work_take_nothing() -> None:
     graph = graph_of("perceptron")
-    found = footprints(graph, in_turn(graph, [0]), devices(3), Training(1))
+    found = predicted_peaks(graph, in_turn(graph, [0]), devices(3), Training(1))
     assert found is not None
     assert [one.peak_bytes > 0 for one in found] == [True, False, False]
 
@@ -84,5 +84,5 @@ def test_devices_that_all_differ_are_walked_up_to_a_limit(most: int, *, walked: 
     graph = graph_of("perceptron")
     count = len(graph.operators)
     strategy = in_turn(graph, range(count))
-    found = footprints(graph, strategy, devices(count), Training(1), most_operators=count * count + most)
+    found = predicted_peaks(graph, strategy, devices(count), Training(1), most_operators=count * count + most)
     assert (found is not None) == walked

@@ -322,10 +322,10 @@ def fit_records(
             LinkFitRecord(pattern, size, link.latency_s, link.bandwidth_bytes_per_s, residual=link.residual)
         )
     for kind in sorted(set(kinds)) if len(set(kinds)) > 1 else ():
-        places = [rank for rank in range(count) if kinds[rank] == kind]
-        pattern = f"{CONTENTION} {members_text([indices[rank] for rank in places])}"
+        ranks = [rank for rank in range(count) if kinds[rank] == kind]
+        pattern = f"{CONTENTION} {members_text([indices[rank] for rank in ranks])}"
         if len(pattern) <= LONGEST_PATTERN:
-            factor = statistics.median(result.contentions[rank] for rank in places)
+            factor = statistics.median(result.contentions[rank] for rank in ranks)
             records.append(LinkFitRecord(pattern, count, contention_factor=factor))
     if len(result.contention_of) > 1:
         records += [

@@ -138,14 +138,14 @@ class DatabaseCosts:
 
     def read_again(self, digests: Collection[str]) -> None:
         """Read the stored costs of these calls again: they were measured since. Estimates then rest on these."""
-        again = set(digests)
-        for name in again:
+        renewed = set(digests)
+        for name in renewed:
             self._failed.discard(name)
             self._errors.pop(name, None)
-        self._measured = {key: time_s for key, time_s in self._measured.items() if key[0] not in again}
+        self._measured = {key: time_s for key, time_s in self._measured.items() if key[0] not in renewed}
         self._estimator = None
         self._usual_launches = {}
-        self._load(again)
+        self._load(renewed)
 
     def copies(self) -> bool:
         """Prepare for a fork; return whether forked copies may be asked for costs: not where it measures."""

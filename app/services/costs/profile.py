@@ -406,8 +406,8 @@ class Measurer:
             return measured
         if self._doubts is None:
             self._doubts = Doubts(self._store, self._group)
-        again = self._doubts.settle([*calls, *checked], self.measure_again)
-        return replace(measured, replaced=frozenset(again))
+        renewed = self._doubts.settle([*calls, *checked], self.measure_again)
+        return replace(measured, replaced=frozenset(renewed))
 
     def unlikely(self) -> list[UnlikelyCost]:
         """Return the costs of all calls that were measured or checked that others of their operators make unlikely."""

@@ -117,7 +117,7 @@ def put_measured(store: Store, topology: Topology, probe: LinkProbe, environment
     """
     environment = store.environment(environment_id)
     kinds = [device.kind_name for device in topology.devices]
-    places = range(len(kinds))
+    ranks = range(len(kinds))
     kind_id = store.put_device_kind(
         DeviceKindRecord(
             name=_links_kind(topology.name, topology.digest),
@@ -129,8 +129,8 @@ def put_measured(store: Store, topology: Topology, probe: LinkProbe, environment
             },
         )
     )
-    store.put_link_costs(kind_id, environment_id, cost_records(probe, places, alike=False))
-    store.put_link_fits(kind_id, environment_id, fit_records(probe, places, kinds, alike=False))
+    store.put_link_costs(kind_id, environment_id, cost_records(probe, ranks, alike=False))
+    store.put_link_fits(kind_id, environment_id, fit_records(probe, ranks, kinds, alike=False))
     store.put_topology(
         TopologyRecord(topology.digest, topology.name, len(topology.devices), topology.to_json())
     )

@@ -83,12 +83,12 @@ def export(database: str | None, sql: str, file_format: Format, path: Path, limi
         target = checked_target(path, opened, "--output")
         with replacing(target, "--output") as temporary:
 
-            def write(found: Answer) -> int:
+            def write(result: Answer) -> int:
                 if file_format == "parquet":
-                    return write_parquet(found, temporary)
+                    return write_parquet(result, temporary)
                 write_text = write_csv if file_format == "csv" else write_json
                 with open(temporary, "w", encoding="utf-8", newline="") as file:
-                    return write_text(found, file)
+                    return write_text(result, file)
 
             return _used(opened, sql, write, limits)
 
@@ -101,16 +101,16 @@ def chosen_format(given: str | None, output: Path | None) -> Format:
     """
     suffix = output.suffix.lower().removeprefix(".") if output is not None else ""
     name = given or (suffix if suffix in FORMATS else "table")
-    for known in FORMATS:
-        if name == known:
+    for file_format in FORMATS:
+        if name == file_format:
             break
     else:
         raise UsageError(f"--format: is {name}, must be one of {', '.join(FORMATS)}; choose one of them")
-    if known == "parquet" and output is None:
+    if file_format == "parquet" and output is None:
         raise UsageError("--format parquet: has no file, must have one; name it by --output")
-    if known == "table" and output is not None:
+    if file_format == "table" and output is not None:
         raise UsageError(f"--output {output}: is for csv, json and parquet; choose one by --format")
-    return known
+    return file_format
 
 
 @contextmanager

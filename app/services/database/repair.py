@@ -65,16 +65,16 @@ def repair(database: str | None, new: str) -> tuple[Findings, Repaired]:
         try:
             with engine.begin() as connection:
                 writer = _Writer(connection, made, target.name)
-                found = check(database, writer.take)
+                findings = check(database, writer.take)
                 writer.finish()
-                recordings = _copied(found.recordings, made.trace_folder / FOLDER)
+                recordings = _copied(findings.recordings, made.trace_folder / FOLDER)
         except exc.DBAPIError as error:
             raise database_failure(target.name, error) from None
         except OSError as error:
             raise unwritable(target.trace_folder, error) from None
         finally:
             engine.dispose()
-    return found, Repaired(target.name, dict(writer.written), writer.files, recordings)
+    return findings, Repaired(target.name, dict(writer.written), writer.files, recordings)
 
 
 class _Writer:
@@ -133,14 +133,14 @@ class _Writer:
         changed: dict[str, Any] = {}
         folder = self._target.trace_folder
         if table is models.traces and file is not None:
-            place = folder / f"search-{row['search_id']}"
-            place.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, place / file.name)
+            search_folder = folder / f"search-{row['search_id']}"
+            search_folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, search_folder / file.name)
             self.files += 1
-            changed["path"] = (place / file.name).relative_to(self._target.trace_root).as_posix()
+            changed["path"] = (search_folder / file.name).relative_to(self._target.trace_root).as_posix()
         if table is models.searches and row["trace_path"] is not None:
-            place = folder / f"search-{row['id']}"
-            changed["trace_path"] = place.relative_to(self._target.trace_root).as_posix()
+            search_folder = folder / f"search-{row['id']}"
+            changed["trace_path"] = search_folder.relative_to(self._target.trace_root).as_posix()
         if row.get("status") == "running":
             changed |= {"status": "interrupted", "finished_at": row["alive_at"] or utc_now()}
         return row | changed
@@ -155,8 +155,8 @@ def _first(error: exc.DBAPIError) -> exc.DBAPIError:
 
 def _check_new(target: Database) -> None:
     """Check that there is nothing yet where the new database is to be."""
-    beside = target.trace_folder
-    there = beside.is_dir() and any(beside.iterdir())
+    trace_folder = target.trace_folder
+    has_traces = trace_folder.is_dir() and any(trace_folder.iterdir())
     if target.url.get_backend_name() == "sqlite":
         file = Path(str(target.url.database))
         named = [
@@ -166,8 +166,8 @@ def _check_new(target: Database) -> None:
             raise _there_already(named[0])
     elif schema.status(target.url.render_as_string(hide_password=False))[0] is not None:
         raise UsageError(f"--repair: database {target.name} is not empty, must be; make a new one")
-    if there or (beside.exists() and not beside.is_dir()):
-        raise UsageError(f"--repair: {beside} is there already, must be new; choose another name")
+    if has_traces or (trace_folder.exists() and not trace_folder.is_dir()):
+        raise UsageError(f"--repair: {trace_folder} is there already, must be new; choose another name")
 
 
 @contextmanager

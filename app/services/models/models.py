@@ -127,8 +127,8 @@ def stored_request(document: object, where: str) -> ModelRequest:
 
 
 def _is_model(document: object) -> TypeGuard[Mapping[str, Any]]:
-    known = {"name", "preset", "batch_size", "precision"}
-    if not (isinstance(document, Mapping) and "name" in document and document.keys() <= known):
+    keys = {"name", "preset", "batch_size", "precision"}
+    if not (isinstance(document, Mapping) and "name" in document and document.keys() <= keys):
         return False
     texts = [document[key] for key in ("name", "preset") if key in document]
     size = document.get("batch_size")
@@ -189,11 +189,11 @@ def _load_factory(name: str, folder: str) -> Callable[..., Any]:
         raise ImportFailure(
             f"model {name}: module {module_name} failed while it was imported ({_reason(error)}); correct it"
         ) from error
-    found = Path(getattr(module, "__file__", None) or "").resolve()
+    module_file = Path(getattr(module, "__file__", None) or "").resolve()
     local = Path(folder or ".") / top
     if (local.is_dir() or local.with_suffix(".py").is_file()) and Path(
         folder or "."
-    ).resolve() not in found.parents:
+    ).resolve() not in module_file.parents:
         raise UsageError(
             f"model {name}: {top} here is hidden by an installed package of that name, must have a name of its own; "
             "rename it"
@@ -224,8 +224,8 @@ def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None
     except (Exception, SystemExit) as error:
         from graph.importing import locations
 
-        place = locations.of_error(error)
-        at = f" at {place}" if place else ""
+        location = locations.of_error(error)
+        at = f" at {location}" if location else ""
         # On meta a tensor has no numbers to read; where that is not the reason, it fails again.
         raise NeedsDataError(
             f"model {name}: its factory failed{at} ({_reason(error)}), must return (module, args, kwargs); correct it"
@@ -246,7 +246,9 @@ def _takes_batch_size(factory: Callable[..., Any]) -> bool:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some of C
         return False
-    return "batch_size" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "batch_size" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _reason(error: BaseException) -> str:

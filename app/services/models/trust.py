@@ -48,8 +48,8 @@ def remember(model: str, folder: str) -> None:
     from app.services.files import replacing  # not at the top: workers of a run need no database
 
     entry = _entry(model, folder)
-    known = _consents()
-    if not entry["files"] or entry in known:
+    consents = _consents()
+    if not entry["files"] or entry in consents:
         return
     file = consents_file()
     if file is None or _is_of_others(file):
@@ -58,7 +58,7 @@ def remember(model: str, folder: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, "models named by --model:") as temporary:
-            temporary.write_text(json.dumps([*known, entry], indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps([*consents, entry], indent=1) + "\n", encoding="utf-8")
     except (OSError, SoapstoneError):
         _not_kept.append(entry)
 

@@ -33,7 +33,7 @@ NEXT_TO_NOTHING = 0.002
 
 
 @rare_collection()
-def footprints(
+def predicted_peaks(
     graph: OperatorGraph,
     strategy: Strategy,
     topology: Topology,
@@ -57,13 +57,13 @@ def footprints(
     if len(first) * len(graph.operators) > most_operators:
         return None
     try:
-        walked = {
+        peak_of = {
             key: trace_memory(plan, training, device, key[0]) if key[1] else UNUSED
             for key, device in first.items()
         }
     except RuntimeFailure:
         return None
-    return tuple(walked[key] for key in keys)
+    return tuple(peak_of[key] for key in keys)
 
 
 def shares(plan: Plan, count: int) -> tuple[tuple[int, ...], ...]:

@@ -36,7 +36,7 @@ from app.services.costs.precisions import check_topology, in_precision
 from app.services.costs.profile import Measurer
 from app.services.costs.topologies import LOCAL, named_topology
 from app.services.models.models import ImportedModel
-from app.services.predict.peak_memory import footprints
+from app.services.predict.peak_memory import predicted_peaks
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
@@ -294,7 +294,7 @@ def executions_by_kind(setting: Setting, strategy: Strategy) -> dict[str, dict[L
         (cost_class(graph, operator), configuration)
         for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
     )
-    found: dict[str, dict[str, LocalCall]] = {}
+    calls_of: dict[str, dict[str, LocalCall]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
         count = layers.pop((cost_class(graph, operator), configuration), 0)
@@ -308,11 +308,11 @@ def executions_by_kind(setting: Setting, strategy: Strategy) -> dict[str, dict[L
         by_id = {id(call): call for call in calls}
         for (kind_name, identity), number in tasks.items():
             call = replace(by_id[identity], bindings=())
-            found.setdefault(kind_name, {}).setdefault(call.digest, call)
+            calls_of.setdefault(kind_name, {}).setdefault(call.digest, call)
             counts[kind_name, call.digest] += count * number
     return {
         kind_name: {call: counts[kind_name, name] for name, call in of_kind.items()}
-        for kind_name, of_kind in found.items()
+        for kind_name, of_kind in calls_of.items()
     }
 
 
@@ -363,9 +363,9 @@ def predict(
     resolve_costs(setting, calls)
     simulation = simulate_tasks(setting.builder.build(strategy), order)
     if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
-        walked = footprints(setting.model.graph, strategy, setting.topology, setting.training)
-        if walked is not None:
-            simulation = simulation.with_peaks([footprint.peak_bytes for footprint in walked])
+        peaks = predicted_peaks(setting.model.graph, strategy, setting.topology, setting.training)
+        if peaks is not None:
+            simulation = simulation.with_peaks([peak.peak_bytes for peak in peaks])
     strategy_id = store.put_strategy(
         StrategyRecord(
             digest=strategy.digest,

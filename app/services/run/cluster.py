@@ -148,10 +148,10 @@ def check_ranks(topology: Topology, ranks: Sequence[RankDevice], *, measured: bo
             "process that torchrun started; start as many, or pass another topology"
         )
     nodes = nodes_of([member.host for member in ranks])
-    there = [(device.node, device.kind_name) for device in topology.devices]
-    if measured and there != [(node, member.kind.name) for node, member in zip(nodes, ranks, strict=True)]:
+    devices = [(device.node, device.kind_name) for device in topology.devices]
+    if measured and devices != [(node, member.kind.name) for node, member in zip(nodes, ranks, strict=True)]:
         raise UsageError(
-            f"topology {topology.name}: was measured between {len({node for node, _ in there})} hosts with other "
+            f"topology {topology.name}: was measured between {len({node for node, _ in devices})} hosts with other "
             f"devices than these {len(set(nodes))} have, must be that of the ranks; measure them: app topology probe "
             "--name"
         )

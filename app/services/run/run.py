@@ -384,8 +384,8 @@ def _launch(job: Job, machine: LocalMachine, timeout_s: float) -> JobResult | No
     """Start a process for each of this machine's devices."""
     from runtime.launch.torchrun import launch
 
-    places = [device.core if device.core is not None else device.index for device in machine.devices]
-    return launch(job, places, machine.processor, timeout_s=timeout_s)
+    cores_or_gpus = [device.core if device.core is not None else device.index for device in machine.devices]
+    return launch(job, cores_or_gpus, machine.processor, timeout_s=timeout_s)
 
 
 def _finish(

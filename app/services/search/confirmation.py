@@ -107,7 +107,7 @@ def finalists(
     of_results = [chain.strategy for result in results for chain in result.chains]
     of_results += [result.strategy for result in results]
     best = _simulated(setting, names.get(winner, "found"), winner, order)
-    found, named = (
+    also_found, named = (
         sorted(
             (
                 _simulated(setting, names.get(strategy, "also found"), strategy, order)
@@ -118,7 +118,7 @@ def finalists(
         for strategies in (dict.fromkeys(of_results), names)
     )
     baseline = [finalist for finalist in named if finalist.strategy != winner][:1]
-    others = [finalist for finalist in (*found[:MOST_FOUND], *baseline) if finalist.strategy != winner]
+    others = [finalist for finalist in (*also_found[:MOST_FOUND], *baseline) if finalist.strategy != winner]
     compared = {finalist.strategy: finalist for finalist in (best, *others)}
     return [finalist for finalist in compared.values() if not finalist.predicted.excess_bytes]
 
@@ -144,7 +144,7 @@ def confirm(setting: Setting, search_id: int, compared: Sequence[Finalist], orde
     for kind_name, of_kind in calls.items():
         setting.measurers[kind_name].measure_again(of_kind)
     measured = with_costs_read_again(setting, calls)
-    again = [_simulated(measured, finalist.name, finalist.strategy, order) for finalist in compared]
+    resimulated = [_simulated(measured, finalist.name, finalist.strategy, order) for finalist in compared]
     confirmation = Confirmation(
         search_id,
         sum(map(len, calls.values())),
@@ -153,15 +153,17 @@ def confirm(setting: Setting, search_id: int, compared: Sequence[Finalist], orde
             ConfirmedStep(
                 before.name, before.strategy.digest, before.predicted.seconds, after.predicted.seconds
             )
-            for before, after in zip(compared, again, strict=True)
+            for before, after in zip(compared, resimulated, strict=True)
         ),
     )
-    return Confirmed(measured, tuple(sorted(again, key=lambda finalist: finalist.predicted)), confirmation)
+    return Confirmed(
+        measured, tuple(sorted(resimulated, key=lambda finalist: finalist.predicted)), confirmation
+    )
 
 
 def _simulated(setting: Setting, name: str, strategy: Strategy, order: Order) -> Finalist:
-    layout = setting.builder.layout(strategy)
-    return Finalist(name, strategy, outcome(layout, order))
+    state = setting.builder.layout(strategy)
+    return Finalist(name, strategy, outcome(state, order))
 
 
 def _deciding_calls(setting: Setting, compared: Sequence[Finalist]) -> dict[str, list[LocalCall]]:

@@ -76,18 +76,18 @@ class Codes:
                 strict=True,
             )
         ):
-            mine = current[chain]
-            code = self._of(origin, configuration, mine, {})
+            head_codes = current[chain]
+            code = self._of(origin, configuration, head_codes, {})
             codes.append(code)
             if accepted:
-                mine[head] = code
+                head_codes[head] = code
             if parts := batch.others.get(row):
-                their_heads, their_codes = self._of_parts(parts, mine, {head: code})
+                their_heads, their_codes = self._of_parts(parts, head_codes, {head: code})
                 rows += [row] * len(their_heads)
                 heads += their_heads
                 further += their_codes
                 if accepted:
-                    mine.update(zip(their_heads, their_codes, strict=True))
+                    head_codes.update(zip(their_heads, their_codes, strict=True))
         return codes, Others(*(np.array(column, np.int64) for column in (rows, heads, further)))
 
     def _of_parts(
@@ -98,14 +98,14 @@ class Codes:
         codes: list[int] = []
         for part in parts:
             code = self._of(part.origin, part.configuration, current, given)
-            these = part.heads
-            heads += these
-            if len(these) == 1:
-                given[these[0]] = code
+            part_heads = part.heads
+            heads += part_heads
+            if len(part_heads) == 1:
+                given[part_heads[0]] = code
                 codes.append(code)
             else:
-                given.update(dict.fromkeys(these, code))
-                codes += [code] * len(these)
+                given.update(dict.fromkeys(part_heads, code))
+                codes += [code] * len(part_heads)
         return heads, codes
 
     def _of(

@@ -293,8 +293,8 @@ def resumed_chains(
     """
     result: list[ResumedChain] = []
     for was in reader.checkpoint():
-        place = known_place(was.start)
-        like = known[place] if place is not None and place < len(known) else Strategy(graph_digest, ())
+        index = known_place(was.start)
+        like = known[index] if index is not None and index < len(known) else Strategy(graph_digest, ())
         if was.start == POLISHING and result:
             # It began with the best of those before it.
             like = min(result, key=lambda chain: tuple(chain.checkpoint.best)).best
@@ -330,8 +330,8 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         shared: dict[str, str] = start.get("sharding", {})
         sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
         operator_index = {name: index for index, name in enumerate(_operator_names(graph))}
-        again = recomputation_from_json(start.get("recomputation", []), operator_index)
-        strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, again)
+        recomputation = recomputation_from_json(start.get("recomputation", []), operator_index)
+        strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, recomputation)
         record = _record(store, search, graph, strategy)
         return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
 
@@ -340,12 +340,12 @@ def _start_document(store: Store, search: SearchRecord, reader: TraceReader, cha
     """Return the document of the known strategy that a chain began with, whose sharding and recomputation it keeps."""
     starts = {checkpoint.number: checkpoint.start for checkpoint in reader.checkpoint()}
     with as_written(row_name(store.database.name, "searches", search.id, "options")):
-        known = search.options.get("known", [])
+        starts_known = search.options.get("known", [])
         # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
-        place = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
-        if place is None or not 0 <= place < len(known):
+        index = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
+        if index is None or not 0 <= index < len(starts_known):
             return {}
-        digest = known[place]["digest"]
+        digest = starts_known[index]["digest"]
     document: dict[str, Any] = json.loads(store.strategy(digest).document)
     return document
 
@@ -369,10 +369,12 @@ def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: St
         for name, level in zip(_weight_names(graph), strategy.sharding, strict=False)
         if level is not Sharding.NONE
     }
-    again = recomputation_to_json([operator["name"] for operator in operators], strategy.recomputation)
+    recomputation = recomputation_to_json(
+        [operator["name"] for operator in operators], strategy.recomputation
+    )
     document = {
         **({"sharding": shared} if shared else {}),
-        **({"recomputation": again} if again else {}),
+        **({"recomputation": recomputation} if recomputation else {}),
         "format": FORMAT,
         "graph": graph.digest,
         "operators": {
