@@ -64,10 +64,11 @@ def show_model(
 
     Example: app models show gpt2 --preset small --axes
     """
-    from app.services.models.models import requested_model
-    from app.services.models.summary import NO_AXIS, describe_model
+    from app.services.models.models import import_graph, requested_model
+    from app.services.models.summary import NO_AXIS, described
 
-    report = describe_model(requested_model(model, preset, batch_size, precision), batch_norm)
+    network = requested_model(model, preset, batch_size, precision)
+    report = described(import_graph(network, batch_norm=batch_norm))
     if as_json:
         print_json(report.to_json(axes=axes))
         return

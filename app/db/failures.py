@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -46,34 +47,25 @@ class Connection(sqlite3.Connection):
         return self.cursor().execute(*arguments)
 
 
+def _with_text_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of sqlite3's cursor that raises `sqlite3.DatabaseError` for a text that is no UTF-8."""
+
+    @wraps(method)
+    def named(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except UnicodeDecodeError:
+            raise sqlite3.DatabaseError("malformed: a text is no UTF-8") from None
+
+    return named
+
+
 class _Cursor(sqlite3.Cursor):
-    def execute(self, *arguments: Any) -> Any:
-        with _text_errors():
-            return super().execute(*arguments)
-
-    def executemany(self, *arguments: Any) -> Any:
-        with _text_errors():
-            return super().executemany(*arguments)
-
-    def fetchone(self) -> Any:
-        with _text_errors():
-            return super().fetchone()
-
-    def fetchmany(self, *arguments: Any) -> Any:
-        with _text_errors():
-            return super().fetchmany(*arguments)
-
-    def fetchall(self) -> Any:
-        with _text_errors():
-            return super().fetchall()
-
-
-@contextmanager
-def _text_errors() -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError:
-        raise sqlite3.DatabaseError("malformed: a text is no UTF-8") from None
+    execute = _with_text_errors(sqlite3.Cursor.execute)
+    executemany = _with_text_errors(sqlite3.Cursor.executemany)
+    fetchone = _with_text_errors(sqlite3.Cursor.fetchone)
+    fetchmany = _with_text_errors(sqlite3.Cursor.fetchmany)
+    fetchall = _with_text_errors(sqlite3.Cursor.fetchall)
 
 
 def one_line(error: BaseException) -> str:

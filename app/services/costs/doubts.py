@@ -10,7 +10,6 @@ earlier one that was ended has left to it, and a later one measures none of them
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING
 from app.db.records import utc_now
 from app.db.store import Store
 from app.services.costs.machine import DeviceGroup
-from app.services.costs.operator_costs import model_time_s, shapes
-from graph.calls import LocalCall, call_from_json
+from app.services.costs.operator_costs import observation_of, shapes
+from graph.calls import LocalCall
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -82,16 +81,13 @@ class Doubts:
 
     def read(self, digests: Collection[str] | None) -> None:
         """Read the stored costs of calls, or of all."""
-        from profiler.estimate import Observation
-
         group = self._group
         stored = self._store.op_costs(group.kind_id, group.environment_id, digests)
-        for (digest, phase), record in sorted(stored.items()):
-            time_s = model_time_s(record)
-            if time_s is not None:
-                call = call_from_json(json.loads(record.signature.key))
-                self._families.put(Observation(call, phase, time_s))
-                self._moments[digest, phase] = record.measured_at
+        for key, record in sorted(stored.items()):
+            observation = observation_of(record)
+            if observation is not None:
+                self._families.put(observation)
+                self._moments[key] = record.measured_at
 
     def _share_moment(self, digests: Collection[str]) -> None:
         """Give calls one moment: some were measured together with others that were measured once more since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from statistics import median
@@ -18,7 +19,7 @@ from search.cost.cost_table import OperatorCost, Origin
 
 if TYPE_CHECKING:
     from graph.rules.least import LeastWork, WorkPhase
-    from profiler.estimate import Estimator
+    from profiler.estimate import Estimator, Observation
     from profiler.workers import CallResult
 
 OnMiss = Literal["measure", "estimate", "fail"]
@@ -80,6 +81,16 @@ def cost_records(result: CallResult) -> list[OpCostRecord]:
 def model_time_s(record: OpCostRecord) -> float | None:
     """Return the seconds of a measurement that predictions use: the median, as of steps; None where it failed."""
     return record.median_s
+
+
+def observation_of(record: OpCostRecord) -> Observation | None:
+    """Return a stored cost as estimates are fitted to it; None where its measurement failed."""
+    from profiler.estimate import Observation
+
+    time_s = model_time_s(record)
+    if time_s is None:
+        return None
+    return Observation(call_from_json(json.loads(record.signature.key)), record.phase, time_s)
 
 
 class DatabaseCosts:
@@ -277,17 +288,16 @@ class DatabaseCosts:
 
     def _fitted(self) -> Estimator:
         """The estimator, calibrated on every measurement of the kind and environment that the database holds."""
-        from profiler.estimate import Estimator, Observation
+        from profiler.estimate import Estimator
 
         if self._estimator is None:
-            observations = []
+            stored = {}
             if self._kind_id is not None:
                 stored = self._store.op_costs(self._kind_id, self._environments, None)
-                for (_, phase), record in sorted(stored.items()):
-                    time_s = model_time_s(record)
-                    if time_s is not None:
-                        observations.append(Observation(_call_of(record), phase, time_s))
-            self._estimator = Estimator.fit(self._estimated_kind, observations)
+            observations = (observation_of(record) for _, record in sorted(stored.items()))
+            self._estimator = Estimator.fit(
+                self._estimated_kind, [observation for observation in observations if observation is not None]
+            )
         return self._estimator
 
 
@@ -335,12 +345,6 @@ class CostsByKind:
         """Return the digest of the costs that were given out for some calls."""
         wanted = list(digests)
         return digest([[name, self._sources[name].used_costs(wanted)] for name in sorted(self._sources)])
-
-
-def _call_of(record: OpCostRecord) -> LocalCall:
-    import json
-
-    return call_from_json(json.loads(record.signature.key))
 
 
 def shapes(call: LocalCall) -> str:

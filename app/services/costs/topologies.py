@@ -72,9 +72,10 @@ def named_topology(
         TopologyError: there is no such topology, or it has fewer devices.
         UsageError: part of a measured topology is asked for.
     """
-    measured = None if _is_described(name) else _newest(store, name)
-    if measured is None:
+    topologies = [] if _is_described(name) else measured_topologies(store, name)
+    if not topologies:
         return NamedTopology(_described(name, devices, nodes), None)
+    (measured,) = topologies
     count = len(measured.devices)
     if nodes is not None or devices not in (None, count):
         raise UsageError(
@@ -84,16 +85,17 @@ def named_topology(
     return NamedTopology(measured, measured_links(store, measured))
 
 
-def measured_topologies(store: Store) -> list[Topology]:
-    """Return the newest measured topology of each name, by name."""
+def measured_topologies(store: Store, name: str | None = None) -> list[Topology]:
+    """Return the newest measured topology of each name, or of one alone, by name."""
     newest: dict[str, Topology] = {}
     for record in store.topologies():
         if (
             record.name not in newest
+            and name in (None, record.name)
             and store.device_kind(_links_kind(record.name, record.digest)) is not None
         ):
             newest[record.name] = topology_of(record)
-    return [newest[name] for name in sorted(newest)]
+    return [newest[key] for key in sorted(newest)]
 
 
 def measured_links(store: Store, topology: Topology) -> LocalLinks | None:
@@ -142,13 +144,6 @@ def put_measured(store: Store, topology: Topology, probe: LinkProbe, environment
 
 def _links_kind(name: str, digest: str) -> str:
     return f"topology {name} {digest[:12]}"
-
-
-def _newest(store: Store, name: str) -> Topology | None:
-    for record in store.topologies():
-        if record.name == name and store.device_kind(_links_kind(record.name, record.digest)) is not None:
-            return topology_of(record)
-    return None
 
 
 def _is_described(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.services.models.models import ImportedModel, ModelRequest, import_graph
+from app.services.models.models import ImportedModel
 from graph.axes import AxisKind
 
 
@@ -89,11 +89,6 @@ class ModelReport:
             ],
             "unsplit": dict(self.unsplit),
         }
-
-
-def describe_model(request: ModelRequest, batch_norm: str) -> ModelReport:
-    """Import a network and return its summary."""
-    return described(import_graph(request, batch_norm=batch_norm))
 
 
 def described(model: ImportedModel) -> ModelReport:
