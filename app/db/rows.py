@@ -124,18 +124,7 @@ class ConfigurationEntry(NamedTuple):
     devices: Sequence[int] | None = None
 
 
-EntryRow = tuple[
-    int,
-    Family,
-    int,
-    Sequence[int],
-    int | None,
-    int | None,
-    int | None,
-    int | None,
-    Sequence[int] | None,
-    Sequence[int] | None,
-]
+EntryRow = tuple[Any, ...]
 """A `ConfigurationEntry`, or a plain tuple of its fields: every second proposal has one, and a plain one is made in no
 time."""
 

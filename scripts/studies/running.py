@@ -8,6 +8,7 @@ baseline that no chain began at is faster than what all of them found, a second 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from app.services.progress import Progress
@@ -168,7 +169,7 @@ def _found(cell: StudyCell, report: SearchReport, expert: Document | None, datab
     return {
         "search": report.search_id,
         "strategies": strategies,
-        "optcnn": None if optcnn is None else optcnn.to_json(),
+        "optcnn": None if optcnn is None else asdict(optcnn),
         "chains": _chains(report, starts, database),
         "proposals": walk.proposals,
         "search_s": report.seconds,

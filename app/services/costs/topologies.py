@@ -111,6 +111,11 @@ def measured_links(store: Store, topology: Topology) -> LocalLinks | None:
     return links_between(store, kind.id, environment_id, range(len(nodes)), nodes)
 
 
+def topology_record(topology: Topology) -> TopologyRecord:
+    """Return the row of a topology."""
+    return TopologyRecord(topology.digest, topology.name, len(topology.devices), topology.to_json())
+
+
 def put_measured(store: Store, topology: Topology, probe: LinkProbe, environment_id: int) -> LocalLinks:
     """Store a measured topology with the raw samples and the fits of its links; return the links.
 
@@ -133,9 +138,7 @@ def put_measured(store: Store, topology: Topology, probe: LinkProbe, environment
     )
     store.put_link_costs(kind_id, environment_id, cost_records(probe, ranks, alike=False))
     store.put_link_fits(kind_id, environment_id, fit_records(probe, ranks, kinds, alike=False))
-    store.put_topology(
-        TopologyRecord(topology.digest, topology.name, len(topology.devices), topology.to_json())
-    )
+    store.put_topology(topology_record(topology))
     links = measured_links(store, topology)
     if links is None:
         raise UsageError("links: the probe measured no all-reduce over all ranks, must; start two or more")

@@ -19,7 +19,6 @@ from app.db.records import (
     StrategyRecord,
     StrategySource,
     TaskOrder,
-    TopologyRecord,
     TrainingRecord,
 )
 from app.db.store import Store
@@ -34,7 +33,7 @@ from app.services.costs.machine import (
 from app.services.costs.operator_costs import CostsByKind, DatabaseCosts, OnMiss
 from app.services.costs.precisions import check_topology, in_precision
 from app.services.costs.profile import Measurer
-from app.services.costs.topologies import LOCAL, named_topology
+from app.services.costs.topologies import LOCAL, named_topology, topology_record
 from app.services.models.models import ImportedModel
 from app.services.predict.peak_memory import predicted_peaks
 from app.services.progress import Progress
@@ -207,31 +206,20 @@ def prepare(
             sources[kind.name] = _kind_source(
                 store, target, kind.name, training.precision, on_miss, measurers.get(kind.name)
             )
-        yield replace(_setting(store, model, target, training, CostsByKind(sources)), measurers=measurers)
-
-
-def _setting(
-    store: Store, model: ImportedModel, target: Target, training: Training, source: CostsByKind
-) -> Setting:
-    return Setting(
-        model=model,
-        target=target,
-        training=training,
-        graph_id=store.put_graph(graph_record(model)),
-        topology_id=store.put_topology(
-            TopologyRecord(
-                target.topology.digest,
-                target.topology.name,
-                len(target.topology.devices),
-                target.topology.to_json(),
-            )
-        ),
-        training_id=store.put_training(
-            TrainingRecord(training.digest, training.batch_size, canonical_json(training.to_json()))
-        ),
-        source=source,
-        table=CostTable(source),
-    )
+        source = CostsByKind(sources)
+        yield Setting(
+            model=model,
+            target=target,
+            training=training,
+            graph_id=store.put_graph(graph_record(model)),
+            topology_id=store.put_topology(topology_record(target.topology)),
+            training_id=store.put_training(
+                TrainingRecord(training.digest, training.batch_size, canonical_json(training.to_json()))
+            ),
+            source=source,
+            table=CostTable(source),
+            measurers=measurers,
+        )
 
 
 def _kind_source(

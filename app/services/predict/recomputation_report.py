@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from graph.errors import UsageError
 from graph.strategy import Strategy
@@ -29,10 +29,6 @@ class RecomputationReport:
     all_operators: int
     added_s: float
     saved_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON document."""
-        return {**asdict(self), "groups": [list(pair) for pair in self.groups]}
 
 
 def recomputation_report(

@@ -25,10 +25,6 @@ class AlgorithmReport:
     seconds: float
     proven: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON document."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -142,7 +138,7 @@ class SearchReport:
             "unsplit": dict(self.unsplit),
             "known": [start.to_json() for start in self.starts],
             "resumed_at": self.resumed_at,
-            "algorithms": [algorithm.to_json() for algorithm in self.algorithms],
+            "algorithms": [asdict(algorithm) for algorithm in self.algorithms],
             "lower_bound_s": self.bound.seconds if self.bound is not None else None,
             "lower_bound_by": self.bound.kind if self.bound is not None else None,
             "gap": self.gap,
@@ -150,7 +146,7 @@ class SearchReport:
             "estimate_error": self.estimate_error,
             "cost_environments": [dict(environment) for environment in self.cost_environments],
             "best_baseline": self.best_baseline.name,
-            "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
+            "recomputation": None if self.recomputation is None else asdict(self.recomputation),
             "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }

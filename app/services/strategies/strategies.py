@@ -102,7 +102,7 @@ class ShownStrategy:
             "operators": [asdict(operator) for operator in self.operators],
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
             "sharding": dict(self.sharding),
-            "recomputation": None if self.recomputation is None else self.recomputation.to_json(),
+            "recomputation": None if self.recomputation is None else asdict(self.recomputation),
         }
 
 
