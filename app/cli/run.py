@@ -143,7 +143,7 @@ def run(
 def _undisturbed(report: RunReport) -> list[list[str]]:
     """Return the table's row of the undisturbed step, or no row where lost time was not counted."""
 
-    step_s = report.undisturbed_s
+    step_s = report.result.undisturbed_s
     if step_s is None or step_s <= 0:
         return []
     return [["measured, less what others took", milliseconds(step_s), f"{report.batch_size / step_s:.2f}"]]
@@ -152,17 +152,17 @@ def _undisturbed(report: RunReport) -> list[list[str]]:
 def _print(report: RunReport) -> None:
     print_lines(
         f"execution {report.execution_id}: {report.model}, batch size {report.batch_size}, on {report.devices} "
-        f"devices, strategy {report.strategy_digest[:12]}, {len(report.step_times_s)} steps"
+        f"devices, strategy {report.strategy_digest[:12]}, {len(report.result.step_times_s)} steps"
     )
     print_table(
         ["", "step", "samples/s"],
         [
             ["predicted", milliseconds(report.predicted_s), f"{report.batch_size / report.predicted_s:.2f}"],
-            ["measured, median", milliseconds(report.median_s), f"{report.throughput:.2f}"],
+            ["measured, median", milliseconds(report.result.median_s), f"{report.throughput:.2f}"],
             [
                 "measured, fastest",
-                milliseconds(report.minimum_s),
-                f"{report.batch_size / report.minimum_s:.2f}",
+                milliseconds(report.result.minimum_s),
+                f"{report.batch_size / report.result.minimum_s:.2f}",
             ],
             *_undisturbed(report),
         ],
@@ -172,8 +172,8 @@ def _print(report: RunReport) -> None:
             "restless: other processes took more than a tenth of the steps; run it again where nothing else computes"
         )
     print_lines(
-        f"prediction error {percent(report.relative_error)}; loss {report.first_loss:.4f} in the first step, "
-        f"{report.last_loss:.4f} in the last"
+        f"prediction error {percent(report.relative_error)}; loss {report.result.losses[0]:.4f} in the first step, "
+        f"{report.result.losses[-1]:.4f} in the last"
     )
     if report.recomputed:
         groups = f"{len(report.recomputed)} group{'' if len(report.recomputed) == 1 else 's'}"

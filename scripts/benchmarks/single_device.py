@@ -28,14 +28,14 @@ def run(*, quick: bool) -> BenchmarkResult:
     with database():
         for name, batch_size in chosen.items():
             report = executed(requested_model(name, preset, batch_size), "single-device", 1, ITERATIONS)
-            error = report.predicted_s / report.median_s - 1
+            error = report.predicted_s / report.result.median_s - 1
             errors.append(abs(error))
             rows.append(
                 {
                     "network": name,
                     "batch": str(batch_size),
                     "predicted": f"{report.predicted_s * 1e3:,.1f} ms",
-                    "measured": f"{report.median_s * 1e3:,.1f} ms",
+                    "measured": f"{report.result.median_s * 1e3:,.1f} ms",
                     "error": f"{100 * error:+.1f} %",
                 }
             )

@@ -234,11 +234,11 @@ def _rows(group: PackGroup) -> Iterator[dict[str, Any]]:
         "environment_created_at": group.environment.created_at,
     }
     for cost in group.op_costs:
-        yield {"record": "op_cost", **shared, "key": cost.signature.key, **_named(cost, OP_COST)}
+        yield {"record": "op_cost", **shared, "key": cost.signature.key, **_fields(cost, OP_COST)}
     for link in group.link_costs:
-        yield {"record": "link_cost", **shared, **_named(link, LINK_COST)}
+        yield {"record": "link_cost", **shared, **_fields(link, LINK_COST)}
     for fit in group.link_fits:
-        yield {"record": "link_fit", **shared, **_named(fit, LINK_FIT)}
+        yield {"record": "link_fit", **shared, **_fields(fit, LINK_FIT)}
 
 
 # Columns of the device kind and environment of a measurement.
@@ -258,7 +258,11 @@ LINK_FIT = (
 )  # fmt: skip
 
 
-def _named(record: object, names: tuple[str, ...]) -> dict[str, Any]:
+def _named(row: Row, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: row[name] for name in names}
+
+
+def _fields(record: object, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
@@ -377,63 +381,40 @@ def _op_cost(row: Row) -> OpCostRecord:
         return OpCostRecord(
             signature, row["phase"], None, None, None, failure=row["failure"], measured_at=measured_at
         )
-    minimum_s = _seconds(row, "minimum_s")
-    p10_s = _seconds(row, "p10_s", least=minimum_s)
-    median_s = _seconds(row, "median_s", least=p10_s)
-    peak_bytes = row["peak_bytes"]
+    p10_s = _seconds(row, "p10_s", least=_seconds(row, "minimum_s"))
+    _seconds(row, "median_s", least=p10_s)
+    peak_bytes, clock_hz = row["peak_bytes"], row["clock_hz"]
     _must(peak_bytes is None or peak_bytes >= 0, f"peak_bytes is {peak_bytes}")
-    launch_s, clock_hz = row["launch_s"], row["clock_hz"]
     _must(clock_hz is None or 0 < clock_hz < LARGEST_CLOCK_HZ, f"clock_hz is {clock_hz}")
-    return OpCostRecord(
-        signature,
-        row["phase"],
-        minimum_s,
-        p10_s,
-        median_s,
-        _samples(row),
-        peak_bytes,
-        None,
-        measured_at,
-        None if launch_s is None else _seconds(row, "launch_s"),
-        clock_hz,
-        row["throttle"],
-    )
+    if row["launch_s"] is not None:
+        _seconds(row, "launch_s")
+    fields = {**_named(row, OP_COST), "samples_s": _samples(row), "measured_at": measured_at}
+    return OpCostRecord(signature, **fields)
 
 
-def _pattern(row: Row) -> tuple[str, int]:
+def _check_pattern(row: Row) -> None:
     _must(bool(row["pattern"]) and row["pattern"].isprintable(), "pattern has no name")
     group_size = row["group_size"]
     _must(group_size is not None and group_size > 1, f"group_size is {group_size}")
-    return row["pattern"], group_size
 
 
 def _link_cost(row: Row) -> LinkCostRecord:
     size_bytes, minimum_s = row["size_bytes"], _seconds(row, "minimum_s")
     _must(size_bytes is not None and size_bytes > 0, f"size_bytes is {size_bytes}")
-    return LinkCostRecord(
-        *_pattern(row),
-        size_bytes,
-        minimum_s,
-        _seconds(row, "median_s", least=minimum_s),
-        _samples(row),
-        _moment(row, "measured_at"),
-    )
+    _check_pattern(row)
+    _seconds(row, "median_s", least=minimum_s)
+    fields = {"samples_s": _samples(row), "measured_at": _moment(row, "measured_at")}
+    return LinkCostRecord(**{**_named(row, LINK_COST), **fields})
 
 
 def _link_fit(row: Row) -> LinkFitRecord:
-    figures: dict[str, float | None] = {}
     for name in ("latency_s", "contention_factor", "residual"):
-        figures[name] = None if row[name] is None else _seconds(row, name)
+        if row[name] is not None:
+            _seconds(row, name)
     bandwidth = row["bandwidth_bytes_per_s"]
     _must(bandwidth is None or (isfinite(bandwidth) and bandwidth > 0), f"bandwidth is {bandwidth}")
-    return LinkFitRecord(
-        *_pattern(row),
-        figures["latency_s"],
-        bandwidth,
-        figures["contention_factor"],
-        _moment(row, "measured_at"),
-        figures["residual"],
-    )
+    _check_pattern(row)
+    return LinkFitRecord(**{**_named(row, LINK_FIT), "measured_at": _moment(row, "measured_at")})
 
 
 _MAKERS: dict[str, Callable[[Row], object]] = {

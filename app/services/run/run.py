@@ -85,7 +85,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A finished run. `deviations` is None where no verification was asked for; the worst comes first.
+    """A finished run, with its `result` as the ranks gave it. `deviations`: the worst first; None if not asked for.
 
     `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
     empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
@@ -98,14 +98,9 @@ class RunReport:
     model: str
     devices: int
     batch_size: int
-    step_times_s: tuple[float, ...]
-    minimum_s: float
-    median_s: float
+    result: JobResult
     throughput: float
     predicted_s: float
-    undisturbed_s: float | None
-    first_loss: float
-    last_loss: float
     deviations: tuple[Deviation, ...] | None
     failure: str | None
     memory: tuple[DeviceMemory, ...]
@@ -115,12 +110,12 @@ class RunReport:
     @property
     def relative_error(self) -> float:
         """(predicted - measured median) / measured median."""
-        return (self.predicted_s - self.median_s) / self.median_s
+        return (self.predicted_s - self.result.median_s) / self.result.median_s
 
     @property
     def is_restless(self) -> bool:
         """True where other processes took so much of the cores that the measured step says little."""
-        return is_restless(self.median_s, self.undisturbed_s)
+        return is_restless(self.result.median_s, self.result.undisturbed_s)
 
     @property
     def fullest(self) -> int | None:
@@ -141,14 +136,14 @@ class RunReport:
             "model": self.model,
             "devices": self.devices,
             "batch_size": self.batch_size,
-            "step_times_s": list(self.step_times_s),
-            "minimum_s": self.minimum_s,
-            "median_s": self.median_s,
+            "step_times_s": list(self.result.step_times_s),
+            "minimum_s": self.result.minimum_s,
+            "median_s": self.result.median_s,
             "throughput_samples_per_s": self.throughput,
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
-            "undisturbed_s": self.undisturbed_s,
-            "losses": [self.first_loss, self.last_loss],
+            "undisturbed_s": self.result.undisturbed_s,
+            "losses": [self.result.losses[0], self.result.losses[-1]],
             "recomputed": [list(pair) for pair in self.recomputed],
             "memory_account": self.memory_account,
             "memory": [
@@ -426,14 +421,9 @@ def _finish(
         model=setting.model.graph.name,
         devices=len(setting.topology.devices),
         batch_size=setting.training.batch_size,
-        step_times_s=result.step_times_s,
-        minimum_s=result.minimum_s,
-        median_s=result.median_s,
+        result=result,
         throughput=record.throughput_samples_per_s or setting.training.batch_size / result.median_s,
         predicted_s=simulation.step_time_s,
-        undisturbed_s=result.undisturbed_s,
-        first_loss=result.losses[0],
-        last_loss=result.losses[-1],
         deviations=deviations,
         failure=failure,
         # A strategy may leave the last devices out.
