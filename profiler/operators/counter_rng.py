@@ -1,7 +1,8 @@
 """A counter-based RNG: random bits are a function of (seed, step, operator, global position), the same in any split.
 
 A position is (row, column): row numbers the elements of all dims but the last. A 64-bit key of the row enters two
-rounds of a 32-bit integer hash of the column, in wrapping int32 arithmetic, which vectorizes on every device.
+rounds of a 32-bit integer hash of the column, in wrapping int32 arithmetic, which vectorizes on every device. Shifts
+are of two words at once: torch shifts int64 faster than int32, and what comes from the other word is masked away.
 The hash's constants are those of Chris Wellons' "lowbias32"; those of the keys are of splitmix64 (Steele et al. 2014).
 """
 
@@ -17,7 +18,7 @@ import torch
 from graph.intervals import Region, full_region
 
 _MASK64 = (1 << 64) - 1
-# So that a chunk's temporaries stay in the cache of a core; on a GPU, in three tensors of 16 MiB. The GPU's is an
+# So that a chunk's temporaries stay in the cache of a core; on a GPU, in two tensors of 16 MiB. The GPU's is an
 # assumption: no card was at hand to see from which size on kernels take longer than their launch.
 _CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
@@ -49,7 +50,7 @@ def _mix_key(*parts: int) -> int:
 def _positions(
     region: Region, shape: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the int64 row numbers and the hashed int32 columns of a region of a tensor of `shape`."""
+    """Return the int64 row numbers and the hashed int32 columns, shifted, of a region of a tensor of `shape`."""
 
     def indexes(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
         ranges = [torch.arange(start, stop, device=device) for start, stop in intervals]
@@ -59,7 +60,7 @@ def _positions(
     for intervals, size in zip(region[:-1], shape[:-1], strict=True):
         rows = (rows[:, None] * size + indexes(intervals)[None, :]).reshape(-1)
     columns = indexes(region[-1]) if region else torch.zeros(1, dtype=torch.int64, device=device)
-    return rows, columns.to(torch.int32) * _COLUMN_MULTIPLIER
+    return rows, _xor_shift_(columns.to(torch.int32) * _COLUMN_MULTIPLIER, 16)
 
 
 def forget_positions() -> None:
@@ -78,12 +79,12 @@ def _xor_shift_(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _row_keys(rows: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two int32 keys a row."""
+    """Return two int32 keys a row, the first shifted."""
     mixed = rows * _ROW_MULTIPLIER_1 + _signed(key, 64)
     _xor_shift_(mixed, 30).mul_(_ROW_MULTIPLIER_1)
     _xor_shift_(mixed, 27).mul_(_ROW_MULTIPLIER_2)
     _xor_shift_(mixed, 31)
-    return mixed.to(torch.int32), _shift_right(mixed, 32).to(torch.int32)
+    return _xor_shift_(mixed.to(torch.int32), 16), _shift_right(mixed, 32).to(torch.int32)
 
 
 def keep_mask(
@@ -106,7 +107,19 @@ def keep_mask(
     keep = _empty(region, torch.bool, device)
     if threshold > 2**31 - 1:
         return keep.zero_()
-    _each_chunk(region, shape, (key,), keep, lambda words, into: torch.ge(words[0], threshold, out=into))
+    # The last shift decides only where the upper halves are equal: there it is by the threshold's own upper half.
+    last = (threshold >> 16) & 0xFFFF if threshold & 0xFFFF else 0
+
+    def write(words: list[_Words], into: torch.Tensor) -> None:
+        bits = words[0].numbers
+        if last:
+            bits.bitwise_xor_(last)
+        if bits.device.type == "cpu":
+            into.copy_(bits.ge_(threshold))  # torch's comparison to bool is not vectorized: 3 times as long
+        else:
+            torch.ge(bits, threshold, out=into)
+
+    _each_chunk(region, shape, (key,), keep, write)
     return keep
 
 
@@ -115,31 +128,63 @@ def _empty(region: Region, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.empty(sizes, dtype=dtype, device=device)
 
 
+class _Words:
+    """Room for 32 bits an element of a chunk: `pairs` as int64, two elements each; `numbers` as the chunk's matrix."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._room = torch.empty((elements + 1) // 2, dtype=torch.int64, device=device)
+        self.pairs = self._room
+        self.numbers = self._room.view(torch.int32)
+
+    def begin(self, rows: int, columns: int) -> None:
+        """Let `pairs` and `numbers` be those of a chunk of so many rows and columns."""
+        self.pairs = self._room[: (rows * columns + 1) // 2]
+        self.numbers = self._room.view(torch.int32)[: rows * columns].view(rows, columns)
+
+    def xor_shift_(self, bits: int, spare: torch.Tensor) -> None:
+        """Xor each word with itself shifted to the right; `spare` is int64 memory of the same size."""
+        mask = (1 << (32 - bits)) - 1
+        shifted = torch.bitwise_right_shift(self.pairs, bits, out=spare[: self.pairs.numel()])
+        self.pairs.bitwise_xor_(shifted.bitwise_and_(mask << 32 | mask))
+
+
 def _each_chunk(
     region: Region,
     shape: tuple[int, ...],
     keys: Sequence[tuple[int, ...]],
     result: torch.Tensor,
-    write: Callable[[list[torch.Tensor], torch.Tensor], object],
+    write: Callable[[list[_Words], torch.Tensor], object],
 ) -> None:
-    """Call `write` on 32 random bits an element for each of `keys`, as int32, and the rows of `result` they are for."""
+    """Call `write` on the words of each of `keys` for an element, and the rows of `result` they are for.
+
+    The words lack the hash's last shift, which `_finished` does.
+    """
     rows, columns = _positions(region, shape, result.device)
     halves = [_row_keys(rows, _mix_key(*key)) for key in keys]
     matrix = result.view(rows.numel(), columns.numel())
     step = max(1, _CHUNK_ELEMENTS.get(result.device.type, 1 << 22) // max(columns.numel(), 1))
+    elements = min(step, rows.numel()) * columns.numel()
+    words = [_Words(elements, result.device) for _ in keys]
+    spare = torch.empty((elements + 1) // 2, dtype=torch.int64, device=result.device)
     # Tensors without data (torch's fake ones) are for tracing memory: all chunks take the same.
     chunks = range(0, rows.numel(), step) if type(rows) is torch.Tensor else (0,)
     for start in chunks:
-        chosen = slice(start, start + step)
-        write([_bits(first[chosen], second[chosen], columns) for first, second in halves], matrix[chosen])
+        into = matrix[start : start + step]
+        for word, (first, second) in zip(words, halves, strict=True):
+            word.begin(*into.shape)
+            chosen = slice(start, start + step)
+            _hash(word, first[chosen], second[chosen], columns, spare)
+        write(words, into)
 
 
-def _bits(first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    bits = torch.bitwise_xor(first[:, None], columns[None, :])
-    _xor_shift_(bits, 16).mul_(_MULTIPLIER_1)
-    bits.add_(second[:, None])
-    _xor_shift_(bits, 15).mul_(_MULTIPLIER_2)
-    return _xor_shift_(bits, 16)
+def _hash(
+    word: _Words, first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor, spare: torch.Tensor
+) -> None:
+    """Write the hash of a chunk's positions but for its last shift; its first one is that of keys and columns."""
+    bits = torch.bitwise_xor(first[:, None], columns[None, :], out=word.numbers)
+    torch.add(second[:, None], bits, alpha=_MULTIPLIER_1, out=bits)
+    word.xor_shift_(15, spare)
+    bits.mul_(_MULTIPLIER_2)
 
 
 def random_numbers(
@@ -165,8 +210,14 @@ def random_numbers(
     convert, words = _DISTRIBUTIONS[distribution]
     numbers = _empty(region, dtype, device)
     keys = [(*key, word) for word in range(words)]
-    _each_chunk(region, shape, keys, numbers, lambda bits, into: into.copy_(convert(bits, dtype)))
+    _each_chunk(
+        region, shape, keys, numbers, lambda words, into: into.copy_(convert(_finished(words), dtype))
+    )
     return numbers
+
+
+def _finished(words: list[_Words]) -> list[torch.Tensor]:
+    return [_xor_shift_(word.numbers, 16) for word in words]
 
 
 def _fractions(bits: torch.Tensor) -> torch.Tensor:
