@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graph.errors import RuntimeFailure
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement
 
 if TYPE_CHECKING:
     from graph.zoo import Built
@@ -73,7 +73,6 @@ class WireRun:
     """
 
     strategy: str
-    digest: str
     predicted_s: float
     restless_s: float
     undisturbed_s: float
@@ -139,12 +138,11 @@ def measured(network: str, bandwidths: Sequence[str]) -> Iterator[WireCase]:
                 with _restless(2 * number + 1):
                     on_hosts(app, "topology", "probe", "--device", "cpu", "--name", wire[1])
                     found = app("search", *model, *wire)
-                predicted = {one["name"]: one for one in found["predictions"]}
+                predicted = {prediction["name"]: prediction for prediction in found["predictions"]}
                 steps = {
-                    "best": predicted["found"]["predicted_step_time_s"],
-                    **{name: predicted[name]["predicted_step_time_s"] for name in STRATEGIES[1:]},
+                    strategy: predicted["found" if strategy == "best" else strategy]["predicted_step_time_s"]
+                    for strategy in STRATEGIES
                 }
-
                 executions = {
                     strategy: (
                         "run", *model, *wire, "--strategy", strategy, "--iterations",
@@ -157,16 +155,15 @@ def measured(network: str, bandwidths: Sequence[str]) -> Iterator[WireCase]:
                 quiet = {strategy: on_hosts(app, *executions[strategy]) for strategy in STRATEGIES}
                 ddp_s = on_hosts(_ddp, network, str(FEWEST_STEPS))["median_s"]
             runs = {
-                restless[strategy]["digest"]: WireRun(
+                ran["digest"]: WireRun(
                     "found" if strategy == "best" else strategy,
-                    restless[strategy]["digest"],
-                    restless[strategy]["predicted_step_time_s"],
-                    restless[strategy]["median_s"],
-                    restless[strategy]["undisturbed_s"] or restless[strategy]["median_s"],
+                    ran["predicted_step_time_s"],
+                    ran["median_s"],
+                    ran["undisturbed_s"] or ran["median_s"],
                     quiet[strategy]["median_s"],
                 )
                 # A baseline that was found again stands once, under its own name.
-                for strategy in STRATEGIES
+                for strategy, ran in restless.items()
             }
             yield WireCase(network, bandwidth, tuple(runs.values()), ddp_s, _luck(found["confirmations"]))
 
@@ -213,21 +210,25 @@ def summary(cases: Sequence[WireCase]) -> BenchmarkResult:
         benchmark="wire",
         conditions={"hosts": 2, "devices a host": 1, "busy processes": 2},
         measurements=measurements,
-        table=[_row(case, one) for case in cases for one in case.runs],
+        table=[_row(case, run) for case in cases for run in case.runs],
+        formats={
+            **dict.fromkeys(("predicted ms", "restless ms", "undisturbed ms", "quiet ms", "DDP ms"), ",.0f"),
+            "error": "+.1%",
+        },
     )
 
 
-def _row(case: WireCase, one: WireRun) -> dict[str, str]:
+def _row(case: WireCase, run: WireRun) -> Row:
     return {
         "network": case.network,
         "wire": case.bandwidth,
-        "strategy": one.strategy,
-        "predicted ms": f"{one.predicted_s * 1e3:,.0f}",
-        "restless ms": f"{one.restless_s * 1e3:,.0f}",
-        "undisturbed ms": f"{one.undisturbed_s * 1e3:,.0f}",
-        "error": f"{one.error:+.1%}",
-        "quiet ms": f"{one.quiet_s * 1e3:,.0f}",
-        "DDP ms": f"{case.ddp_s * 1e3:,.0f}",
+        "strategy": run.strategy,
+        "predicted ms": run.predicted_s * 1e3,
+        "restless ms": run.restless_s * 1e3,
+        "undisturbed ms": run.undisturbed_s * 1e3,
+        "error": run.error,
+        "quiet ms": run.quiet_s * 1e3,
+        "DDP ms": case.ddp_s * 1e3,
     }
 
 

@@ -55,7 +55,7 @@ def throughput_table(results: Sequence[StudyResult]) -> StudyTable:
                 "over expert": ratio(result.time_s(result.expert), found_s),
                 "over OptCNN": ratio(result.time_s("optcnn"), found_s),
                 "over best baseline": ratio(_best_s(result), found_s),
-                "gap %": _percent(result.document.get("gap")),
+                "gap %": _scaled(result.document.get("gap"), 100),
                 "search s": result.document.get("search_s"),
                 "proposals": result.document.get("proposals"),
             }
@@ -74,19 +74,12 @@ def throughput_table(results: Sequence[StudyResult]) -> StudyTable:
 
 def paper_table(results: Sequence[StudyResult]) -> StudyTable:
     """Return one row a range of the paper: our speedup with the batch read as of each device, and as of all."""
-    weak = {
-        (result.cell.network, result.cell.topology, result.cell.devices): result
+    by_place = {
+        (is_weak(result.cell), result.cell.network, result.cell.topology, result.cell.devices): result
         for result in results
-        if is_weak(result.cell)
-    }
-    strong = {
-        (result.cell.network, result.cell.topology, result.cell.devices): result
-        for result in results
-        if not is_weak(result.cell)
     }
     rows: list[Row] = []
     for reported in REPORTED:
-        key = (reported.network, reported.topology, reported.devices)
         row: Row = {
             "network": reported.network,
             "cluster": reported.topology,
@@ -94,8 +87,8 @@ def paper_table(results: Sequence[StudyResult]) -> StudyTable:
             "over": reported.over,
             "paper": f"{reported.low:g} to {reported.high:g}",
         }
-        for name, by_place in (("batch each", weak), ("batch in all", strong)):
-            result = by_place.get(key)
+        for name, weak in (("batch each", True), ("batch in all", False)):
+            result = by_place.get((weak, reported.network, reported.topology, reported.devices))
             speedup = None
             if result is not None:
                 over = result.expert if reported.over == "expert" else reported.over
@@ -129,9 +122,9 @@ def step_table(results: Sequence[StudyResult]) -> StudyTable:
         for name, short in (("data-parallel", "data parallel"), (result.expert, "expert"), (FOUND, "found")):
             stored = result.strategy(name) or {}
             row |= {
-                f"{short} ms": _ms(stored.get("step_time_s")),
-                f"{short}: computing ms": _ms(_mean(stored.get("compute_s"), cell.devices)),
-                f"{short}: GB": _gigabytes(stored.get("bytes_moved")),
+                f"{short} ms": _scaled(stored.get("step_time_s"), 1e3),
+                f"{short}: computing ms": _scaled(stored.get("compute_s"), 1e3 / cell.devices),
+                f"{short}: GB": _scaled(stored.get("bytes_moved"), 1e-9),
             }
         rows.append(row)
     formats = {name: ",.1f" for row in rows for name in row if name.endswith(("ms", "GB"))}
@@ -180,14 +173,14 @@ def zoo_table(results: Sequence[StudyResult]) -> StudyTable:
                 "devices": result.cell.devices,
                 "batch": result.cell.batch_size,
                 "best baseline": result.best_baseline,
-                "ms": _ms(baseline_s),
-                "found ms": _ms(found_s),
+                "ms": _scaled(baseline_s, 1e3),
+                "found ms": _scaled(found_s, 1e3),
                 "gain": ratio(baseline_s, found_s),
-                "without baselines ms": _ms(without_s),
+                "without baselines ms": _scaled(without_s, 1e3),
                 "its gain": ratio(baseline_s, without_s),
-                "random starts ms": _ms(result.chain_best_s("random")),
-                "bound ms": _ms(result.document.get("lower_bound_s")),
-                "gap %": _percent(result.document.get("gap")),
+                "random starts ms": _scaled(result.chain_best_s("random"), 1e3),
+                "bound ms": _scaled(result.document.get("lower_bound_s"), 1e3),
+                "gap %": _scaled(result.document.get("gap"), 100),
                 "why": why(result),
             }
         )
@@ -221,23 +214,18 @@ def why(result: StudyResult) -> str:
 
 def summary(results: Sequence[StudyResult]) -> dict[str, int]:
     """Return how many cells of the zoo came out how."""
-    counts = {
-        "cells": 0,
-        "ahead": 0,
-        "ahead without baselines": 0,
-        "none can be": 0,
-        "not ahead": 0,
-        "nothing fits": 0,
+    texts = [why(result) for result in results]
+    counts = {"cells": len(texts)}
+    return counts | {
+        name: sum(text.startswith(beginning) for text in texts)
+        for name, beginning in (
+            ("ahead", "ahead"),
+            ("ahead without baselines", "ahead, also without"),
+            ("none can be", "none can"),
+            ("not ahead", "none found"),
+            ("nothing fits", "nothing"),
+        )
     }
-    for result in results:
-        text = why(result)
-        counts["cells"] += 1
-        counts["ahead"] += text.startswith("ahead")
-        counts["ahead without baselines"] += text == "ahead, also without"
-        counts["none can be"] += text.startswith("none can")
-        counts["not ahead"] += text.startswith("none found")
-        counts["nothing fits"] += text.startswith("nothing")
-    return counts
 
 
 def study_tables(results: Sequence[StudyResult]) -> list[StudyTable]:
@@ -253,17 +241,5 @@ def _best_s(result: StudyResult) -> float | None:
     return None if name is None else result.time_s(name)
 
 
-def _ms(time_s: float | None) -> float | None:
-    return None if time_s is None else time_s * 1e3
-
-
-def _mean(total: float | None, count: int) -> float | None:
-    return None if total is None else total / count
-
-
-def _gigabytes(size_bytes: int | None) -> float | None:
-    return None if size_bytes is None else size_bytes / 1e9
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else share * 100
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
