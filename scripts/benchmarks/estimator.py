@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement, percentile
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement, percentile, quantiles
 
 if TYPE_CHECKING:
     from graph.topology import DeviceKind
@@ -56,6 +56,7 @@ def run(*, quick: bool) -> BenchmarkResult:
         conditions={"device": kind.name, "costs": len(observations), "folds": FOLDS},
         measurements=[*_measurements(errors), *doubts],
         table=_table(errors),
+        formats=dict.fromkeys(("median error %", "90th percentile %"), ".1f"),
     )
 
 
@@ -164,21 +165,11 @@ def doubted(kind: DeviceKind, observations: Sequence[Observation]) -> list[Measu
 
 def _measurements(errors: dict[str, list[float]]) -> list[MeasuredValue]:
     every = [error for of_target in errors.values() for error in of_target]
-    rows = [
-        measurement(f"all {len(every)} costs: median error", percentile(every, 0.5), "%"),
-        measurement("    90th percentile", percentile(every, 0.9), "%"),
-    ]
+    rows = quantiles(f"error of all {len(every)} costs", every, median=None, p90=None)
     products = [error for target in errors if _name(target) in PRODUCTS for error in errors[target]]
     if products:
-        rows += [
-            measurement(
-                f"{len(products)} of matrix products: median error",
-                percentile(products, 0.5),
-                "%",
-                at_most=MEDIAN_PERCENT,
-            ),
-            measurement("    90th percentile", percentile(products, 0.9), "%", at_most=P90_PERCENT),
-        ]
+        what = f"error of {len(products)} of matrix products"
+        rows += quantiles(what, products, median=MEDIAN_PERCENT, p90=P90_PERCENT)
     return rows
 
 
@@ -186,7 +177,7 @@ def _name(target: str) -> str:
     return target.split(".")[1]
 
 
-def _table(errors: dict[str, list[float]]) -> list[dict[str, str]]:
+def _table(errors: dict[str, list[float]]) -> list[Row]:
     """Return a row for each operator type with costs enough, the most first, and one for all others."""
     shown = sorted(
         (target_type for target_type in errors if len(errors[target_type]) >= FEWEST_COSTS),
@@ -199,10 +190,10 @@ def _table(errors: dict[str, list[float]]) -> list[dict[str, str]]:
     return rows
 
 
-def _row(target: str, errors: Sequence[float]) -> dict[str, str]:
+def _row(target: str, errors: Sequence[float]) -> Row:
     return {
         "operator type": target,
-        "costs": str(len(errors)),
-        "median error": f"{percentile(errors, 0.5):.1f} %",
-        "90th percentile": f"{percentile(errors, 0.9):.1f} %",
+        "costs": len(errors),
+        "median error %": percentile(errors, 0.5),
+        "90th percentile %": percentile(errors, 0.9),
     }

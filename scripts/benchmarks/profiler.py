@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement, percentile
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement, percentile, quantiles
 from scripts.benchmarks.zoo import networks
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def run(*, quick: bool) -> BenchmarkResult:
             _row(low, high, [share for key, share in differences.items() if low <= first[key] < high])
             for low, high in pairwise(BORDERS)
         ],
+        formats=dict.fromkeys(("median %", "90th percentile %"), ".1f"),
     )
 
 
@@ -122,18 +123,15 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
 
 def _measurements(differences: Sequence[float]) -> list[MeasuredValue]:
     return [
-        measurement(
-            "difference of two rounds: median", percentile(differences, 0.5), "%", at_most=MEDIAN_PERCENT
-        ),
-        measurement("    90th percentile", percentile(differences, 0.9), "%", at_most=P90_PERCENT),
+        *quantiles("difference of two rounds", differences, median=MEDIAN_PERCENT, p90=P90_PERCENT),
         measurement("    99th percentile", percentile(differences, 0.99), "%"),
     ]
 
 
-def _row(low: float, high: float, differences: Sequence[float]) -> dict[str, str]:
+def _row(low: float, high: float, differences: Sequence[float]) -> Row:
     return {
         "takes": f"{low * 1e3:g} ms and more" if high > 1 else f"{low * 1e3:g} to {high * 1e3:g} ms",
-        "costs": str(len(differences)),
-        "median": f"{percentile(differences, 0.5):.1f} %" if differences else "-",
-        "90th percentile": f"{percentile(differences, 0.9):.1f} %" if differences else "-",
+        "costs": len(differences),
+        "median %": percentile(differences, 0.5) if differences else None,
+        "90th percentile %": percentile(differences, 0.9) if differences else None,
     }

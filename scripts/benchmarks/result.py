@@ -49,6 +49,16 @@ def percentile(shares: Sequence[float], quantile: float) -> float:
     return 100 * float(np.quantile(shares, quantile))
 
 
+def quantiles(
+    name: str, shares: Sequence[float], *, median: float | None, p90: float | None
+) -> list[MeasuredValue]:
+    """Return median and 90th percentile of some shares, in percent, with the most that each may be, if any."""
+    return [
+        measurement(f"{name}: median", percentile(shares, 0.5), "%", at_most=median),
+        measurement("    90th percentile", percentile(shares, 0.9), "%", at_most=p90),
+    ]
+
+
 def meets_target(measured: MeasuredValue) -> bool:
     """Return whether a value keeps within its target; one without a target does."""
     at_most, at_least = measured["at_most"], measured["at_least"]
