@@ -25,7 +25,6 @@ from search.algorithms.chain_worker import (
     CostQuestion,
     TurnReply,
     TurnRequest,
-    UpdateQuestion,
     WalkContext,
 )
 from search.algorithms.proposal_log import Recorder, ResumedChain, undisturbed
@@ -49,7 +48,7 @@ class PoolWorker:
     process: ForkedProcess
     chain: Chain | None = None
     began: float = 0.0
-    question: CostQuestion | UpdateQuestion | None = None
+    question: CostQuestion | None = None
     ended: bool = False
 
 
@@ -163,7 +162,7 @@ class ChainPool:
     def _take(self, worker: PoolWorker, message: object) -> None:
         if isinstance(message, TurnReply):
             self._end_turn(worker, message)
-        elif isinstance(message, CostQuestion | UpdateQuestion):
+        elif isinstance(message, CostQuestion):
             worker.question = message
         elif isinstance(message, WorkFailure):
             raise message.error from RuntimeError(message.traceback)
@@ -211,16 +210,15 @@ class ChainPool:
             "walk until the end; what was recorded is kept, go on by --resume, or with fewer --workers"
         )
 
-    def _answer(self, asking: PoolWorker, question: CostQuestion | UpdateQuestion) -> object:
+    def _answer(self, asking: PoolWorker, question: CostQuestion) -> object:
         """Return a cost; nobody walks while it is measured, which would take longer beside others."""
         table = self._context.builder.costs
         with ExitStack() as stack:
             for worker in self._workers:
                 if worker is not asking:
                     stack.enter_context(worker.process.stopped())
-            if isinstance(question, CostQuestion):
-                return table.costs(question.calls, question.kind_name)
-            return table.update_s(question.optimizer, question.dtype, question.kind_name)
+            answer: object = getattr(table, question.method)(*question.arguments)
+            return answer
 
     def _end(self) -> None:
         """Tell all workers to end after the turns that they are at, and take these; who does not in time is ended.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from graph.calls import LocalCall
 from graph.strategy import Configuration, Strategy
@@ -72,19 +72,10 @@ class TurnReply:
 
 @dataclass(frozen=True, slots=True)
 class CostQuestion:
-    """The worker waits for the costs of some calls."""
+    """The worker waits for what a method of the search's own cost table returns."""
 
-    calls: Sequence[LocalCall]
-    kind_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateQuestion:
-    """The worker waits for the cost of an update."""
-
-    optimizer: str
-    dtype: str
-    kind_name: str
+    method: Literal["costs", "update_s"]
+    arguments: tuple[Any, ...]
 
 
 class SearchEnded(Exception):
@@ -147,7 +138,7 @@ class ChainWorker:
         Raises:
             SearchEnded: nobody answers any more.
         """
-        costs: list[CallCost] = self._answer(CostQuestion(calls, kind_name))
+        costs: list[CallCost] = self._answer("costs", calls, kind_name)
         return costs
 
     def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
@@ -156,11 +147,11 @@ class ChainWorker:
         Raises:
             SearchEnded: nobody answers any more.
         """
-        cost: tuple[float, int] = self._answer(UpdateQuestion(optimizer, dtype, kind_name))
+        cost: tuple[float, int] = self._answer("update_s", optimizer, dtype, kind_name)
         return cost
 
-    def _answer(self, question: CostQuestion | UpdateQuestion) -> Any:
-        self._connection.send(question)
+    def _answer(self, method: Literal["costs", "update_s"], *arguments: Any) -> Any:
+        self._connection.send(CostQuestion(method, arguments))
         answer = self._connection.recv()
         if answer is None:
             raise SearchEnded

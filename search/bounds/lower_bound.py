@@ -45,6 +45,7 @@ sequencing problem" (1982) for heads and tails around work.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2, prod
@@ -175,12 +176,9 @@ class _BestTimes:
         self.whole = True
         self.surely_active = operators_with_backward(self.graph, surely=True)
         self.least = self._all_least(most_calls)
-        self.sure_to: dict[int, list[tuple[int, bool]]] = {
-            index: [] for index in range(len(self.graph.operators))
-        }
-        self.any_to: dict[int, list[tuple[int, bool]]] = {
-            index: [] for index in range(len(self.graph.operators))
-        }
+        # By reader: those that it reads, and whether a gradient flows back.
+        self.sure_to: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
+        self.any_to: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
         for reader, slot, producer, output, gradient in _edges(self.graph):
             if _needs_something(self.graph.operators[reader], slot):
                 self.any_to[reader].append((producer, gradient))
