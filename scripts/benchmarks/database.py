@@ -238,9 +238,9 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
     """Look up the costs of all calls that a network is profiled for, among those of another ten thousand."""
     from app.db.records import DeviceKindRecord, EnvironmentRecord
     from app.services.costs.operator_costs import signature_record
-    from search.cost.calls_to_profile import needed_calls
+    from search.cost.calls_to_profile import calls_to_profile
 
-    calls = needed_calls(model.graph, 2)
+    calls = calls_to_profile(model.graph, 2)
     others = [_made_up(0, number) for number in range(10_000)]
     with temporary_store() as store:
         kind = store.put_device_kind(DeviceKindRecord("cpu", "made up", 1))

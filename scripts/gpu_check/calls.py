@@ -27,11 +27,11 @@ DROPPED = (8, 16, 512, 512)
 
 def kinds_of_calls(graphs: Iterable[OperatorGraph]) -> list[LocalCall]:
     """Return the least call of each kind that the networks' parts on two devices have."""
-    from search.cost.calls_to_profile import needed_calls
+    from search.cost.calls_to_profile import calls_to_profile
 
     kinds: dict[object, LocalCall] = {}
     for graph in graphs:
-        for call in needed_calls(graph, 2):
+        for call in calls_to_profile(graph, 2):
             operands = tuple((spec.dtype, len(spec.shape)) for spec in call.inputs)
             kind = (call.target, operands, call.gradients)
             kinds[kind] = min(kinds.get(kind, call), call, key=_elements)

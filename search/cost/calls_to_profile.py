@@ -24,7 +24,7 @@ def rule_calls() -> LocalCalls:
     return local_calls
 
 
-def needed_calls(
+def calls_to_profile(
     graph: OperatorGraph, device_count: int, local_calls: LocalCalls | None = None
 ) -> list[LocalCall]:
     """Return the distinct local calls of the baselines and of all splits of one or two axes of every head.

@@ -14,7 +14,7 @@ from graph.importer import import_module
 from graph.operators import OperatorGraph
 from profiler.call_inputs import CallInputs
 from profiler.devices import available_devices
-from search.cost.calls_to_profile import needed_calls
+from search.cost.calls_to_profile import calls_to_profile
 from tests.gpu.conftest import seeing_gpus
 from tests.gpu.virtual_device import Virtual
 
@@ -22,7 +22,7 @@ from tests.gpu.virtual_device import Virtual
 def _kinds_of_calls(graph: OperatorGraph) -> Iterable[LocalCall]:
     """Return the least call of each kind that a graph's parts on two devices have: kinds differ in more than sizes."""
     kinds: dict[object, LocalCall] = {}
-    for call in needed_calls(graph, 2):
+    for call in calls_to_profile(graph, 2):
         operands = tuple((spec.dtype, len(spec.shape), 1 in spec.shape[2:]) for spec in call.inputs)
         absent = tuple(name for name, value in call.arguments if value is None)
         kind = (call.target, operands, absent, call.gradients)

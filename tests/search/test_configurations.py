@@ -7,7 +7,7 @@ import numpy as np
 from graph.axes import tasks
 from graph.strategy import Configuration, check_configuration
 from search.algorithms.proposal_log import decode_configuration, encode_configuration
-from search.cost.calls_to_profile import needed_calls
+from search.cost.calls_to_profile import calls_to_profile
 from search.space.baselines import data_parallel, expert, random_strategy, single_device
 from search.space.configurations import enumerate_degrees, random_configuration
 from search.space.placements import place, random_placement
@@ -57,10 +57,10 @@ def test_profiled_degrees_are_whole_and_splits_of_one_or_two_axes() -> None:
 
 def test_needed_calls_are_distinct_ordered_and_enough_for_the_baselines() -> None:
     graph = branches()
-    calls = needed_calls(graph, 3, local_calls)
+    calls = calls_to_profile(graph, 3, local_calls)
     digests = [call.digest for call in calls]
     assert len(set(digests)) == len(digests)
-    assert digests == [call.digest for call in needed_calls(graph, 3, local_calls)]
+    assert digests == [call.digest for call in calls_to_profile(graph, 3, local_calls)]
     for strategy in (data_parallel(graph, 3), single_device(graph), expert(graph, 3)):
         for operator, configuration in zip(graph.operators, strategy.configurations, strict=True):
             for call in local_calls(graph, operator, configuration.degrees):

@@ -9,7 +9,7 @@ from graph.operators import OperatorGraph
 from graph.rules import local_calls
 from graph.training import Training
 from search.algorithms.mcmc import SearchOptions, search
-from search.cost.calls_to_profile import needed_calls
+from search.cost.calls_to_profile import calls_to_profile
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import LinkCosts
 from search.simulate.task_graph import build_task_graph
@@ -84,14 +84,14 @@ def test_listing_equal_layers_once_loses_no_call(name: str) -> None:
             for member in group.members:
                 calls = local_calls(graph, graph.operators[member.operator], carried(member.axes, degrees)[0])
                 every |= {call.digest: call for call in calls}
-    assert {call.digest for call in needed_calls(graph, 4)} == every.keys()
+    assert {call.digest for call in calls_to_profile(graph, 4)} == every.keys()
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_search_on_two_devices_needs_no_more_calls_than_were_named(name: str) -> None:
     """Every split over two devices splits one axis, so what is profiled is all that is asked for."""
     graph = imported(name)
-    named = {call.digest for call in needed_calls(graph, 2)}
+    named = {call.digest for call in calls_to_profile(graph, 2)}
     source = MadeUpCosts(1e-9)
     result = search(graph, devices(2), CostTable(source), TRAINING, SearchOptions(proposals=300, seed=4))
     assert {digest for digest, _ in source.asked} <= named

@@ -324,9 +324,9 @@ def calls_of(
 ) -> list[LocalCall]:
     """Return the distinct local calls of some models on up to `device_count` devices, in a fixed order."""
     from profiler.updates import update_call
-    from search.cost.calls_to_profile import needed_calls
+    from search.cost.calls_to_profile import calls_to_profile
 
-    calls = {call.digest: call for model in models for call in needed_calls(model.graph, device_count)}
+    calls = {call.digest: call for model in models for call in calls_to_profile(model.graph, device_count)}
     for dtype in dict.fromkeys(model.graph.weight_dtype for model in models):
         # Sums of gradients take as long as updates by plain SGD.
         for optimizer in dict.fromkeys([*optimizers, "sgd"]):

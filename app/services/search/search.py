@@ -41,7 +41,7 @@ from graph.training import Training
 from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmResult
 from search.algorithms.moves import ONE_GROUP, MoveShares, shares_for
-from search.cost.calls_to_profile import needed_calls
+from search.cost.calls_to_profile import calls_to_profile
 
 # Searches that follow one whose winner does not hold, at most, and the part of its proposals that each has.
 MOST_SEARCHES_ON = 2
@@ -184,7 +184,7 @@ def _setting(
     with prepare(store, model, target, training, on_miss, progress) as setting:
         if on_miss == "measure":
             # As `app profile` does; the walk then seldom meets a call without a cost.
-            calls = needed_calls(model.graph, len(target.topology.devices))
+            calls = calls_to_profile(model.graph, len(target.topology.devices))
             resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
         yield setting
 
