@@ -69,9 +69,10 @@ def trace(
 def _print(report: TraceReport, rows: int) -> None:
     if report.attribution is not None:
         print_attribution(report.attribution, rows)
+    step = report.step
     print_lines(
-        f"{report.model} on {report.devices} devices of {report.topology}, strategy {report.strategy_digest[:12]}, "
-        f"simulated step {milliseconds(report.simulated_s)}",
+        f"{step.graph.name} on {len(step.topology.devices)} devices of {step.topology.name}, strategy "
+        f"{step.record.digest[:12]}, simulated step {milliseconds(step.simulation.step_time_s)}",
         f"{report.events} events written to {report.file}; open it in ui.perfetto.dev",
     )
 

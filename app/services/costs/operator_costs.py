@@ -37,13 +37,8 @@ def signature_record(call: LocalCall) -> OpSignatureRecord:
     from graph.rules import bytes_moved, flops
     from profiler.updates import is_update, update_bytes, update_flops
 
-    if is_update(call):
-        return OpSignatureRecord(
-            call.digest, call.target, call.key, _whole(update_flops(call)), _whole(update_bytes(call))
-        )
-    return OpSignatureRecord(
-        call.digest, call.target, call.key, _whole(flops(call)), _whole(bytes_moved(call))
-    )
+    count, size = (update_flops, update_bytes) if is_update(call) else (flops, bytes_moved)
+    return OpSignatureRecord(call.digest, call.target, call.key, _whole(count(call)), _whole(size(call)))
 
 
 def _whole(number: float) -> int:

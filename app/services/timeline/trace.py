@@ -32,26 +32,22 @@ class TraceReport:
     """A written trace. `attribution` is there where the step was measured too."""
 
     file: Path
-    model: str
-    strategy_digest: str
-    topology: str
-    devices: int
+    step: SimulatedStep
     execution_id: int | None
     events: int
-    simulated_s: float
     attribution: Attribution | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
         return {
             "file": str(self.file),
-            "model": self.model,
-            "strategy": self.strategy_digest,
-            "topology": self.topology,
-            "devices": self.devices,
+            "model": self.step.graph.name,
+            "strategy": self.step.record.digest,
+            "topology": self.step.topology.name,
+            "devices": len(self.step.topology.devices),
             "execution": self.execution_id,
             "events": self.events,
-            "simulated_step_time_s": self.simulated_s,
+            "simulated_step_time_s": self.step.simulation.step_time_s,
             "attribution": None if self.attribution is None else self.attribution.to_json(),
         }
 
@@ -76,13 +72,9 @@ def trace(request: TraceRequest, database: str | None, progress: Progress) -> Tr
         write_trace(document, temporary)
     return TraceReport(
         file=request.output,
-        model=step.graph.name,
-        strategy_digest=step.record.digest,
-        topology=step.topology.name,
-        devices=len(step.topology.devices),
+        step=step,
         execution_id=None if recording is None else recording.execution_id,
         events=sum(event["ph"] == "X" for event in document["traceEvents"]),
-        simulated_s=step.simulation.step_time_s,
         attribution=attribution,
     )
 
