@@ -109,7 +109,7 @@ def _one_line(connection: duckdb.DuckDBPyConnection, sql: str) -> Iterator[None]
 
 
 def _own_words(connection: duckdb.DuckDBPyConnection, sql: str, text: str) -> str:
-    """Return what failed: a query's own threads are interrupted then, and DuckDB at times reports that alone.
+    """Return the error that ended a query: its threads are interrupted then, and DuckDB at times reports that alone.
 
     (DuckDB's pull request 25902.) The query is run again to learn the reason.
     """

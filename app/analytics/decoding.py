@@ -56,7 +56,7 @@ CASE family WHEN 'strided' THEN strided_devices(start, stride, product_of(degree
             ELSE devices
 END""",
 }
-"""What the view is made of, in an order in which each may use those before it."""
+"""The macros that the view is made of, in an order in which each may use those before it."""
 
 
 def _decoded(depth: int) -> str:

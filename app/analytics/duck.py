@@ -49,7 +49,7 @@ class DuckResources:
 def connect(
     database: Database, resources: DuckResources = DuckResources()
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Give a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
+    """Yield a locked in-memory DuckDB with an opened database attached read-only as `store`, and the views.
 
     The views are those of `app.analytics.catalog`. The proposals are those registered by now, also while searches go
     on: their files stay until the end (`app.db.reading`). A registered chunk that is not there by now, or is not in

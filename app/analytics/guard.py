@@ -122,7 +122,7 @@ def _with_listed_pivots(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
 
 
 def _pivot_types(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
-    """Return how many types DuckDB would make for the columns of PIVOT: statements without a text of their own."""
+    """Return the number of types that DuckDB makes for PIVOT's columns: statements without a text of their own."""
     import duckdb
 
     statements = connection.extract_statements(sql)

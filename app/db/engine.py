@@ -28,7 +28,7 @@ ENVIRONMENT_VARIABLE = "SOAPSTONE_DATABASE_URL"
 FILE_NAME = "soapstone.sqlite"
 LOCK_TIMEOUT_S = 60.0
 LOG_SUFFIXES = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a database is called like it, and these."""
+"""Suffixes of the files that SQLite keeps beside a database, after the database's name."""
 # How files of SQLite begin: a database; a write-ahead log in either byte order; a rollback journal.
 _BEGINNINGS = (
     b"SQLite format 3\0",

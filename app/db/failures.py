@@ -17,10 +17,10 @@ from typing import Any
 from graph.errors import DamagedDataError, DatabaseFailure, StorageFullError
 
 CHECK = "run: app db check"
-"""What to do about damage: it says what can be saved."""
+"""The advice about damage: that command says what can be saved."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What goes wrong where a document has another form than the one that was written."""
+"""The exceptions of code that reads a document of another form than the one that was written."""
 
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Result codes of SQLite, and states of PostgreSQL: https://sqlite.org/rescode.html, PostgreSQL's appendix A.

@@ -26,7 +26,7 @@ LOCK = "readers.lock"
 
 @contextmanager
 def reading(store: RunStore) -> Iterator[list[TraceRecord]]:
-    """Give the registered chunks, of one moment, in the order of their paths. Their files stay until the end.
+    """Yield the registered chunks, of one moment, in the order of their paths. Their files stay until the end.
 
     Raises:
         DatabaseError: the database cannot be read.
@@ -61,7 +61,7 @@ def shared(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Give whether nobody reads chunks in a trace folder; who begins to waits until the end."""
+    """Yield whether nobody reads chunks in a trace folder; who begins to waits until the end."""
     with ExitStack() as stack:
         try:
             stack.enter_context(locks.exclusive(folder / LOCK, timeout_s=0))

@@ -56,7 +56,7 @@ class Source:
         return None if row is None else dict(row)
 
     def all(self, statement: sa.Executable) -> Iterator[dict[str, Any]]:
-        """Give the rows of a query one after the other.
+        """Yield the rows of a query one after the other.
 
         Raises:
             LostRow: the next one cannot be read.
@@ -148,7 +148,7 @@ def _between(known: set[int]) -> set[int]:
 
 @contextmanager
 def reading_only(url: sa.URL) -> Iterator[Source]:
-    """Give a database to read, as it is now.
+    """Yield a database to read, as it is now.
 
     A SQLite file that nobody has open is read without its locks and its log, so nothing is made beside it. Where there
     is a log, it is read along, and SQLite may write its index (`-shm`) anew.

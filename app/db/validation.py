@@ -45,7 +45,7 @@ class Fault(Exception):
 
 
 class _Malformed(Exception):
-    """What a value is, where it cannot be what its column holds."""
+    """A description of a value that its column cannot hold."""
 
 
 def values_of(kind: type, row: Row) -> dict[str, Any]:

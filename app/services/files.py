@@ -46,7 +46,7 @@ def checked_target(path: Path, database: Database, name: str) -> Path:
 
 @contextmanager
 def replacing(target: Path, name: str) -> Iterator[Path]:
-    """Give a temporary file beside the target, which takes its place at the end.
+    """Yield a temporary file beside the target, which takes its place at the end.
 
     Raises:
         UsageError: it cannot be written.

@@ -57,7 +57,7 @@ class HeldCosts:
 
 
 def age_days(moment: datetime) -> float:
-    """Return how many days ago a moment was; 0 for one of a clock that is ahead of this one's."""
+    """Return the age of a moment in days; 0 for a moment of a clock that is ahead of this one's."""
     return max(0.0, (utc_now() - moment).total_seconds() / SECONDS_A_DAY)
 
 

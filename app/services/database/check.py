@@ -211,7 +211,7 @@ class _Check:
     # ---- rows
 
     def _sound_rows(self, table: sa.Table) -> Iterator[Row]:
-        """Give the rows of a table that are as they were written, and note the others."""
+        """Yield the rows of a table that are as they were written, and note the others."""
         for row in self._source.rows(table):
             self._found.rows[table.name] += 1
             if isinstance(row, LostRow):

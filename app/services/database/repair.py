@@ -172,7 +172,7 @@ def _check_new(target: Database) -> None:
 
 @contextmanager
 def _filled(target: Database) -> Iterator[Database]:
-    """Give an empty database that becomes the target at the end; where that fails, nothing of it stays.
+    """Yield an empty database that becomes the target at the end; where that fails, nothing of it stays.
 
     One of SQLite is made in a folder of its own and moved: a name that was chosen is never that of half a database,
     however a repair ends. One of PostgreSQL is the target itself.

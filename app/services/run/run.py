@@ -229,7 +229,7 @@ class _OverLimit(BaseException):
 
 @contextmanager
 def _limited(limit_s: float | None) -> Iterator[None]:
-    """Give the body up after `limit_s` seconds; in the main thread alone, as signals are.
+    """End the body after `limit_s` seconds; in the main thread alone, as signals are.
 
     Raises:
         RuntimeFailure: it took longer.

@@ -54,7 +54,7 @@ class ConfirmedStep:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """What was measured again after a search. `steps`: of the finalists, the winner's first.
+    """The measurements made again after a search. `steps`: of the finalists, the winner's first.
 
     calls: number of calls that were measured again. seconds: that it took.
     """

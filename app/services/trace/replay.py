@@ -151,7 +151,7 @@ class TraceReader:
 
     @_interpreting
     def last_step(self, chain: int) -> int:
-        """Return how many proposals of a chain the trace holds."""
+        """Return the number of a chain's proposals in the trace."""
         import pyarrow.compute as pc
 
         table = self._table("proposals", ["step"], [("chain", "=", chain)])
@@ -307,7 +307,7 @@ def resumed_chains(
 
 
 def known_place(start: str) -> int | None:
-    """Return which of the known strategies a chain of this start began with; None for another start."""
+    """Return the index of the known strategy that a chain of this start began with; None for another start."""
     kind, _, number = start.partition(" ")
     return int(number) if kind == "known" and number.isdecimal() else None
 
