@@ -123,13 +123,14 @@ class _Rewriting:
                 ):
                     raise _Unknown
                 self.nodes[node] = self.graph.node_copy(node)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
                 _rewriter(node)(self, node)
             elif node.op == "output":
                 results = self._outputs(node)
             else:
                 raise _Unknown
-        self.graph.eliminate_dead_code()
+        # Draws that nobody uses, too.
+        self.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         signature = ExportGraphSignature(list(self.program.graph_signature.input_specs), results)
         return FunctionalProgram(self.graph, signature, self.program.constants)
 

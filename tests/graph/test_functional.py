@@ -113,6 +113,18 @@ def test_views_and_copies_are_told_apart(
     assert _check(monkeypatch, module, inputs, {}) is is_rewritten
 
 
+def _unused(self: _Module, values: torch.Tensor) -> torch.Tensor:
+    norm, drop = self.parts
+    drop(torch.stack([values, values * 2]).unbind()[0])
+    drop(values.reshape(-1, 3))
+    return functional.mse_loss(drop(norm(values)), values)
+
+
+def test_what_nobody_uses_counts_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _Module(_unused, nn.BatchNorm1d(6), nn.Dropout(0.25))
+    assert _check(monkeypatch, module, (torch.zeros(4, 6, 6),), {})
+
+
 def _twice(self: _Module, values: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = self.parts[0](self.parts[0](values)).sum()
     return result
