@@ -5,6 +5,7 @@ One pair or group communicates at a time, while all others wait.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import psutil
 from profiler.call_inputs import cache_bytes
 from profiler.devices import PhysicalDevice
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
-from profiler.measure import describe_error
+from profiler.measure import describe_error, interval
 from profiler.others import OthersMeter
 from profiler.overlap import Computation, Seconds, measure_overlaps
 from profiler.process_groups import join_process_group, new_process_group
@@ -31,7 +32,12 @@ FEWEST = 5
 # Larger messages are left out where they would take too long, or where there is no memory for so many times their
 # bytes; still larger ones are timed so often.
 LARGE_BYTES, LARGE_COPIES = MIB, 8
-HUGE_BYTES, HUGE_FEWEST = 16 * MIB, 3
+HUGE_BYTES, HUGE_FEWEST, HUGE_WARM_UPS = 16 * MIB, 2, 1
+# Sizes that would take longer are left out where the largest one timed took, to within this share, what the line
+# through the two before it says: predictions go on along it.
+STRAIGHT_BEYOND_S, STRAIGHT_SHARE = 0.5, 0.1
+# Repetitions end where half the confidence interval of their median is no wider than this share of it.
+NARROW = 0.05
 # Written before each message, so that neither data nor code is left in the caches, as after a convolution; on a GPU,
 # so many times the largest cache.
 EVICTED_BYTES, EVICTED_CACHES = 16 * MIB, 2
@@ -40,6 +46,8 @@ OVERLAP_ROUNDS = 5
 # Beyond this share of a rank's core, others' work delays messages: they are timed again, after all others, so often.
 DISTURBED_SHARE = 0.2
 MOST_AGAIN = 4
+# The last time where more than this share of them were disturbed once more.
+RESTLESS_SHARE = 0.9
 
 # Ranks, ascending; of messages two.
 Members = tuple[int, ...]
@@ -79,7 +87,7 @@ class ProbePlan:
 class ProbeReport:
     """Seconds that one rank saw.
 
-    times_s: by pattern, members (the rank is one) and size, of each repetition.
+    times_s: by pattern, members (the rank is one) and size, of each repetition; the same on all members.
     disturbed: of these, what other processes disturbed each time that it was timed, on some rank.
     overlaps: by computation and pattern, of each round of overlapping, the device's seconds for computation alone, the
         seconds of communication alone, and the device's seconds for both at once until both are done.
@@ -114,6 +122,13 @@ def continued_s(times_s: Mapping[int, float], size_bytes: int) -> float:
         return 0.0
     (before, before_s), (last, last_s) = sorted(times_s.items())[-2:]
     return last_s + max(0.0, last_s - before_s) / (last - before) * (size_bytes - last)
+
+
+def is_straight(times_s: Mapping[int, float]) -> bool:
+    """Return whether the largest of some sizes took what the line through the two before it says."""
+    *before, (last, last_s) = sorted(times_s.items())
+    continued = continued_s(dict(before), last)
+    return abs(continued - last_s) <= STRAIGHT_SHARE * last_s
 
 
 def probe(connection: Connection, device: PhysicalDevice, plan: ProbePlan) -> None:
@@ -215,24 +230,41 @@ class ProbeRank:
         self._measure_patterns(COLLECTIVE_PATTERNS, participant)
 
     def _measure_patterns(self, patterns: Sequence[Pattern], participant: Participant) -> None:
-        """Time some patterns of all sizes; those that other processes disturbed once more, when all are timed."""
+        """Time some patterns of all sizes; those that other processes disturbed again, when all are timed.
+
+        Not where nearly all were disturbed once more: those processes do not rest.
+        """
         for pattern in patterns:
             self._measure_sizes(pattern, participant)
+
+        def disturbed() -> list[tuple[Pattern, int]]:
+            return sorted(
+                (pattern, size)
+                for pattern, members, size in self.report.disturbed
+                if pattern in patterns and members == participant.members
+            )
+
         for _ in range(self.plan.most_again):
-            for pattern, members, size in sorted(self.report.disturbed):
-                if pattern in patterns and members == participant.members:
-                    self._measure(pattern, participant, size, repetitions(pattern, size))
+            again = disturbed()
+            for pattern, size in again:
+                self._measure(pattern, participant, size, repetitions(pattern, size))
+            if len(disturbed()) > RESTLESS_SHARE * len(again):
+                return
 
     def _measure_sizes(self, pattern: Pattern, participant: Participant) -> None:
-        """Time a pattern of all sizes, up to the first that is too large for the time or the memory there is."""
-        least_s: dict[int, float] = {}
+        """Time a pattern of all sizes, up to the first that is too large for the time or the memory there is.
+
+        One that takes long is left out, and those beyond it, where the line so far already leads to it.
+        """
+        median_s: dict[int, float] = {}
         for size in self.plan.sizes[pattern]:
             if size > LARGE_BYTES:
-                takes_s = (WARM_UPS + HUGE_FEWEST) * continued_s(least_s, size)
-                is_possible = takes_s <= self.plan.large_s and LARGE_COPIES * size <= self._free_bytes()
-                if not self._everywhere(is_possible, pattern, participant):
+                takes_s = (HUGE_WARM_UPS + HUGE_FEWEST) * continued_s(median_s, size)
+                if takes_s > self.plan.large_s or (takes_s > STRAIGHT_BEYOND_S and is_straight(median_s)):
                     return
-            least_s[size] = self._measure(pattern, participant, size, repetitions(pattern, size))
+                if not self._everywhere(LARGE_COPIES * size <= self._free_bytes(), pattern, participant):
+                    return
+            median_s[size] = self._measure(pattern, participant, size, repetitions(pattern, size))
 
     def _free_bytes(self) -> int:
         """Return the memory that this rank may take: of a host's, as if all ranks were on it."""
@@ -244,9 +276,9 @@ class ProbeRank:
         return available // self.plan.world_size
 
     def _measure(self, pattern: Pattern, participant: Participant, size: int, most: int) -> float:
-        """Time a pattern with data and code out of the caches; return the least seconds of it.
+        """Time a pattern with data and code out of the caches; return the median seconds, the same on all its ranks.
 
-        Of a GPU the cores say nothing of who disturbs it.
+        Repetitions end where their median is known well enough. Of a GPU the cores say nothing of who disturbs it.
         """
         meter = OthersMeter([] if self.device.core is None else [self.device.core])
         work, disturb = prepare(pattern, participant, size), self._disturbance(pattern)
@@ -265,36 +297,57 @@ class ProbeRank:
             return time.perf_counter() - start
 
         self.clock.restart()
-        least_s = min(repeat() for _ in range(WARM_UPS))
+        warm_ups = WARM_UPS if size <= HUGE_BYTES else HUGE_WARM_UPS
+        least_s = min(repeat() for _ in range(warm_ups))
         if size > HUGE_BYTES:
             most = HUGE_FEWEST
         elif pattern != "p2p":
             most = max(FEWEST, self.clock.agree(self.plan.measurement_s / least_s, most, participant.group))
-        for _ in range(most):
-            repeat()
+        look_at, counted_s = min(FEWEST, most), list[float]()
+        while len(counted_s) < most:
+            while len(times) - warm_ups < look_at:
+                repeat()
+            counted_s = self._counted_s(times[warm_ups:], pattern, participant)
+            if interval(counted_s) <= NARROW:
+                break
+            look_at = min(most, look_at + max(2, look_at // 4))
         key = pattern, participant.members, size
-        self.report.times_s[key] = times[WARM_UPS:]
+        self.report.times_s[key] = counted_s
         if self._everywhere((meter.share() or 0.0) <= DISTURBED_SHARE, pattern, participant):
             self.report.disturbed.discard(key)
         else:
             self.report.disturbed.add(key)
-        return min(times)
+        return statistics.median(counted_s)
+
+    def _counted_s(self, times: Sequence[float], pattern: Pattern, participant: Participant) -> list[float]:
+        """Return the seconds that count of each repetition, the same on all ranks of a pair or a group.
+
+        Communication ends when all have it: the slowest rank's count. Of a message, those of the rank that came last,
+        which waited for no other's computation.
+        """
+        if pattern == "p2p":
+            return self._least(times, pattern, participant)
+        return [-seconds for seconds in self._least([-seconds for seconds in times], pattern, participant)]
 
     def _everywhere(self, condition: bool, pattern: Pattern, participant: Participant) -> bool:  # noqa: FBT001
         """Return whether something is true on all ranks of a pair or a group."""
+        return bool(self._least([float(condition)], pattern, participant)[0])
+
+    def _least(self, values: Sequence[float], pattern: Pattern, participant: Participant) -> list[float]:
+        """Return the least of each value on all ranks of a pair or a group."""
         import torch
         import torch.distributed as dist
 
         if pattern != "p2p":
-            return self.clock.everywhere(condition, participant.group)
+            return self.clock.least(values, participant.group)
         # A pair has no process group.
-        value = torch.tensor([float(condition)], device=self.device.torch_name)
-        received = torch.empty_like(value)
+        own = torch.tensor(values, dtype=torch.float64, device=self.device.torch_name)
+        received = torch.empty_like(own)
         (other,) = (rank for rank in participant.members if rank != self.plan.rank)
-        messages = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, value, other)]
+        messages = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, own, other)]
         for started in dist.batch_isend_irecv(messages):
             started.wait()
-        return condition and bool(received.item())
+        return [float(value) for value in torch.minimum(own, received).tolist()]
 
     def _meeting(self, pattern: Pattern, participant: Participant) -> Callable[[], object]:
         """Return communication that ends on all ranks of a group at once; a pair exchanges two messages."""

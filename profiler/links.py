@@ -286,23 +286,12 @@ def _gather(processes: Sequence[DeviceProcess], deadline: float) -> list[ProbeRe
     return [reports[rank] for rank in range(len(processes))]
 
 
-def _latest_start(times: Sequence[Sequence[float]]) -> list[float]:
-    """Return, for each repetition, the time of the rank that came last: it waited for no other's computation."""
-    return [min(of_ranks) for of_ranks in zip(*times, strict=True)]
-
-
-def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Return, for each repetition, the time of the rank that was last: communication ends when all have it."""
-    return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
-
-
 def summarize(reports: Sequence[ProbeReport]) -> LinkProbe:
     """Return the probe from all ranks' reports, by rank."""
     taken: dict[tuple[Pattern, Members], dict[int, list[float]]] = {}
     for pattern, members, size in dict.fromkeys(key for report in reports for key in report.times_s):
-        times = [reports[rank].times_s[pattern, members, size] for rank in members]
-        of_all = _latest_start(times) if pattern == "p2p" else _slowest(times)
-        taken.setdefault((pattern, members), {})[size] = of_all
+        times = reports[members[0]].times_s[pattern, members, size]
+        taken.setdefault((pattern, members), {})[size] = times
     links = tuple(measurement(pattern, members, by_size) for (pattern, members), by_size in taken.items())
     factors = [
         {laid: contention_factor(rounds) for laid, rounds in report.overlaps.items()} for report in reports

@@ -7,7 +7,7 @@ device sleeps, so that neither the hosts' time to issue it nor the time at which
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from profiler.devices import PhysicalDevice
@@ -98,19 +98,19 @@ class RankClock:
         self.meet(group)
         wait_for_device(self.device.torch_name)
 
-    def least(self, value: float, group: Any = None) -> float:
-        """Return the least value of all ranks of a group."""
+    def least(self, values: Sequence[float], group: Any = None) -> list[float]:
+        """Return the least of each value on all ranks of a group."""
         import torch
         import torch.distributed as dist
 
-        values = torch.tensor([float(value)], device=self.device.torch_name)
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
-        return float(values.item())
+        least = torch.tensor(values, dtype=torch.float64, device=self.device.torch_name)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        return [float(value) for value in least.tolist()]
 
     def agree(self, wish: float, most: int, group: Any = None) -> int:
         """Return the least of the wishes of all ranks of a group, between 1 and `most`."""
-        return int(self.least(min(float(most), max(1.0, wish)), group))
+        return int(self.least([min(float(most), max(1.0, wish))], group)[0])
 
     def everywhere(self, condition: bool, group: Any = None) -> bool:  # noqa: FBT001 - of one meaning
         """Return whether something is true on all ranks of a group."""
-        return bool(self.least(float(condition), group))
+        return bool(self.least([float(condition)], group)[0])
