@@ -5,9 +5,11 @@ Every case is executed by all ranks; results are numpy arrays and texts, since t
 
 from __future__ import annotations
 
+import importlib
 import io
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +74,28 @@ def batches(case: Case) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]
         yield [reference(case.model).build(100 + 10 * step + index)[1:] for index in range(count)]
 
 
+_imports: dict[str, Any] = {}
+
+
+@contextmanager
+def imported_once(model: str) -> Iterator[None]:
+    """Let `parallelize` take the graph of a reference network that it has imported in this process before.
+
+    An import takes most of a case, and every rank of a user's script does it once.
+    """
+    importing = importlib.import_module("runtime.training.parallelize")
+    imported = importing.imported
+
+    def remembered(*arguments: Any) -> Any:
+        if model not in _imports:
+            _imports[model] = imported(*arguments)
+        return _imports[model]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importing, "imported", remembered)
+        yield
+
+
 def train(case: Case) -> dict[str, Any]:
     """Train by `runtime.parallelize`; return losses, norms, the state dict, the optimizer's state."""
     module, args, kwargs = reference(case.model).build(SEED if _rank() == 0 else SEED + 1)
@@ -86,13 +110,14 @@ def train(case: Case) -> dict[str, Any]:
             strategy = shared(graph, split, case.sharing)
         if case.made_again:
             strategy = replace(strategy, recomputation=random_groups(graph, seed))
-        return runtime.parallelize(
-            module,
-            strategy,
-            args,
-            kwargs,
-            optimizer=lambda parameters: make_optimizer(case.optimizer, parameters),
-        )
+        with imported_once(case.model):
+            return runtime.parallelize(
+                module,
+                strategy,
+                args,
+                kwargs,
+                optimizer=lambda parameters: make_optimizer(case.optimizer, parameters),
+            )
 
     trainer = trainer_under(case.strategy)
     scheduler = schedule(case.optimizer, trainer.optimizer)
