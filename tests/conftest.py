@@ -39,11 +39,13 @@ def pytest_collection_finish() -> None:
 FIRST = [
     f"tests/{name}.py"
     for name in (
-        "app/test_run_ranks", "runtime/test_zoo", "app/test_main_job", "packaging/test_environment",
-        "runtime/test_training", "runtime/test_huggingface", "gpu/test_commands", "testbeds/test_testbed",
-        "graph/test_huggingface", "app/test_export", "app/db/test_reading", "graph/test_importer",
-        "gpu/test_torchrun", "runtime/test_random_graphs", "runtime/test_dtensor_run", "app/test_signals",
-        "gpu/test_host_waits", "graph/test_alike", "runtime/test_loops", "profiler/test_links",
+        "app/test_main_job", "runtime/test_training", "app/test_run_ranks", "runtime/test_huggingface",
+        "gpu/test_commands", "runtime/test_zoo", "graph/test_importer", "graph/test_huggingface",
+        "search/test_taskgraph", "runtime/test_dtensor_run", "app/test_signals", "testbeds/test_testbed",
+        "gpu/test_torchrun", "packaging/test_environment", "runtime/test_parallel", "app/test_export",
+        "studies/test_study", "runtime/test_random_graphs", "app/db/test_reading", "runtime/test_examples",
+        "search/test_compiling", "profiler/test_links", "runtime/test_sharding", "gpu/test_host_waits",
+        "runtime/test_loops",
     )
 ]  # fmt: skip
 

@@ -144,7 +144,10 @@ def test_two_starts_at_once_install_once(project: Path, copying_python: str) -> 
 
 def test_interrupted_installation_is_made_from_scratch(project: Path, copying_python: str) -> None:
     first = subprocess.Popen(
-        ["bash", "-c", START], cwd=project, env=environment(copying_python, SAMPLE_BUILD_S="60"), start_new_session=True
+        ["bash", "-c", START],
+        cwd=project,
+        env=environment(copying_python, SAMPLE_BUILD_S="60"),
+        start_new_session=True,
     )
     while not (project / "installations").exists():
         time.sleep(0.05)
@@ -156,7 +159,9 @@ def test_interrupted_installation_is_made_from_scratch(project: Path, copying_py
     assert not leftover.exists()
 
 
-def test_failed_installation_is_one_error_line_and_can_be_tried_again(project: Path, copying_python: str) -> None:
+def test_failed_installation_is_one_error_line_and_can_be_tried_again(
+    project: Path, copying_python: str
+) -> None:
     missing = "Provides-Extra: dev\\nRequires-Dist: soapstone-has-no-such-dependency"
     (project / "backend.py").write_text(BACKEND.replace("Provides-Extra: dev", missing))
     failed = start(project, copying_python)
