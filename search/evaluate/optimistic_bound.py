@@ -98,23 +98,21 @@ class OptimisticBound:
             return ()
         store = layout.builder.store
         sizes = {}
-        for index, configuration in changed.items():
-            if not (weights := self._weights_read[index]):
-                continue
-            number = store.configuration_number(configuration)
-            for place in weights:
+        weights_read = self._weights_read
+        reading = [one for one in changed.items() if weights_read[one[0]]]
+        numbers = store.configuration_numbers([configuration for _, configuration in reading])
+        for (index, configuration), number in zip(reading, numbers, strict=True):
+            for place in weights_read[index]:
                 size = store.set_size(place, configuration, number)
                 if size is None:
                     # Those whose sets are not known may be of any size.
                     return ()
                 sizes[place] = size
         self._count_sets()
-        places = list(sizes)
-        sets = self._sets.copy()
-        for at in layout.fragments.static_at[places].tolist():
-            for size in store.set_sizes(at):
-                sets[size] -= 1
-        return [place for place, size in sizes.items() if not sets[size]]
+        of_changed: Counter[int] = Counter()
+        for at in layout.fragments.static_at[list(sizes)].tolist():
+            of_changed.update(store.set_sizes(at))
+        return [place for place, size in sizes.items() if self._sets[size] == of_changed[size]]
 
     def _count_sets(self) -> None:
         """Count, for the current strategy, the weights whose gradients are summed over sets of so many devices."""

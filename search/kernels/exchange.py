@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
 from search.kernels.collective_formulas import curve_s
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
     COLLECTIVE_WORDS,
+    LOAD_WORDS,
     PIECE_WORDS,
     READER_WORDS,
     VALUE_WORDS,
@@ -17,11 +18,13 @@ from search.kernels.fragments import (
     collectives_of,
     first_pieces_of,
     first_readers_of,
+    loads_of,
     pieces_by_source_of,
     pieces_of,
     read_assemblies_of,
     readers_of,
     served_assemblies_of,
+    served_sources_of,
     value_header,
 )
 from search.kernels.records import (
@@ -66,7 +69,7 @@ def write_exchange(
         VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
         + READER_WORDS * reader_count + readings + reader_count + source_count + 1 + by_source_words(pieces)
     )  # fmt: skip
-    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces
+    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces + LOAD_WORDS * links.busy_2L.shape[1]
     if at + words > len(arena):
         return -words
     value = value_header(arena, at)
@@ -81,7 +84,37 @@ def write_exchange(
         region = readers.region[first_reader]
         words = write_collectives(arena, at, region, sources.device, devices, summable)
     count_reads(arena, at)
-    return words
+    return words + write_loads(arena, at, words, links)
+
+
+@inner
+def write_loads(arena: Array, at: int, loads_at: int, links: ExchangeLinks) -> int:
+    """Write what the transfers of a value take of links, after all else; return the words that this takes."""
+    value, pieces, busy_2L, devices = value_header(arena, at), pieces_of(arena, at), links.busy_2L, len(links.node_D)
+    value.loads_at, value.loads = loads_at, 0
+    if value.transfers == 0:
+        return 0
+    for number in range(len(pieces)):
+        piece = pieces[number]
+        if 0 <= piece.rank < value.transfers:
+            there, back = piece.resource_set - devices, piece.back_resource_set - devices
+            for place in range(links.link_ptr[there], links.link_ptr[there + 1]):
+                busy_2L[0, links.link[place]] += piece.run_ns
+            for place in range(links.link_ptr[back], links.link_ptr[back + 1]):
+                busy_2L[1, links.link[place]] += piece.back_ns
+    count = 0
+    for link in range(busy_2L.shape[1]):
+        count += busy_2L[0, link] > 0 or busy_2L[1, link] > 0
+    value.loads = count
+    loads = loads_of(arena, at)
+    count = 0
+    for link in range(busy_2L.shape[1]):
+        if busy_2L[0, link] > 0 or busy_2L[1, link] > 0:
+            load = loads[count]
+            load.link, load.forward_ns, load.back_ns = link, busy_2L[0, link], busy_2L[1, link]
+            busy_2L[0, link] = busy_2L[1, link] = 0
+            count += 1
+    return int(LOAD_WORDS * count)
 
 
 @inner
@@ -437,6 +470,32 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
     members = member_end - collective.first_assembly
     collective.root, collective.size_bytes = root, whole
     collective.priced_bytes = largest * members if kind == ALL_TO_ALL else whole
+
+
+@quick_entry
+def find_members(
+    arena: Array, at: int, source_device: Array, is_member_D: Array, member_ptr: Array, member: Array
+) -> None:
+    """Write the devices that take part in each collective of a value, ascending: pointers, and devices.
+
+    is_member_D: scratch, zeros before and after.
+    """
+    assemblies, collectives = assemblies_of(arena, at), collectives_of(arena, at)
+    served, sources = served_assemblies_of(arena, at), served_sources_of(arena, at)
+    end = 0
+    for number in range(len(collectives) - 1):
+        collective, following = collectives[number], collectives[number + 1]
+        for place in range(collective.first_assembly, following.first_assembly):
+            is_member_D[assemblies[served[place]].device] = 1
+        for place in range(collective.first_source, following.first_source):
+            is_member_D[source_device[sources[place]]] = 1
+        member_ptr[number] = end
+        for device in range(len(is_member_D)):
+            if is_member_D[device]:
+                is_member_D[device] = 0
+                member[end] = device
+                end += 1
+    member_ptr[len(collectives) - 1] = end
 
 
 @inner

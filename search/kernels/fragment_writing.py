@@ -30,8 +30,13 @@ class FragmentSources(NamedTuple):
     degrees_C: Array  # a configuration: the number of its degrees
     devices_at_C: Array
     # An operand, under given degrees: where its side is. A class of operators: where the costs of its tasks are, if
-    # they are the same on all devices and without recomputation. Else -1.
+    # they are the same on all devices (`one_kind`) and without recomputation. Else -1.
     at_PD: Array
+    one_kind: int
+    links: ExchangeLinks
+    # What is to be found out of `at_PD`: row, column, and an operator whose fragment goes by it. Of the table -2 stands
+    # for what is listed here.
+    unknown_N3: Array
 
 
 @entry
@@ -40,7 +45,6 @@ def write_fragments(
     table: FragmentTable,
     keys: FragmentKeys,
     sources: FragmentSources,
-    links: ExchangeLinks,
     missing: Array,
     entries: Array,
     arena: Array,
@@ -49,31 +53,31 @@ def write_fragments(
     """Write the fragments of operators and values of which all is known; return how many subjects are left.
 
     missing, entries: as `find_fragments` leaves them; those that are left are moved to the front.
-    state: where the arena's fragments end; how many of the values written have collectives, then their fragments and
-    where the devices of their sources are.
+    state: where the arena's fragments end; how many things are unknown; how many of the values written have
+    collectives, then their fragments and where the devices of their sources are.
     """
     left = 0
     for place in range(len(missing)):
         subject, number = missing[place], entries[place]
         at = table.at[number]
-        if at < 0 and is_known(subjects, keys, sources, subject):
+        if at < 0 and is_known(subjects, keys, sources, subject, state):
             at = state[0]
             if subject < subjects.values_at:
                 words = write_operator(arena, at, keys, sources, subjects, subject)
             else:
                 value = subject - subjects.values_at
                 words = write_value(
-                    arena, at, sources.words, sources.common_K3, ports_of(subjects, keys, sources, subject), links,
-                    sources.item_bytes_V[value], sources.summable_V[value],
+                    arena, at, sources.words, sources.common_K3, ports_of(subjects, keys, sources, subject),
+                    sources.links, sources.item_bytes_V[value], sources.summable_V[value],
                 )  # fmt: skip
             if words > 0:
                 table.at[number] = at
                 state[0] += words
                 if subject >= subjects.values_at and value_header(arena, at).collectives:
                     producer = subjects.port[subjects.port_ptr[subject]]
-                    state[2 + 2 * state[1]] = at
-                    state[3 + 2 * state[1]] = sources.devices_at_C[keys.configuration_O[producer]]
-                    state[1] += 1
+                    state[3 + 2 * state[2]] = at
+                    state[4 + 2 * state[2]] = sources.devices_at_C[keys.configuration_O[producer]]
+                    state[2] += 1
             else:
                 at = -1
         if at < 0:
@@ -85,19 +89,36 @@ def write_fragments(
 
 
 @inner
-def is_known(subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, subject: int) -> bool:
-    """Return whether all is known that the fragment of a subject is derived from."""
+def is_known(
+    subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, subject: int, state: Array
+) -> bool:
+    """Return whether all is known that the fragment of a subject is derived from; list what is not and can be."""
     if subject >= subjects.statics_at:
         return False
     if subject < subjects.values_at:
         if keys.code_O[subject] != WHOLE:
             return True
-        return bool(keys.variant_S[subject] == 0 and costs_at(subjects, keys, sources, subject) >= 0)
+        if keys.variant_S[subject] != 0 or sources.one_kind == 0:
+            return False
+        row = sources.operands + subjects.class_S[subject]
+        return is_in_table(sources, row, sources.degrees_C[keys.configuration_O[subject]], subject, state)
     known = True
     for place in range(subjects.port_ptr[subject], subjects.port_ptr[subject + 1]):
-        degrees = sources.degrees_C[keys.configuration_O[subjects.port[place]]]
-        known = known and sources.at_PD[sources.port[place - subjects.values_at], degrees] >= 0
+        operator = subjects.port[place]
+        row, degrees = sources.port[place - subjects.values_at], sources.degrees_C[keys.configuration_O[operator]]
+        known = is_in_table(sources, row, degrees, operator, state) and known
     return known
+
+
+@inner
+def is_in_table(sources: FragmentSources, row: int, degrees: int, operator: int, state: Array) -> bool:
+    """Return whether something of `FragmentSources.at_PD` is known; list it where it is not."""
+    at_PD, unknown_N3 = sources.at_PD, sources.unknown_N3
+    if at_PD[row, degrees] == -1:
+        at_PD[row, degrees] = -2
+        unknown_N3[state[1], 0], unknown_N3[state[1], 1], unknown_N3[state[1], 2] = row, degrees, operator
+        state[1] += 1
+    return bool(at_PD[row, degrees] >= 0)
 
 
 @inner

@@ -5,7 +5,7 @@ A fragment is addressed by the word where it starts. It is a header, and behind 
     operator    its tasks
     value       assemblies, and one more as a sentinel; pieces; readers; of every reading its first reader; of every
                 reader its assembly; of every source task its first piece, and one more; the pieces by source task;
-                collectives, and one more as a sentinel; the assemblies that they serve; their source tasks
+                collectives, and one more as a sentinel; the assemblies that they serve; their source tasks; loads
     static      holders; cells
 
 A source task is a task of the operator that makes the value. Functions that end in `_of` return one of these arrays,
@@ -54,7 +54,7 @@ TASK = _record(
 # that readers wait for; piece_reads: pieces, were there no collectives.
 VALUE = _record(
     "assemblies", "pieces", "readers", "sources", "remote_pieces", "readings", "collectives_at", "collectives",
-    "transfers", "reads", "piece_reads",
+    "transfers", "reads", "piece_reads", "loads_at", "loads",
 )  # fmt: skip
 # What a device needs of a value. collective: that serves it, or -1.
 ASSEMBLY = _record("device", "copied_bytes", "first_piece", "first_reader", "collective")
@@ -69,6 +69,8 @@ COLLECTIVE = _record(
     "kind", "root", "size_bytes", "priced_bytes", "first_assembly", "first_source", "resource_set", "run_ns",
     "back_resource_set", "back_ns",
 )  # fmt: skip
+# What all transfers of a value together take of a link, forward, and that of their gradients.
+LOAD = _record("link", "forward_ns", "back_ns")
 # sharing: a code of `graph.strategy.Sharding`.
 STATIC = _record("holders", "cells", "sharing")
 # Elements that a device keeps and that it updates.
@@ -92,7 +94,7 @@ def word_of(record: np.dtype[Any], field: str) -> int:
 OPERATOR_WORDS, TASK_WORDS = words_in(OPERATOR), words_in(TASK)
 VALUE_WORDS, ASSEMBLY_WORDS, PIECE_WORDS = words_in(VALUE), words_in(ASSEMBLY), words_in(PIECE)
 READER_WORDS = words_in(READER)
-COLLECTIVE_WORDS = words_in(COLLECTIVE)
+COLLECTIVE_WORDS, LOAD_WORDS = words_in(COLLECTIVE), words_in(LOAD)
 STATIC_WORDS, HOLDER_WORDS, CELL_WORDS = words_in(STATIC), words_in(HOLDER), words_in(CELL)
 
 
@@ -223,6 +225,13 @@ def served_sources_of(arena: Array, at: int) -> Array:
     value, last = value_header(arena, at), collectives_of(arena, at)[value_header(arena, at).collectives]
     start = at + value.collectives_at + COLLECTIVE_WORDS * (value.collectives + 1) + last.first_assembly
     return _records(arena, start, last.first_source, _INT)
+
+
+@_accessor
+def loads_of(arena: Array, at: int) -> Array:
+    """Return what the transfers of a value take of links, of those alone that they take any time of."""
+    value = value_header(arena, at)
+    return _records(arena, at + value.loads_at, value.loads, LOAD)
 
 
 @_accessor

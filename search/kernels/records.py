@@ -379,7 +379,7 @@ class Overlaps(NamedTuple):
 
 
 class ExchangeLinks(NamedTuple):
-    """The node of each device, and latency and bandwidth between all pairs of them: source * D + destination.
+    """The node of each device; latency, bandwidth and links between all pairs of them: source * D + destination.
 
     Where messages were measured, segments and curve as in `ResourceSets`, which take precedence; else none.
     """
@@ -389,6 +389,9 @@ class ExchangeLinks(NamedTuple):
     bandwidth_DD: Array
     segments: Array
     curve: Array
+    link_ptr: Array  # D * D + 1, into link
+    link: Array
+    busy_2L: Array  # scratch, forward and back: zeros between values
 
 
 class Routes(NamedTuple):

@@ -10,7 +10,14 @@ from search.kernels.derivation import (
     find_backwards,
     find_changed_fragments,
 )
-from search.kernels.fragments import assemblies_of, collectives_of, pieces_of, tasks_of, value_header
+from search.kernels.fragments import (
+    assemblies_of,
+    collectives_of,
+    loads_of,
+    pieces_of,
+    tasks_of,
+    value_header,
+)
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
 from search.kernels.peak_memory import account_memory
 from search.kernels.records import (
@@ -48,7 +55,7 @@ def derive_changes(
     account_memory(
         graph, old_fragments, fragments, arena, groups, machines.state_tensors, old.derivation, derivation
     )
-    account_work(old_fragments, step, old, new, dirty)
+    account_work(old_fragments, step, old, new, dirty, np.empty(len(derivation.memory_D), np.int64))
     active, bucket_bytes = derivation.operator_active, machines.bucket_bytes
     if not fill_buckets(graph, fragments, arena, active, step.buckets, bucket_bytes):
         return -3
@@ -70,14 +77,17 @@ def copy_workload(source: Workload, target: Workload) -> None:
 
 
 @inner
-def account_work(old_fragments: Fragments, step: Step, old: Workload, new: Workload, dirty: Array) -> None:
+def account_work(
+    old_fragments: Fragments, step: Step, old: Workload, new: Workload, dirty: Array, latest_D: Array
+) -> None:
     """Bring the work of every resource, and what can be folded, from the old strategy's to the new one's.
 
-    dirty: of operators, is overwritten.
+    dirty: of operators, and latest_D: of devices, are overwritten.
     """
     graph, fragments, arena = step.graph, step.fragments, step.arena
     was_derived, derived = old.derivation, new.derivation
     dirty[:] = 0
+    latest_D[:] = -1
     for operator in range(len(fragments.operator_at)):
         was, now = old_fragments.operator_at[operator], fragments.operator_at[operator]
         if was != now or was_derived.active_at[operator] != derived.active_at[operator]:
@@ -85,7 +95,7 @@ def account_work(old_fragments: Fragments, step: Step, old: Workload, new: Workl
             if was >= 0:
                 add_tasks(arena, was, new, was_derived.active_at[operator], group, -1)
             add_tasks(arena, now, new, derived.active_at[operator], group, 1)
-            find_uniform(arena, now, new, operator)
+            find_uniform(arena, now, new, operator, latest_D)
             dirty[operator] |= was < 0
     for value in range(len(fragments.value_at)):
         was, now = old_fragments.value_at[value], fragments.value_at[value]
@@ -135,18 +145,24 @@ def add_exchange(
     header = value_header(arena, fragment)
     if header.remote_pieces == 0:
         return
-    pool, load_ns_R = new.derivation.pool, new.load_ns_R
-    assemblies, pieces = assemblies_of(arena, fragment), pieces_of(arena, fragment)
-    for number in range(len(pieces)):
-        piece = pieces[number]
-        if piece.rank < 0:
-            continue
-        if piece.rank < header.transfers:
-            add_load(sets, piece.resource_set, sign * piece.run_ns, load_ns_R)
-        if last_at >= 0 and pool[last_at + piece.assembly] >= 0:
-            served_by = assemblies[piece.assembly].collective
-            if served_by < 0 or pool[collective_at + served_by] < 0:
-                add_load(sets, piece.back_resource_set, sign * piece.back_ns, load_ns_R)
+    pool, load_ns_R, devices = new.derivation.pool, new.load_ns_R, len(new.derivation.memory_D)
+    goes_back = last_at >= 0 and pool[last_at] >= 0
+    # All gradients go back as what they are of came, or none does.
+    is_alike = True
+    if last_at >= 0:
+        for place in range(last_at, last_at + header.assemblies):
+            is_alike = is_alike and (pool[place] >= 0) == goes_back
+        for place in range(collective_at, collective_at + header.collectives):
+            is_alike = is_alike and (pool[place] >= 0) == goes_back
+    loads = loads_of(arena, fragment)
+    for number in range(len(loads)):
+        load = loads[number]
+        run_ns = load.forward_ns
+        if is_alike and goes_back:
+            run_ns += load.back_ns
+        load_ns_R[devices + load.link] += sign * run_ns
+    if not is_alike:
+        add_gradient_transfers(step, fragment, new, last_at, collective_at, sign)
     collectives = collectives_of(arena, fragment)
     for number in range(header.collectives):
         collective = collectives[number]
@@ -156,16 +172,38 @@ def add_exchange(
 
 
 @inner
-def find_uniform(arena: Array, at: int, new: Workload, operator: int) -> None:
-    """Find how long an operator's tasks take where each device has one and all take the same time."""
+def add_gradient_transfers(
+    step: Step, fragment: int, new: Workload, last_at: int, collective_at: int, sign: int
+) -> None:
+    """Add or take away the time of a value's gradients that go back by themselves."""
+    pool, assemblies, pieces = (
+        new.derivation.pool,
+        assemblies_of(step.arena, fragment),
+        pieces_of(step.arena, fragment),
+    )
+    for number in range(len(pieces)):
+        piece = pieces[number]
+        if piece.rank >= 0 and pool[last_at + piece.assembly] >= 0:
+            served_by = assemblies[piece.assembly].collective
+            if served_by < 0 or pool[collective_at + served_by] < 0:
+                add_load(step.resource_sets, piece.back_resource_set, sign * piece.back_ns, new.load_ns_R)
+
+
+@inner
+def find_uniform(arena: Array, at: int, new: Workload, operator: int, latest_D: Array) -> None:
+    """Find how long an operator's tasks take where each device has one and all take the same time.
+
+    latest_D: scratch; of each device, no operator that is looked at later.
+    """
     derivation, tasks = new.derivation, tasks_of(arena, at)
     new.uniform_ns_2O[:, operator] = -1
     if len(tasks) != len(derivation.memory_D):
         return
     for part in range(len(tasks)):
-        # In any other order of devices tasks count as different.
-        if tasks[part].device != part or tasks[part].forward_ns != tasks[0].forward_ns:
+        device = tasks[part].device
+        if latest_D[device] == operator or tasks[part].forward_ns != tasks[0].forward_ns:
             return
+        latest_D[device] = operator
     new.uniform_ns_2O[0, operator] = tasks[0].forward_ns
     active_at = derivation.active_at[operator]
     for part in range(len(tasks)):

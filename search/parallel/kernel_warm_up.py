@@ -27,6 +27,7 @@ from graph.errors import UsageError
 from search.kernels.collective_formulas import price_collectives
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
+from search.kernels.exchange import find_members
 from search.kernels.fragment_table import find_fragments, find_touched
 from search.kernels.fragment_writing import write_fragments
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
@@ -66,8 +67,9 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
         "bandwidth_DD": _NUMBERS,
         "segments": _INTS_2D,
         "curve": _NUMBERS_2D,
+        "busy_2L": _INTS_2D,
     },
-    "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D},
+    "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D, "unknown_N3": _INTS_2D},
     "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
 }
 
@@ -124,6 +126,7 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
         (compact, walks),
         (number_by_position, order == "priority"),
         (find_touched, True),
+        (find_members, True),
         (fill_buckets, True),
         (find_fragments, True),
         (most_tasks, True),

@@ -8,7 +8,7 @@ full it is emptied, and its users derive theirs anew.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,15 +24,14 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
+from search.kernels.exchange import find_members
 from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
 from search.kernels.fragment_writing import DEVICES_BEHIND, FragmentSources, write_fragments
 from search.kernels.fragments import (
-    ASSEMBLY_WORDS,
     CELL,
     CELL_WORDS,
     COLLECTIVE,
     COLLECTIVE_WORDS,
-    HOLDER,
     HOLDER_WORDS,
     OPERATOR_WORDS,
     STATIC_WORDS,
@@ -65,6 +64,10 @@ FEWEST_DEGREES = 64
 # Configurations after which it is forgotten which objects were met; equal ones keep their number.
 MOST_OBJECTS = 1 << 14
 COLLECTIVES_WORD, COLLECTIVES_AT_WORD = word_of(VALUE, "collectives"), word_of(VALUE, "collectives_at")
+KIND_WORD, ROOT_WORD = word_of(COLLECTIVE, "kind"), word_of(COLLECTIVE, "root")
+PRICED_BYTES_WORD = word_of(COLLECTIVE, "priced_bytes")
+RESOURCE_SET_WORDS = [word_of(COLLECTIVE, "resource_set"), word_of(COLLECTIVE, "back_resource_set")]
+RUN_NS_WORDS = [word_of(COLLECTIVE, "run_ns"), word_of(COLLECTIVE, "back_ns")]
 
 
 @dataclass(slots=True)
@@ -101,17 +104,19 @@ class UnitStore:
         kinds = [device.kind_name for device in topology.devices]
         self._kind_names = list(dict.fromkeys(kinds))
         self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
+        self._is_member_D = np.zeros(len(kinds), np.int64)
         node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
         self._exchange_links = ExchangeLinks(
-            node_D, routes.latency_s_P, routes.bandwidth_P, *message_curves(topology, links)
-        )
+            node_D, routes.latency_s_P, routes.bandwidth_P, *message_curves(topology, links),
+            routes.pointers_P1, routes.link, np.zeros((2, len(topology.links)), np.int64),
+        )  # fmt: skip
         count = len(self.subjects.class_S)
         # The words of the keys of all subjects: more than one look-up adds to the table.
         self._key_words = 2 * count + len(self.subjects.port)
         self._table = _new_table(count, self._key_words)
         self._missing, self._entry = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._state = np.zeros(2 + 2 * count, np.int64)
+        self._state = np.zeros(3 + 2 * count, np.int64)
         values, statics, none = self.classes.values, self.classes.statics, np.zeros(0, np.int64)
         operands = [port.number for value in values for port in (value.producer, *value.readers)]
         operands += [port.number for static in statics for port in static.readers]
@@ -125,6 +130,9 @@ class UnitStore:
             degrees_C=none,
             devices_at_C=none,
             at_PD=np.zeros((0, 0), np.int64),
+            one_kind=int(len(self._kind_names) == 1),
+            links=self._exchange_links,
+            unknown_N3=np.zeros((self._key_words, 3), np.int64),
         )
         rows = self._sources.operands + max(self.classes.operators) + 1
         self._at_PD = np.full((rows, FEWEST_DEGREES), -1, np.int64)
@@ -146,6 +154,7 @@ class UnitStore:
         self._configurations: dict[Configuration, int] = {}
         self._objects: dict[int, tuple[Configuration, int]] = {}
         self._degrees: dict[Degrees, int] = {}
+        self._degrees_by_number: list[Degrees] = []
         self._degrees_of, self._devices_at = GrowingArray(np.int64), GrowingArray(np.int64)
         self._at_PD[:] = -1
         self._needs: dict[tuple[int, int], IntArray] = {}
@@ -163,6 +172,14 @@ class UnitStore:
         if self._end > ARENA_WORDS:
             self._empty()
 
+    def configuration_numbers(self, configurations: Iterable[Configuration]) -> list[int]:
+        """Return the numbers of configurations, valid within a generation."""
+        met, number = self._objects.get, self.configuration_number
+        return [
+            one[1] if (one := met(id(configuration))) is not None else number(configuration)
+            for configuration in configurations
+        ]
+
     def configuration_number(self, configuration: Configuration) -> int:
         """Return the number of a configuration, valid within a generation."""
         met = self._objects.get(id(configuration))
@@ -171,9 +188,12 @@ class UnitStore:
         number = self._configurations.setdefault(configuration, len(self._configurations))
         if number == len(self._devices_at):
             degrees, devices = configuration.degrees, configuration.devices
-            self._degrees_of.extend([self._degrees.setdefault(degrees, len(self._degrees))])
-            if len(self._degrees) > self._at_PD.shape[1]:
-                self._at_PD = np.concatenate([self._at_PD, np.full_like(self._at_PD, -1)], axis=1)
+            code = self._degrees.setdefault(degrees, len(self._degrees))
+            if code == len(self._degrees_by_number):
+                self._degrees_by_number.append(degrees)
+                if code == self._at_PD.shape[1]:
+                    self._at_PD = np.concatenate([self._at_PD, np.full_like(self._at_PD, -1)], axis=1)
+            self._degrees_of.extend((code,))
             at = self._regions.write((len(devices), degrees[-1], *devices))
             self._devices_at.extend([at + DEVICES_BEHIND])
         if len(self._objects) >= MOST_OBJECTS:
@@ -212,17 +232,14 @@ class UnitStore:
             self._missing, self._entry,
         )  # fmt: skip
         if missing and (left := self._write(keys, missing)):
-            at, entries = self._table.at, self._entry[:left].tolist()
-            for subject, entry in zip(self._missing[:left].tolist(), entries, strict=True):
-                if at[entry] < 0:
-                    at[entry] = self._prepare(chosen, subject)
+            self._prepare(chosen, left)
             while left := self._write(keys, left):
                 self._grow(2 * len(self.arena))
 
     def _write(self, keys: FragmentKeys, missing: int) -> int:
         """Write missing fragments of which all is known; return how many are left."""
         state, words = self._state, self._regions.words.items
-        state[:2] = self._end, 0
+        state[:3] = self._end, 0, 0
         sources = self._sources._replace(
             words=words,
             degrees_C=self._degrees_of.items,
@@ -230,40 +247,56 @@ class UnitStore:
             at_PD=self._at_PD,
         )
         left: int = write_fragments(
-            self.subjects, self._table, keys, sources, self._exchange_links,
-            self._missing[:missing], self._entry[:missing], self.arena, state,
+            self.subjects, self._table, keys, sources, self._missing[:missing], self._entry[:missing],
+            self.arena, state,
         )  # fmt: skip
         self._end = int(state[0])
-        if state[1]:
-            for at, devices_at in state[2 : 2 + 2 * state[1]].reshape(-1, 2).tolist():
+        if state[2]:
+            for at, devices_at in state[3 : 3 + 2 * state[2]].reshape(-1, 2).tolist():
                 self._price_collectives(
                     at, words[devices_at : devices_at + words[devices_at - DEVICES_BEHIND]]
                 )
         return left
 
-    def _prepare(self, chosen: Chosen, subject: int) -> int:
-        """Find what the fragment of a subject is derived from; return where it starts, or -1 where it is unwritten.
+    def _prepare(self, chosen: Chosen, left: int) -> None:
+        """Find out what the fragments that are left are derived from, or write them.
 
         Raises:
             CostError: a local call has no cost on its device's kind.
         """
-        subjects, configurations = self.subjects, chosen.configurations
-        if subject >= subjects.statics_at:
-            place = subject - subjects.statics_at
-            return self._derive_static(self.classes.statics[place], configurations, chosen.sharding[place])
-        if subject >= subjects.values_at:
-            of = self.classes.values[subject - subjects.values_at]
-            for port in (of.producer, *of.readers):
-                degrees = configurations[port.operator].degrees
-                self._at_PD[port.number, self._degrees[degrees]] = self._regions.side(port.number, degrees)
-            return -1
-        configuration, lasting = configurations[subject], chosen.lasting[subject]
-        if lasting is not None or len(self._kind_names) > 1:
-            return self.derive_operator(subject, configuration, lasting)
-        costs = self.task_costs.rows(subject, (*configuration.degrees[:-1], 1), self._kind_names[0], None)
-        row = self._sources.operands + self.classes.operators[subject]
-        self._at_PD[row, self._degrees[configuration.degrees]] = self._regions.write(costs.reshape(-1))
-        return -1
+        try:
+            self._find_out()
+        finally:
+            # What an error leaves unknown is asked for again.
+            unknown_N3 = self._sources.unknown_N3[: self._state[1]]
+            self._at_PD[unknown_N3[:, 0], unknown_N3[:, 1]] = np.maximum(
+                self._at_PD[unknown_N3[:, 0], unknown_N3[:, 1]], -1
+            )
+        at, statics_at, values_at = self._table.at, self.subjects.statics_at, self.subjects.values_at
+        for subject, entry in zip(self._missing[:left].tolist(), self._entry[:left].tolist(), strict=True):
+            if at[entry] >= 0:
+                continue
+            if subject >= statics_at:
+                place = subject - statics_at
+                at[entry] = self._derive_static(
+                    self.classes.statics[place], chosen.configurations, chosen.sharding[place]
+                )
+            elif subject < values_at:
+                lasting = chosen.lasting[subject]
+                if lasting is not None or not self._sources.one_kind:
+                    at[entry] = self.derive_operator(subject, chosen.configurations[subject], lasting)
+
+    def _find_out(self) -> None:
+        """Find out sides of operands and costs of tasks, as listed."""
+        operands, write, side = self._sources.operands, self._regions.write, self._regions.side
+        at_PD, kind = self._at_PD, self._kind_names[0]
+        for row, column, operator in self._sources.unknown_N3[: self._state[1]].tolist():
+            degrees = self._degrees_by_number[column]
+            if row < operands:
+                at_PD[row, column] = side(row, degrees)
+            else:
+                costs = self.task_costs.rows(operator, (*degrees[:-1], 1), kind, None)
+                at_PD[row, column] = write(costs.reshape(-1).tolist())
 
     def _make_entries(self, count: int) -> None:
         table = self._table
@@ -329,35 +362,26 @@ class UnitStore:
         """Write resource sets and durations of a value fragment's collectives, forward and backward."""
         arena = self.arena
         found, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])
-        assembly_at = start + COLLECTIVE_WORDS * (found + 1)
-        rows = arena[start:assembly_at].view(COLLECTIVE)
-        task_at = assembly_at + int(rows["first_assembly"][found])
-        served = arena[assembly_at:task_at]
-        sources = source_devices[arena[task_at : task_at + int(rows["first_source"][found])]]
-        readers = arena[at + VALUE_WORDS + ASSEMBLY_WORDS * served]
         # Of every collective the distinct devices, ascending.
-        devices = len(self._kind_D)
-        number = np.arange(found)
-        members = np.unique(
-            np.concatenate(
-                [
-                    np.repeat(number, np.diff(rows["first_assembly"])) * devices + readers,
-                    np.repeat(number, np.diff(rows["first_source"])) * devices + sources,
-                ]
-            )
-        )
-        bounds = np.searchsorted(members, np.arange(found + 1) * devices).tolist()
-        members %= devices
-        rows = rows[:found]
+        member_ptr, member = np.empty(found + 1, np.int64), np.empty(found * len(self._kind_D), np.int64)
+        find_members(arena, at, source_devices, self._is_member_D, member_ptr, member)
+        rows = arena[start : start + COLLECTIVE_WORDS * found].reshape(found, COLLECTIVE_WORDS)
         sets = []
         for code, root, (first, last) in zip(
-            rows["kind"].tolist(), rows["root"].tolist(), itertools.pairwise(bounds), strict=True
+            rows[:, KIND_WORD].tolist(),
+            rows[:, ROOT_WORD].tolist(),
+            itertools.pairwise(member_ptr.tolist()),
+            strict=True,
         ):
-            sets += [(code, root, members[first:last]), (BACKWARD_CODE[code], root, members[first:last])]
+            members = member[first:last]
+            sets += [(code, root, members), (BACKWARD_CODE[code], root, members)]
         resource_sets = self.resource_sets.numbers(sets)
-        rows["resource_set"], rows["back_resource_set"] = resource_sets[::2], resource_sets[1::2]
-        durations_ns = self.resource_sets.durations_ns(resource_sets, np.repeat(rows["priced_bytes"], 2))
-        rows["run_ns"], rows["back_ns"] = durations_ns[::2], durations_ns[1::2]
+        durations_ns = self.resource_sets.durations_ns(
+            resource_sets, np.repeat(rows[:, PRICED_BYTES_WORD], 2)
+        )
+        # Both forward and back.
+        rows[:, RESOURCE_SET_WORDS] = np.array(resource_sets, np.int64).reshape(found, 2)
+        rows[:, RUN_NS_WORDS] = durations_ns.reshape(found, 2)
 
     def _derive_static(
         self, of: StaticClass, configurations: Sequence[Configuration], sharding: Sharding
@@ -376,13 +400,14 @@ class UnitStore:
                 held_key = (*need_key[:3], held.tobytes())
                 known = self._static_fragments.get(held_key)
         if known is None:
-            known = self._make_static_fragment(of, code, held)
+            is_cut = len(of.readers) == 1 and self._regions.cutting_axes(of.readers[0].number) is not None
+            known = self._make_static_fragment(of, code, held, is_cut=is_cut and held is needed)
         self._static_fragments[need_key] = self._static_fragments[held_key] = known
         return known
 
-    def _make_static_fragment(self, of: StaticClass, code: int, held: IntArray) -> int:
+    def _make_static_fragment(self, of: StaticClass, code: int, held: IntArray, *, is_cut: bool) -> int:
         devices, elements = self._holders.elements(held)
-        cells = self._holders.shared_cells(held) if of.synchronized else []
+        cells = self._holders.shared_cells(held, is_cut=is_cut) if of.synchronized else []
         # Of each device the elements that it keeps, and those that it updates.
         kept = updated = elements
         if code:
@@ -408,8 +433,8 @@ class UnitStore:
         at = self._reserve(words)
         fragment = self.arena[at : at + words]
         fragment[:STATIC_WORDS] = len(devices), len(cells), code
-        rows = fragment[STATIC_WORDS:cells_at].view(HOLDER)
-        rows["device"], rows["kept"], rows["updated"] = devices, kept, updated
+        holders = fragment[STATIC_WORDS:cells_at].reshape(len(devices), HOLDER_WORDS)
+        holders[:, 0], holders[:, 1], holders[:, 2] = devices, kept, updated
         if cells:
             rows = fragment[cells_at:].view(CELL)
             rows["size_bytes"] = np.array(travelling) * of.item_bytes

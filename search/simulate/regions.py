@@ -44,10 +44,14 @@ class Regions:
 
     def clear(self) -> None:
         """Forget all but the ports."""
-        self.words = GrowingArray(np.int64)
+        self._words = GrowingArray(np.int64)
+        # Words that wait to be appended together.
+        self._waiting: list[int] = []
+        self._end = 0
         self.common_K3[:] = -1
         self._set_at: dict[IndexSet, int] = {}
         self._index_sets: dict[int, IndexSet] = {}
+        self._counts: dict[int, int] = {}
         self._cuts: dict[tuple[int, Degrees], int] = {}
         self._sides: dict[tuple[int, Degrees], int] = {}
         self._regions: dict[tuple[int, Degrees], IntArray] = {}
@@ -56,10 +60,19 @@ class Regions:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._volumes = GrowingArray(np.int64)
 
-    def write(self, words: Sequence[int] | IntArray) -> int:
+    @property
+    def words(self) -> GrowingArray:
+        """All words so far, as kernels read them."""
+        if self._waiting:
+            self._words.extend(self._waiting)
+            self._waiting = []
+        return self._words
+
+    def write(self, words: Sequence[int]) -> int:
         """Append words that are valid until all is forgotten; return where they start."""
-        at = len(self.words)
-        self.words.extend(words)
+        at = self._end
+        self._waiting += words
+        self._end = at + len(words)
         return at
 
     def port(self, axes: tuple[Axis, ...], operand: OperandMap) -> int:
@@ -100,7 +113,7 @@ class Regions:
         if known is None:
             side = self.side(port, degrees)
             region_of, sets = find_regions(self.words.items, side)
-            numbers = [self._number(tuple(one)) for one in sets.tolist()]
+            numbers = [self._number(one) for one in map(tuple, sets.tolist())]
             known = self._regions[port, degrees] = np.array(numbers, np.int64)[region_of]
         return known
 
@@ -140,7 +153,7 @@ class Regions:
 
     def _write_index_sets(self, index_sets: Sequence[IndexSet]) -> list[int]:
         """Return where index sets are among the words; those that are new are appended together."""
-        end = len(self.words)
+        end = self._end
         words: list[int] = []
         starts = []
         for indexes in index_sets:
@@ -148,20 +161,24 @@ class Regions:
             if at is None:
                 at = self._set_at[indexes] = end + len(words)
                 self._index_sets[at] = indexes
-                words += count(indexes), len(indexes), *itertools.chain(*indexes)
+                size = self._counts[at] = count(indexes)
+                words += size, len(indexes), *itertools.chain(*indexes)
             starts.append(at)
         self.write(words)
         return starts
 
     def _number(self, sets: tuple[int, ...]) -> int:
-        number = self._numbers.setdefault(sets, len(self._sets_of))
-        if number == len(self._sets_of):
+        number = self._numbers.get(sets)
+        if number is None:
+            number = self._numbers[sets] = len(self._sets_of)
             self._sets_of.append(sets)
-            self._volumes.extend([prod([count(self._index_sets[at]) for at in sets])])
         return number
 
     def volumes(self, numbers: IntArray) -> IntArray:
         """Return the elements of regions by their numbers."""
+        known, counts = len(self._volumes), self._counts
+        if known < len(self._sets_of):
+            self._volumes.extend([prod([counts[at] for at in sets]) for sets in self._sets_of[known:]])
         elements: IntArray = self._volumes.items[numbers]
         return elements
 

@@ -153,8 +153,7 @@ class Layout:
         )
         for index, configuration in changed.items():
             self.configurations[index] = configuration
-        number = store.configuration_number
-        keys.configuration_O[operators] = [number(configuration) for configuration in changed.values()]
+        keys.configuration_O[operators] = store.configuration_numbers(changed.values())
         if codes is None:
             store.find(self._chosen, subjects)
             return undo
@@ -204,8 +203,7 @@ class Layout:
         store = self.builder.store
         if self._generation == store.generation:
             return
-        number = store.configuration_number
-        self._keys.configuration_O[:] = [number(configuration) for configuration in self.configurations]
+        self._keys.configuration_O[:] = store.configuration_numbers(self.configurations)
         store.find(self._chosen, np.arange(len(self._keys.at_S)))
         self._generation = store.generation
 

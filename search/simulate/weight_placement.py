@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -85,8 +86,11 @@ class Holders:
         devices, regions = np.divmod(codes, REGIONS)
         return devices, self._regions.volumes(regions)
 
-    def shared_cells(self, codes: IntArray) -> list[SharedCell]:
-        """Return the cells that several devices hold; codes as of `elements`."""
+    def shared_cells(self, codes: IntArray, *, is_cut: bool = False) -> list[SharedCell]:
+        """Return the cells that several devices hold; codes as of `elements`.
+
+        is_cut: regions are those of one operand that are apart or equal, see `search.simulate.regions.cutting_axes`.
+        """
         if len(codes) < 2:
             return []
         devices, regions = np.divmod(codes, REGIONS)
@@ -96,6 +100,8 @@ class Holders:
         order = np.argsort(regions, kind="stable")
         by_place, ordered = devices[order], regions[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        if is_cut:
+            return self._shared_parts(np.split(by_place, starts[1:]), ordered[starts])
         held = self._hold(ordered[starts])
         if held.is_apart and len(starts) == len(codes):
             return []
@@ -112,6 +118,17 @@ class Holders:
             if len(members) > 1:
                 shared.append(SharedCell(members, cell.elements, cell.sizes))
         return shared
+
+    def _shared_parts(self, holders: list[IntArray], numbers: IntArray) -> list[SharedCell]:
+        """Return the regions, which are apart, that several devices hold, in the order of cells: dim by dim."""
+        elements = self._regions.volumes(numbers).tolist()
+        shared = [
+            (self._regions.region(number), members, count)
+            for number, members, count in zip(numbers.tolist(), holders, elements, strict=True)
+            if len(members) > 1
+        ]
+        shared.sort(key=lambda part: part[0])
+        return [SharedCell(members, count, partial(shape, region)) for region, members, count in shared]
 
     def _hold(self, numbers: IntArray) -> Held:
         """Return what is held where these distinct regions are, each at a place of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -236,13 +237,19 @@ def _on_two_dims(operator: Operator, axis: int | None, tensor_degree: int, data_
     degrees = [1] * len(axes)
     degrees[sample] *= data_degree
     degrees[inner] *= tensor_degree
+    return _on_grid(tuple(degrees), sample, inner, tensor_degree)
+
+
+@lru_cache(maxsize=1 << 10)
+def _on_grid(degrees: Degrees, sample: int, inner: int, tensor_degree: int) -> Configuration:
+    """Return the split of two axes over a grid of devices; many operators have the same."""
     devices = []
-    for point in coordinates(tuple(degrees)):
+    for point in coordinates(degrees):
         if sample == inner:
             devices.append(point[sample])
         else:
             devices.append(point[sample] * tensor_degree + point[inner])
-    return Configuration(tuple(degrees), tuple(devices))
+    return Configuration(degrees, tuple(devices))
 
 
 def operator_placement(graph: OperatorGraph, device_count: int) -> Strategy:

@@ -52,7 +52,8 @@ def test_pieces_are_what_two_regions_have_in_common(data: st.DataObject, dims: i
     devices = regions.write([0] * 200)
     ports = [write_side(regions, made, replicas), devices, write_side(regions, read, 1), devices]
     unmeasured = np.zeros((0, 2), np.int64), np.zeros((0, 2))
-    nowhere = ExchangeLinks(np.zeros(1, np.int64), np.zeros(1), np.ones(1), *unmeasured)
+    no_links = np.zeros(2, np.int64), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
+    nowhere = ExchangeLinks(np.zeros(1, np.int64), np.zeros(1), np.ones(1), *unmeasured, *no_links)
     words = write_value(arena, 0, regions.words.items, regions.common_K3, np.array(ports), nowhere, 4, 0)
     header = arena[:VALUE_WORDS].view(VALUE)[0]
     pieces_at = VALUE_WORDS + ASSEMBLY_WORDS * (header.assemblies + 1)
