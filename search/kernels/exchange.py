@@ -69,7 +69,9 @@ def write_exchange(
         VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
         + READER_WORDS * reader_count + readings + reader_count + source_count + 1 + by_source_words(pieces)
     )  # fmt: skip
-    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces + LOAD_WORDS * links.busy_2L.shape[1]
+    words = (
+        collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces + LOAD_WORDS * links.busy_2L.shape[1]
+    )
     if at + words > len(arena):
         return -words
     value = value_header(arena, at)
@@ -90,7 +92,12 @@ def write_exchange(
 @inner
 def write_loads(arena: Array, at: int, loads_at: int, links: ExchangeLinks) -> int:
     """Write what the transfers of a value take of links, after all else; return the words that this takes."""
-    value, pieces, busy_2L, devices = value_header(arena, at), pieces_of(arena, at), links.busy_2L, len(links.node_D)
+    value, pieces, busy_2L, devices = (
+        value_header(arena, at),
+        pieces_of(arena, at),
+        links.busy_2L,
+        len(links.node_D),
+    )
     value.loads_at, value.loads = loads_at, 0
     if value.transfers == 0:
         return 0

@@ -105,7 +105,10 @@ def is_known(
     known = True
     for place in range(subjects.port_ptr[subject], subjects.port_ptr[subject + 1]):
         operator = subjects.port[place]
-        row, degrees = sources.port[place - subjects.values_at], sources.degrees_C[keys.configuration_O[operator]]
+        row, degrees = (
+            sources.port[place - subjects.values_at],
+            sources.degrees_C[keys.configuration_O[operator]],
+        )
         known = is_in_table(sources, row, degrees, operator, state) and known
     return known
 

@@ -26,8 +26,8 @@ from graph import locks
 from graph.errors import UsageError
 from search.kernels.collective_formulas import price_collectives
 from search.kernels.derivation import derive
-from search.kernels.fifo_order import run_fifo_order
 from search.kernels.exchange import find_members
+from search.kernels.fifo_order import run_fifo_order
 from search.kernels.fragment_table import find_fragments, find_touched
 from search.kernels.fragment_writing import write_fragments
 from search.kernels.gradient_buckets import fill_buckets, find_gathers
