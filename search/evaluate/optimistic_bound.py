@@ -98,21 +98,20 @@ class OptimisticBound:
             return ()
         store = layout.builder.store
         sizes = {}
-        weights_read = self._weights_read
-        reading = [one for one in changed.items() if weights_read[one[0]]]
-        numbers = store.configuration_numbers([configuration for _, configuration in reading])
-        for (index, configuration), number in zip(reading, numbers, strict=True):
-            for place in weights_read[index]:
+        numbers = layout.numbers_of(changed)
+        for (index, configuration), number in zip(changed.items(), numbers, strict=True):
+            for place in self._weights_read[index]:
                 size = store.set_size(place, configuration, number)
                 if size is None:
                     # Those whose sets are not known may be of any size.
                     return ()
                 sizes[place] = size
         self._count_sets()
-        of_changed: Counter[int] = Counter()
+        of_changed: dict[int, int] = {}
         for at in layout.fragments.static_at[list(sizes)].tolist():
-            of_changed.update(store.set_sizes(at))
-        return [place for place, size in sizes.items() if self._sets[size] == of_changed[size]]
+            for size in store.set_sizes(at):
+                of_changed[size] = of_changed.get(size, 0) + 1
+        return [place for place, size in sizes.items() if self._sets[size] == of_changed.get(size, 0)]
 
     def _count_sets(self) -> None:
         """Count, for the current strategy, the weights whose gradients are summed over sets of so many devices."""

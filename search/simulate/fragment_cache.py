@@ -118,6 +118,8 @@ class UnitStore:
         self._missing, self._entry = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._state = np.zeros(3 + 2 * count, np.int64)
         values, statics, none = self.classes.values, self.classes.statics, np.zeros(0, np.int64)
+        # Of static tensors that are read once, the number of the operand.
+        self._only_reader = [one.readers[0].number if len(one.readers) == 1 else None for one in statics]
         operands = [port.number for value in values for port in (value.producer, *value.readers)]
         operands += [port.number for static in statics for port in static.readers]
         self._sources = FragmentSources(
@@ -448,16 +450,17 @@ class UnitStore:
 
         configuration: of an operator that reads the weight. number: the configuration's.
         """
-        readers = self.classes.statics[place].readers
-        if len(readers) > 1:
+        port = self._only_reader[place]
+        if port is None:
             return None
-        key = (readers[0].number, number)
-        if key not in self._set_size:
-            axes, devices = self._regions.cutting_axes(readers[0].number), configuration.devices
-            is_known = axes is not None and len(set(devices)) == len(devices)
-            parts = prod(configuration.degrees[axis] for axis in axes or ())
-            self._set_size[key] = len(devices) // parts if is_known else None
-        return self._set_size[key]
+        key = port, number
+        if key in self._set_size:
+            return self._set_size[key]
+        axes, devices = self._regions.cutting_axes(port), configuration.devices
+        is_known = axes is not None and len(set(devices)) == len(devices)
+        parts = prod(configuration.degrees[axis] for axis in axes or ())
+        size = self._set_size[key] = len(devices) // parts if is_known else None
+        return size
 
     def set_sizes(self, at: int) -> frozenset[int]:
         """Return how many devices there are in each of the sums of a weight whose fragment starts there."""

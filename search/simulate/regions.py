@@ -127,29 +127,30 @@ class Regions:
                 strides[axis] = tasks
                 tasks *= degrees[axis]
             words = [tasks, degrees[-1], len(of.dims)]
+            cuts = self._cuts
             for dim, (number, followed) in zip(of.operand, of.dims, strict=True):
+                key = number, tuple([degrees[axis] for axis in followed])
+                cut = cuts.get(key)
+                if cut is None:
+                    cut = cuts[key] = self._cut(of.axes, dim, followed, key[1])
                 split = [axis for axis in followed if degrees[axis] > 1]
-                words += self._cut(number, of.axes, dim, followed, degrees), len(split)
+                words += cut, len(split)
                 for axis in split:
                     words += strides[axis], degrees[axis]
             known = self._sides[port, degrees] = self.write(words)
         return known
 
     def _cut(
-        self, number: int, axes: tuple[Axis, ...], dim: Dim, followed: tuple[int, ...], degrees: Degrees
+        self, axes: tuple[Axis, ...], dim: Dim, followed: tuple[int, ...], degrees: tuple[int, ...]
     ) -> int:
-        """Return where a dim is among the words, under given degrees."""
-        key = number, tuple([degrees[axis] for axis in followed])
-        known = self._cuts.get(key)
-        if known is None:
-            points = [(0, 1)] * len(axes)
-            index_sets = []
-            for parts in itertools.product(*map(range, key[1])):
-                for axis, degree, part in zip(followed, key[1], parts, strict=True):
-                    points[axis] = part_of(axes[axis], degree, part)
-                index_sets.append(dim_indexes(dim, points))
-            known = self._cuts[key] = self.write(self._write_index_sets(index_sets))
-        return known
+        """Write a dim under given degrees of the axes that it follows; return where it is among the words."""
+        points = [(0, 1)] * len(axes)
+        index_sets = []
+        for parts in itertools.product(*map(range, degrees)):
+            for axis, degree, part in zip(followed, degrees, parts, strict=True):
+                points[axis] = part_of(axes[axis], degree, part)
+            index_sets.append(dim_indexes(dim, points))
+        return self.write(self._write_index_sets(index_sets))
 
     def _write_index_sets(self, index_sets: Sequence[IndexSet]) -> list[int]:
         """Return where index sets are among the words; those that are new are appended together."""

@@ -87,6 +87,8 @@ class Layout:
         )
         self._is_touched, self._touched = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._generation = -1
+        # Of the change that was asked about last: its operators' configurations, and their numbers.
+        self._numbered: tuple[Mapping[int, Configuration], int, list[int]] = ({}, -1, [])
         self._tasks = _new_tasks(1024, 4096)
         self._buckets = new_buckets(64, 256, 0)
         self.gathers = new_gathers(self, 64)
@@ -153,7 +155,7 @@ class Layout:
         )
         for index, configuration in changed.items():
             self.configurations[index] = configuration
-        keys.configuration_O[operators] = store.configuration_numbers(changed.values())
+        keys.configuration_O[operators] = self.numbers_of(changed)
         if codes is None:
             store.find(self._chosen, subjects)
             return undo
@@ -167,6 +169,15 @@ class Layout:
             keys.code_O[operators] = WHOLE
             keys.variant_S[weights] = variants
         return undo
+
+    def numbers_of(self, changed: Mapping[int, Configuration]) -> list[int]:
+        """Return the numbers of a change's configurations; a proposal asks for them several times."""
+        store = self.builder.store
+        latest, generation, numbers = self._numbered
+        if latest is not changed or generation != store.generation:
+            numbers = store.configuration_numbers(changed.values())
+            self._numbered = changed, store.generation, numbers
+        return numbers
 
     def share(self, changed: Mapping[int, Sharding]) -> None:
         """Share other things of some weights, by their numbers; the caller takes it back by sharing the former ones."""
