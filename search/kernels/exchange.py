@@ -69,11 +69,9 @@ def write_exchange(
         VALUE_WORDS + ASSEMBLY_WORDS * (count + 1) + PIECE_WORDS * pieces
         + READER_WORDS * reader_count + readings + reader_count + source_count + 1 + by_source_words(pieces)
     )  # fmt: skip
-    words = (
-        collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces + LOAD_WORDS * links.busy_2L.shape[1]
-    )
-    if at + words > len(arena):
-        return -words
+    words = collectives_at + COLLECTIVE_WORDS * (count + 1) + count + pieces
+    if at + words + LOAD_WORDS * links.busy_2L.shape[1] > len(arena):
+        return -int(words + LOAD_WORDS * links.busy_2L.shape[1])
     value = value_header(arena, at)
     value.assemblies, value.pieces, value.readers, value.sources = count, pieces, reader_count, source_count
     value.readings, value.collectives_at, value.collectives = readings, collectives_at, 0
