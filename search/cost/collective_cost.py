@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -22,20 +23,20 @@ from graph.topology import Topology
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
 from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.collective_formulas import price_collectives
+from search.kernels.collective_formulas import ALGORITHMS, price_collectives
 from search.kernels.records import Array, Routes
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePrice:
-    """The price of a collective: N bytes take latency_s[k] + N * s_per_byte[k] seconds, the less of two algorithms k.
+    """The price of a collective: N bytes take latency + N * seconds per byte, the least of all algorithms.
 
+    lines: latency in seconds, and seconds per byte, of each algorithm.
     links: the links that it holds, ascending.
     curve: what was measured, which counts instead.
     """
 
-    latency_s: tuple[float, float]
-    s_per_byte: tuple[float, float]
+    lines: tuple[tuple[float, float], ...]
     links: tuple[int, ...]
     origin: Origin
     curve: Curve | None = None
@@ -44,16 +45,16 @@ class CollectivePrice:
         """Return the nanoseconds of a collective of `size_bytes`."""
         if self.curve is not None:
             return nanoseconds(self.curve.seconds(size_bytes))
-        first = self.latency_s[0] + size_bytes * self.s_per_byte[0]
-        second = self.latency_s[1] + size_bytes * self.s_per_byte[1]
-        return nanoseconds(min(first, second))
+        return nanoseconds(min(latency_s + size_bytes * s_per_byte for latency_s, s_per_byte in self.lines))
 
 
 class PriceTable(NamedTuple):
-    """Prices of K collectives, see `CollectivePrice`; the links of each by pointers, the origin by its code."""
+    """Prices of K collectives, see `CollectivePrice`; the links of each by pointers, the origin by its code.
 
-    latency_s_K2: Array
-    s_per_byte_K2: Array
+    line_KA2: of each of A algorithms latency, and seconds per byte; one that is none takes forever.
+    """
+
+    line_KA2: Array
     link_ptr: Array
     link: Array
     origin_K: Array
@@ -77,7 +78,7 @@ class Prices:
         """Return the price of a collective over `members`, devices in ring order.
 
         N is what one device holds in the end or, of a reduce-scatter or reduce, in the beginning; of an all-to-all,
-        the bytes that one device sends, its own share with them. The formulas take the cheaper of two algorithms:
+        the bytes that one device sends, its own share with them. The formulas take the cheapest of these algorithms:
 
             all-reduce          the ring; where p is a power of two, recursive halving and doubling
             all-gather,         half of an all-reduce, which is the two of them one after the other
@@ -94,10 +95,8 @@ class Prices:
         found = self.table(
             [COLLECTIVE_KINDS.index(kind)], [-1 if root is None else root], [np.array(members, np.int64)]
         )
-        (latency_s,), (s_per_byte,) = found.latency_s_K2.tolist(), found.s_per_byte_K2.tolist()
         return CollectivePrice(
-            tuple(latency_s),
-            tuple(s_per_byte),
+            finite_lines(found.line_KA2[0]),
             tuple(found.link.tolist()),
             ORIGINS[found.origin_K[0]],
             curve=found.curves[0],
@@ -114,7 +113,7 @@ class Prices:
         count = len(codes)
         member_ptr = np.zeros(count + 1, np.int64)
         np.cumsum([len(one) for one in members], out=member_ptr[1:])
-        line, used = np.empty((count, 4)), np.empty((count, len(self._routes.is_used)), np.bool_)
+        line, used = np.empty((count, ALGORITHMS, 2)), np.empty((count, len(self._routes.is_used)), np.bool_)
         price_collectives(
             self._routes,
             np.array(codes, np.int64),
@@ -124,7 +123,6 @@ class Prices:
             line,
             used,
         )
-        latency_s, s_per_byte = line[:, ::2], line[:, 1::2]
         number, link = used.nonzero()
         link_ptr = number.searchsorted(np.arange(count + 1))
         origin = np.full(count, self._formulas, np.int64)
@@ -135,7 +133,7 @@ class Prices:
                 if measured is not None:
                     curves[place], source = measured
                     origin[place] = ORIGIN_CODE[source]
-        return PriceTable(latency_s, s_per_byte, link_ptr, link, origin, curves)
+        return PriceTable(line, link_ptr, link, origin, curves)
 
     def _measured(self, kind: CollectiveKind, members: Sequence[int]) -> tuple[Curve, Origin] | None:
         """Return the curve of what was measured, and what it rests on; None where nothing was."""
@@ -144,6 +142,11 @@ class Prices:
             return curve, Origin.MEASURED
         whole = self._costs.measured(CollectiveKind.ALL_REDUCE, members) if kind in HALVES else None
         return None if whole is None else (whole.scaled(0.5), Origin.ESTIMATED)
+
+
+def finite_lines(line_A2: Array) -> tuple[tuple[float, float], ...]:
+    """Return latency and seconds per byte of the algorithms that there are, see `PriceTable`."""
+    return tuple((latency_s, s_per_byte) for latency_s, s_per_byte in line_A2.tolist() if latency_s < inf)
 
 
 def _routes(topology: Topology) -> Routes:

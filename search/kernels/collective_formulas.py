@@ -11,6 +11,9 @@ import numpy as np
 from search.kernels.cache import inner, quick_entry
 from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, ResourceSets, Routes
 
+# A kind of collective has so many algorithms at most; the one that takes least time for its bytes counts.
+ALGORITHMS = 2
+
 
 @inner
 def curve_s(curve: Array, first: int, last: int, size_bytes: int) -> float:
@@ -27,9 +30,20 @@ def collective_ns(sets: ResourceSets, resource_set: int, size_bytes: int) -> int
     begin, end = sets.segments[resource_set, 0], sets.segments[resource_set, 1]
     if begin < end:
         return int(curve_s(sets.curve, begin, end, size_bytes) * 1e9 + 0.5)
-    first = sets.latency_s[resource_set, 0] + size_bytes * sets.s_per_byte[resource_set, 0]
-    second = sets.latency_s[resource_set, 1] + size_bytes * sets.s_per_byte[resource_set, 1]
-    return int(min(first, second) * 1e9 + 0.5)
+    least_s = np.inf
+    for algorithm in range(ALGORITHMS):
+        seconds = (
+            sets.latency_s[resource_set, algorithm] + size_bytes * sets.s_per_byte[resource_set, algorithm]
+        )
+        least_s = min(least_s, seconds)
+    return int(least_s * 1e9 + 0.5)
+
+
+@quick_entry
+def collectives_ns(sets: ResourceSets, resource_set: Array, size_bytes: Array, run_ns: Array) -> None:
+    """Write the nanoseconds of collectives by the numbers of their device sets, see `collective_ns`."""
+    for number in range(len(resource_set)):
+        run_ns[number] = collective_ns(sets, resource_set[number], size_bytes[number])
 
 
 @inner
@@ -142,27 +156,28 @@ def price_collectives(
     root_K: Array,
     member_ptr: Array,
     member: Array,
-    line_K4: Array,
+    line_KA2: Array,
     used_KL: Array,
 ) -> None:
-    """Write latency and seconds per byte of two algorithms of K collectives, and which links each holds.
+    """Write latency and seconds per byte of all algorithms of K collectives, and which links each collective holds.
 
-    Of an all-reduce, all-gather or reduce-scatter these are the ring, and recursive halving and doubling.
+    Another algorithm is another line here, in place of one that takes forever, and counts in `ALGORITHMS`.
 
     kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
-    ring order, and pointers. line_K4: the first algorithm's, and then the second's, see `search.cost.collective_cost`.
+    ring order, and pointers. line_KA2: see `search.cost.collective_cost.CollectivePrice`.
     """
+    line_KA2[:, :, 0] = np.inf
+    line_KA2[:, :, 1] = 0.0
     for number in range(len(kind_K)):
         kind, members, line = (
             kind_K[number],
             member[member_ptr[number] : member_ptr[number + 1]],
-            line_K4[number],
+            line_KA2[number],
         )
         size = len(members)
         routes.is_used[:] = False
         if kind == ALL_TO_ALL:
-            line[0], line[1] = price_pairwise(routes, members)
-            line[2], line[3] = line[0], line[1]
+            line[0, 0], line[0, 1] = price_pairwise(routes, members)
         else:
             hops = shift(routes, members, 1)
             use_links(routes, hops)
@@ -172,15 +187,14 @@ def price_collectives(
                 root = 0
                 while members[root] != root_K[number]:
                     root += 1
-                line[0], line[1], line[2], line[3] = price_tree(routes, members, root, kind)
-                line[2] += ring_s
-                line[3] += ring_s_per_byte
+                line[0, 0], line[0, 1], line[1, 0], line[1, 1] = price_tree(routes, members, root, kind)
+                line[1, 0] += ring_s
+                line[1, 1] += ring_s_per_byte
             else:
                 share = 1.0 if kind == ALL_REDUCE else 0.5
-                line[0], line[1] = 2 * share * ring_s, 2 * share * ring_s_per_byte
-                line[2] = line[3] = np.inf
+                line[0, 0], line[0, 1] = 2 * share * ring_s, 2 * share * ring_s_per_byte
                 if size & (size - 1) == 0:
                     halving_s, halving_s_per_byte = price_halving(routes, members)
-                    line[2], line[3] = share * halving_s, share * halving_s_per_byte
+                    line[1, 0], line[1, 1] = share * halving_s, share * halving_s_per_byte
         for link in range(len(routes.is_used)):
             used_KL[number, link] = routes.is_used[link]

@@ -85,7 +85,7 @@ class ResourceSets(NamedTuple):
     resource: Array
     end_ptr: Array
     end: Array
-    latency_s: Array  # a resource set: of two lines, see `search.cost.collective_cost.CollectivePrice`
+    latency_s: Array  # resource sets, algorithms: see `search.cost.collective_cost.CollectivePrice`
     s_per_byte: Array
     segments: Array  # S, 2: the first segment in `curve` of what was measured and the one after its last, else equal
     origin: Array

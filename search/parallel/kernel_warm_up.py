@@ -24,7 +24,7 @@ from numba.core.event import Event, Listener, install_listener
 
 from graph import locks
 from graph.errors import UsageError
-from search.kernels.collective_formulas import price_collectives
+from search.kernels.collective_formulas import collectives_ns, price_collectives
 from search.kernels.derivation import derive
 from search.kernels.exchange import find_members
 from search.kernels.fifo_order import run_fifo_order
@@ -46,7 +46,8 @@ PATIENCE_S = 200.0
 # numba annotates few of its functions.
 _NAMED, _NAMED_ALIKE = cast(Any, types.NamedTuple), cast(Any, types.NamedUniTuple)
 _INTS, _FLAGS, _NUMBERS = int64[::1], boolean[::1], float64[::1]
-_INTS_2D, _FLAGS_2D, _NUMBERS_2D, _INTS_3D = int64[:, ::1], boolean[:, ::1], float64[:, ::1], int64[:, :, ::1]
+_INTS_2D, _FLAGS_2D, _NUMBERS_2D = int64[:, ::1], boolean[:, ::1], float64[:, ::1]
+_INTS_3D, _NUMBERS_3D = int64[:, :, ::1], float64[:, :, ::1]
 
 # The arrays that are no lines of integers, by the kernel or the tuple that has them.
 UNUSUAL: Mapping[str, Mapping[str, Any]] = {
@@ -70,7 +71,7 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
         "busy_2L": _INTS_2D,
     },
     "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D, "unknown_N3": _INTS_2D},
-    "price_collectives": {"line_K4": _NUMBERS_2D, "used_KL": _FLAGS_2D},
+    "price_collectives": {"line_KA2": _NUMBERS_3D, "used_KL": _FLAGS_2D},
 }
 
 
@@ -134,6 +135,7 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
         (find_gathers, True),
         (derive, True),
         (price_collectives, True),
+        (collectives_ns, True),
         (find_regions, True),
         (run_fifo_order, order == "fifo"),
         (run_priority_order, order.startswith("priority")),

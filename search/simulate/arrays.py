@@ -12,10 +12,11 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, Value, ValueKind
 from graph.topology import Topology
-from search.cost.collective_cost import CollectivePrice, Prices
+from search.cost.collective_cost import CollectivePrice, Prices, finite_lines
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS
 from search.cost.link_costs import COLLECTIVE_KINDS, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
+from search.kernels.collective_formulas import ALGORITHMS, collectives_ns
 from search.kernels.records import Array, GraphArrays, ResourceSets
 
 
@@ -192,7 +193,8 @@ class ResourceSetStore:
         self._prices = Prices(topology, links)
         self._resource_ptr, self._end_ptr = GrowingArray(np.int64), GrowingArray(np.int64)
         self._resource, self._end = GrowingArray(np.int64), GrowingArray(np.int64)
-        self._latency_s, self._s_per_byte = GrowingArray(np.float64, 2), GrowingArray(np.float64, 2)
+        self._latency_s = GrowingArray(np.float64, ALGORITHMS)
+        self._s_per_byte = GrowingArray(np.float64, ALGORITHMS)
         self._segments, self._curves = GrowingArray(np.int64, 2), CurveStore()
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
@@ -227,8 +229,8 @@ class ResourceSetStore:
         self._resource_ptr.extend(np.concatenate([np.arange(1, count + 1), count + table.pointers_P1[1:]]))
         self._end.extend(np.stack(np.divmod(np.arange(pairs), count), axis=1).reshape(-1))
         self._end_ptr.extend(np.concatenate([np.zeros(count, np.int64), 2 * np.arange(1, pairs + 1)]))
-        self._latency_s.extend(np.zeros((total, 2)))
-        self._s_per_byte.extend(np.zeros((total, 2)))
+        self._latency_s.extend(np.zeros((total, ALGORITHMS)))
+        self._s_per_byte.extend(np.zeros((total, ALGORITHMS)))
         self._segments.extend(np.zeros((total, 2), np.int64))
         self._origin.extend(np.full(total, origin))
         self._operation.extend(np.full(total, -1))
@@ -256,8 +258,8 @@ class ResourceSetStore:
         self._resource.extend(prices.link + len(self.topology.devices))
         self._end_ptr.extend(np.cumsum([len(one) for one in members]) + len(self._end))
         self._end.extend(np.concatenate(members))
-        self._latency_s.extend(prices.latency_s_K2)
-        self._s_per_byte.extend(prices.s_per_byte_K2)
+        self._latency_s.extend(prices.line_KA2[:, :, 0])
+        self._s_per_byte.extend(prices.line_KA2[:, :, 1])
         self._segments.extend([self._curves.span(curve) for curve in prices.curves])
         self._origin.extend(prices.origin_K)
         self._operation.extend(codes)
@@ -273,9 +275,9 @@ class ResourceSetStore:
         code = COLLECTIVE_KINDS.index(kind)
         (number,) = self.numbers([(code, -1 if root is None else root, np.array(members, np.int64))])
         first, last = self._resource_ptr.items[number : number + 2].tolist()
+        lines = np.stack([self._latency_s.items[number], self._s_per_byte.items[number]], axis=1)
         price = CollectivePrice(
-            tuple(self._latency_s.items[number].tolist()),
-            tuple(self._s_per_byte.items[number].tolist()),
+            finite_lines(lines),
             tuple((self._resource.items[first:last] - len(self.topology.devices)).tolist()),
             ORIGINS[self._origin.items[number]],
             curve=self._curves.curve(*self._segments.items[number].tolist()),
@@ -284,20 +286,8 @@ class ResourceSetStore:
 
     def durations_ns(self, numbers: Sequence[int], size_bytes: Array) -> Array:
         """Return the nanoseconds of collectives by their numbers, as `CollectivePrice.duration_ns` does."""
-        latency_s, s_per_byte = self._latency_s.items[numbers], self._s_per_byte.items[numbers]
-        # Where there is no second algorithm it takes forever, and for nothing it is not known how long.
-        with np.errstate(invalid="ignore"):
-            first = latency_s[:, 0] + size_bytes * s_per_byte[:, 0]
-            second = latency_s[:, 1] + size_bytes * s_per_byte[:, 1]
-            taken = np.where(second < first, second, first)
-        begin, end = self._segments.items[numbers].T
-        is_measured, place, curve = begin < end, end - 1, self._curves.segments.items
-        if is_measured.any():
-            while (before := (place > begin) & (size_bytes < curve[place, 0])).any():
-                place = place - before
-            seconds = curve[place, 1] + (size_bytes - curve[place, 0]) * curve[place, 2]
-            taken = np.where(is_measured, seconds, taken)
-        durations_ns: Array = (taken * 1e9 + 0.5).astype(np.int64)
+        durations_ns = np.empty(len(numbers), np.int64)
+        collectives_ns(self.arrays(), np.array(numbers, np.int64), size_bytes, durations_ns)
         return durations_ns
 
     def member_counts(self, numbers: Array) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
@@ -52,7 +51,7 @@ def _formula_price(
     links = _links_of(topology, ring_hops)
     if kind is CollectiveKind.ALL_TO_ALL:
         pairwise = _pairwise_price(topology, members)
-        return _price(pairwise, pairwise, _links_of(topology, _pairs(members)), origin)
+        return CollectivePrice((pairwise,), _links_of(topology, _pairs(members)), origin)
     if kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE):
         assert root is not None
         start = list(members).index(root)
@@ -60,16 +59,14 @@ def _formula_price(
         tree = _tree_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
         halves = _scatter_price(topology, ordered, inwards=kind is CollectiveKind.REDUCE)
         ring = _ring_price(topology, ring_hops)
-        return _price(tree, (halves[0] + ring[0], halves[1] + ring[1]), links, origin)
+        return CollectivePrice((tree, (halves[0] + ring[0], halves[1] + ring[1])), links, origin)
     share = 1.0 if kind is CollectiveKind.ALL_REDUCE else 0.5
     ring = _ring_price(topology, ring_hops)
-    halving = _halving_price(topology, members) if size & (size - 1) == 0 else (inf, inf)
-    return _price(
-        (2 * share * ring[0], 2 * share * ring[1]),
-        (share * halving[0], share * halving[1]),
-        links,
-        origin,
-    )
+    lines = [(2 * share * ring[0], 2 * share * ring[1])]
+    if size & (size - 1) == 0:
+        halving = _halving_price(topology, members)
+        lines.append((share * halving[0], share * halving[1]))
+    return CollectivePrice(tuple(lines), links, origin)
 
 
 def _measured(costs: LinkCosts, kind: CollectiveKind, members: Sequence[int]) -> Curve | None:
@@ -85,12 +82,6 @@ def _measured(costs: LinkCosts, kind: CollectiveKind, members: Sequence[int]) ->
 
 def _pairs(members: Sequence[int]) -> list[tuple[int, int]]:
     return [(here, there) for here in members for there in members if here != there]
-
-
-def _price(
-    first: tuple[float, float], second: tuple[float, float], links: tuple[int, ...], origin: Origin
-) -> CollectivePrice:
-    return CollectivePrice((first[0], second[0]), (first[1], second[1]), links, origin)
 
 
 def _links_of(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[int, ...]:
