@@ -587,8 +587,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         "mem_get_info": lambda device=None: (MEMORY_BYTES - virtual.allocated(device), MEMORY_BYTES),
         "Event": Event,
         # Nothing is drawn on a GPU: Soapstone counts (`profiler.operators.counter_rng`).
-        "get_rng_state": lambda _device=None: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda _state, _device=None: None,
+        # Operators draw from the CPU's generator, whose state moves on with each draw.
+        "get_rng_state": lambda _device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, _device=None: torch.set_rng_state(state),
         "manual_seed_all": lambda _seed: None,
     }
     of_tensors = {
