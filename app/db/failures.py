@@ -17,10 +17,10 @@ from typing import Any
 from graph.errors import DamagedDataError, DatabaseFailure, StorageFullError
 
 CHECK = "run: app db check"
-"""The advice about damage: that command says what can be saved."""
+"""The advice about damage, which names the command that lists the rows to be saved."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""The exceptions of code that reads a document of another form than the one that was written."""
+"""The exceptions that reading a malformed document raises."""
 
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Result codes of SQLite, and states of PostgreSQL: https://sqlite.org/rescode.html, PostgreSQL's appendix A.

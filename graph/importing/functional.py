@@ -172,7 +172,7 @@ class _Rewriting:
         self.nodes[old] = self.parts(old, new, result) if isinstance(result, (tuple, list)) else new
 
     def parts(self, old: fx.Node, call: fx.Node, results: Any) -> list[fx.Node]:
-        """Add a node for each result of a call: a trace makes them all, and drops later what nobody uses."""
+        """Add a getitem node for each result of a call; unused nodes are eliminated at the end, as in a trace."""
         return [
             self._added(old, python_operator.getitem, (call, position), {}, "getitem", result)
             for position, result in enumerate(results)
@@ -204,7 +204,7 @@ def _rewriter(node: fx.Node) -> Callable[[_Rewriting, fx.Node], None]:
 
 
 def _getitem(rewriting: _Rewriting, node: fx.Node) -> None:
-    """Take one of the nodes that stand for a call's results."""
+    """Map a getitem to the node of that result of its call."""
     call, position = node.args
     assert isinstance(call, fx.Node)
     assert isinstance(position, int)
@@ -215,7 +215,7 @@ def _getitem(rewriting: _Rewriting, node: fx.Node) -> None:
 
 
 def _dropout(rewriting: _Rewriting, node: fx.Node) -> None:
-    """Make it the call that returns its mask, too."""
+    """Rewrite a dropout as the operator that returns its mask as well."""
     if len(node.args) != 3 or node.args[2] is not True or not node.args[1]:
         raise _Unknown
     result = node.meta["val"]
@@ -225,7 +225,7 @@ def _dropout(rewriting: _Rewriting, node: fx.Node) -> None:
 
 
 def _reshape(rewriting: _Rewriting, node: fx.Node) -> None:
-    """Make it a view of what is contiguous, and a view of a copy of what no view can be of."""
+    """Rewrite a reshape or flatten as a view of its tensor, or of a copy where the strides allow no view."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     given, result = source.meta["val"], node.meta["val"]
@@ -253,7 +253,7 @@ def _has_view(tensor: torch.Tensor, size: list[int]) -> bool:
 
 
 def _batch_norm(rewriting: _Rewriting, node: fx.Node) -> None:
-    """Make it the call that returns new running statistics."""
+    """Rewrite a batch norm as the operator that returns its new running statistics."""
     if len(node.args) != 9 or node.args[5] is not True or not node.meta["val"].numel():
         raise _Unknown
     running = node.args[3:5]
@@ -271,7 +271,7 @@ def _batch_norm(rewriting: _Rewriting, node: fx.Node) -> None:
 
 
 def _count(rewriting: _Rewriting, node: fx.Node) -> None:
-    """Make a number that is added to a buffer a sum."""
+    """Rewrite the in-place addition of a number to a buffer as a sum that updates the buffer."""
     buffer = node.args[0]
     if node.users or node.kwargs or not rewriting.is_own_buffer(buffer) or isinstance(node.args[1], fx.Node):
         raise _Unknown

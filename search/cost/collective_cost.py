@@ -23,7 +23,7 @@ from graph.topology import Topology
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
 from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.collective_formulas import ALGORITHMS, price_collectives
+from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, price_collectives
 from search.kernels.records import Array, Routes
 
 
@@ -113,7 +113,10 @@ class Prices:
         count = len(codes)
         member_ptr = np.zeros(count + 1, np.int64)
         np.cumsum([len(one) for one in members], out=member_ptr[1:])
-        line, used = np.empty((count, ALGORITHMS, 2)), np.empty((count, len(self._routes.is_used)), np.bool_)
+        line, used = (
+            np.empty((count, COLLECTIVE_ALGORITHMS, 2)),
+            np.empty((count, len(self._routes.is_used)), np.bool_),
+        )
         price_collectives(
             self._routes,
             np.array(codes, np.int64),

@@ -12,7 +12,7 @@ from search.kernels.cache import inner, quick_entry
 from search.kernels.records import ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, Array, ResourceSets, Routes
 
 # A kind of collective has so many algorithms at most; the one that takes least time for its bytes counts.
-ALGORITHMS = 2
+COLLECTIVE_ALGORITHMS = 2
 
 
 @inner
@@ -31,7 +31,7 @@ def collective_ns(sets: ResourceSets, resource_set: int, size_bytes: int) -> int
     if begin < end:
         return int(curve_s(sets.curve, begin, end, size_bytes) * 1e9 + 0.5)
     least_s = np.inf
-    for algorithm in range(ALGORITHMS):
+    for algorithm in range(COLLECTIVE_ALGORITHMS):
         seconds = (
             sets.latency_s[resource_set, algorithm] + size_bytes * sets.s_per_byte[resource_set, algorithm]
         )
@@ -161,7 +161,7 @@ def price_collectives(
 ) -> None:
     """Write latency and seconds per byte of all algorithms of K collectives, and which links each collective holds.
 
-    Another algorithm is another line here, in place of one that takes forever, and counts in `ALGORITHMS`.
+    Another algorithm is another line here, in place of one that takes forever, and counts in `COLLECTIVE_ALGORITHMS`.
 
     kind_K: codes. root_K: the device that is a broadcast's or reduce's root, else any. member: the devices of each, in
     ring order, and pointers. line_KA2: see `search.cost.collective_cost.CollectivePrice`.
