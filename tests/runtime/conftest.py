@@ -21,8 +21,6 @@ def warm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[LocalPool]:
-    """Four processes, from a server; strategies of fewer devices use the first ones."""
-    with warm_processes():
-        processes = LocalPool(PROCESSES, timeout_s=120)
-    with processes:
+    """Four processes; strategies of fewer devices use the first ones."""
+    with LocalPool(PROCESSES, timeout_s=120) as processes:
         yield processes

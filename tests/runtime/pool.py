@@ -169,6 +169,9 @@ def _serve(connection: Connection, store: str, rank: int, size: int, core: int, 
             job: Job = connection.recv()
         except (EOFError, ConnectionResetError):
             break
+        except Exception as error:  # a job that cannot be read here: the pool's owner must hear why
+            connection.send(("failed", error_line(f"{type(error).__name__}: {error}", rank)))
+            continue
         # Held nowhere: what a job brings back, a network's weights perhaps, would take memory beside the next one's.
         connection.send(_executed(job, device, timeout_s, rank))
     leave_group()

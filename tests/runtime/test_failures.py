@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -32,6 +33,22 @@ def test_exception_in_a_pool_names_the_rank() -> None:
             pool.run(job_of(ModelReference("tests.runtime.models:failing", {"rank": 1})))
         with pytest.raises(RuntimeFailure, match="failed before"):
             pool.run(job_of(reference("perceptron")))
+
+
+class Unreadable:
+    """Something that can be sent, and not read."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("none",)
+
+
+def test_a_job_that_cannot_be_read_in_a_pool_says_why() -> None:
+    job = job_of(ModelReference("tests.runtime.models:failing", {"rank": Unreadable()}))
+    with (
+        LocalPool(1, timeout_s=60) as pool,
+        pytest.raises(RuntimeFailure, match=r"^rank 0: ValueError: .*'none'"),
+    ):
+        pool.run(replace(job, strategy=in_turn(job.graph, [0]), node_of=(0,)))
 
 
 def test_killed_rank_ends_the_pool() -> None:
