@@ -1,4 +1,6 @@
-"""Strategy S: every operator's configuration, every weight's sharding, and recomputation (`graph.recomputation`).
+"""Strategy S: every operator's configuration, every weight's sharding, recomputation, and what is compiled.
+
+See `graph.recomputation` and `graph.stretches` for the last two.
 
 Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
 (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
@@ -17,13 +19,8 @@ from typing import Any
 from graph.axes import AxisKind, Degrees, tasks
 from graph.canonical import canonical_json, digest
 from graph.errors import StrategyError
+from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json, ranges_to_json
 from graph.operators import Operator, OperatorGraph
-from graph.recomputation import (
-    Recomputation,
-    check_recomputation,
-    recomputation_from_json,
-    recomputation_to_json,
-)
 from graph.texts import meant, shown, unreadable
 
 FORMAT = 1
@@ -64,12 +61,14 @@ class Strategy:
 
     sharding: one entry for each of the graph's weights, or none at all where no weight is shared.
     recomputation: the groups of operators whose activations are made again in the backward.
+    compiled: the ranges of operators that each device executes as one function compiled by torch.compile.
     """
 
     graph_digest: str
     configurations: tuple[Configuration, ...]
     sharding: tuple[Sharding, ...] = ()
-    recomputation: Recomputation = ()
+    recomputation: OperatorRanges = ()
+    compiled: OperatorRanges = ()
 
     def __post_init__(self) -> None:
         if self.sharding and all(level is Sharding.NONE for level in self.sharding):
@@ -81,13 +80,13 @@ class Strategy:
         return self.sharding[weight] if self.sharding else Sharding.NONE
 
     def with_configurations(self, configurations: tuple[Configuration, ...]) -> Strategy:
-        """Return a strategy of other configurations, with the same sharding and recomputation."""
-        return replace(self, configurations=configurations)
+        """Return a strategy of other configurations, with the same sharding and recomputation; none is compiled."""
+        return replace(self, configurations=configurations, compiled=())
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
         """Return the strategy as a document for humans: degrees by axis name, degrees of one left out.
 
-        So are weights of which nothing is shared, and recomputation where there is none.
+        So are weights of which nothing is shared, and recomputation and what is compiled where there is none.
         """
         names = [operator.name for operator in graph.operators]
         shared = {
@@ -97,11 +96,7 @@ class Strategy:
         }
         return {
             **({"sharding": shared} if shared else {}),
-            **(
-                {"recomputation": recomputation_to_json(names, self.recomputation)}
-                if self.recomputation
-                else {}
-            ),
+            **{key: ranges_to_json(names, ranges) for key, ranges in self._ranges().items()},
             "format": FORMAT,
             "graph": self.graph_digest,
             "operators": {
@@ -119,7 +114,7 @@ class Strategy:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 over graph digest, degrees and devices, and over sharding and recomputation if there are any."""
+        """The sha256 over graph digest, degrees, devices, and where there are any sharding, recomputation, compiled."""
         document: list[Any] = [
             FORMAT,
             self.graph_digest,
@@ -127,9 +122,14 @@ class Strategy:
         ]
         if self.sharding:
             document.append({"sharding": [level.value for level in self.sharding]})
-        if self.recomputation:
-            document.append({"recomputation": [[group.first, group.last] for group in self.recomputation]})
+        for key, ranges in self._ranges().items():
+            document.append({key: [[group.first, group.last] for group in ranges]})
         return digest(document)
+
+    def _ranges(self) -> dict[str, OperatorRanges]:
+        """Return the ranges of operators that there are, by their key in documents."""
+        ranges = {"recomputation": self.recomputation, "compiled": self.compiled}
+        return {key: groups for key, groups in ranges.items() if groups}
 
     @property
     def device_count(self) -> int:
@@ -155,7 +155,8 @@ class Strategy:
         for operator, configuration in zip(graph.operators, self.configurations, strict=True):
             check_configuration(operator, configuration, device_count)
         check_sharding(graph, self.sharding)
-        check_recomputation(graph, self.recomputation)
+        for key, ranges in self._ranges().items():
+            check_ranges(graph, ranges, key)
 
 
 def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None:
@@ -226,7 +227,8 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
     """
     check_format(document, "strategy file")
-    _check_keys("strategy file", document, ("format", "graph", "operators", "recomputation", "sharding"))
+    keys = ("compiled", "format", "graph", "operators", "recomputation", "sharding")
+    _check_keys("strategy file", document, keys)
     if document.get("graph") != graph.digest:
         raise StrategyError(
             f"strategy file: is for graph {shown(document.get('graph'))[:12]}, must be for {graph.name} "
@@ -250,7 +252,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         str(document.get("graph")),
         configurations,
         _sharding(document, graph),
-        recomputation_from_json(document.get("recomputation", []), places),
+        *(ranges_from_json(document.get(key, []), places, key) for key in ("recomputation", "compiled")),
     )
     strategy.validate(graph, device_count)
     return strategy

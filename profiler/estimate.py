@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED
 from graph.errors import CostError
 from graph.operators import FLOATING
 from graph.topology import DeviceKind
@@ -147,7 +148,8 @@ class Estimator:
         families: dict[Family, list[Point]] = {}
         ratios: dict[tuple[str, Phase], list[float]] = {}
         for entry in observations:
-            if entry.time_s <= 0:
+            # A compiled call is none that others may be taken for: of any two the parts are different ones.
+            if entry.time_s <= 0 or entry.call.target == COMPILED:
                 continue
             ratio = log(entry.time_s / roofline_s(work_of(entry.call, entry.phase), kind))
             point = (sizes_of(entry.call, entry.phase), ratio)

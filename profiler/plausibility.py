@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED
 from graph.topology import DeviceKind
 from profiler.estimate import Family, Observation, family_of, roofline_s, sizes_of, work_of
 from profiler.interpolation import Interpolation
@@ -77,8 +78,8 @@ class CostFamilies:
             self.put(observation)
 
     def put(self, observation: Observation) -> None:
-        """Add a cost, or replace it. One of zero seconds says nothing, and is left out."""
-        if observation.time_s > 0:
+        """Add a cost, or replace it. One of zero seconds says nothing, and one of a compiled call nothing of others."""
+        if observation.time_s > 0 and observation.call.target != COMPILED:
             name = family_of(observation.call, observation.phase)
             family = self._families.setdefault(name, {})
             family[observation.call.digest] = observation

@@ -9,8 +9,8 @@ from typing import Any
 from app.db.failures import MALFORMED, as_written, damaged_row
 from app.db.records import GraphRecord, StrategyRecord, TopologyRecord, TrainingRecord
 from graph.errors import StrategyError, TopologyError
+from graph.operator_ranges import ranges_from_json
 from graph.operators import OperatorGraph, ValueKind
-from graph.recomputation import recomputation_from_json
 from graph.strategy import Configuration, Sharding, Strategy, strategy_from_json
 from graph.topology import Topology
 from graph.training import Training, training_from_json
@@ -104,7 +104,10 @@ def strategy_in(graph: GraphRecord, described: dict[str, Any], record: StrategyR
         weights = [name for name, _, kind, _ in described["values"] if kind == ValueKind.WEIGHT]
         sharding = tuple(Sharding(levels.get(name, Sharding.NONE)) for name in weights)
         operator_index = {name: index for index, name in enumerate(names)}
-        recomputation = recomputation_from_json(document.get("recomputation", []), operator_index)
-        strategy = Strategy(graph.digest, configurations, sharding, recomputation)
+        recomputation, compiled = (
+            ranges_from_json(document.get(key, []), operator_index, key)
+            for key in ("recomputation", "compiled")
+        )
+        strategy = Strategy(graph.digest, configurations, sharding, recomputation, compiled)
     check_digest(record, strategy)
     return strategy

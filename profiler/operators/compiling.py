@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED, parts_of
 from graph.errors import CostError
 from graph.operators import Argument, Slot
 from profiler.operators import custom_operators
@@ -19,14 +22,19 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class ExecutionContext:
-    """The context of a call besides its inputs: the run's seed, the step, and the device of factories."""
+    """The context of a call besides its inputs: the run's seed, the step, and the device of factories.
+
+    The step is a tensor while torch.compile traces.
+    """
 
     seed: int = 0
-    step: int = 0
+    step: int | torch.Tensor = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 Compiled = Callable[[Sequence[torch.Tensor], ExecutionContext], Tensors]
+
+_numbers = itertools.count()
 
 
 def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> torch.Tensor:
@@ -57,6 +65,8 @@ def compile_call(call: LocalCall) -> Compiled:
     Raises:
         CostError: the installed torch has no such operator.
     """
+    if call.target == COMPILED:
+        return _compiled(call)
     if call.target.startswith("soapstone."):
         return _with_context(custom_operators.resolve(call), call)
     function, positional, keyword = _aten(call)
@@ -163,3 +173,41 @@ def _bound(function: Callable[..., Any], positional: list[Any], keyword: dict[st
         return _as_tuple(function(*arguments, **named))
 
     return run
+
+
+def _compiled(call: LocalCall) -> Compiled:
+    """Return the function of several calls by torch.compile, which compiles it at its first execution."""
+    compiled = torch.compile(_named(_body(call)), fullgraph=True, dynamic=False)
+
+    def run(inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:
+        # A number would be compiled in.
+        step = torch.tensor(context.step)
+        return tuple(compiled(step, context.seed, context.device, *inputs))
+
+    return run
+
+
+def _body(call: LocalCall) -> Callable[..., Tensors]:
+    parts = [(compile_call(part.call), part) for part in parts_of(call)]
+    results = call.argument("results")
+
+    def body(step: torch.Tensor, seed: int, device: torch.device, *inputs: torch.Tensor) -> Tensors:
+        context = ExecutionContext(seed, step, device)
+        tensors = list(inputs)
+        for execute, part in parts:
+            given = [
+                tensors[number] if wanted else tensors[number].detach()
+                for number, wanted in zip(part.sources, part.call.gradients, strict=True)
+            ]
+            for position, made in enumerate(execute(given, context)):
+                tensors.append(made.detach() if position in part.constants else made)
+        return tuple(tensors[number] for number in results)
+
+    return body
+
+
+def _named(body: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Return the function with code of its own: torch keeps what it has compiled by code, a few of each."""
+    assert isinstance(body, FunctionType)
+    code = body.__code__.replace(co_name=f"stretch_{next(_numbers)}")
+    return FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)

@@ -8,6 +8,7 @@ The hash's constants are those of Chris Wellons' "lowbias32"; those of the keys 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -91,7 +92,7 @@ def keep_mask(
     region: Region,
     shape: tuple[int, ...],
     probability: float,
-    key: tuple[int, int, int],
+    key: tuple[int, int | torch.Tensor, int],
     device: torch.device,
 ) -> torch.Tensor:
     """Return the bool mask, in the region's shape, of the elements that dropout keeps.
@@ -100,9 +101,16 @@ def keep_mask(
         region: index sets of the elements, one a dim.
         shape: shape of the whole tensor.
         probability: of an element to be dropped.
-        key: seed, step and operator number.
+        key: seed, step and operator number. The step is a tensor where torch.compile traces, for which the mask is
+            one operator: a compiled function must not depend on the step.
         device: where to make it.
     """
+    seed, step, operator = key
+    if isinstance(step, torch.Tensor):
+        mask: torch.Tensor = _keep_mask_at(
+            step, [*_numbers(region), *shape], probability, seed, operator, device
+        )
+        return mask
     threshold = round(probability * 2**32) - 2**31
     keep = _empty(region, torch.bool, device)
     if threshold > 2**31 - 1:
@@ -119,8 +127,49 @@ def keep_mask(
         else:
             torch.ge(bits, threshold, out=into)
 
-    _each_chunk(region, shape, (key,), keep, write)
+    _each_chunk(region, shape, ((seed, step, operator),), keep, write)
     return keep
+
+
+@torch.library.custom_op("soapstone::keep_mask", mutates_args=())
+def _keep_mask_at(
+    step: torch.Tensor,
+    place: Sequence[int],
+    probability: float,
+    seed: int,
+    operator: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """As `keep_mask`, with the step's number in a tensor, and region and shape as integers (`_numbers`)."""
+    region, shape = _region_of(place)
+    return keep_mask(region, shape, probability, (seed, int(step), operator), device)
+
+
+@_keep_mask_at.register_fake
+def _(
+    _step: torch.Tensor,
+    place: Sequence[int],
+    _probability: float,
+    _seed: int,
+    _operator: int,
+    device: torch.device,
+) -> torch.Tensor:
+    return _empty(_region_of(place)[0], torch.bool, device)
+
+
+def _numbers(region: Region) -> list[int]:
+    """Return a region as integers: its dims, and of each how many intervals there are, and these."""
+    return [
+        len(region),
+        *(number for intervals in region for number in (len(intervals), *itertools.chain(*intervals))),
+    ]
+
+
+def _region_of(place: Sequence[int]) -> tuple[Region, tuple[int, ...]]:
+    """Return the region that `_numbers` wrote, and the shape that follows it."""
+    rest = iter(place)
+    region = tuple(tuple((next(rest), next(rest)) for _ in range(next(rest))) for _ in range(next(rest)))
+    return region, tuple(rest)
 
 
 def _empty(region: Region, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

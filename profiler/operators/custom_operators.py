@@ -255,7 +255,7 @@ def _random(
 ) -> torch.Tensor:
     if region is None:
         region, shape = whole_region(size)
-    key = (context.seed, context.step, operator)
+    key = (context.seed, int(context.step), operator)
     return random_numbers(distribution, region, shape, key, (torch_dtype(dtype), context.device))
 
 

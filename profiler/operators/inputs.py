@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from graph.calls import LocalCall
+from graph.compiled_calls import COMPILED, parts_of
 from graph.operators import FLOATING, TensorSpec
 from graph.rules import index_bounds
 from graph.rules.common import slot_of
@@ -17,8 +18,11 @@ _PROBABILITIES = {"binary_cross_entropy": ("self", "target")}
 def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Return dense inputs of a call: normal floats, indexes in bounds, moments of a unit normal, even groups.
 
-    They are drawn on their device: a GPU would else run idle while the host draws, and its clock fall.
+    They are drawn on their device: a GPU would else run idle while the host draws, and its clock fall. Inputs of a
+    compiled call are those of the first of its parts that reads them.
     """
+    if call.target == COMPILED:
+        return _of_parts(call, device, seed)
     generator = torch.Generator(device=device).manual_seed(seed)
     bounds = index_bounds(call)
     tensors = [_random(spec, bounds.get(slot), generator, device) for slot, spec in enumerate(call.inputs)]
@@ -40,6 +44,19 @@ def random_inputs(call: LocalCall, device: torch.device | str, seed: int = 0) ->
     return tuple(
         tensor.to(device).requires_grad_(needs and tensor.is_floating_point())
         for tensor, needs in zip(tensors, call.gradients, strict=True)
+    )
+
+
+def _of_parts(call: LocalCall, device: torch.device | str, seed: int) -> tuple[torch.Tensor, ...]:
+    tensors: dict[int, torch.Tensor] = {}
+    for position, part in enumerate(parts_of(call)):
+        if any(number < len(call.inputs) and number not in tensors for number in part.sources):
+            drawn = random_inputs(part.call, device, seed + position)
+            for number, tensor in zip(part.sources, drawn, strict=True):
+                tensors.setdefault(number, tensor)
+    return tuple(
+        tensors[number].detach().requires_grad_(needs and tensors[number].is_floating_point())
+        for number, needs in enumerate(call.gradients)
     )
 
 

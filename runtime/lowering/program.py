@@ -18,11 +18,12 @@ import torch
 
 from graph.calls import LocalCall
 from graph.intervals import Region, shape
+from graph.operator_ranges import group_numbers
 from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Bucket, Plan
-from graph.recomputation import group_numbers
 from graph.rules import local_calls
 from graph.strategy import Sharding
+from graph.stretches import members
 from profiler.operators import compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (
@@ -57,6 +58,7 @@ from runtime.instructions.sharded_weights import (
     is_copied,
     parts_of,
 )
+from runtime.lowering.compiled_stretches import stretch_calls
 from runtime.lowering.segments import Node, Segments, cuts
 from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
 from runtime.lowering.transfers import TransferLowering, ValueTransfer
@@ -121,7 +123,7 @@ class _Lowering:
         self._updated_groups: list[ShardGroup] = []
 
     def compile(self) -> Program:
-        nodes = self._nodes()
+        nodes = self._with_stretches(self._nodes())
         inputs = self.segments.connect(
             (node for group in nodes for node, _ in group), self._leaf_targets(), self.slots
         )
@@ -170,6 +172,22 @@ class _Lowering:
                     group.append(self._call(index, operator, task, calls[task]))
             result.append(group)
         return result
+
+    def _with_stretches(self, nodes: list[list[tuple[Node, Make]]]) -> list[list[tuple[Node, Make]]]:
+        """Return the nodes with one node for each stretch that is compiled, at its last operator on the rank."""
+        ranges = self.plan.strategy.compiled
+        for stretch, of in stretch_calls(self.plan, self.slots, ranges, self.kept).items():
+            execute = compile_call(of.call)
+            for index in members(self.plan, stretch):
+                nodes[index] = []
+            outputs = of.outputs
+            nodes[of.last] = [
+                (
+                    Node(of.last, of.inputs, of.wanted, outputs),
+                    lambda slots, execute=execute, outputs=outputs: Call(execute, slots, outputs),  # type: ignore[misc]
+                )
+            ]
+        return nodes
 
     def _call(self, index: int, operator: Operator, task: int, call: LocalCall) -> tuple[Node, Make]:
         slots = self.slots

@@ -18,8 +18,8 @@ from math import isqrt
 
 import numpy as np
 
+from graph.operator_ranges import OperatorRange, OperatorRanges
 from graph.operators import OperatorGraph
-from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Strategy
 from search.algorithms.algorithm import Algorithm
 from search.algorithms.trials import Trial, TrialSearch
@@ -39,7 +39,7 @@ class _Simulated:
     peak_bytes_D: Array
 
 
-def blocks(graph: OperatorGraph, count: int) -> Recomputation:
+def blocks(graph: OperatorGraph, count: int) -> OperatorRanges:
     """Return about `count` groups that make up the network, each keeping about as many bytes, cut where few cross.
 
     Groups begin and end with operators that have a backward.
@@ -69,7 +69,7 @@ def blocks(graph: OperatorGraph, count: int) -> Recomputation:
     for first, last in pairwise([*ends, len(graph.operators)]):
         reached = [index for index in operators[first:last] if graph.has_backward(graph.operators[index])]
         if reached:
-            recomputed.append(Recomputed(reached[0], reached[-1]))
+            recomputed.append(OperatorRange(reached[0], reached[-1]))
     return tuple(recomputed)
 
 
@@ -85,7 +85,7 @@ def _crossing_bytes(graph: OperatorGraph) -> list[int]:
     return list(accumulate(change))[: len(graph.operators)]
 
 
-def everything(graph: OperatorGraph) -> Recomputation:
+def everything(graph: OperatorGraph) -> OperatorRanges:
     """Return groups that make up the network, as many as the square root of the operators that have a backward."""
     return blocks(graph, max(1, isqrt(sum(graph.has_backward(operator) for operator in graph.operators))))
 
@@ -111,7 +111,7 @@ def _recompute(trial: Trial, starts: Sequence[Strategy], _seed: int) -> None:
             _fit(trial, base, candidates)
 
 
-def _cuts(graph: OperatorGraph) -> list[Recomputation]:
+def _cuts(graph: OperatorGraph) -> list[OperatorRanges]:
     """Return the ways to cut a network into blocks, those of about as many blocks as operators in one first."""
     middle = isqrt(len(graph.operators))
     counts = []
@@ -128,13 +128,13 @@ def _simulate(trial: Trial, strategy: Strategy) -> _Simulated:
     return _Simulated(trial.latest, trial.latest_peak_bytes_D)
 
 
-def _fit(trial: Trial, base: Strategy, candidates: Recomputation) -> None:
+def _fit(trial: Trial, base: Strategy, candidates: OperatorRanges) -> None:
     """Recompute so many blocks that a strategy fits, the cheapest ones first; then leave out needless ones."""
     if trial.left < 2 + len(candidates) or not _is_promising(trial, base):
         return
     plain = _simulate(trial, base)
     over_D = np.maximum(0, plain.peak_bytes_D - trial.builder.capacity_bytes_D)
-    priced: list[tuple[float, Recomputed]] = []
+    priced: list[tuple[float, OperatorRange]] = []
     for block in candidates:
         alone = _simulate(trial, replace(base, recomputation=(block,)))
         saved_D = np.minimum(over_D, plain.peak_bytes_D - alone.peak_bytes_D)
@@ -142,7 +142,7 @@ def _fit(trial: Trial, base: Strategy, candidates: Recomputation) -> None:
         if saved_bytes:
             added_ns = alone.outcome.step_time_ns - plain.outcome.step_time_ns
             priced.append((added_ns / saved_bytes, block))
-    chosen: list[Recomputed] = []
+    chosen: list[OperatorRange] = []
     for _, block in sorted(priced):
         chosen.append(block)
         if _simulate(trial, _with(base, chosen)).outcome.excess_bytes == 0:
@@ -156,7 +156,7 @@ def _is_promising(trial: Trial, base: Strategy) -> bool:
     return bool(best.excess_bytes) or _simulate(trial, base).outcome.step_time_ns < best.step_time_ns
 
 
-def _leave_out(trial: Trial, base: Strategy, chosen: list[Recomputed]) -> None:
+def _leave_out(trial: Trial, base: Strategy, chosen: list[OperatorRange]) -> None:
     """Keep the activations of blocks, the dearest for their bytes first, as long as the strategy fits."""
     for block in reversed(chosen[:-1]):
         fewer = [other for other in chosen if other != block]
@@ -164,7 +164,7 @@ def _leave_out(trial: Trial, base: Strategy, chosen: list[Recomputed]) -> None:
             chosen.remove(block)
 
 
-def _with(base: Strategy, chosen: Sequence[Recomputed]) -> Strategy:
+def _with(base: Strategy, chosen: Sequence[OperatorRange]) -> Strategy:
     return replace(base, recomputation=tuple(sorted(chosen)))
 
 

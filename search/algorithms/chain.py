@@ -13,8 +13,8 @@ from math import log
 import numpy as np
 
 from graph.errors import UsageError
+from graph.operator_ranges import OperatorRanges
 from graph.operators import OperatorGraph
-from graph.recomputation import Recomputation
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.moves import Move, Moves, MoveShares
 from search.algorithms.proposal_log import ChainCheckpoint, Proposal, ResumedChain
@@ -112,7 +112,7 @@ class Chain:
     stop_without_gain: bool = field(default=False, kw_only=True)
     # Of the start, and of all that follow it.
     sharding: tuple[Sharding, ...] = field(default=(), kw_only=True)
-    recomputation: Recomputation = field(default=(), kw_only=True)
+    recomputation: OperatorRanges = field(default=(), kw_only=True)
 
     @property
     def done(self) -> bool:

@@ -8,8 +8,8 @@ import numpy as np
 
 from graph.axes import Degrees
 from graph.calls import LocalCall
+from graph.operator_ranges import OperatorRanges
 from graph.operators import OperatorGraph
-from graph.recomputation import Recomputation
 from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CallCost, CostTable
 from search.simulate.regions import IntArray
@@ -33,10 +33,10 @@ class TaskCosts:
         self._of_calls: dict[tuple[int, Degrees, str, int], IntArray] = {}
         self._rows: dict[tuple[int, str, str, int], tuple[int, ...]] = {}
         self.has_launches = False
-        self._lasting: dict[Recomputation, tuple[Lasting | None, ...]] = {}
+        self._lasting: dict[OperatorRanges, tuple[Lasting | None, ...]] = {}
         self._lasting_number: dict[Lasting | None, int] = {None: 0}
 
-    def lasting(self, recomputation: Recomputation) -> tuple[Lasting | None, ...]:
+    def lasting(self, recomputation: OperatorRanges) -> tuple[Lasting | None, ...]:
         """Return, for each operator, what lasts of its outputs where groups are made again; None: the same as else."""
         known = self._lasting.get(recomputation)
         if known is None:

@@ -15,8 +15,8 @@ from math import prod
 
 from graph.aliasing import base_name
 from graph.calls import LocalCall
+from graph.operator_ranges import OperatorRanges, group_numbers
 from graph.operators import Operator, OperatorGraph
-from graph.recomputation import Recomputation, group_numbers
 from search.space.groups import is_view
 
 _NOTHING = frozenset(
@@ -86,7 +86,7 @@ def kept_outputs(graph: OperatorGraph) -> tuple[tuple[bool, ...], ...]:
     return tuple(reversed(result))
 
 
-def lasting_outputs(graph: OperatorGraph, recomputation: Recomputation) -> tuple[Lasting, ...]:
+def lasting_outputs(graph: OperatorGraph, recomputation: OperatorRanges) -> tuple[Lasting, ...]:
     """Return, for each operator, which of its outputs last where groups of operators are made again in the backward.
 
     Kept is what enters a group, whether its reader keeps it or not, and what operators of no group keep.

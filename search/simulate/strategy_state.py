@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graph.recomputation import Recomputation, group_numbers
+from graph.operator_ranges import OperatorRanges, group_numbers
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
@@ -59,7 +59,7 @@ class Layout:
         builder: TaskGraphBuilder,
         configurations: Sequence[Configuration],
         sharding: Sequence[Sharding] = (),
-        recomputation: Recomputation = (),
+        recomputation: OperatorRanges = (),
     ) -> None:
         self.builder = builder
         self._recomputation = recomputation
@@ -190,7 +190,7 @@ class Layout:
         self.builder.store.find(self._chosen, statics_at + np.array(others, np.int64))
         self.is_shared = any(one is not Sharding.NONE for one in levels)
 
-    def recompute(self, recomputation: Recomputation) -> None:
+    def recompute(self, recomputation: OperatorRanges) -> None:
         """Make other groups again; all fragments are found anew, so that `undo` does not take this step back."""
         if recomputation == self._recomputation:
             return
@@ -317,7 +317,7 @@ class Layout:
         return self._priority_T
 
 
-def _new_groups(builder: TaskGraphBuilder, recomputation: Recomputation) -> Groups:
+def _new_groups(builder: TaskGraphBuilder, recomputation: OperatorRanges) -> Groups:
     operators = len(builder.graph.operators)
     first, last = np.full(operators, -1, np.int64), np.arange(operators)
     ended = np.zeros(operators, np.int64)

@@ -13,8 +13,8 @@ from typing import Any
 
 from graph.axes import AxisKind, Degrees, tasks
 from graph.errors import StrategyError
+from graph.operator_ranges import ranges_from_json
 from graph.operators import Operator, OperatorGraph
-from graph.recomputation import recomputation_from_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.space.groups import find_groups, following
 
@@ -42,7 +42,7 @@ def adapt(document: Mapping[str, Any], made_for: int, graph: OperatorGraph, devi
         graph.digest,
         following(graph, adapted).configurations,
         tuple(Sharding(shared.get(weight.name, Sharding.NONE)) for weight in graph.weights),
-        recomputation_from_json(document.get("recomputation", []), places),
+        ranges_from_json(document.get("recomputation", []), places, "recomputation"),
     )
     strategy.validate(graph, device_count)
     return strategy

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from graph.axes import AxisKind, Degrees, tasks
+from graph.operator_ranges import OperatorRange, OperatorRanges
 from graph.operators import Operator, OperatorGraph
-from graph.recomputation import Recomputation, Recomputed
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 
 MOST_TASKS = 8
@@ -115,19 +115,19 @@ def randomly_shared(strategy: Strategy, graph: OperatorGraph, seed: int) -> Stra
     return replace(strategy, sharding=tuple(levels))
 
 
-def groups_of(graph: OperatorGraph, size: int) -> Recomputation:
+def groups_of(graph: OperatorGraph, size: int) -> OperatorRanges:
     """Return groups of so many operators that make up the graph."""
     count = len(graph.operators)
-    return tuple(Recomputed(first, min(first + size, count) - 1) for first in range(0, count, size))
+    return tuple(OperatorRange(first, min(first + size, count) - 1) for first in range(0, count, size))
 
 
-def random_groups(graph: OperatorGraph, seed: int) -> Recomputation:
+def random_groups(graph: OperatorGraph, seed: int) -> OperatorRanges:
     """Return groups of random lengths, now and then with operators between them that are in none."""
     generator = random.Random(seed)
     groups, first = [], 0
     while first < len(graph.operators):
         last = min(first + generator.choice((0, 1, 2, 4, 8)), len(graph.operators) - 1)
         if generator.random() < 0.75:
-            groups.append(Recomputed(first, last))
+            groups.append(OperatorRange(first, last))
         first = last + 1
     return tuple(groups)

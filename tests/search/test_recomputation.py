@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from graph.operator_ranges import OperatorRange, OperatorRanges, check_ranges
 from graph.operators import OperatorGraph
-from graph.recomputation import Recomputation, Recomputed, check_recomputation
 from graph.strategy import Strategy
 from graph.topology import Topology
 from search.algorithms.activation_checkpointing import blocks, recompute
@@ -36,13 +36,13 @@ from tests.search.test_sharding import GRAPHS, PAIRS, check_plans, sharded
 from tests.search.test_taskgraph import LINKS, TRAINING
 
 
-def random_groups(graph: OperatorGraph, rng: np.random.Generator) -> Recomputation:
+def random_groups(graph: OperatorGraph, rng: np.random.Generator) -> OperatorRanges:
     """Return groups of random lengths, now and then with operators between them that are in none."""
     groups, first = [], 0
     while first < len(graph.operators):
         last = min(first + int(rng.integers(6)), len(graph.operators) - 1)
         if rng.random() < 0.7:
-            groups.append(Recomputed(first, last))
+            groups.append(OperatorRange(first, last))
         first = last + 1
     return tuple(groups)
 
@@ -137,7 +137,7 @@ def test_blocks_cover_every_backward_once_and_are_about_as_many_as_asked_for(nam
     graph = GRAPHS[name]
     for count in range(1, len(graph.operators)):
         groups = blocks(graph, count)
-        check_recomputation(graph, groups)
+        check_ranges(graph, groups, "recomputation")
         assert 1 <= len(groups) <= count
         within = {index for group in groups for index in range(group.first, group.last + 1)}
         assert {i for i, one in enumerate(graph.operators) if graph.has_backward(one)} <= within

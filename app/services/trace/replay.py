@@ -27,8 +27,8 @@ from app.services.trace.recorder import Recorded, checkpoint_of, groups_of
 from graph.axes import tasks
 from graph.canonical import canonical_json
 from graph.errors import UsageError
+from graph.operator_ranges import ranges_from_json, ranges_to_json
 from graph.operators import ValueKind
-from graph.recomputation import recomputation_from_json, recomputation_to_json
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.algorithms.chain import POLISHING
 from search.algorithms.moves import copied
@@ -330,7 +330,7 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
         shared: dict[str, str] = start.get("sharding", {})
         sharding = tuple(Sharding(shared.get(name, Sharding.NONE)) for name in _weight_names(graph))
         operator_index = {name: index for index, name in enumerate(_operator_names(graph))}
-        recomputation = recomputation_from_json(start.get("recomputation", []), operator_index)
+        recomputation = ranges_from_json(start.get("recomputation", []), operator_index, "recomputation")
         strategy = Strategy(graph.digest, reader.configurations(chain, step), sharding, recomputation)
         record = _record(store, search, graph, strategy)
         return Visited(search_id, chain, step, record, reader.simulated_ns(chain, step))
@@ -369,9 +369,7 @@ def _record(store: Store, search: SearchRecord, graph: GraphRecord, strategy: St
         for name, level in zip(_weight_names(graph), strategy.sharding, strict=False)
         if level is not Sharding.NONE
     }
-    recomputation = recomputation_to_json(
-        [operator["name"] for operator in operators], strategy.recomputation
-    )
+    recomputation = ranges_to_json([operator["name"] for operator in operators], strategy.recomputation)
     document = {
         **({"sharding": shared} if shared else {}),
         **({"recomputation": recomputation} if recomputation else {}),
