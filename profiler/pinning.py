@@ -126,13 +126,15 @@ def child_variables() -> dict[str, str]:
     """Return the environment variables of a device's process.
 
     PYTHONSAFEPATH: a folder of the user's with its own `runtime/` must not hijack the process's imports. One OpenMP
-    and MKL thread. Processes of one machine meet on the loopback interface, whatever the host name resolves to.
+    and MKL thread, and torch.compile in the process itself. Processes of one machine meet on the loopback interface,
+    whatever the host name resolves to.
     """
     interface = loopback_interface()
     return {
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
     }

@@ -67,6 +67,14 @@ def run(
             "as the strategy says.",
         ),
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile, by torch.compile, whatever a device computes between one communication and the next. "
+            "Default: what the strategy says.",
+        ),
+    ] = False,
     on_miss: Annotated[
         str, typer.Option("--on-miss", help="A cost that the prediction lacks: measure, estimate or fail.")
     ] = "measure",
@@ -127,6 +135,7 @@ def run(
         topology=topology,
         recorded=RECORDED_STEPS if profile else 0,
         recompute=recompute,
+        compile_stretches=compile,
     )
     with TerminalProgress(quiet=as_json) as progress:
         report = run_strategy(request, database, progress)
@@ -178,6 +187,11 @@ def _print(report: RunReport) -> None:
     if report.recomputed:
         groups = f"{len(report.recomputed)} group{'' if len(report.recomputed) == 1 else 's'}"
         print_lines(f"activations of {groups} of operators were made again in the backward")
+    if report.compiled:
+        stretches = f"{len(report.compiled)} stretch{'' if len(report.compiled) == 1 else 'es'}"
+        print_lines(
+            f"{stretches} between communications {'was' if len(report.compiled) == 1 else 'were'} compiled"
+        )
     if report.fullest is not None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"

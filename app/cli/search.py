@@ -124,6 +124,14 @@ def search(
             "backward.",
         ),
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile, by torch.compile, the stretches of the best strategy between one communication and the next "
+            "that are measured to be faster so; on this machine's devices.",
+        ),
+    ] = False,
     confirm: Annotated[
         bool,
         typer.Option(
@@ -211,6 +219,7 @@ def search(
         share_weights=share_weights,
         recompute=recompute,
         confirm=confirm,
+        compile_stretches=compile,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -361,6 +370,8 @@ def _print(report: SearchReport) -> None:
         )
     if report.recomputation is not None:
         print_lines(recomputation_line(report.recomputation))
+    if report.compiled:
+        print_lines("compiled: " + ", ".join(f"{first} to {last}" for first, last in report.compiled))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
         print_lines(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.hub import tqdm  # type: ignore[attr-defined]
 
 from graph.calls import LocalCall
 from graph.compiled_calls import COMPILED, parts_of
@@ -177,6 +179,9 @@ def _bound(function: Callable[..., Any], positional: list[Any], keyword: dict[st
 
 def _compiled(call: LocalCall) -> Compiled:
     """Return the function of several calls by torch.compile, which compiles it at its first execution."""
+    if hasattr(tqdm, "set_lock"):
+        # torch.fx shows progress by tqdm, whose own lock among processes is a semaphore that a killed worker leaves.
+        tqdm.set_lock(threading.RLock())
     compiled = torch.compile(_named(_body(call)), fullgraph=True, dynamic=False)
 
     def run(inputs: Sequence[torch.Tensor], context: ExecutionContext) -> Tensors:

@@ -8,6 +8,7 @@ take long, there is none, and what counts is the sum that the search itself keep
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -41,14 +42,18 @@ def predicted_peaks(
     *,
     most_operators: int = MOST_OPERATORS,
 ) -> tuple[PredictedPeak, ...] | None:
-    """Return the memory that a step takes on each device; None where a walk would take too long."""
+    """Return the memory that a step takes on each device; None where a walk would take too long.
+
+    What a strategy compiles counts as its operators do, which keep as much or more.
+    """
     from graph.plan import build_plan
     from runtime.observe.memory_trace import UNUSED, trace_memory
 
     placed = len(graph.operators) * len(topology.devices)
     if len(graph.operators) > most_operators or placed > MOST_PLACED:
         return None
-    plan = build_plan(graph, strategy, [device.node for device in topology.devices])
+    apart = replace(strategy, compiled=())
+    plan = build_plan(graph, apart, [device.node for device in topology.devices])
     keys = [
         (topology.kind_of(device.index).processor, share)
         for device, share in zip(topology.devices, shares(plan, len(topology.devices)), strict=True)

@@ -35,6 +35,7 @@ from app.services.costs.precisions import check_topology, in_precision
 from app.services.costs.profile import Measurer
 from app.services.costs.topologies import LOCAL, named_topology, topology_record
 from app.services.models.models import ImportedModel
+from app.services.predict.compiled_stretches import compiled_calls, with_compiled_costs
 from app.services.predict.peak_memory import predicted_peaks
 from app.services.progress import Progress
 from graph.calls import LocalCall
@@ -349,7 +350,9 @@ def predict(
     strategy.validate(setting.model.graph, len(setting.topology.devices))
     calls = calls_by_kind(setting, strategy)
     resolve_costs(setting, calls)
-    simulation = simulate_tasks(setting.builder.build(strategy), order)
+    stretches = compiled_calls(setting.model.graph, strategy, setting.topology)
+    tasks = with_compiled_costs(setting.builder.build(strategy), strategy, setting.table)
+    simulation = simulate_tasks(tasks, order)
     if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
         peaks = predicted_peaks(setting.model.graph, strategy, setting.topology, setting.training)
         if peaks is not None:
@@ -370,7 +373,11 @@ def predict(
             training_id=setting.training_id,
             task_order=order,
             cost_digest=setting.source.cost_digest(
-                call.digest for of_kind in calls.values() for call in of_kind
+                call.digest
+                for call in (
+                    *(call for of_kind in calls.values() for call in of_kind),
+                    *(of.call for of in stretches),
+                )
             ),
             step_time_s=simulation.step_time_s,
             measured_share=simulation.shares[Origin.MEASURED],

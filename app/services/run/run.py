@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +17,7 @@ from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.costs.topologies import LOCAL
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
+from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
 from app.services.predict.predict import Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
@@ -45,7 +46,10 @@ LONGEST_TIMEOUT_S = 1e8
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The options of `app run`. `recompute`: one of `recomputation_report.CHOICES`; None: as the strategy says."""
+    """The options of `app run`. `recompute`: one of `recomputation_report.CHOICES`; None: as the strategy says.
+
+    compile_stretches: compile whatever is between one communication and the next; else what the strategy says.
+    """
 
     model: ModelRequest
     strategy: str
@@ -64,6 +68,7 @@ class RunRequest:
     recorded: int = 0
     recompute: str | None = None
     gpus: str | None = None
+    compile_stretches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,8 @@ class RunReport:
 
     `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
     empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
-    `recomputed`: the first and the last operator of each group that was made again in the backward.
+    `recomputed`, `compiled`: the first and the last operator of each group that was made again in the backward, and of
+    each stretch that was compiled.
     """
 
     execution_id: int
@@ -106,6 +112,7 @@ class RunReport:
     memory: tuple[DeviceMemory, ...]
     memory_account: str
     recomputed: tuple[tuple[str, str], ...] = ()
+    compiled: tuple[tuple[str, str], ...] = ()
 
     @property
     def relative_error(self) -> float:
@@ -145,6 +152,7 @@ class RunReport:
             "undisturbed_s": self.result.undisturbed_s,
             "losses": [self.result.losses[0], self.result.losses[-1]],
             "recomputed": [list(pair) for pair in self.recomputed],
+            "compiled": [list(pair) for pair in self.compiled],
             "memory_account": self.memory_account,
             "memory": [
                 {
@@ -215,6 +223,8 @@ def _check(request: RunRequest) -> None:
             f"--timeout: is {request.timeout_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
         )
     check_choice(request.recompute)
+    if request.compile_stretches:
+        check_compiler()  # before the import
     if request.limit_s is not None and not 0 < request.limit_s < LONGEST_TIMEOUT_S:
         raise UsageError(
             f"--limit: is {request.limit_s}, must be above 0 and below {LONGEST_TIMEOUT_S:.0f}; choose another"
@@ -317,6 +327,12 @@ def run_on(
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
         strategy = with_choice(model.graph, strategy, request.recompute)
+        if request.compile_stretches:
+            strategy = with_all_stretches(model.graph, strategy, target.topology)
+        if strategy.compiled:
+            check_compiler()
+            # The first step compiles.
+            request = replace(request, warmup=max(1, request.warmup))
         strategy_id, simulation = predict(store, setting, strategy, source, walk="always")
     execution_id = store.start_execution(
         ExecutionRecord(
@@ -433,4 +449,5 @@ def _finish(
         ),
         memory_account=simulation.account,
         recomputed=tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
+        compiled=tuple((names[stretch.first], names[stretch.last]) for stretch in strategy.compiled),
     )

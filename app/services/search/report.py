@@ -74,7 +74,8 @@ class SearchReport:
     """The result of a search. `predictions` holds the best strategy first, then the baselines.
 
     confirmations: of this search and those that it goes on from, in their order. searched_s: the best step by the
-    costs of the search, where they were measured again since. unconfirmed: confirming was interrupted.
+    costs of the search, where they were measured again since or part of it is compiled. unconfirmed: confirming was
+    interrupted. compiled: the first and the last operator of each stretch of the best strategy that is compiled.
     """
 
     search_id: int
@@ -98,6 +99,7 @@ class SearchReport:
     confirmations: tuple[Confirmation, ...] = ()
     searched_s: float | None = None
     unconfirmed: bool = False
+    compiled: tuple[tuple[str, str], ...] = ()
 
     @property
     def estimate_error(self) -> float | None:
@@ -148,5 +150,6 @@ class SearchReport:
             "best_baseline": self.best_baseline.name,
             "recomputation": None if self.recomputation is None else asdict(self.recomputation),
             "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
+            "compiled": [list(pair) for pair in self.compiled],
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }

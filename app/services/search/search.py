@@ -12,6 +12,7 @@ from app.db.records import SearchOutcome, SearchStatus
 from app.db.store import Store
 from app.services.costs.topologies import LOCAL, find_topology
 from app.services.models.models import ImportedModel, import_graph
+from app.services.predict.compiled_stretches import check_compiler, faster_stretches
 from app.services.predict.predict import (
     Setting,
     cost_environments,
@@ -66,6 +67,8 @@ def run_search(
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
     """
     options, names = search_options(request), algorithm_names(request)
+    if request.compile_stretches:
+        check_compiler()
     workers = worker_count(request.workers)
     _check_topology(request, database)
     with Store.open(database) as store:
@@ -241,7 +244,38 @@ def _search_and_confirm(
         search_id = store.start_search(search_record(request, options, setting, starts))
         progress.say(f"search {plan.search_id}: {confirmed.confirmation.says()}; searching on")
         plan = replace(plan, search_id=search_id, options=options, starts=starts, resumed=())
-    return replace(report, confirmations=tuple(confirmations))
+    report = replace(report, confirmations=tuple(confirmations))
+    if request.compile_stretches and not (report.interrupted or report.unconfirmed):
+        report = _with_stretches_compiled(store, setting, plan, report, progress)
+    return report
+
+
+def _with_stretches_compiled(
+    store: Store, setting: Setting, plan: SearchPlan, report: SearchReport, progress: Progress
+) -> SearchReport:
+    """Return the report with what is faster compiled in the best strategy, if anything is; missing costs are measured.
+
+    Of a topology that this machine has no devices of there are no costs of compiled calls but those in the database.
+    """
+    graph, topology = setting.model.graph, setting.topology
+    strategy = start_of(setting, store.strategy(report.best.digest)).strategy
+    with progress.stage("measuring what is faster compiled"):
+        ranges = faster_stretches(graph, strategy, topology, setting.table)
+    if not ranges:
+        progress.say("nothing of the best strategy is faster compiled")
+        return report
+    compiled = SearchPredictions(store, setting, plan).predict(replace(strategy, compiled=ranges))
+    if compiled.rank >= report.best.rank:
+        progress.say("nothing of the best strategy is faster compiled")
+        return report
+    names = [operator.name for operator in graph.operators]
+    searched_s = report.best.step_time_s if report.searched_s is None else report.searched_s
+    return replace(
+        report,
+        predictions=(compiled, *report.predictions[1:]),
+        searched_s=searched_s,
+        compiled=tuple((names[stretch.first], names[stretch.last]) for stretch in ranges),
+    )
 
 
 def _predicted_again(

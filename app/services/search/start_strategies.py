@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
@@ -50,11 +50,12 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
         setting.topology_id,
         setting.training_id,
         task_order=order,
-        limit=MOST + _BASELINES,
+        limit=2 * MOST + _BASELINES,
     )
-    best = [stored.strategy for stored in ranked if stored.strategy.source in _FOUND][:MOST]
-    if best:
-        return [start_of(setting, record) for record in best]
+    starts = [start_of(setting, stored.strategy) for stored in ranked if stored.strategy.source in _FOUND]
+    if starts:
+        # One strategy may be stored as it is, and with what is compiled of it.
+        return list({start.strategy: start for start in reversed(starts)}.values())[::-1][:MOST]
     for other in _by_distance(store.searched_settings(setting.model.graph.name), setting):
         nearest = _best_of(store, other)
         if nearest is not None:
@@ -66,7 +67,7 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
 def start_of(
     setting: Setting, record: StrategyRecord, found_for: SearchedSetting | None = None
 ) -> StartStrategy:
-    """Return a stored strategy as a start, transferred if it is for another setting.
+    """Return a stored strategy as a start, transferred if it is for another setting; nothing of it is compiled.
 
     Raises:
         StrategyError: it is for another network.
@@ -75,7 +76,7 @@ def start_of(
     document = json.loads(record.document)
     origin = f"batch size {setting.training.batch_size} on {count} devices"
     if record.graph_id == setting.graph_id and record.device_count == count:
-        strategy = strategy_of(record, graph, count)
+        strategy = replace(strategy_of(record, graph, count), compiled=())
     else:
         strategy = adapt(document, record.device_count, graph, count)
         origin = f"graph {document['graph'][:12]} on {record.device_count} devices"

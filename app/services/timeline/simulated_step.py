@@ -19,6 +19,7 @@ from app.services.costs.machine import links_kind_name
 from app.services.costs.operator_costs import CostsByKind, DatabaseCosts
 from app.services.costs.topologies import LOCAL, measured_links
 from app.services.models.models import import_graph, stored_request
+from app.services.predict.compiled_stretches import with_compiled_costs
 from app.services.predict.predict import Target
 from app.services.progress import Progress
 from app.services.stored import strategy_of, topology_of, training_of
@@ -129,7 +130,8 @@ def simulated_step(
     graph: OperatorGraph | None = None,
 ) -> SimulatedStep:
     """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
-    from search.simulate.simulator import simulate
+    from search.simulate.simulator import simulate, simulate_tasks
+    from search.simulate.task_graph import build_task_graph
 
     graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
     topology_record = required(store.topology(topology_id), "topologies", topology_id)
@@ -146,7 +148,8 @@ def simulated_step(
             say_used(store, kind.name, training.precision, progress)
     costs, links = CostTable(source), target.link_costs
     with progress.stage("simulating"):
-        simulation = simulate(graph, strategy, topology, costs, training, links=links, order=order)
+        tasks = build_task_graph(graph, strategy, topology, costs, training, links=links)
+        simulation = simulate_tasks(with_compiled_costs(tasks, strategy, costs), order)
         kept = None
         if strategy.recomputation:
             plain = replace(strategy, recomputation=())
