@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.pieces import PIECES
-from scripts.gpu_check.report import PieceResult, add_to_report, line_of
+from scripts.gpu_check.report import RESULT, PieceResult, add_to_report, line_of, printed_result, read_report
 
 # Of one piece; a piece is planned to take less.
 LIMIT_S = 590.0
-RESULT = "gpu-check result: "
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         result = PIECES[name].check(options.gpu, quick=options.quick)
         print(RESULT + json.dumps(asdict(result), default=str))
         return 0
+    if (reason := _why_not_written(options.out)) is not None:
+        print(f"gpu-check: --out {options.out}: {reason}; name another file", file=sys.stderr)
+        return 2
     return _run_all(options)
 
 
@@ -61,6 +68,18 @@ def what_is_missing(gpu: int) -> str | None:
         return "torch sees no GPU, must see one; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
     if gpu >= torch.cuda.device_count():
         return f"--gpu {gpu}: this machine has {torch.cuda.device_count()} GPUs, must be one of them"
+    return None
+
+
+def _why_not_written(file: Path) -> str | None:
+    """Return why no report can be written to a file, before the first piece has taken its minutes; None if it can."""
+    try:
+        read_report(file)
+    except (OSError, ValueError) as error:
+        return f"is no report of this check ({error}), must be one, or not there"
+    folder = file.absolute().parent
+    if file.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return f"cannot be written, must be a file in a folder of yours, and {folder} is none"
     return None
 
 
@@ -98,7 +117,7 @@ def _commit() -> str:
 
 
 def _in_process(name: str, options: argparse.Namespace) -> PieceResult:
-    """Run a piece in a process of its own: one that breaks its context, or hangs, is the end of no other."""
+    """Return the result of a piece in a process of its own: one that breaks its context, or hangs, ends no other."""
     command = [
         sys.executable,
         "-m",
@@ -110,16 +129,33 @@ def _in_process(name: str, options: argparse.Namespace) -> PieceResult:
         str(options.gpu),
     ]
     command += ["--quick"] if options.quick else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return PieceResult(passed=False, summary=f"took longer than {LIMIT_S:.0f} s")
-    for line in done.stdout.splitlines():
-        if line.startswith(RESULT):
-            return PieceResult(**json.loads(line.removeprefix(RESULT)))
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no message"]
-    return PieceResult(passed=False, summary=f"ended with code {done.returncode}: {last[0][:200]}")
+    return run_piece(command, LIMIT_S)
+
+
+def run_piece(command: Sequence[str], limit_s: float) -> PieceResult:
+    """Return the result that a process prints, else what it printed until it ended, or was ended at the limit."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        # A session of its own, with all processes that the piece starts: none may stay beside the next piece.
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(limit_s)
+            end = f"ended with code {code}"
+        except subprocess.TimeoutExpired:
+            end = f"took longer than {limit_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        if process.returncode >= 0:
+            last = [line for line in errors.read().splitlines() if line.strip()][-1:] or ["no message"]
+            end = f"{end}: {last[0][:200]}"
+        output.seek(0)
+        return printed_result(output, end)
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C does: the piece ends too, which is in a session of its own.
+        signal.signal(number, lambda given, _: sys.exit(128 + given))
     sys.exit(main())

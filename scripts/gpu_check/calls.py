@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from scripts.gpu_check.report import PieceResult, Row, judged
+from scripts.gpu_check.report import PieceResult, Row, add_row, judged
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def check(gpu: int, *, quick: bool) -> PieceResult:
             row["error"] = "" if row["off"] <= TOLERANCE else f"{call.target}: off by {row['off']:.2g}"
         except Exception as error:  # an operator may fail in any way that its implementation knows
             row["error"] = f"{call.target}: {type(error).__name__}: {error}"[:200]
-        rows.append(row)
+        add_row(rows, row)
     return judged(rows, "kinds of calls give a CPU's results in float64")
 
 
@@ -119,7 +119,7 @@ def check_times(gpu: int, *, quick: bool) -> PieceResult:
     for call in sorted(calls, key=_elements, reverse=True)[: 5 if quick else TIMED_CALLS]:
         forward = measure_call(call, device)[0]
         if not isinstance(forward, Measurement):
-            rows.append({"call": call.target, "error": forward.reason})
+            add_row(rows, {"call": call.target, "error": forward.reason})
             continue
         row: Row = {
             "call": call.target,
@@ -134,7 +134,7 @@ def check_times(gpu: int, *, quick: bool) -> PieceResult:
         warm = forward.warm_s or forward.median_s
         if others and warm > LEAST_TIMED_S:
             row["off"] = max(warm / other - 1 for other in others)
-        rows.append(row)
+        add_row(rows, row)
     off = [abs(row["off"]) for row in rows if "off" in row]
     if not off:
         return PieceResult(

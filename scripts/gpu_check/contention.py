@@ -7,7 +7,7 @@ from collections.abc import Callable
 from profiler.overlap import MOST_OVERLAPPED, OF_GPUS, OVERLAP_SHARE, Rounds, computations
 from profiler.rank_clock import RankClock
 from scripts.gpu_check.calls import own_device
-from scripts.gpu_check.report import PieceResult, Row
+from scripts.gpu_check.report import PieceResult, Row, add_row
 
 MIB = 2**20
 SIZES = (1, 4, 16, 64, 256)
@@ -24,7 +24,7 @@ def check(gpu: int, *, quick: bool) -> PieceResult:
         for size in SIZES[:2] if quick else SIZES:
             for place in ("device", "host"):
                 factor = _factor(clock, compute, place, size * MIB)
-                rows.append({"computation": computation, "copies": place, "mib": size, "factor": factor})
+                add_row(rows, {"computation": computation, "copies": place, "mib": size, "factor": factor})
     factors = [row["factor"] for row in rows]
     summary = f"a second of copies costs {min(factors):.2f} to {max(factors):.2f} s of computing"
     return PieceResult(passed=True, summary=summary, rows=rows)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scripts.gpu_check import calls, clocks, contention, staged_ranks
-from scripts.gpu_check.report import PieceResult, judged
+from scripts.gpu_check.report import PieceResult, Row, add_row, judged
 
 NETWORKS = ("mlp", "alexnet", "resnet101", "inception", "gpt2", "bert-large", "nmt", "dlrm")
 PRECISIONS = ("float32", "tf32", "bfloat16")
+# Of the tests that a piece runs: the piece says then which was the last.
+TESTS_LIMIT_S = 540.0
 # Predictions of one device must be so near.
 STEP_ERROR = 0.05
 
@@ -62,7 +64,14 @@ def _ran(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[
 
 def _pytest(*arguments: str) -> PieceResult:
     """Run tests that need a CUDA device."""
-    done = _ran([sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *arguments])
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider", *arguments]
+    try:
+        done = _ran(command, timeout=TESTS_LIMIT_S)
+    except subprocess.TimeoutExpired as ended:
+        # Bytes, whatever was asked for.
+        printed = (ended.stdout or b"").decode(errors="replace").splitlines() or ["nothing"]
+        summary = f"took longer than {TESTS_LIMIT_S:.0f} s; printed last: {printed[-1]}"
+        return PieceResult(passed=False, summary=summary)
     lines = done.stdout.splitlines()
     rows = [{"failed": line} for line in lines if line.startswith(("FAILED", "ERROR"))]
     return PieceResult(done.returncode == 0, lines[-1] if lines else done.stderr[-200:], rows)
@@ -76,7 +85,7 @@ def tests(gpu: int, *, quick: bool) -> PieceResult:
 
 def verify(gpu: int, *, quick: bool) -> PieceResult:
     """Verify small networks on one GPU in float32, tf32 and bfloat16: loss and every gradient."""
-    rows = []
+    rows: list[Row] = []
     with own_database() as environment:
         for name in NETWORKS[:1] if quick else NETWORKS:
             for precision in PRECISIONS:
@@ -89,13 +98,13 @@ def verify(gpu: int, *, quick: bool) -> PieceResult:
                     environment,
                 )
                 error = document.get("error") or ("" if document["verified"] else "gradients differ")
-                rows.append({"network": name, "precision": precision, "error": error})
+                add_row(rows, {"network": name, "precision": precision, "error": error})
     return judged(rows, "verified")
 
 
 def step(gpu: int, *, quick: bool) -> PieceResult:
     """Compare the summed costs of a step with the step itself, at batch 8 and 64."""
-    rows = []
+    rows: list[Row] = []
     preset = "small" if quick else "paper"
     with own_database() as environment:
         for name in ("mlp",) if quick else ("resnet101", "gpt2"):
@@ -108,13 +117,13 @@ def step(gpu: int, *, quick: bool) -> PieceResult:
                     off = predicted_s / measured_s - 1
                     row |= {"predicted_s": predicted_s, "measured_s": measured_s, "off": off}
                     row["error"] = f"{name}, batch {batch}: {off:+.1%}" if abs(off) > STEP_ERROR else ""
-                rows.append(row)
+                add_row(rows, row)
     return judged(rows, f"steps predicted within {STEP_ERROR:.0%}")
 
 
 def commands(gpu: int, *, quick: bool) -> PieceResult:
     """Profile, search, run and compare, as a user does."""
-    rows = []
+    rows: list[Row] = []
     name, preset = ("mlp", "small") if quick else ("inception", "small")
     given = ["--gpus", str(gpu), "--model", name, "--preset", preset]
     with own_database() as environment:
@@ -128,7 +137,7 @@ def commands(gpu: int, *, quick: bool) -> PieceResult:
             error = document.get("error", "")
             if arguments[0] == "profile" and not error and document["failed"]:
                 error = f"app profile: {document['failed']} calls failed"
-            rows.append({"command": arguments[0], "error": error})
+            add_row(rows, {"command": arguments[0], "error": error})
     return judged(rows, "commands")
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.gpu_check.report import PieceResult, Row, judged
+from scripts.gpu_check.report import PieceResult, Row, add_row, judged
 
 if TYPE_CHECKING:
     import torch
 
     from runtime.jobs.job import Job
 
-LIMIT_S = 250.0
+# Of one strategy.
+LIMIT_S = 120.0
 NETWORKS = ("mlp", "alexnet", "gpt2")
 RANKS = (2, 4)
 # Each writes to its first argument.
@@ -102,7 +104,7 @@ def check(gpu: int, *, quick: bool) -> PieceResult:
         for count in RANKS[:1] if quick else RANKS:
             for strategy in ("data parallel", "expert"):
                 error = _verified(name, count, strategy, gpu)
-                rows.append({"network": name, "ranks": count, "strategy": strategy, "error": error})
+                add_row(rows, {"network": name, "ranks": count, "strategy": strategy, "error": error})
     return judged(rows, "verified")
 
 
@@ -141,8 +143,16 @@ def _verified(name: str, count: int, strategy: str, gpu: int) -> str:
         ]
         for process in processes:
             process.start()
+        for _, far in pipes:
+            far.close()  # so that the end of a rank is the end of its pipe
+        deadline = time.monotonic() + LIMIT_S
         try:
-            errors = [near.recv() if near.poll(LIMIT_S) else "no answer" for near, _ in pipes]
+            errors = [
+                near.recv()
+                if near.poll(max(0.0, deadline - time.monotonic()))
+                else f"no answer in {LIMIT_S:.0f} s"
+                for near, _ in pipes
+            ]
         except EOFError:
             errors = ["a rank ended without a word"]
         finally:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from profiler.pinning import child_variables
-from scripts.gpu_check.__main__ import main, what_is_missing
+from scripts.gpu_check import staged_ranks
+from scripts.gpu_check.__main__ import main, run_piece, what_is_missing
 from scripts.gpu_check.pieces import PIECES
-from scripts.gpu_check.report import PieceResult, add_to_report
+from scripts.gpu_check.report import ROW, PieceResult, add_to_report
 from tests.gpu.conftest import HERE
 from tests.gpu.virtual_device import VARIABLE, Speeds, Virtual
 
@@ -64,6 +65,48 @@ def test_a_piece_runs_in_a_process_of_its_own_and_is_in_the_report(tmp_path: Pat
     assert isinstance(pieces, dict)
     assert list(pieces) == ["clocks"]
     assert text.startswith("clocks       passed")
+
+
+ROWS = [{"call": "aten.mm.default", "error": ""}, {"call": "aten.add.Tensor", "error": "off by 1"}]
+PRINT_ROWS = "".join(f"echo '{ROW}{json.dumps(row)}'; " for row in ROWS)
+
+
+def test_a_piece_that_takes_too_long_is_ended_with_its_processes_and_keeps_its_rows(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    result = run_piece(
+        ["sh", "-c", f"{PRINT_ROWS} sleep 1000 & echo $! >{child}; printf '{ROW}half'; wait"], 5.0
+    )
+    assert (result.passed, result.rows) == (False, ROWS)
+    assert result.summary == "took longer than 5 s; 2 rows until then, first error: off by 1"
+    # Another process than its parent, which is gone, has to see it off.
+    status = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_a_piece_that_breaks_down_keeps_its_rows() -> None:
+    result = run_piece(["sh", "-c", f"{PRINT_ROWS} echo no such kernel >&2; exit 3"], 60.0)
+    assert (result.passed, result.rows) == (False, ROWS)
+    assert result.summary == "ended with code 3: no such kernel; 2 rows until then, first error: off by 1"
+    assert run_piece(["sh", "-c", "kill -SEGV $$"], 60.0).summary == "ended with code -11"
+
+
+def test_a_file_that_is_no_report_is_refused_before_any_piece(
+    gpus: Virtual, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.json").write_text('{"mine": 1}')
+    (tmp_path / "half.json").write_text('{"facts": {}, "pie')
+    for name in ("mine.json", "half.json", ".", "nowhere/report.json"):
+        assert main(["--piece", "clocks", "--out", str(tmp_path / name)]) == 2, name
+        out, error = capsys.readouterr()
+        assert (out, error.count("\n")) == ("", 1)
+        assert error.startswith(f"gpu-check: --out {tmp_path / name}: ")
+    assert (tmp_path / "mine.json").read_text() == '{"mine": 1}'
+
+
+def test_a_rank_that_ends_without_an_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_ranks, "_job", lambda *_: None)
+    monkeypatch.setattr(staged_ranks, "_rank", print)
+    assert staged_ranks._verified("mlp", 2, "data parallel", 0) == "a rank ended without a word"
 
 
 def test_pieces_add_to_the_report_of_one_machine(tmp_path: Path) -> None:
