@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.servers import warm_processes
+from tests.shared_files import made_once
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,11 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from app.services.costs.machine import describe, local_devices
     from app.services.progress import Progress
 
-    path = tmp_path_factory.mktemp("probed") / "links.sqlite"
-    with brief_measurements(), Store.open(path) as store:
-        local_links(store, describe(store, local_devices("cpu", 2)), Progress())
-    return path
+    def make(path: Path) -> None:
+        with brief_measurements(), Store.open(path) as store:
+            local_links(store, describe(store, local_devices("cpu", 2)), Progress())
+
+    return made_once(tmp_path_factory, "links.sqlite", make)
 
 
 @pytest.fixture
