@@ -43,6 +43,8 @@ def check_compiled(plan: Plan) -> None:
     Raises:
         StrategyError: something is communicated within; one line that names the operators.
     """
+    if not plan.strategy.compiled:
+        return
     operators = plan.graph.operators
     number_of = group_numbers(plan.graph, stretches(plan))
     for stretch in plan.strategy.compiled:

@@ -23,7 +23,7 @@ from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Bucket, Plan
 from graph.rules import local_calls
 from graph.strategy import Sharding
-from graph.stretches import members
+from graph.stretches import check_compiled, members
 from profiler.operators import compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (
@@ -176,6 +176,7 @@ class _Lowering:
     def _with_stretches(self, nodes: list[list[tuple[Node, Make]]]) -> list[list[tuple[Node, Make]]]:
         """Return the nodes with one node for each stretch that is compiled, at its last operator on the rank."""
         ranges = self.plan.strategy.compiled
+        check_compiled(self.plan)
         for stretch, of in stretch_calls(self.plan, self.slots, ranges, self.kept).items():
             execute = compile_call(of.call)
             for index in members(self.plan, stretch):
