@@ -13,6 +13,7 @@ from tests.app.conftest import Command
 
 INCEPTION = ("--model", "inception", "--preset", "small", "--batch-size", "5")
 ALEXNET = ("--model", "alexnet", "--preset", "small", "--batch-size", "5")
+NMT = ("--model", "nmt", "--preset", "small")
 TWO_CPUS = ("--device", "cpu", "--devices", "2")
 
 
@@ -59,7 +60,7 @@ def test_the_same_seed_gives_the_same_strategy_from_nothing_that_is_known(
     command: Command, database: Path
 ) -> None:
     arguments = (
-        "search", *INCEPTION, "--topology", "p100-cluster", "--devices", "4", "--proposals", "80", "--fresh", "--json",
+        "search", *NMT, "--topology", "p100-cluster", "--devices", "4", "--proposals", "80", "--fresh", "--json",
     )  # fmt: skip
     found = [command(*arguments, "--seed", seed).document for seed in ("7", "7", "8")]
     assert all(one["known"] == [] for one in found)
