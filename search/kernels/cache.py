@@ -1,7 +1,10 @@
-"""Decorators of compiled kernels, and where numba keeps on disk what it compiled of them.
+"""Decorators of compiled kernels, how numba compiles their parts, and where it keeps on disk what it compiled.
 
 numba keeps a kernel for as long as its own file stays the same, and does not see that a kernel which it calls has
 changed in another. Here a kernel is kept for as long as all files of its folder stay the same.
+
+numba also optimizes and translates each kernel by itself, and again within every kernel that calls it, over all levels
+of calls. Here a kernel that kernels alone call is optimized and translated within those that Python calls, once each.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import njit
-from numba.core import caching
+from numba.core import caching, codegen, compiler
 
 Function = TypeVar("Function", bound=Callable[..., object])
 # Its stubs lack some of the options below.
 _njit: Any = njit
 _caching: Any = caching
+_codegen: Any = codegen
+_compiler: Any = compiler
 
 
 @cache
@@ -60,6 +65,51 @@ class _FolderCache(_caching.FunctionCache):  # type: ignore[misc]
         self._cache_file._version += f" {self._impl.locator.get_source_stamp()}"
 
 
+class _NoEnvironments:
+    """Stands for the machine's code, in which a part of kernels has no place of its own."""
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Write no environment: it has the Python objects of a function, and kernels have none."""
+
+
+class _Part(_codegen.JITCodeLibrary):  # type: ignore[misc]
+    """The intermediate code of a kernel that kernels alone call, simplified function by function, and no more."""
+
+    @property
+    def codegen(self) -> _NoEnvironments:
+        """numba's name for what holds the machine's code."""
+        return _NoEnvironments()
+
+    def _optimize_final_module(self) -> None:
+        """Leave it to the kernel that this becomes a part of."""
+
+    def _finalize_final_module(self) -> None:
+        """Make no machine code."""
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:  # noqa: ARG002  # numba's name
+        """Return 0, as numba does of functions that are not there."""
+        self._ensure_finalized()
+        return 0
+
+
+class _PartCompiler(_compiler.Compiler):  # type: ignore[misc]
+    """numba's compiler, for parts of kernels."""
+
+    def compile_extra(self, func: Callable[..., object]) -> Any:
+        """Compile a function into a `_Part`."""
+        self.state.library = _Part(self.state.targetctx.codegen(), func.__qualname__)
+        return super().compile_extra(func)
+
+
+def _part(function: Function, **options: bool) -> Function:
+    """Compile a kernel that kernels alone call: a part of them, for which Python has no way in."""
+    compiled: Function = _njit(
+        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler, **options
+    )(function)
+    return compiled
+
+
 def _kept(function: Function, **options: bool) -> Function:
     """Compile a kernel that Python calls; what is compiled is kept on disk, where a folder can be written."""
     compiled: Any = _njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
@@ -85,19 +135,13 @@ def quick_entry(function: Function) -> Function:
 
 
 def inner(function: Function) -> Function:
-    """Compile a kernel that kernels alone call, without counts: a part of them, for which Python has no way in."""
-    compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(
-        function
-    )
-    return compiled
+    """Compile a kernel that kernels alone call, without counts of references."""
+    return _part(function, _nrt=False)
 
 
 def hot(function: Function) -> Function:
     """Compile as `inner` does, into every kernel that calls it: a call hands over each array as seven words."""
-    compiled: Function = _njit(
-        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True
-    )(function)
-    return compiled
+    return _part(function, _nrt=False, forceinline=True)
 
 
 def section(function: Function) -> Function:
@@ -108,5 +152,4 @@ def section(function: Function) -> Function:
 
 def inner_with_arrays(function: Function) -> Function:
     """Compile a kernel that kernels alone call and that makes arrays."""
-    compiled: Function = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    return compiled
+    return _part(function)
