@@ -49,7 +49,8 @@ def _graph(name: str) -> OperatorGraph:
     return import_graph(requested_model(name, "small", None, "float32"), batch_norm="synchronized").graph
 
 
-@pytest.mark.parametrize("name", [*known_models(), "probe"])
+# Inception is profiled as a whole (`test_commands`).
+@pytest.mark.parametrize("name", [*(name for name in known_models() if name != "inception"), "probe"])
 def test_every_kind_of_call_of_a_network_is_taken_by_a_gpu(name: str) -> None:
     graph = _graph(name)
     with seeing_gpus():
