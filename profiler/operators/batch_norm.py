@@ -15,6 +15,8 @@ import torch
 
 from profiler.operators.dtypes import HALVES, sum_dtype
 
+# The attribute of a gradient that nothing else refers to.
+_UNSHARED = "soapstone_unshared"
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
@@ -54,15 +56,19 @@ class _Moments(torch.autograd.Function):
         if count == 0:
             return values.new_zeros((2, values.shape[1]), dtype=torch.float64)
         unused = values.new_zeros(values.shape[1], dtype=torch.float32) if values.dtype in HALVES else None
-        statistics = torch.stack(torch.batch_norm_update_stats(values, unused, unused, 0.0)).double()
-        return _moments_of(statistics, count)
+        return _moments_of(_stacked(*torch.batch_norm_update_stats(values, unused, unused, 0.0)), count)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (values,) = ctx.saved_tensors
-        shift, scale = gradients[0].to(values.dtype).unbind(0)
-        shift, scale = (_channel_view(vector, values.dim()) for vector in (shift, scale))
+        shift, scale = _moments_gradient(values, gradients[0])
         return torch.addcmul(shift, values, scale, value=2)
+
+
+def _moments_gradient(values: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of sums and of sums of squares, to be broadcast over an activation."""
+    shift, scale = gradient.to(values.dtype).unbind(0)
+    return _channel_view(shift, values.dim()), _channel_view(scale, values.dim())
 
 
 def moments(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - ATen's name
@@ -71,10 +77,40 @@ def moments(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - ATen's name
     return result
 
 
+def fold_moments(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Fold the gradients of moments into those of the activations that they are of, in place, and remove the moments.
+
+    As autograd would: but it writes a gradient of the activation's size, and the sum of both, into memory of their own.
+    Only into a gradient that is marked as nobody else's (`_Apply.backward`).
+
+    Args:
+        outputs: of a part of a graph, before its backward.
+        gradients: of each of them.
+    """
+    for index in reversed(range(len(outputs))):
+        node: Any = outputs[index].grad_fn
+        if getattr(node, "_forward_cls", None) is not _Moments:
+            continue
+        source, number = node.next_functions[0]
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if output.grad_fn is source and output.output_nr == number and hasattr(gradient, _UNSHARED):
+                (values,) = node.saved_tensors
+                shift, scale = _moments_gradient(values, gradients[index])
+                gradient.addcmul_(values, scale, value=2).add_(shift)
+                del outputs[index], gradients[index]
+                break
+
+
 def fixed_moments(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
     """Return the moments [2, C] of one element with this mean and variance."""
     mean, variance = mean.double(), variance.double()
     return torch.stack((mean, variance + mean * mean))
+
+
+def _stacked(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return two vectors [C] as one float64 tensor [2, C], by one kernel."""
+    result = first.new_empty((2, len(first)), dtype=torch.float64)
+    return torch.stack((first, second), out=result)
 
 
 def _moments_of(statistics: torch.Tensor, count: int) -> torch.Tensor:
@@ -109,8 +145,9 @@ class _Apply(torch.autograd.Function):
             weight = values.new_ones(values.shape[1])
         kind = torch.float32 if values.dtype in HALVES else weight.dtype
         weight, bias = _wide(weight, values), _wide(bias, values)
-        mean, variance = statistics.to(kind).unbind(0)
-        ctx.save_for_backward(values, weight, statistics)
+        narrow = statistics.to(kind)
+        mean, variance = narrow.unbind(0)
+        ctx.save_for_backward(values, weight, statistics, narrow)
         ctx.count, ctx.eps, ctx.has_bias = count, eps, bias is not None
         return torch.native_batch_norm(
             values, weight, bias, mean, variance, training=False, momentum=0.0, eps=eps
@@ -118,9 +155,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, weight, statistics = ctx.saved_tensors
-        mean, precision = statistics[0], (statistics[1] + ctx.eps).rsqrt_()
-        narrow = statistics.to(weight.dtype)
+        values, weight, statistics, narrow = ctx.saved_tensors
+        precision = (statistics[1] + ctx.eps).rsqrt_()
         # Most of CUDA's kernels take mean and precision from these, and not from the statistics; a CPU's never do.
         kept = sum_dtype(values.dtype)
         by_input, by_weight, by_bias = _native_backward(
@@ -129,18 +165,21 @@ class _Apply(torch.autograd.Function):
             weight,
             narrow[0],
             narrow[1],
-            mean.to(kept),
+            narrow[0].to(kept),
             precision.to(kept),
             train=False,
             eps=ctx.eps,
             output_mask=[ctx.needs_input_grad[0], True, True],
         )
+        if by_input is not None:
+            # New, and this backward's alone, where autograd hands it on as it is.
+            setattr(by_input, _UNSHARED, True)
         by_moments = None
         if ctx.needs_input_grad[1]:
             # By the mean the first row, by the variance the second, times -1 and -1/2.
-            by_moments = torch.stack((by_bias, by_weight)).double().mul_(weight * precision)
+            by_moments = torch.stack((by_bias, by_weight)) * (weight * precision)
             by_moments[1].mul_(precision)
-            by_moments[0].addcmul_(mean, by_moments[1], value=-1)
+            by_moments[0].addcmul_(statistics[0], by_moments[1], value=-1)
             by_moments[1].mul_(0.5)
             by_moments.mul_(-1 / ctx.count)
         return (
@@ -183,7 +222,7 @@ def batch_norm(
     if 1 in input.shape[2:]:
         output = _OneLayout.apply(output)  # type: ignore[no-untyped-call]
     count = input.numel() // max(input.shape[1], 1)
-    statistics = torch.stack((mean.detach(), precision.detach())).double()
+    statistics = _stacked(mean.detach(), precision.detach())
     statistics[1].pow_(-2).sub_(eps)
     return output, _moments_of(statistics, count)
 
@@ -192,9 +231,8 @@ def running_statistics(
     moments: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the running mean and (unbiased) variance after a batch of `count` elements a channel."""
-    batch_mean, batch_variance = _statistics(moments.detach(), count).unbind(0)
-    unbiased = batch_variance * (count / (count - 1)) if count > 1 else batch_variance
-    return (
-        mean * (1 - momentum) + batch_mean.to(mean.dtype) * momentum,
-        variance * (1 - momentum) + unbiased.to(variance.dtype) * momentum,
-    )
+    statistics = _statistics(moments.detach(), count)
+    if count > 1:
+        statistics[1].mul_(count / (count - 1))
+    batch_mean, batch_variance = statistics.to(mean.dtype).unbind(0)
+    return mean.lerp(batch_mean, momentum), variance.lerp(batch_variance, momentum)

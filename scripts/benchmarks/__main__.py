@@ -16,11 +16,13 @@ from scripts.benchmarks.result import BenchmarkResult, show
 
 NOT_BENCHMARKS = (
     "__main__",
+    "launches",
     "line_plot",
     "outside",
     "pairs",
     "recording",
     "result",
+    "synchronized_batch_norm",
     "wire_ddp",
     "zoo",
 )

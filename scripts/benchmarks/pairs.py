@@ -15,6 +15,7 @@ from typing import Any
 
 from profiler.pinning import child_variables, started_with, usable_cores
 from runtime.launch.processes import join_group, leave_group, occupy
+from scripts.benchmarks.launches import Launches, count_launches
 
 TIMEOUT_S = 600.0
 # A pair's maker: gets the device's name and the task's keywords, returns what to time.
@@ -41,11 +42,27 @@ class _BenchmarkProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class _Side:
+    """What one process saw of ours or of theirs: wall and processor seconds of a step, by block; launches."""
+
+    s: tuple[list[float], list[float]]
+    launches: Launches
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one step of each, block by block, as the slowest process saw them."""
+    """One step of each: seconds, block by block, as the slowest process saw them; processor time; launches.
+
+    ours_processor_s, theirs_processor_s: seconds of all processes and threads, block by block.
+    ours_launches, theirs_launches: of the process that has most.
+    """
 
     ours_s: tuple[float, ...]
     theirs_s: tuple[float, ...]
+    ours_processor_s: tuple[float, ...]
+    theirs_processor_s: tuple[float, ...]
+    ours_launches: Launches
+    theirs_launches: Launches
 
     @property
     def ratios(self) -> list[float]:
@@ -56,6 +73,12 @@ class Timing:
     def ratio(self) -> float:
         """The median over all blocks of ours / theirs."""
         return statistics.median(self.ratios)
+
+    @property
+    def processor_ratio(self) -> float:
+        """The median over all blocks of ours / theirs, in processor time: what others do on the machine counts less."""
+        pairs = zip(self.ours_processor_s, self.theirs_processor_s, strict=True)
+        return statistics.median(ours_s / theirs_s for ours_s, theirs_s in pairs)
 
 
 def time_pair(
@@ -98,19 +121,25 @@ def time_pair(
                 far.close()
                 connections.append(near)
                 children.append(child)
-        times = [_answer(connection, rank) for rank, connection in enumerate(connections)]
+        answers = [_answer(connection, rank) for rank, connection in enumerate(connections)]
         for child in children:
             child.join()
-    slowest = [
-        tuple(max(of_block) for of_block in zip(*(ranks[which] for ranks in times), strict=True))
-        for which in (0, 1)
-    ]
-    return Timing(slowest[0], slowest[1])
+    walls, processors = (
+        [
+            tuple(
+                combined(times) for times in zip(*(answer[which].s[kind] for answer in answers), strict=True)
+            )
+            for which in (0, 1)
+        ]
+        for kind, combined in ((0, max), (1, sum))
+    )
+    ours, theirs = (max(answer[which].launches for answer in answers) for which in (0, 1))
+    return Timing(walls[0], walls[1], processors[0], processors[1], ours, theirs)
 
 
-def _answer(connection: Connection, rank: int) -> tuple[list[float], list[float]]:
+def _answer(connection: Connection, rank: int) -> tuple[_Side, _Side]:
     try:
-        answer: tuple[list[float], list[float]] = connection.recv()
+        answer: tuple[_Side, _Side] = connection.recv()
     except EOFError:
         raise RuntimeError(f"process {rank} of the benchmark failed; see its message above") from None
     return answer
@@ -132,32 +161,34 @@ def _work(
         store = dist.FileStore(process.store, process.size)  # type: ignore[attr-defined]
         join_group(device, TIMEOUT_S, store=store, rank=process.rank, size=process.size)
     pair = prepare(device=device, **keywords)
-    sides = (pair.ours, pair.theirs)
-    times: tuple[list[float], list[float]] = ([], [])
+    steps_of = (pair.ours, pair.theirs)
     for _ in range(warmup):
-        for step in sides:
+        for step in steps_of:
             step()
+    sides = tuple(_Side(([], []), count_launches(step)) for step in steps_of)
     gc.collect()
     for block in range(blocks):
         for which in (0, 1) if block % 2 == 0 else (1, 0):
             if not alone:
                 dist.barrier()
-            times[which].append(_block_s(sides[which], steps, device))
-    connection.send(times)
+            for times, taken_s in zip(sides[which].s, _block_s(steps_of[which], steps, device), strict=True):
+                times.append(taken_s)
+    connection.send(sides)
     connection.close()
     if not alone:
         leave_group()
 
 
-def _block_s(step: Callable[[], object], steps: int, device: str) -> float:
-    """Return the seconds of one of `steps` steps in a row."""
+def _block_s(step: Callable[[], object], steps: int, device: str) -> tuple[float, float]:
+    """Return the seconds, and processor seconds, of one of `steps` steps in a row."""
     import torch
 
     from profiler.timers import synchronize
 
     synchronize(torch.device(device))
-    start = time.perf_counter()
+    start, processor_start = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     synchronize(torch.device(device))
-    return (time.perf_counter() - start) / steps
+    wall_s, processor_s = time.perf_counter() - start, time.process_time() - processor_start
+    return wall_s / steps, processor_s / steps

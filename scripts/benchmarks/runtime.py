@@ -1,8 +1,9 @@
 """Our runtime against PyTorch's own: data parallelism, one device, and a column + row split pair of layers.
 
-Data parallelism against DistributedDataParallel on the same two processes, the same network, batch normalization
-local on both sides, torch's SGD on both sides' terms (forward, backward, synchronization, update). One device: the
-planned graph against the plain module. The pair of layers against `parallelize_module`.
+Data parallelism against DistributedDataParallel on the same two processes, the same network, torch's SGD on both
+sides' terms (forward, backward, synchronization, update); batch normalization local on both sides, or synchronized on
+both (`synchronized_batch_norm.py`). One device: the planned graph against the plain module. The pair of layers against
+`parallelize_module`. Launches: of one step of one process, operators that run a kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measuremen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
 
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
@@ -34,6 +36,8 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "resnet101": {"batch_size": 8, "image_size": 128},
     "gpt2": {"batch_size": 4, "sequence": 128, "layers": 4},
 }
+# With synchronized batch norm: the options with which both sides draw nothing, so that their gradients can be compared.
+SYNCHRONIZED: dict[str, dict[str, Any]] = {"inception": {"dropout": 0.0}, "resnet101": {}}
 ONE_DEVICE: dict[str, dict[str, Any]] = {
     **DATA_PARALLEL,
     "alexnet": {"batch_size": 16},
@@ -47,6 +51,8 @@ ONE_DEVICE: dict[str, dict[str, Any]] = {
     "candle-uno": {"batch_size": 64},
 }
 QUICK = ("mlp",)
+# How far a gradient may differ with synchronized batch norm, in float64, of its largest number.
+ALLOWED_GRADIENTS = 1e-6
 # Of the pair of layers: widths, batch sizes, and how far the two sides' losses of the first steps may differ.
 WIDTHS, PAIR_BATCHES = (1024, 4096, 1024), (64, 256)
 PAIR_LEARNING_RATE, ALLOWED, COMPARED_STEPS = 1e-2, 1e-4, 3
@@ -67,11 +73,18 @@ def run(*, quick: bool) -> BenchmarkResult:
         timing = time_pair(pair, processes, blocks=blocks, steps=steps, **keywords)
         rows.append(measurement(what, timing.ratio, "x", at_most=AT_MOST))
         rows.append(measurement("    our step, fastest block", min(timing.ours_s) * 1e3, "ms"))
+        rows.append(measurement("    processor time, ours / theirs", timing.processor_ratio, "x"))
+        for whose, launches in (("our", timing.ours_launches), ("their", timing.theirs_launches)):
+            rows.append(measurement(f"    {whose} launches", launches.kernels, ""))
+            rows.append(measurement(f"    {whose} collectives and messages", launches.communication, ""))
 
     for name, sizes in DATA_PARALLEL.items():
         if not quick or name in QUICK:
             what = f"{name}, ours / DistributedDataParallel"
             add(what, data_parallel_pair, PROCESSES, name=name, sizes=sizes)
+            if name in SYNCHRONIZED:
+                what = f"{name}, synchronized batch norm, ours / DistributedDataParallel"
+                add(what, synchronized_pair, PROCESSES, name=name, sizes=sizes)
     for name, sizes in ONE_DEVICE.items():
         if not quick or name in QUICK:
             add(f"{name}, one core, ours / plain", one_device_pair, 1, name=name, sizes=sizes)
@@ -89,7 +102,12 @@ def run(*, quick: bool) -> BenchmarkResult:
     rows.append(measurement("column + row pair, ours / parallelize_module", ratio, "x", at_most=AT_MOST))
     return BenchmarkResult(
         benchmark="runtime",
-        conditions={"processes": PROCESSES, "blocks": blocks, "steps a block": steps, "batch norm": "local"},
+        conditions={
+            "processes": PROCESSES,
+            "blocks": blocks,
+            "steps a block": steps,
+            "batch norm": "local, if not said otherwise",
+        },
         measurements=rows,
     )
 
@@ -99,17 +117,74 @@ def data_parallel_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPai
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    executor, module, args = _prepared(device, name, sizes, dist.get_world_size(), "local")
+    theirs = sgd_step(DistributedDataParallel(module), _own_part(args), LEARNING_RATE)
+    return StepPair(_numbered(executor), theirs)
+
+
+def synchronized_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
+    """As `data_parallel_pair`, with statistics of the whole batch on both sides.
+
+    Raises:
+        RuntimeError: a gradient of a step in float64 differs.
+    """
+    import torch
+
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    _compare_gradients(name, *_synchronized_sides(device, name, {**sizes, **SYNCHRONIZED[name]}))
+    torch.set_default_dtype(usual)
+    executor, module, args = _synchronized_sides(device, name, sizes)
+    return StepPair(_numbered(executor), sgd_step(module, args, LEARNING_RATE))
+
+
+def _synchronized_sides(
+    device: str, name: str, sizes: dict[str, Any]
+) -> tuple[Executor, DistributedDataParallel, list[Tensor]]:
+    """Return our executor, DistributedDataParallel of the module, and this rank's part of the samples."""
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from scripts.benchmarks.synchronized_batch_norm import with_synchronized_batch_norm
+
+    executor, module, args = _prepared(device, name, sizes, dist.get_world_size(), "synchronized")
+    if device == "cpu":
+        module = with_synchronized_batch_norm(module)
+    else:
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    return executor, DistributedDataParallel(module), _own_part(args)
+
+
+def _compare_gradients(
+    name: str, executor: Executor, module: DistributedDataParallel, args: list[Tensor]
+) -> None:
+    """Compare all gradients of a step of ours, which has whole weights on every rank, with those of a module."""
+    executor.differentiate(0)
+    module(*args).backward()
+    theirs = dict(module.module.named_parameters())
+    for weight, ((_, gradient),) in executor.gradients().items():
+        expected = theirs[weight].grad
+        difference = float((gradient - expected).abs().max() / expected.abs().max())
+        if not difference <= ALLOWED_GRADIENTS:
+            raise RuntimeError(
+                f"{name}: the gradient of {weight} differs by {difference:g} of its largest number, must be "
+                f"DistributedDataParallel's within {ALLOWED_GRADIENTS:g}"
+            )
+
+
+def _own_part(args: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's part of the samples, as a sampler would hand it out."""
+    import torch.distributed as dist
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    ours, module, args = _prepared(device, name, sizes, world_size)
-    # Its part of the samples, as a sampler would hand it out.
-    part = [tensor.tensor_split(world_size)[rank].contiguous() for tensor in args]
-    return StepPair(ours, sgd_step(DistributedDataParallel(module), part, LEARNING_RATE))
+    return [tensor.tensor_split(world_size)[rank].contiguous() for tensor in args]
 
 
 def one_device_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
     """Prepare a network of the zoo on one device, through our program and as the plain module."""
-    ours, module, args = _prepared(device, name, sizes, 1)
-    return StepPair(ours, sgd_step(module, args, LEARNING_RATE))
+    executor, module, args = _prepared(device, name, sizes, 1, "local")
+    return StepPair(_numbered(executor), sgd_step(module, args, LEARNING_RATE))
 
 
 def column_row_pair(device: str, batch_size: int) -> StepPair:
@@ -182,9 +257,9 @@ def _layers_and_input(batch_size: int) -> tuple[nn.Module, tuple[Tensor, ...], d
 
 
 def _prepared(
-    device: str, name: str, sizes: dict[str, Any], devices: int
-) -> tuple[Callable[[], None], nn.Module, list[Tensor]]:
-    """Return our step, the plain module and its inputs, on `device`."""
+    device: str, name: str, sizes: dict[str, Any], devices: int, batch_norm: str
+) -> tuple[Executor, nn.Module, list[Tensor]]:
+    """Return our executor, the plain module and its inputs, on `device`."""
     import torch
 
     from graph.importer import import_module
@@ -195,10 +270,10 @@ def _prepared(
     built = build(name, **sizes)
     with torch.device("meta"):
         module, args, kwargs = build(name, **sizes)
-    graph = import_module(module, args, kwargs, name=name, batch_norm="local")
-    training = Training(batch_size=int(built[1][0].shape[0]), batch_norm="local")
+    graph = import_module(module, args, kwargs, name=name, batch_norm=batch_norm)
+    training = Training(batch_size=int(built[1][0].shape[0]), batch_norm=batch_norm)
     executor = _executor(graph, data_parallel(graph, devices), built, training, device, LEARNING_RATE)
-    return _numbered(executor), built[0].to(device), [tensor.to(device) for tensor in built[1]]
+    return executor, built[0].to(device), [tensor.to(device) for tensor in built[1]]
 
 
 def _executor(

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.operators.batch_norm import batch_norm_apply, moments
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operators that run a kernel: all but views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func._schema.returns
-        self.count += not any(one.alias_info and not one.alias_info.is_write for one in returned)
-        return func(*args, **(kwargs or {}))
+from profiler.operators.batch_norm import batch_norm_apply, fold_moments, moments, running_statistics
+from scripts.benchmarks.launches import CountedOperators
 
 
 def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,11 +45,47 @@ def test_output_and_gradients_are_those_of_the_whole_batch(
         torch.testing.assert_close(by_parts, by_whole, rtol=tolerance, atol=tolerance)
 
 
-def test_a_part_of_a_synchronized_batch_norm_launches_26_kernels() -> None:
+def test_a_part_of_a_synchronized_batch_norm_launches_22_kernels() -> None:
     values, weight, bias, gradient = operands(torch.float32)
-    with Launches() as launches:
+    with CountedOperators() as counted:
         found = batch_norm_apply(values, moments(values), weight, bias, 150, 1e-5)
-        assert launches.count == 10
+        assert counted.kernels.total() == 9
         found.backward(gradient)
     # Beside the backward's own, autograd adds the gradients of the values: of the output's and of the moments'.
-    assert launches.count == 10 + 16 + 1
+    assert counted.kernels.total() == 9 + 13 + 1
+
+
+def test_running_statistics_are_those_of_torch_and_launch_7_kernels() -> None:
+    values, _, _, _ = operands(torch.float32)
+    mean, variance = torch.zeros(8), torch.ones(8)
+    of_values = moments(values)
+    with CountedOperators() as counted:
+        found = running_statistics(of_values, mean, variance, 0.1, 150)
+    assert counted.kernels.total() == 7
+    torch.nn.functional.batch_norm(values, mean, variance, training=True, momentum=0.1)
+    torch.testing.assert_close(found, (mean, variance))
+
+
+def of_two_parts(*, is_shared: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Return activation and moments, their gradients by a batch norm that stands apart, and what they are made of."""
+    source, weight, bias, gradient = operands(torch.float64)
+    values = source * 2
+    of_values = moments(values)
+    leaf, leaf_of_moments = values.detach().requires_grad_(), of_values.detach().requires_grad_()
+    normalized = batch_norm_apply(leaf, leaf_of_moments, weight, bias, 150, 1e-5)
+    if is_shared:
+        normalized = normalized + leaf
+    gradients = torch.autograd.grad(normalized, (leaf, leaf_of_moments), gradient)
+    return [values, of_values], list(gradients), source
+
+
+@pytest.mark.parametrize(("is_shared", "left"), [(False, 1), (True, 2)])
+def test_gradient_of_moments_is_added_in_place_to_one_that_nothing_shares(
+    is_shared: bool,  # noqa: FBT001 (parametrized)
+    left: int,
+) -> None:
+    outputs, gradients, source = of_two_parts(is_shared=is_shared)
+    expected = torch.autograd.grad(outputs, source, gradients, retain_graph=True)
+    fold_moments(outputs, gradients)
+    assert len(outputs) == len(gradients) == left
+    torch.testing.assert_close(torch.autograd.grad(outputs, source, gradients), expected)

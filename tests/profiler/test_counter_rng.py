@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from profiler.operators.counter_rng import keep_mask, random_numbers, whole_region
-from tests.profiler.test_batch_norm import Launches
+from scripts.benchmarks.launches import CountedOperators
 
 CPU = torch.device("cpu")
 KEY = (7, 3, 11)
@@ -39,7 +39,7 @@ def test_a_chunk_takes_nine_passes_over_memory() -> None:
     for chunks in (1, 3):
         shape = (64 * chunks, 1024)  # a chunk on a CPU has 65,536 elements
         mask(shape, 0.1 * 2**32)  # positions are kept
-        with Launches() as launches:
+        with CountedOperators() as counted:
             mask(shape, 0.1 * 2**32)
-        counts.append(launches.count)
+        counts.append(counted.kernels.total())
     assert counts[1] - counts[0] == 2 * 9
