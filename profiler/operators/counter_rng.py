@@ -105,7 +105,7 @@ def keep_mask(
             one operator: a compiled function must not depend on the step.
         device: where to make it.
     """
-    seed, step, operator = key
+    seed, step, operator = key[:3]
     if isinstance(step, torch.Tensor):
         mask: torch.Tensor = _keep_mask_at(
             step, [*_numbers(region), *shape], probability, seed, operator, device
@@ -127,7 +127,7 @@ def keep_mask(
         else:
             torch.ge(bits, threshold, out=into)
 
-    _each_chunk(region, shape, ((seed, step, operator),), keep, write)
+    _each_chunk(region, shape, ((seed, step, operator, *key[3:]),), keep, write)
     return keep
 
 

@@ -54,7 +54,7 @@ class Timing:
     """One step of each: seconds, block by block, as the slowest process saw them; processor time; launches.
 
     ours_processor_s, theirs_processor_s: seconds of all processes and threads, block by block.
-    ours_launches, theirs_launches: of the process that has most.
+    ours_launches, theirs_launches: of the process that has most; zeros where they were not counted.
     """
 
     ours_s: tuple[float, ...]
@@ -89,6 +89,7 @@ def time_pair(
     steps: int,
     warmup: int = 2,
     processor: str = "cpu",
+    counted: bool = False,
     **keywords: Any,
 ) -> Timing:
     """Run a pair on processes joined by gloo or NCCL, and return its times.
@@ -100,6 +101,7 @@ def time_pair(
         steps: steps in a row in one turn.
         warmup: steps of each before the first turn.
         processor: "cpu" or "cuda".
+        counted: count the launches of another step of each; what `torch.compile` made does not bear it.
         keywords: for `prepare`.
 
     Raises:
@@ -115,7 +117,9 @@ def time_pair(
                 number = cores[rank % len(cores)] if processor == "cpu" else rank
                 process = _BenchmarkProcess(rank, processes, number, processor, str(Path(folder) / "store"))
                 child = context.Process(
-                    target=_work, args=(far, process, prepare, (blocks, steps, warmup), keywords), daemon=True
+                    target=_work,
+                    args=(far, process, prepare, (blocks, steps, warmup, counted), keywords),
+                    daemon=True,
                 )
                 child.start()
                 far.close()
@@ -149,10 +153,10 @@ def _work(
     connection: Connection,
     process: _BenchmarkProcess,
     prepare: Prepare,
-    amount: tuple[int, int, int],
+    amount: tuple[int, int, int, bool],
     keywords: dict[str, Any],
 ) -> None:
-    blocks, steps, warmup = amount
+    blocks, steps, warmup, counted = amount
     device = occupy(process.number, process.processor)
     alone = process.size == 1
     if not alone:
@@ -165,7 +169,7 @@ def _work(
     for _ in range(warmup):
         for step in steps_of:
             step()
-    sides = tuple(_Side(([], []), count_launches(step)) for step in steps_of)
+    sides = tuple(_Side(([], []), count_launches(step) if counted else Launches(0, 0)) for step in steps_of)
     gc.collect()
     for block in range(blocks):
         for which in (0, 1) if block % 2 == 0 else (1, 0):
