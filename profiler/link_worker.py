@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 
 from profiler.call_inputs import cache_bytes
+from profiler.contention import Computation, Seconds, measure_overlaps
 from profiler.devices import PhysicalDevice
 from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
 from profiler.measure import describe_error, interval
 from profiler.others import OthersMeter
-from profiler.overlap import Computation, Seconds, measure_overlaps
 from profiler.process_groups import join_process_group, new_process_group
 from profiler.processors import memory_bytes
 from profiler.rank_clock import RankClock

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from graph.errors import RuntimeFailure, UsageError
+from profiler.contention import Computation
 from profiler.devices import PhysicalDevice
 from profiler.exclusive import held
 from profiler.fits import fit_link
@@ -28,7 +29,6 @@ from profiler.link_worker import (
     ProbeReport,
     probe,
 )
-from profiler.overlap import Computation
 from profiler.processes import KILL_WAIT_S, DeviceProcess
 
 KIB, MIB = 2**10, 2**20

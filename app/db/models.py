@@ -119,8 +119,8 @@ def _table(
 ) -> sa.Table:
     """Return the table of a record: a column for each field, one of which may be unique or indexed, and `more`."""
     hints = get_type_hints(record)
-    # The signature of a cost is a row of its own.
-    names = [field.name for field in fields(record) if field.name not in ("id", "signature")]
+    # The cost key of a cost is a row of its own.
+    names = [field.name for field in fields(record) if field.name not in ("id", "cost_key")]
     columns = {name: hints[name] for name in names} | dict(more)
     checks = [
         sa.CheckConstraint(f"{column} IN ({', '.join(map(repr, get_args(hint)))})", name=column)
@@ -145,7 +145,7 @@ device_kinds = _table(records.DeviceKindRecord, "device_kinds", unique="name")
 environments = _table(
     records.EnvironmentRecord, "environments", unique="fingerprint", more={"fingerprint": str}
 )
-op_signatures = _table(records.OpSignatureRecord, "op_signatures", unique="digest")
+op_signatures = _table(records.CostKeyRecord, "op_signatures", unique="digest")
 op_costs = _table(
     records.OpCostRecord,
     "op_costs",

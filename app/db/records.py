@@ -80,8 +80,8 @@ class EnvironmentRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class OpSignatureRecord:
-    """A local call to be measured, named by operator type, every attribute, shapes and dtypes.
+class CostKeyRecord:
+    """The cost key of a local call that is measured: operator type, every attribute, shapes and dtypes.
 
     `flops` and `bytes` are those of one forward execution.
     """
@@ -96,7 +96,7 @@ class OpSignatureRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpCostRecord:
-    """The measured cost of one phase of one signature, or the reason why it could not be measured.
+    """The measured cost of one phase of one cost key, or the reason why it could not be measured.
 
     Either `failure` is None and the three times are numbers, or `failure` says why and they are None.
     `launch_s`: what the host takes to issue the call, where the device computes apart from it. `clock_hz`: the median
@@ -104,7 +104,7 @@ class OpCostRecord:
     where nothing tells.
     """
 
-    signature: OpSignatureRecord
+    cost_key: CostKeyRecord
     phase: Phase
     minimum_s: float | None
     p10_s: float | None
@@ -371,7 +371,7 @@ class SearchedSetting:
 
 @dataclass(frozen=True, slots=True)
 class OpCostMedian:
-    """The median of an operator cost's samples, None where the measurement failed; `digest` names its signature.
+    """The median of an operator cost's samples, None where the measurement failed; `digest` names its cost key.
 
     launch_s: as of `OpCostRecord`.
     """

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from app.db import models
 from app.db.failures import damaged_row, row_name
 from app.db.records import (
+    CostKeyRecord,
     CostSummary,
     DeviceKindRecord,
     EnvironmentRecord,
@@ -19,7 +20,6 @@ from app.db.records import (
     LinkFitRecord,
     OpCostMedian,
     OpCostRecord,
-    OpSignatureRecord,
     Phase,
 )
 from app.db.references import Referred
@@ -74,9 +74,9 @@ class CostStore(StorePart):
         return self._all(EnvironmentRecord, "fingerprint")
 
     def put_op_costs(self, device_kind_id: int, environment_id: int, costs: Iterable[OpCostRecord]) -> int:
-        """Store operator costs with their signatures, in one transaction; return how many distinct ones were given.
+        """Store operator costs with their cost keys, in one transaction; return how many distinct ones were given.
 
-        A cost of the same signature and phase that was measured later stays; `device_kind_id` and
+        A cost of the same cost key and phase that was measured later stays; `device_kind_id` and
         `environment_id` of the records are not looked at.
         """
         given = list(costs)
@@ -84,9 +84,9 @@ class CostStore(StorePart):
             return 0
         rows = [_measured_row(cost, device_kind_id, environment_id) for cost in given]
         with self.write() as connection:
-            ids = _put_signatures(connection, [cost.signature for cost in given])
+            ids = _put_cost_keys(connection, [cost.cost_key for cost in given])
             for row, cost in zip(rows, given, strict=True):
-                row["signature_id"] = ids[cost.signature.digest]
+                row["signature_id"] = ids[cost.cost_key.digest]
             return upsert_newer(connection, models.op_costs, rows, _OP_COST_KEY, "measured_at")
 
     def op_costs(
@@ -95,24 +95,24 @@ class CostStore(StorePart):
         environments: int | Collection[int] | None,
         digests: Iterable[str] | None = None,
     ) -> dict[tuple[str, Phase], OpCostRecord]:
-        """Return the stored costs of signatures, by (signature digest, phase); missing ones are left out.
+        """Return the stored costs of cost keys, by (cost key's digest, phase); missing ones are left out.
 
         Failed measurements are returned too. Of several `environments` the newest cost is returned; None: of all of
-        them. `digests` None: all signatures.
+        them. `digests` None: all cost keys.
         """
-        costs, signatures = models.op_costs, models.op_signatures
-        query = sa.select(costs, *(column.label(f"op_signature_{column.name}") for column in signatures.c))
+        costs, cost_keys = models.op_costs, models.op_signatures
+        query = sa.select(costs, *(column.label(f"op_signature_{column.name}") for column in cost_keys.c))
         cost_of: dict[tuple[str, Phase], OpCostRecord] = {}
         with self.read() as connection:
-            for selected in _of_signatures(query, device_kind_id, environments, digests):
+            for selected in _of_cost_keys(query, device_kind_id, environments, digests):
                 for row in connection.execute(selected).mappings():
-                    signature = record_of(
+                    cost_key = record_of(
                         connection,
-                        OpSignatureRecord,
-                        {column.name: row[f"op_signature_{column.name}"] for column in signatures.c},
+                        CostKeyRecord,
+                        {column.name: row[f"op_signature_{column.name}"] for column in cost_keys.c},
                     )
-                    cost = record_of(connection, OpCostRecord, {**row, "signature": signature})
-                    cost_of[signature.digest, cost.phase] = cost
+                    cost = record_of(connection, OpCostRecord, {**row, "cost_key": cost_key})
+                    cost_of[cost_key.digest, cost.phase] = cost
         return cost_of
 
     def op_cost_medians(
@@ -142,9 +142,9 @@ class CostStore(StorePart):
         digests: Iterable[str] | None,
     ) -> list[OpCostMedian]:
         """Return costs without samples, keys and the rest, so that a network's thousands are read at once."""
-        costs, signatures = models.op_costs, models.op_signatures
-        query = sa.select(costs.c.id, signatures.c.digest, costs.c.phase, costs.c.median_s, costs.c.launch_s)
-        queries = _of_signatures(query, device_kind_id, environments, digests)
+        costs, cost_keys = models.op_costs, models.op_signatures
+        query = sa.select(costs.c.id, cost_keys.c.digest, costs.c.phase, costs.c.median_s, costs.c.launch_s)
+        queries = _of_cost_keys(query, device_kind_id, environments, digests)
         with self.read() as connection:
             return [cost for selected in queries for cost in read_all(connection, OpCostMedian, selected)]
 
@@ -242,23 +242,23 @@ def _measured_row(
     cost: OpCostRecord | LinkCostRecord, device_kind_id: int, environment_id: int
 ) -> dict[str, Any]:
     return {
-        **row_of(cost, without=("signature",)),
+        **row_of(cost, without=("cost_key",)),
         "device_kind_id": device_kind_id,
         "environment_id": environment_id,
         "sample_count": cost.sample_count,
     }
 
 
-def _of_signatures(
+def _of_cost_keys(
     query: sa.Select[Any],
     device_kind_id: int,
     environments: int | Collection[int] | None,
     digests: Iterable[str] | None,
 ) -> list[sa.Select[Any]]:
-    """Return a query of operator costs and signatures for these alone, oldest first: one for each batch of digests."""
-    costs, signatures = models.op_costs, models.op_signatures
+    """Return a query of operator costs and cost keys for these alone, oldest first: one for each batch of digests."""
+    costs, cost_keys = models.op_costs, models.op_signatures
     query = (
-        query.join(signatures, costs.c.signature_id == signatures.c.id)
+        query.join(cost_keys, costs.c.signature_id == cost_keys.c.id)
         .where(costs.c.device_kind_id == device_kind_id)
         .order_by(costs.c.measured_at, costs.c.id)
     )
@@ -267,15 +267,15 @@ def _of_signatures(
         query = query.where(costs.c.environment_id.in_(ids))
     if digests is None:
         return [query]
-    return [query.where(signatures.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
+    return [query.where(cost_keys.c.digest.in_(batch)) for batch in batches(sorted(set(digests)))]
 
 
-def _put_signatures(connection: sa.Connection, signatures: Sequence[OpSignatureRecord]) -> dict[str, int]:
-    """Store signatures, each once; return their ids by digest."""
+def _put_cost_keys(connection: sa.Connection, cost_keys: Sequence[CostKeyRecord]) -> dict[str, int]:
+    """Store cost keys, each once; return their ids by digest."""
     table = models.op_signatures
-    insert_ignoring(connection, table, [row_of(signature) for signature in signatures], "digest")
+    insert_ignoring(connection, table, [row_of(cost_key) for cost_key in cost_keys], "digest")
     ids: dict[str, int] = {}
-    for batch in batches(sorted({signature.digest for signature in signatures})):
+    for batch in batches(sorted({cost_key.digest for cost_key in cost_keys})):
         for row in connection.execute(sa.select(table.c.digest, table.c.id).where(table.c.digest.in_(batch))):
             ids[row.digest] = row.id
     return ids

@@ -31,7 +31,7 @@ EXCERPTS: dict[type, sa.Table] = {records.OpCostMedian: models.op_costs}
 # A predicted step that does not fit into memory takes for ever; no other number of a row is infinite.
 _MAY_BE_INFINITE = frozenset({"initial_time_s", "best_time_s", "step_time_s"})
 # Of an operator cost: another row, which is read with it or by itself.
-_SIGNATURE = "signature"
+_COST_KEY = "cost_key"
 _LONGEST_SHOWN = 40
 
 
@@ -56,7 +56,7 @@ def values_of(kind: type, row: Row) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name, read in _readers(kind):
-        if name not in row and name == _SIGNATURE:
+        if name not in row and name == _COST_KEY:
             continue
         if name in _MAY_BE_INFINITE and row[name] == inf:
             values[name] = inf
@@ -202,7 +202,7 @@ def _is_configuration(entry: Any) -> bool:
 _CONTENTS: dict[type, Callable[[Row, Row], None]] = {
     records.OpCostRecord: _check_cost,
     records.EnvironmentRecord: _check_environment,
-    records.OpSignatureRecord: lambda row, _values: _check_hash(row, "key"),
+    records.CostKeyRecord: lambda row, _values: _check_hash(row, "key"),
     records.GraphRecord: lambda row, _values: _check_hash(row, "document"),
     records.TrainingRecord: lambda row, _values: _check_hash(row, "document"),
     records.TopologyRecord: _check_topology,

@@ -18,7 +18,7 @@ from runtime.observe.spans import Recorded
 if TYPE_CHECKING:
     import numpy as np
 
-    from runtime.observe.peak_memory import MeasuredPeak
+    from runtime.observe.measured_peak import MeasuredPeak
 
     Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
 
@@ -38,7 +38,7 @@ class Job:
     verify: compare loss and every gradient with the graph on one device (`runtime.jobs.verified_program`), before the
     run. collect: return gradients of the first step, and weights and buffers after the last one.
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
-    peak: measure the peak memory of one more step, the last (`runtime.observe.peak_memory`).
+    peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
     """
 
     graph: OperatorGraph

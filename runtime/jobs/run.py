@@ -23,7 +23,7 @@ from runtime.ranks.watchdog import heartbeat
 
 if TYPE_CHECKING:
     from runtime.jobs.job import Arrays
-    from runtime.observe.peak_memory import MeasuredPeak
+    from runtime.observe.measured_peak import MeasuredPeak
     from runtime.observe.spans import Span
 
 
@@ -137,7 +137,7 @@ class JobRun:
         return _arrays(weights), _arrays(buffers)
 
     def _peak_of_step(self, number: int) -> MeasuredPeak:
-        from runtime.observe.peak_memory import measure_peak
+        from runtime.observe.measured_peak import measure_peak
 
         heartbeat(f"in step {number}, whose memory is measured")
         self._executor.forget_step()

@@ -22,7 +22,7 @@ WAITING_MODULES = frozenset(
     {
         "profiler.link_patterns",
         "profiler.link_worker",
-        "profiler.overlap",
+        "profiler.contention",
         "profiler.process_groups",
         "profiler.rank_clock",
         "runtime.communication",

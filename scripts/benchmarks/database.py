@@ -237,7 +237,7 @@ def _fastest(action: Callable[[], Any], repetitions: int) -> float:
 def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
     """Look up the costs of all calls that a network is profiled for, among those of another ten thousand."""
     from app.db.records import DeviceKindRecord, EnvironmentRecord
-    from app.services.costs.operator_costs import signature_record
+    from app.services.costs.operator_costs import cost_key_record
     from search.cost.calls_to_profile import calls_to_profile
 
     calls = calls_to_profile(model.graph, 2)
@@ -245,7 +245,7 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
     with temporary_store() as store:
         kind = store.put_device_kind(DeviceKindRecord("cpu", "made up", 1))
         environment = store.put_environment(EnvironmentRecord({}))
-        own = [replace(others[0], signature=signature_record(call)) for call in calls]
+        own = [replace(others[0], cost_key=cost_key_record(call)) for call in calls]
         costs = [replace(cost, phase=phase) for cost in own for phase in ("forward", "backward")]
         store.put_op_costs(kind, environment, [*costs, *others])
         digests = [call.digest for call in calls]
@@ -260,13 +260,13 @@ def _lookup(model: ImportedModel, repetitions: int) -> list[MeasuredValue]:
 
 def _made_up(writer: int, number: int) -> Any:
     """Return a cost of this writer alone, as large as a measured one."""
-    from app.db.records import OpCostRecord, OpSignatureRecord
+    from app.db.records import CostKeyRecord, OpCostRecord
     from graph.canonical import canonical_json, digest
 
     key = canonical_json({"target": "aten.mm", "writer": writer, "number": number, "padding": "x" * 300})
-    signature = OpSignatureRecord(digest(key), "aten.mm", key, 2**40, 2**30)
+    cost_key = CostKeyRecord(digest(key), "aten.mm", key, 2**40, 2**30)
     samples_s = tuple(1e-3 + 1e-6 * sample for sample in range(20))
-    return OpCostRecord(signature, "forward", 1e-3, 1.1e-3, 1.2e-3, samples_s)
+    return OpCostRecord(cost_key, "forward", 1e-3, 1.1e-3, 1.2e-3, samples_s)
 
 
 def _writers(rounds: int) -> list[MeasuredValue]:

@@ -98,7 +98,7 @@ def measured(database: str) -> tuple[DeviceKind, list[Observation]]:
     for _, record in sorted(costs.items()):
         time_s = model_time_s(record)
         if time_s is not None:
-            call = call_from_json(json.loads(record.signature.key))
+            call = call_from_json(json.loads(record.cost_key.key))
             observations.append(Observation(call, record.phase, time_s))
     return DeviceKind(**described), observations
 

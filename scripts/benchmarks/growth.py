@@ -77,7 +77,7 @@ def _layers_name(layers: int) -> str:
 
 
 def _measured(name: str, graph: OperatorGraph, device_count: int) -> Row:
-    from runtime.observe.peak_memory import process_peak_bytes
+    from runtime.observe.measured_peak import process_peak_bytes
     from scripts.benchmarks.simulator import builder_of, chain_of, microseconds, started, stepping, timed
     from search.algorithms.moves import ONE_GROUP, Moves
 

@@ -4,7 +4,7 @@ Of every network: data parallelism, the expert's or Megatron's strategy, what a 
 a fifth of its groups of operators configured at random. Predicted is what the devices' programs take
 (`runtime.observe.memory_trace`), and beside it the sum that the search keeps in its loop
 (`search.simulate.simulator.Simulation`); measured are the tensors alive at most in one step
-(`runtime.observe.peak_memory`). Of a strategy's devices, the fullest counts.
+(`runtime.observe.measured_peak`). Of a strategy's devices, the fullest counts.
 """
 
 from __future__ import annotations

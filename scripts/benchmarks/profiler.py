@@ -112,7 +112,7 @@ def _round(calls: Sequence[LocalCall], seed: int) -> Round:
                 for record in records:
                     time_s = model_time_s(record)
                     if time_s is not None:
-                        costs_s[record.signature.digest, record.phase] = time_s
+                        costs_s[record.cost_key.digest, record.phase] = time_s
                 kernels_s[result.call.digest] = sum(
                     fmean(outcome.samples_s) * outcome.executions
                     for outcome in result.outcomes

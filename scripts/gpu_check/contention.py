@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiler.overlap import MOST_OVERLAPPED, OF_GPUS, OVERLAP_SHARE, Rounds, computations
+from profiler.contention import MOST_OVERLAPPED, OF_GPUS, OVERLAP_SHARE, Rounds, computations
 from profiler.rank_clock import RankClock
 from scripts.gpu_check.calls import own_device
 from scripts.gpu_check.report import PieceResult, Row, add_row

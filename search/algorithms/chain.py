@@ -17,7 +17,7 @@ from graph.operator_ranges import OperatorRanges
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.moves import Move, Moves, MoveShares
-from search.algorithms.proposal_log import ChainCheckpoint, Proposal, ResumedChain
+from search.algorithms.proposal_log import ChainSnapshot, Proposal, ResumedChain
 from search.evaluate.evaluator import Evaluation, FullEvaluation, evaluation
 from search.orders import ORDERS, Order
 from search.outcome import NEVER_NS, Outcome
@@ -155,13 +155,13 @@ class Chain:
             self.current = proposed
             self.accepted += 1
             if changes:
-                evaluation.accept()
+                evaluation.commit()
             if proposed < self.best.outcome:
                 # One assignment: an interrupt finds a strategy and its outcome together.
                 self.best = ChainBest(proposed, tuple(evaluation.configurations), self.proposals)
                 self.gained_at = self.proposals
         elif changes:
-            evaluation.reject()
+            evaluation.roll_back()
         record(self._proposal(move, proposed, bound_ns, accepted=accepted))
 
     def _proposal(self, move: Move, proposed: Outcome | None, bound_ns: int, *, accepted: bool) -> Proposal:
@@ -181,9 +181,9 @@ class Chain:
             move.others,
         )
 
-    def checkpoint(self) -> ChainCheckpoint:
+    def checkpoint(self) -> ChainSnapshot:
         """Return the checkpoint from which the chain goes on; to be called between two proposals."""
-        return ChainCheckpoint(
+        return ChainSnapshot(
             number=self.number,
             start=self.start,
             proposals=self.proposals,
@@ -211,7 +211,7 @@ class Chain:
     def _strategy(self, graph: OperatorGraph, configurations: tuple[Configuration, ...]) -> Strategy:
         return Strategy(graph.digest, configurations, self.sharding, self.recomputation)
 
-    def follow(self, was: ChainCheckpoint, best: Strategy | None) -> None:
+    def follow(self, was: ChainSnapshot, best: Strategy | None) -> None:
         """Take the counts, times and best of this chain as another process walked it; None: no better one.
 
         The current strategy stays behind: the chain is not walked here any more.

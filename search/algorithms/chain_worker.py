@@ -17,7 +17,7 @@ from graph.calls import LocalCall
 from graph.strategy import Configuration, Strategy
 from search.algorithms.chain import Chain, SearchOptions, resumed_chain
 from search.algorithms.moves import Moves, Part
-from search.algorithms.proposal_log import ChainCheckpoint, Proposal, ResumedChain
+from search.algorithms.proposal_log import ChainSnapshot, Proposal, ResumedChain
 from search.cost.cost_table import CallCost
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.placements import Copied, Drawn, Permuted, Strided
@@ -65,7 +65,7 @@ class TurnReply:
     """The proposals of a turn, and the chain after it. best: if it is a new one. parked: if the chain may move."""
 
     proposals: list[Proposal]
-    checkpoint: ChainCheckpoint
+    checkpoint: ChainSnapshot
     best: Strategy | None
     parked: ResumedChain | None
 

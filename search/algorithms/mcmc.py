@@ -41,7 +41,7 @@ from search.algorithms.chain import (
 from search.algorithms.chain_worker import WalkContext
 from search.algorithms.moves import Moves
 from search.algorithms.proposal_log import (
-    ChainCheckpoint,
+    ChainSnapshot,
     Observer,
     ProposalBatch,
     Recorder,
@@ -68,8 +68,8 @@ __all__ = [
     "EXCEEDED",
     "STOPPED",
     "Chain",
-    "ChainCheckpoint",
     "ChainResult",
+    "ChainSnapshot",
     "Observer",
     "Outcome",
     "ProposalBatch",

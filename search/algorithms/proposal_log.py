@@ -59,13 +59,11 @@ class ProposalBatch:
     simulated_ns: np.ndarray[Any, np.dtype[np.int64]]
     bound_ns: np.ndarray[Any, np.dtype[np.int64]]
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
-    checkpoint: tuple[ChainCheckpoint, ...] | None = None
+    checkpoint: tuple[ChainSnapshot, ...] | None = None
     others: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, proposals: Sequence[Proposal], checkpoint: tuple[ChainCheckpoint, ...] | None
-    ) -> ProposalBatch:
+    def of(cls, proposals: Sequence[Proposal], checkpoint: tuple[ChainSnapshot, ...] | None) -> ProposalBatch:
         """Return proposals as columns."""
         chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted, others = zip(
             *proposals, strict=True
@@ -93,7 +91,7 @@ class ProposalBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainCheckpoint:
+class ChainSnapshot:
     """All of a chain but its strategies: these are its current and best one after so many proposals.
 
     initial, current, best: bytes beyond the devices' memories, and nanoseconds of the step. generator: the state of
@@ -116,7 +114,7 @@ class ChainCheckpoint:
 class ResumedChain:
     """A chain to go on with: its checkpoint, and its current and best strategies then."""
 
-    checkpoint: ChainCheckpoint
+    checkpoint: ChainSnapshot
     current: Strategy
     best: Strategy
 
@@ -176,7 +174,7 @@ class Recorder:
     """Collects proposals and hands them to an observer in batches."""
 
     observer: Observer | None
-    checkpoint: Callable[[], tuple[ChainCheckpoint, ...]] | None = None
+    checkpoint: Callable[[], tuple[ChainSnapshot, ...]] | None = None
     proposals: int = 0
     accepted: int = 0
     _waiting: list[Proposal] = field(default_factory=list)
@@ -204,7 +202,7 @@ class Recorder:
         """Hand over the proposals since the last batch; to be called between two proposals."""
         self._flush(self.checkpoint() if self.checkpoint is not None else None)
 
-    def _flush(self, checkpoint: tuple[ChainCheckpoint, ...] | None) -> None:
+    def _flush(self, checkpoint: tuple[ChainSnapshot, ...] | None) -> None:
         if self.observer is None or not self._waiting:
             return
         # An interrupt may come anywhere: half a batch would leave a hole in the record.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Protocol):
-    """The cost of a strategy and of its proposals; every proposal is accepted or rejected before the next."""
+    """The cost of a strategy and of its proposals; every proposal is committed or rolled back before the next."""
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -32,11 +32,11 @@ class Evaluation(Protocol):
         """Change some operators; return the cost of that, or None where the makespan exceeds the bound."""
         ...
 
-    def accept(self) -> None:
-        """Keep the proposal."""
+    def commit(self) -> None:
+        """Keep the proposal: the strategy is that from now on."""
         ...
 
-    def reject(self) -> None:
+    def roll_back(self) -> None:
         """Take the proposal back."""
         ...
 
@@ -83,10 +83,10 @@ class FullEvaluation:
             return None
         return Outcome(self.layout.excess_bytes, step_time_ns)
 
-    def accept(self) -> None:
+    def commit(self) -> None:
         """Keep the proposal: it is in the layout already."""
 
-    def reject(self) -> None:
+    def roll_back(self) -> None:
         """Take the proposal back."""
         if self._undo is not None:
             self.layout.undo(self._undo)

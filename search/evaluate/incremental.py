@@ -93,8 +93,8 @@ class IncrementalEvaluation:
         self._undo = self.layout.replace(changed)
         return self._evaluate(bound_ns)
 
-    def accept(self) -> None:
-        """Keep the proposal."""
+    def commit(self) -> None:
+        """Keep the proposal: the strategy is that from now on."""
         self._current = self._proposed
         self._workloads.reverse()
         for old, fragments in zip(self._old_fragments, self.layout.fragments, strict=True):
@@ -103,7 +103,7 @@ class IncrementalEvaluation:
         if 2 * derivation.counts[1] > len(derivation.pool):
             self._compact()
 
-    def reject(self) -> None:
+    def roll_back(self) -> None:
         """Take the proposal back."""
         if self._undo is not None:
             self.layout.undo(self._undo)
@@ -121,7 +121,7 @@ class IncrementalEvaluation:
         for old in self._old_fragments:
             old[:] = -1
         self._evaluate(NEVER_NS)
-        self.accept()
+        self.commit()
         self._generation = store.generation
 
     def _evaluate(self, bound_ns: int) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""The derivation of a strategy: which tasks have a backward, who completes which gradient, and (`peak_memory`) memory.
+"""The derivation of a strategy: which tasks have a backward, who completes which gradient, and peak memory.
 
 A strategy is derived from another one by what differs between them, and from nothing where all of it does.
 """
@@ -18,7 +18,7 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
-from search.kernels.peak_memory import account_memory, find_peak_memory
+from search.kernels.memory_accounting import account_memory, find_peak_memory
 from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array, Derivation, Fragments, GraphArrays, Groups
 
 

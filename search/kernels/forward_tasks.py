@@ -14,7 +14,6 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
-from search.kernels.gradient_buckets import next_gathers, takes_part
 from search.kernels.records import (
     BUFFER_COLLECTIVE,
     BUFFER_TRANSFER,
@@ -25,6 +24,7 @@ from search.kernels.records import (
     Emission,
     Tasks,
 )
+from search.kernels.weight_gathers import next_gathers, takes_part
 
 
 @hot

@@ -10,7 +10,7 @@ from search.kernels.fragments import operator_header, value_header
 from search.kernels.incremental_backward import bucket_ns, simulate_backward
 from search.kernels.incremental_forward import simulate_collectives, simulate_forward, simulate_transfers
 from search.kernels.machine import carry, compute, find_even, settle, settle_held, settle_links
-from search.kernels.peak_memory import find_peak_memory
+from search.kernels.memory_accounting import find_peak_memory
 from search.kernels.records import (
     HELD,
     HELD_LEFT,

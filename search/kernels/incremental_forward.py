@@ -14,7 +14,6 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
-from search.kernels.gradient_buckets import next_gathers, takes_part
 from search.kernels.machine import (
     carry,
     carry_collective,
@@ -37,6 +36,7 @@ from search.kernels.records import (
     StepTimes,
     Workload,
 )
+from search.kernels.weight_gathers import next_gathers, takes_part
 
 
 @inner

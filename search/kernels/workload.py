@@ -18,8 +18,8 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
-from search.kernels.gradient_buckets import fill_buckets, find_gathers
-from search.kernels.peak_memory import account_memory
+from search.kernels.gradient_buckets import fill_buckets
+from search.kernels.memory_accounting import account_memory
 from search.kernels.records import (
     LOCAL,
     MIXED,
@@ -33,6 +33,7 @@ from search.kernels.records import (
     Step,
     Workload,
 )
+from search.kernels.weight_gathers import find_gathers
 
 
 @section

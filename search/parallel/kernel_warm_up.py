@@ -30,12 +30,13 @@ from search.kernels.exchange import find_members
 from search.kernels.fifo_order import run_fifo_order
 from search.kernels.fragment_table import find_fragments, find_touched
 from search.kernels.fragment_writing import write_fragments
-from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.gradient_buckets import fill_buckets
 from search.kernels.incremental import compact, evaluate_program_order
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
 from search.kernels.regions import find_regions
 from search.kernels.task_graph import emit_task_graph, most_tasks
+from search.kernels.weight_gathers import find_gathers
 from search.orders import Order
 from search.parallel.fork import ForkedProcess, can_fork, fork
 from search.parallel.gc_pause import rare_collection

@@ -255,7 +255,7 @@ class UnitStore:
         self._end = int(state[0])
         if state[2]:
             for at, devices_at in state[3 : 3 + 2 * state[2]].reshape(-1, 2).tolist():
-                self._price_collectives(
+                self._write_collective_durations(
                     at, words[devices_at : devices_at + words[devices_at - DEVICES_BEHIND]]
                 )
         return left
@@ -357,10 +357,10 @@ class UnitStore:
             words = write_value(self.arena, self._end, *arguments)
         at = self._reserve(words)
         if self.arena[at + COLLECTIVES_WORD]:
-            self._price_collectives(at, self._devices(self.configuration_number(made_by)))
+            self._write_collective_durations(at, self._devices(self.configuration_number(made_by)))
         return at
 
-    def _price_collectives(self, at: int, source_devices: IntArray) -> None:
+    def _write_collective_durations(self, at: int, source_devices: IntArray) -> None:
         """Write resource sets and durations of a value fragment's collectives, forward and backward."""
         arena = self.arena
         found, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])

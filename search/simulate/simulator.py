@@ -57,7 +57,7 @@ class Simulation:
     that carry a gradient and are not just one local task's output. Of a group of operators that is made again in the
     backward it counts what enters and what others need; and, where that is more, what is there once some group is
     made again: what the group's backward needs instead of what lies behind the group. It is a sum, quick to bring up
-    to date in the search's loop; what a program takes in truth, `app.services.predict.peak_memory` finds.
+    to date in the search's loop; what a program takes in truth, `app.services.predict.predicted_peaks` finds.
     """
 
     tasks: TaskGraph

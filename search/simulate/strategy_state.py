@@ -12,7 +12,7 @@ from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
 from search.kernels.fragment_table import LEFT_OUT, WHOLE, FragmentKeys, find_touched
-from search.kernels.gradient_buckets import fill_buckets, find_gathers
+from search.kernels.gradient_buckets import fill_buckets
 from search.kernels.priority_order import number_by_position, run_priority_order
 from search.kernels.program_order import run_program_order
 from search.kernels.records import (
@@ -30,6 +30,7 @@ from search.kernels.records import (
     Timeline,
 )
 from search.kernels.task_graph import emit_task_graph, most_tasks
+from search.kernels.weight_gathers import find_gathers
 from search.outcome import NEVER_NS
 from search.simulate.fragment_cache import SHARING_CODE, Chosen
 from search.simulate.priorities import positions, tac_of, tic_of

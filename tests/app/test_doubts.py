@@ -15,7 +15,7 @@ from app.db.records import OpCostRecord, utc_now
 from app.db.store import Store
 from app.services.costs.doubts import Doubts
 from app.services.costs.machine import DeviceGroup, describe
-from app.services.costs.operator_costs import DatabaseCosts, signature_record
+from app.services.costs.operator_costs import DatabaseCosts, cost_key_record
 from app.services.costs.packs import read_pack, shipped_packs
 from app.services.costs.profile import Measurer
 from app.services.progress import Progress
@@ -35,12 +35,12 @@ from tests.profiler.test_estimate import KIND
 def shipped() -> list[Observation]:
     """Return the shipped costs of convolutions and products, most of those that take long."""
     return [
-        Observation(call_from_json(json.loads(record.signature.key)), record.phase, record.median_s)
+        Observation(call_from_json(json.loads(record.cost_key.key)), record.phase, record.median_s)
         for path in shipped_packs()
         for group in read_pack(path)
         for record in group.op_costs
         if record.median_s is not None
-        and record.signature.target in ("aten.conv2d.default", "aten.linear.default", "soapstone.conv2d")
+        and record.cost_key.target in ("aten.conv2d.default", "aten.linear.default", "soapstone.conv2d")
     ]
 
 
@@ -98,7 +98,7 @@ class Told(Progress):
 def plant(store: Store, group: DeviceGroup, call: LocalCall, time_s: float) -> None:
     """Store a cost as if it had been measured."""
     records = [
-        OpCostRecord(signature_record(call), phase, time_s, time_s, time_s, samples_s=(time_s,) * 5)
+        OpCostRecord(cost_key_record(call), phase, time_s, time_s, time_s, samples_s=(time_s,) * 5)
         for phase in phases(call)
     ]
     store.put_op_costs(group.kind_id, group.environment_id, records)

@@ -12,7 +12,7 @@ from app.db.records import DeviceKindRecord, EnvironmentRecord, LinkFitRecord, O
 from app.db.store import Store
 from app.services.costs.environments import differences, say_unused, say_used, shortened
 from app.services.costs.machine import describe
-from app.services.costs.operator_costs import signature_record
+from app.services.costs.operator_costs import cost_key_record
 from app.services.progress import Progress
 from graph.topology import load_topology
 from profiler.devices import cpu_devices
@@ -49,7 +49,7 @@ def of_torch(version: str) -> EnvironmentRecord:
 def cost(size: int, at: int) -> OpCostRecord:
     """Return the cost of an optimizer's update: a call that estimates can rest on."""
     return replace(
-        samples.op_cost(1, at=at), signature=signature_record(update_call("sgd", size)), phase="update"
+        samples.op_cost(1, at=at), cost_key=cost_key_record(update_call("sgd", size)), phase="update"
     )
 
 

@@ -22,7 +22,7 @@ import pytest
 from app.db.records import OpCostRecord
 from app.db.store import Store
 from app.services.costs.machine import describe
-from app.services.costs.operator_costs import signature_record
+from app.services.costs.operator_costs import cost_key_record
 from app.services.costs.profile import Measurer, missing_calls
 from app.services.progress import Progress
 from profiler.devices import cpu_devices
@@ -107,7 +107,7 @@ def test_measuring_again_replaces_costs_and_takes_none_away(tmp_path: Path) -> N
     with Store.open(tmp_path / "again.sqlite") as store:
         (group,) = describe(store, cpu_devices(1)).groups
         planted = [
-            OpCostRecord(signature_record(call), phase, 1e6, 1e6, 1e6, samples_s=(1e6,) * 5)
+            OpCostRecord(cost_key_record(call), phase, 1e6, 1e6, 1e6, samples_s=(1e6,) * 5)
             for call in (hanging, *others)
             for phase in phases(call)
         ]

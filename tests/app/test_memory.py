@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from app.services.predict.peak_memory import predicted_peaks, shares
+from app.services.predict.predicted_peaks import predicted_peaks, shares
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.training import Training

@@ -27,7 +27,7 @@ def _stored_products(database: Path) -> int:
     with Store.open(f"sqlite:///{database}") as store:
         (summary,) = store.cost_summaries()
         costs = store.op_costs(summary.device_kind.id, summary.environment.id)
-        return len({name for (name, _), record in costs.items() if record.signature.target in PRODUCTS})
+        return len({name for (name, _), record in costs.items() if record.cost_key.target in PRODUCTS})
 
 
 def test_so_many_products_more_are_measured_and_found_again(command: Command, database: Path) -> None:

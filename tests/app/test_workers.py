@@ -19,7 +19,7 @@ import pytest
 from app.db.records import DEEPEST_COPY, OpCostRecord, Phase
 from app.db.store import Store
 from app.services.costs.machine import describe
-from app.services.costs.operator_costs import DatabaseCosts, OnMiss, signature_record
+from app.services.costs.operator_costs import DatabaseCosts, OnMiss, cost_key_record
 from app.services.trace import recorder as recording
 from graph.errors import RuntimeFailure
 from graph.rules import flops
@@ -153,7 +153,7 @@ def test_what_a_copy_gives_out_is_kept_as_if_it_had_been_asked_here(tmp_path: Pa
         group = machine.groups[0]
         phases: tuple[tuple[Phase, float], ...] = (("forward", 1e10), ("backward", 5e9))
         records = [
-            OpCostRecord(signature_record(call), phase, *(flops(call) / rate,) * 3)
+            OpCostRecord(cost_key_record(call), phase, *(flops(call) / rate,) * 3)
             for call in known
             for phase, rate in phases
         ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from profiler.contention import measure_overlaps
 from profiler.devices import PhysicalDevice, available_devices
 from profiler.kinds import datasheet_kind
 from profiler.link_patterns import Pattern
@@ -23,7 +24,6 @@ from profiler.links import (
     pairs_to_measure,
     probe_links,
 )
-from profiler.overlap import measure_overlaps
 from profiler.process_groups import join_process_group
 from profiler.rank_clock import RankClock
 from tests.gpu.conftest import forget_devices

@@ -21,8 +21,8 @@ from graph.training import Training
 from profiler.operators.counter_rng import keep_mask
 from runtime.jobs.job import Job
 from runtime.jobs.models import ModelReference
+from runtime.observe.measured_peak import bytes_alive, measure_peak
 from runtime.observe.memory_trace import PARTS, trace_memory
-from runtime.observe.peak_memory import bytes_alive, measure_peak
 from runtime.ranks import watchdog
 from tests.runtime.oracle import SEED, graph_of, reference
 from tests.runtime.pool import LocalPool

@@ -179,9 +179,9 @@ class Walk(RuleBasedStateMachine):
         # What was not simulated to its end cannot be kept; all stay at one strategy.
         for one in self.ways.values():
             if kept and None not in found.values():
-                one.accept()
+                one.commit()
             else:
-                one.reject()
+                one.roll_back()
         assert all(one.configurations == self.delta.configurations for one in self.ways.values())
 
     def check(self, found: dict[Order, Outcome | None], bounds_ns: dict[Order, int]) -> None:
@@ -313,9 +313,9 @@ def test_no_mechanism_changes_a_result(name: str, contention: float) -> None:
         assert found == expected
         for one in ways:
             if found is not None:
-                one.accept()
+                one.commit()
             else:
-                one.reject()
+                one.roll_back()
 
 
 @pytest.mark.parametrize("order", ["program", *EVENT_DRIVEN])
@@ -351,7 +351,7 @@ def test_two_chains_of_one_builder_do_not_disturb_each_other(
         }
         assert fast.propose(changed, NEVER_NS) == full.propose(changed, NEVER_NS)
         for one in (fast, full):
-            one.accept()
+            one.commit()
         assert fast.current() == full.current()
 
 

@@ -105,9 +105,9 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
             assert late.step_time_ns == reference_ns(tasks, "fifo")
             for way in (delta, program, fifo):
                 if step % 3 and found is not None:
-                    way.accept()
+                    way.commit()
                 else:
-                    way.reject()
+                    way.roll_back()
 
 
 def test_a_layout_may_make_other_groups_again() -> None:

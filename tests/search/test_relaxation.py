@@ -71,14 +71,14 @@ def check_at_their_bounds(builder: TaskGraphBuilder, strategy: Strategy, proposa
         assert expected is not None
         for bound_ns in (expected.step_time_ns // 4, expected.step_time_ns - 1):
             assert delta.propose(changed, bound_ns) is None
-            delta.reject()
+            delta.roll_back()
         assert delta.propose(changed, expected.step_time_ns) == expected
         if number % 3:
-            delta.reject()
-            full.reject()
+            delta.roll_back()
+            full.roll_back()
         else:
-            delta.accept()
-            full.accept()
+            delta.commit()
+            full.commit()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -193,7 +193,7 @@ def test_part_of_it_rejects_most_proposals_to_data_parallelism(counted: type[Cou
     moves, rng = Moves(graph, 16), np.random.default_rng(2)
     for _ in range(60):
         delta.propose(moves.propose(delta.configurations, rng).changed, delta.current().step_time_ns)
-        delta.reject()
+        delta.roll_back()
     assert counted.tried == 60
     assert counted.decisions > 30
 

@@ -112,9 +112,9 @@ def test_what_changes_costs_what_the_whole_does(name: str, topology: str) -> Non
                 assert outcome == Outcome(found[1].excess_bytes, reference_ns(tasks, order))
             for way in ways:
                 if step % 3:
-                    way.accept()
+                    way.commit()
                 else:
-                    way.reject()
+                    way.roll_back()
 
 
 def test_a_walk_goes_on_from_what_is_not_shared() -> None:
@@ -130,14 +130,14 @@ def test_a_walk_goes_on_from_what_is_not_shared() -> None:
         layout: Layout = delta.layout
         layout.share(dict(enumerate(sharding)))
         assert delta.propose({}, NEVER_NS) == expected
-        delta.accept()
+        delta.commit()
         place = len(graph.operators) - 1
         other = random_mesh(graph, 3, np.random.default_rng(place)).configurations[place]
         found = delta.propose({place: other}, NEVER_NS)
         moved = (*plain.configurations[:place], other)
         strategy = Strategy(graph.digest, moved, sharding)
         assert found == FullEvaluation(builder.layout(strategy), "program").current()
-        delta.reject()
+        delta.roll_back()
 
 
 def problem_of(graph: OperatorGraph, machines: Topology, links: LinkCosts) -> Problem:

@@ -21,8 +21,8 @@ from app.services.progress import Progress
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import Pair, Topology, local_topology
+from profiler.contention import Computation
 from profiler.link_worker import DISTURBED_SHARE
-from profiler.overlap import Computation
 from search.cost.cost_table import Origin
 from search.cost.link_costs import Curve, LinkCosts
 

@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from app.db.records import OpCostRecord, OpSignatureRecord, Phase
+from app.db.records import CostKeyRecord, OpCostRecord, Phase
 from app.db.store import Store
 from app.services.costs.precisions import environments_of
 from graph.calls import LocalCall, call_from_json
@@ -32,13 +32,13 @@ Given = tuple[dict[str, str], dict[str, float]]
 Measure = Callable[[Sequence[LocalCall]], Collection[str]]
 
 
-def signature_record(call: LocalCall) -> OpSignatureRecord:
+def cost_key_record(call: LocalCall) -> CostKeyRecord:
     """Return the row that names a call's cost."""
     from graph.rules import bytes_moved, flops
     from profiler.updates import is_update, update_bytes, update_flops
 
     count, size = (update_flops, update_bytes) if is_update(call) else (flops, bytes_moved)
-    return OpSignatureRecord(call.digest, call.target, call.key, _whole(count(call)), _whole(size(call)))
+    return CostKeyRecord(call.digest, call.target, call.key, _whole(count(call)), _whole(size(call)))
 
 
 def _whole(number: float) -> int:
@@ -50,15 +50,15 @@ def cost_records(result: CallResult) -> list[OpCostRecord]:
     """Return the rows of one measured call: one a phase, a failure with its reason."""
     from profiler.measure import FailedMeasurement
 
-    signature = signature_record(result.call)
+    cost_key = cost_key_record(result.call)
     records = []
     for outcome in result.outcomes:
         if isinstance(outcome, FailedMeasurement):
-            records.append(OpCostRecord(signature, outcome.phase, None, None, None, failure=outcome.reason))
+            records.append(OpCostRecord(cost_key, outcome.phase, None, None, None, failure=outcome.reason))
         else:
             records.append(
                 OpCostRecord(
-                    signature,
+                    cost_key,
                     outcome.phase,
                     outcome.minimum_s,
                     outcome.p10_s,
@@ -85,7 +85,7 @@ def observation_of(record: OpCostRecord) -> Observation | None:
     time_s = model_time_s(record)
     if time_s is None:
         return None
-    return Observation(call_from_json(json.loads(record.signature.key)), record.phase, time_s)
+    return Observation(call_from_json(json.loads(record.cost_key.key)), record.phase, time_s)
 
 
 class DatabaseCosts:

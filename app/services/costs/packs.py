@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from app.db.failures import MALFORMED
 from app.db.records import (
+    CostKeyRecord,
     DeviceKindRecord,
     EnvironmentRecord,
     LinkCostRecord,
     LinkFitRecord,
     OpCostRecord,
-    OpSignatureRecord,
 )
 from app.db.store import Store
 from app.services.files import checked_target, replacing
@@ -234,7 +234,7 @@ def _rows(group: PackGroup) -> Iterator[dict[str, Any]]:
         "environment_created_at": group.environment.created_at,
     }
     for cost in group.op_costs:
-        yield {"record": "op_cost", **shared, "key": cost.signature.key, **_fields(cost, OP_COST)}
+        yield {"record": "op_cost", **shared, "key": cost.cost_key.key, **_fields(cost, OP_COST)}
     for link in group.link_costs:
         yield {"record": "link_cost", **shared, **_fields(link, LINK_COST)}
     for fit in group.link_fits:
@@ -359,27 +359,27 @@ def _samples(row: Row) -> tuple[float, ...]:
     return tuple(samples)
 
 
-def _signature(row: Row) -> OpSignatureRecord:
-    from app.services.costs.operator_costs import signature_record
+def _cost_key(row: Row) -> CostKeyRecord:
+    from app.services.costs.operator_costs import cost_key_record
     from graph.calls import call_from_json
 
     document = _mapping(row, "key")
     try:
         call = call_from_json(document)
         _must(call.key == row["key"], "key is no call's")
-        return signature_record(call)
+        return cost_key_record(call)
     except (*MALFORMED, SoapstoneError):
         raise _NoMeasurement("key is no call's") from None
 
 
 def _op_cost(row: Row) -> OpCostRecord:
     _must(row["phase"] in ("forward", "backward", "update"), f"phase is {row['phase']!r}")
-    signature, measured_at = _signature(row), _moment(row, "measured_at")
+    cost_key, measured_at = _cost_key(row), _moment(row, "measured_at")
     if row["failure"] is not None:
         times = [row[name] for name in ("minimum_s", "p10_s", "median_s")]
         _must(times == [None] * 3 and not row["samples_s"], "there are a failure and times")
         return OpCostRecord(
-            signature, row["phase"], None, None, None, failure=row["failure"], measured_at=measured_at
+            cost_key, row["phase"], None, None, None, failure=row["failure"], measured_at=measured_at
         )
     p10_s = _seconds(row, "p10_s", least=_seconds(row, "minimum_s"))
     _seconds(row, "median_s", least=p10_s)
@@ -389,7 +389,7 @@ def _op_cost(row: Row) -> OpCostRecord:
     if row["launch_s"] is not None:
         _seconds(row, "launch_s")
     fields = {**_named(row, OP_COST), "samples_s": _samples(row), "measured_at": measured_at}
-    return OpCostRecord(signature, **fields)
+    return OpCostRecord(cost_key, **fields)
 
 
 def _check_pattern(row: Row) -> None:

@@ -36,7 +36,7 @@ from app.services.costs.profile import Measurer
 from app.services.costs.topologies import LOCAL, named_topology, topology_record
 from app.services.models.models import ImportedModel
 from app.services.predict.compiled_stretches import compiled_calls, with_compiled_costs
-from app.services.predict.peak_memory import predicted_peaks
+from app.services.predict.predicted_peaks import predicted_peaks
 from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
@@ -343,7 +343,7 @@ def predict(
     """Simulate a strategy and store it with its prediction; return the strategy's id and the simulation.
 
     With `walk` "always", or where the search's sum says that a device may be nearly full, peak memory is that of the
-    devices' programs (`app.services.predict.peak_memory`); with "never" it is the sum alone, and no torch is needed.
+    devices' programs (`app.services.predict.predicted_peaks`); with "never" it is the sum alone, without torch.
     """
     from search.simulate.simulator import simulate_tasks
 

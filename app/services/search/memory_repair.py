@@ -1,7 +1,7 @@
 """More sharding, or more recomputation, of a strategy that does not fit after all.
 
 Algorithms `sharding` and `recomputation` go by the sum of memory that a search keeps, and do no more than must be. A
-device's program may take more than that sum (`app.services.predict.peak_memory`): then the sum gets so much less
+device's program may take more than that sum (`app.services.predict.predicted_peaks`): then the sum gets so much less
 memory.
 """
 

@@ -24,7 +24,7 @@ from graph.canonical import canonical_json
 from graph.errors import DatabaseError
 from graph.strategy import Configuration, Strategy
 from search.algorithms.moves import Part, keeps_order
-from search.algorithms.proposal_log import ChainCheckpoint
+from search.algorithms.proposal_log import ChainSnapshot
 from search.space.groups import Group, Member, follow
 from search.space.placements import Drawn, Origin, Permuted, recognized
 
@@ -351,17 +351,17 @@ class Recorded:
         return replace(batch, others=others, **{name: getattr(batch, name)[new] for name in columns})
 
 
-def checkpoint_text(chains: Sequence[ChainCheckpoint]) -> str:
+def checkpoint_text(chains: Sequence[ChainSnapshot]) -> str:
     """Return checkpoints of chains as JSON."""
     return canonical_json([_plain(asdict(chain)) for chain in chains])
 
 
-def checkpoint_of(text: str) -> list[ChainCheckpoint]:
+def checkpoint_of(text: str) -> list[ChainSnapshot]:
     """Return the checkpoints of chains in a text of `checkpoint_text`."""
     checkpoints = []
     for entry in json.loads(text):
         pairs = {name: (int(entry[name][0]), int(entry[name][1])) for name in ("initial", "current", "best")}
-        checkpoints.append(ChainCheckpoint(**{**entry, **pairs}))
+        checkpoints.append(ChainSnapshot(**{**entry, **pairs}))
     return checkpoints
 
 
@@ -380,7 +380,7 @@ def groups_of(text: str) -> list[Group]:
     ]
 
 
-def _outcome(chains: Sequence[ChainCheckpoint]) -> SearchOutcome:
+def _outcome(chains: Sequence[ChainSnapshot]) -> SearchOutcome:
     best = min(chain.best for chain in chains)
     return SearchOutcome(
         proposals=sum(chain.proposals for chain in chains),

@@ -32,7 +32,7 @@ from graph.operators import ValueKind
 from graph.strategy import FORMAT, Configuration, Sharding, Strategy
 from search.algorithms.chain import POLISHING
 from search.algorithms.moves import copied
-from search.algorithms.proposal_log import ChainCheckpoint, ResumedChain
+from search.algorithms.proposal_log import ChainSnapshot, ResumedChain
 from search.space.groups import Group, follow
 from search.space.placements import Permuted, Strided, place
 
@@ -103,7 +103,7 @@ class TraceReader:
         )
 
     @_interpreting
-    def checkpoint(self) -> list[ChainCheckpoint]:
+    def checkpoint(self) -> list[ChainSnapshot]:
         """Return the chains as they were written last; none if nothing was written yet."""
         for path in reversed(self._paths["proposals"]):
             text = read_text(path, CHECKPOINT)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from app.db.records import (
+    CostKeyRecord,
     DeviceKindRecord,
     EnvironmentRecord,
     ExecutionRecord,
     GraphRecord,
     OpCostRecord,
-    OpSignatureRecord,
     Phase,
     SearchRecord,
     SimulationRecord,
@@ -32,10 +32,10 @@ def moment(seconds: int) -> datetime:
     return EPOCH + timedelta(seconds=seconds)
 
 
-def signature(number: int) -> OpSignatureRecord:
-    """Return the signature of a square matrix product of size `number`."""
+def cost_key(number: int) -> CostKeyRecord:
+    """Return the cost key of a square matrix product of size `number`."""
     key = {"target": "aten.mm", "shapes": [[number, number]] * 2, "dtype": "float32"}
-    return OpSignatureRecord(
+    return CostKeyRecord(
         digest=digest(key),
         target="aten.mm",
         key=canonical_json(key),
@@ -45,9 +45,9 @@ def signature(number: int) -> OpSignatureRecord:
 
 
 def op_cost(number: int, *, phase: Phase = "forward", time_s: float = 0.5, at: int = 0) -> OpCostRecord:
-    """Return a measured cost of `signature(number)`."""
+    """Return a measured cost of `cost_key(number)`."""
     return OpCostRecord(
-        signature=signature(number),
+        cost_key=cost_key(number),
         phase=phase,
         minimum_s=time_s,
         p10_s=time_s * 1.1,

@@ -27,7 +27,7 @@ def test_two_writers_of_the_same_costs_lose_nothing(database_url: str) -> None:
     expected: dict[str, int] = {}
     for writer in range(2):
         for key, at in [pair for batch in writers.written(writer) for pair in batch]:
-            digest = samples.signature(key).digest
+            digest = samples.cost_key(key).digest
             expected[digest] = max(at, expected.get(digest, at))
     with Store.open(database_url) as store:
         found = store.op_costs(1, None, expected)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from app.db.records import LinkCostRecord, LinkFitRecord, OpCostRecord, Phase
 from app.db.store import Store
 from app.services.costs import packs
-from app.services.costs.operator_costs import signature_record
+from app.services.costs.operator_costs import cost_key_record
 from app.services.costs.packs import PackCounts, PackGroup, merge_pack, read_pack, stored_groups, write_pack
 from graph.calls import LocalCall
 from graph.errors import UsageError
@@ -34,14 +34,14 @@ def call(size: int) -> LocalCall:
 
 def cost(size: int, phase: Phase, generator: random.Random, at: int) -> OpCostRecord:
     times = sorted(generator.uniform(1e-6, 1e-2) for _ in range(5))
-    signature = signature_record(update_call("sgd") if phase == "update" else call(size))
+    cost_key = cost_key_record(update_call("sgd") if phase == "update" else call(size))
     if generator.random() < 0.2:
         return OpCostRecord(
-            signature, phase, None, None, None, failure="out of memory", measured_at=samples.moment(at)
+            cost_key, phase, None, None, None, failure="out of memory", measured_at=samples.moment(at)
         )
     peak = generator.choice([None, size])
     return OpCostRecord(
-        signature, phase, times[0], times[1], times[2], tuple(times), peak, None, samples.moment(at),
+        cost_key, phase, times[0], times[1], times[2], tuple(times), peak, None, samples.moment(at),
         *generator.choice([(None, None, None), (times[0], 1.5e9, "power limit")]),
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ def content(store: Store) -> dict[tuple[str, str], PackGroup]:
         numbers = {name: 0 for name in ("id", "device_kind_id", "environment_id") if hasattr(record, name)}
         plain_record = replace(record, **numbers)
         if isinstance(record, OpCostRecord):
-            plain_record = replace(plain_record, signature=replace(record.signature, id=0))
+            plain_record = replace(plain_record, cost_key=replace(record.cost_key, id=0))
         return plain_record
 
     return {
@@ -131,7 +131,7 @@ def test_packs_merge_in_any_order_and_the_later_measurement_stays(
             write_pack(source, file)
             for key, group in content(source).items():
                 for one in group.op_costs:
-                    name = (key, one.signature.digest, one.phase)
+                    name = (key, one.cost_key.digest, one.phase)
                     latest[name] = max(latest.get(name, one.measured_at), one.measured_at)
     with Store.open(tmp_path / "backwards.sqlite") as backwards:
         for file in files:
@@ -142,11 +142,11 @@ def test_packs_merge_in_any_order_and_the_later_measurement_stays(
         left = set(latest)
         # Of two measured at the same moment either may stay.
         for key, group in content(backwards).items():
-            mine = {(one.signature.digest, one.phase): one for one in found[key].op_costs}
+            mine = {(one.cost_key.digest, one.phase): one for one in found[key].op_costs}
             for one in group.op_costs:
-                name = (key, one.signature.digest, one.phase)
+                name = (key, one.cost_key.digest, one.phase)
                 left.remove(name)
-                assert one.measured_at == mine[one.signature.digest, one.phase].measured_at == latest[name]
+                assert one.measured_at == mine[one.cost_key.digest, one.phase].measured_at == latest[name]
         assert left == set()
 
 

@@ -41,7 +41,7 @@ def test_op_costs_come_back_as_they_were_put(store: Store) -> None:
         store.put_environment(samples.environment()),
     )
     failed = OpCostRecord(
-        samples.signature(3),
+        samples.cost_key(3),
         "update",
         None,
         None,
@@ -51,15 +51,15 @@ def test_op_costs_come_back_as_they_were_put(store: Store) -> None:
     )
     costs = [samples.op_cost(1), samples.op_cost(1, phase="backward", time_s=0.1 + 0.2), failed]
     assert store.put_op_costs(kind, environment, costs) == 3
-    digests = [samples.signature(number).digest for number in (1, 2, 3)]
+    digests = [samples.cost_key(number).digest for number in (1, 2, 3)]
     found = store.op_costs(kind, environment, digests)
-    assert set(found) == {(cost.signature.digest, cost.phase) for cost in costs}
+    assert set(found) == {(cost.cost_key.digest, cost.phase) for cost in costs}
     for cost in costs:
-        read = found[cost.signature.digest, cost.phase]
+        read = found[cost.cost_key.digest, cost.phase]
         assert (read.device_kind_id, read.environment_id) == (kind, environment)
         assert read == replace(
             cost,
-            signature=replace(cost.signature, id=read.signature.id),
+            cost_key=replace(cost.cost_key, id=read.cost_key.id),
             device_kind_id=kind,
             environment_id=environment,
             id=read.id,
@@ -75,9 +75,9 @@ def test_op_costs_written_twice_are_one_row_each(store: Store) -> None:
     )
     costs = [samples.op_cost(number) for number in range(1, 2501)]
     assert store.put_op_costs(kind, environment, costs) == 2500
-    before = store.op_costs(kind, environment, [cost.signature.digest for cost in costs])
+    before = store.op_costs(kind, environment, [cost.cost_key.digest for cost in costs])
     assert store.put_op_costs(kind, environment, [*reversed(costs), *costs]) == 2500
-    assert store.op_costs(kind, environment, [cost.signature.digest for cost in costs]) == before
+    assert store.op_costs(kind, environment, [cost.cost_key.digest for cost in costs]) == before
     assert store.table_counts()["op_costs"] == store.table_counts()["op_signatures"] == 2500
     assert store.put_op_costs(kind, environment, []) == 0
 
@@ -91,7 +91,7 @@ def test_of_any_environment_the_newest_cost_is_returned(store: Store) -> None:
     store.put_op_costs(
         kind, second, [samples.op_cost(1, time_s=2.0, at=1), samples.op_cost(2, time_s=2.0, at=2)]
     )
-    one, two = samples.signature(1).digest, samples.signature(2).digest
+    one, two = samples.cost_key(1).digest, samples.cost_key(2).digest
     found = store.op_costs(kind, None, [one, two])
     assert (found[one, "forward"].minimum_s, found[two, "forward"].minimum_s) == (1.0, 2.0)
     assert store.op_costs(kind, first, [two])[two, "forward"].minimum_s == 1.0
@@ -101,19 +101,19 @@ def test_medians_are_those_of_the_costs(store: Store) -> None:
     kind = store.put_device_kind(samples.device_kind())
     first, second = (store.put_environment(samples.environment(number)) for number in (1, 2))
     failed = OpCostRecord(
-        samples.signature(9), "forward", None, None, None, failure="x", measured_at=samples.moment(4)
+        samples.cost_key(9), "forward", None, None, None, failure="x", measured_at=samples.moment(4)
     )
     many = [samples.op_cost(number, time_s=float(number), at=number % 7) for number in range(1, 1201)]
     store.put_op_costs(kind, first, many)
     store.put_op_costs(kind, second, [samples.op_cost(5, phase="backward"), samples.op_cost(5, at=9), failed])
-    digests = [samples.signature(number).digest for number in range(1, 1150)]
+    digests = [samples.cost_key(number).digest for number in range(1, 1150)]
     for environment in (None, first, second):
         for some in (None, digests, digests[:2], []):
             costs = store.op_costs(kind, environment, some)
             assert store.op_cost_medians(kind, environment, some) == {
                 key: cost.median_s for key, cost in costs.items()
             }
-    assert store.op_cost_medians(kind, None)[samples.signature(9).digest, "forward"] is None
+    assert store.op_cost_medians(kind, None)[samples.cost_key(9).digest, "forward"] is None
 
 
 _PHASES: list[Phase] = ["forward", "backward", "update"]
@@ -141,10 +141,10 @@ def test_the_newer_cost_stays_whatever_the_order(
         costs = [samples.op_cost(n, phase=phase, time_s=time_s, at=at) for n, phase, at, time_s in batch]
         store.put_op_costs(kind, environment, costs)
         for number, phase, at, time_s in batch:
-            key = samples.signature(number).digest, phase
+            key = samples.cost_key(number).digest, phase
             if key not in expected or expected[key][0] <= at:
                 expected[key] = at, time_s
-    found = store.op_costs(kind, environment, [samples.signature(number).digest for number in range(1, 5)])
+    found = store.op_costs(kind, environment, [samples.cost_key(number).digest for number in range(1, 5)])
     assert {key: (cost.measured_at, cost.minimum_s) for key, cost in found.items()} == {
         key: (samples.moment(at), time_s) for key, (at, time_s) in expected.items()
     }
@@ -198,7 +198,7 @@ def test_cost_summaries_count_by_kind_and_environment(store: Store) -> None:
     kind = store.put_device_kind(samples.device_kind())
     first, second = (store.put_environment(samples.environment(number)) for number in (1, 2))
     failed = OpCostRecord(
-        samples.signature(9), "forward", None, None, None, failure="x", measured_at=samples.moment(4)
+        samples.cost_key(9), "forward", None, None, None, failure="x", measured_at=samples.moment(4)
     )
     store.put_op_costs(kind, first, [samples.op_cost(1, at=1), samples.op_cost(2, at=3)])
     store.put_op_costs(kind, second, [samples.op_cost(1, at=2), failed])
