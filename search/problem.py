@@ -151,13 +151,13 @@ class Tables:
         """
         configurations = self._configurations[operator]
         key = (self._store.classes.operators[operator], tuple(configurations))
-        known = self._operator_tables.get(key)
-        if known is None:
-            known = self._operator_tables[key] = self._make_operator(operator, configurations)
-        return known
+        table = self._operator_tables.get(key)
+        if table is None:
+            table = self._operator_tables[key] = self._make_operator(operator, configurations)
+        return table
 
     def _make_operator(self, operator: int, configurations: Sequence[Configuration]) -> OperatorTable:
-        most = max(tasks(one.degrees[:-1]) for one in configurations)
+        most = max(tasks(configuration.degrees[:-1]) for configuration in configurations)
         shape = (len(configurations), most)
         forward, backward = np.full(shape, NEVER, np.int64), np.full(shape, NEVER, np.int64)
         load = np.zeros((len(configurations), self.problem.device_count), np.int64)
@@ -186,7 +186,7 @@ class Tables:
             backward,
             load,
             longest,
-            np.array([tasks(one.degrees[:-1]) for one in configurations], np.int64),
+            np.array([tasks(configuration.degrees[:-1]) for configuration in configurations], np.int64),
         )
 
     def edge(self, number: int, *, by_part: bool) -> EdgeTable:
@@ -199,16 +199,16 @@ class Tables:
         producer, producer_rows = _distinct(self._configurations[edge.producer])
         reader, reader_rows = _distinct(self._configurations[edge.reader])
         key = (self._single[number], edge.gradient, tuple(producer), tuple(reader), by_part)
-        known = self._edge_tables.get(key)
-        if known is None:
+        table = self._edge_tables.get(key)
+        if table is None:
             if len(producer) * len(reader) > MOST_PAIRS:
                 raise UsageError(
                     f"search: {self.graph.operators[edge.producer].name} and its reader have "
                     f"{len(producer)} x {len(reader)} configurations, must be at most {MOST_PAIRS} pairs; take fewer "
                     "devices"
                 )
-            known = self._edge_tables[key] = self._make_edge(number, producer, reader, by_part=by_part)
-        return EdgeTable(*known, producer_rows, reader_rows)
+            table = self._edge_tables[key] = self._make_edge(number, producer, reader, by_part=by_part)
+        return EdgeTable(*table, producer_rows, reader_rows)
 
     def _make_edge(
         self,
@@ -225,8 +225,8 @@ class Tables:
             shape = (
                 len(producer),
                 len(reader),
-                max(tasks(one.degrees[:-1]) for one in producer),
-                max(tasks(one.degrees[:-1]) for one in reader),
+                max(tasks(configuration.degrees[:-1]) for configuration in producer),
+                max(tasks(configuration.degrees[:-1]) for configuration in reader),
             )
             there = np.full(shape, NEVER, np.int64)
             back = np.full((*shape[:2], shape[3], shape[2]), NEVER, np.int64)
@@ -282,8 +282,8 @@ class Tables:
         """
         shared: dict[tuple[int, ...], int] = {}
         elements: dict[int, int] = {}
-        for place in weights:
-            of = self._store.classes.statics[place]
+        for weight in weights:
+            of = self._store.classes.statics[weight]
             mine = [port for port in of.readers if port.operator in chosen]
             holders, cells = self._store.holdings(
                 mine, [chosen[port.operator] for port in mine], synchronized=True
@@ -296,12 +296,12 @@ class Tables:
 
     def trained(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return the weights that some operator with a backward reads, with the places of all groups that read them."""
-        graph, found = self.graph, []
-        for place in range(len(graph.weights)):
-            readers = [port.operator for port in self._store.classes.statics[place].readers]
+        graph, trained = self.graph, []
+        for weight in range(len(graph.weights)):
+            readers = [port.operator for port in self._store.classes.statics[weight].readers]
             if any(graph.has_backward(graph.operators[index]) for index in readers):
-                found.append((place, tuple(sorted({self.space.group_of[index] for index in readers}))))
-        return found
+                trained.append((weight, tuple(sorted({self.space.group_of[index] for index in readers}))))
+        return trained
 
     def readers_of_weight(self, weight: int) -> set[int]:
         """Return the operators that read a weight, by its place among the graph's."""
@@ -319,25 +319,25 @@ class Tables:
 
 
 def _by_operator(space: Space) -> list[list[Configuration]]:
-    found: list[list[Configuration]] = [[] for _ in space.graph.operators]
+    configurations_of: list[list[Configuration]] = [[] for _ in space.graph.operators]
     for group, choices in zip(space.groups, space.choices, strict=True):
         for choice in choices:
             for index, configuration in follow(group, choice).items():
-                found[index].append(configuration)
-    return found
+                configurations_of[index].append(configuration)
+    return configurations_of
 
 
 def _distinct(configurations: Sequence[Configuration]) -> tuple[list[Configuration], Array]:
     """Return distinct configurations in the order of their first, and for each one its place among them."""
     places: dict[Configuration, int] = {}
-    rows = [places.setdefault(one, len(places)) for one in configurations]
+    rows = [places.setdefault(configuration, len(places)) for configuration in configurations]
     return list(places), np.array(rows, np.int64)
 
 
 def _edges(store: UnitStore) -> list[Edge]:
     """Return all edges between operators; those that renew buffers are none."""
     graph, wiring = store.graph, store.wiring
-    found = []
+    edges = []
     for value in range(wiring.value_count):
         of = store.classes.values[value]
         first = wiring.reading_ptr[value]
@@ -345,8 +345,8 @@ def _edges(store: UnitStore) -> list[Edge]:
             gradient = bool(wiring.reading_gradient[first + reading]) and graph.has_backward(
                 graph.operators[port.operator]
             )
-            found.append(Edge(value, reading, of.producer.operator, port.operator, gradient))
-    return found
+            edges.append(Edge(value, reading, of.producer.operator, port.operator, gradient))
+    return edges
 
 
 def _single_readings(store: UnitStore, edges: Sequence[Edge]) -> list[int]:
@@ -356,10 +356,10 @@ def _single_readings(store: UnitStore, edges: Sequence[Edge]) -> list[int]:
     """
     numbers: dict[tuple[int, ...], int] = {}
     first = 1 << 40
-    found = []
+    classes = []
     for edge in edges:
         of = store.classes.values[edge.value]
         key = (of.producer.number, of.readers[edge.reading].number, of.item_bytes, int(of.summable))
         # With other readers a remote piece may travel otherwise (`Tables._make_edge`).
-        found.append(first + 2 * numbers.setdefault(key, len(numbers)) + (len(of.readers) > 1))
-    return found
+        classes.append(first + 2 * numbers.setdefault(key, len(numbers)) + (len(of.readers) > 1))
+    return classes

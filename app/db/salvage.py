@@ -100,14 +100,14 @@ class Source:
         numbers = self._numbers(table)
         for number in sorted((numbers | _between(read | numbers)) - read):
             try:
-                found = self.first(sa.select(table).where(table.c.id == number))
+                salvaged = self.first(sa.select(table).where(table.c.id == number))
             except LostRow as error:
                 if number in numbers:
                     lost += 1
                     yield LostRow(number, error.reason)
                 continue
-            if found is not None:
-                yield found
+            if salvaged is not None:
+                yield salvaged
         if not lost:
             yield LostRow(0, reason)
 
@@ -136,9 +136,9 @@ class Source:
         return LostRow(0, one_line(error))
 
 
-def _between(known: set[int]) -> set[int]:
-    """Return numbers in the gaps of the known ones, and after them, that may be rows'."""
-    ordered = sorted(known | {0})
+def _between(numbers: set[int]) -> set[int]:
+    """Return numbers in the gaps of those that are read, and after them, that may be rows'."""
+    ordered = sorted(numbers | {0})
     tried: set[int] = set()
     for before, after in zip(ordered, [*ordered[1:], ordered[-1] + LONGEST_END], strict=True):
         if after - before <= LONGEST_GAP - len(tried):

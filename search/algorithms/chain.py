@@ -1,4 +1,4 @@
-"""A Markov chain over strategies by the Metropolis rule: its start, its steps, its checkpoint.
+"""A Markov chain over strategies by the Metropolis rule: its start, its steps, its snapshot.
 
 A chain's walk depends on its start, the seed, its number and the costs: not on other chains, nor on the process that
 walks it. `search.algorithms.mcmc` says which chains there are.
@@ -181,8 +181,8 @@ class Chain:
             move.others,
         )
 
-    def checkpoint(self) -> ChainSnapshot:
-        """Return the checkpoint from which the chain goes on; to be called between two proposals."""
+    def snapshot(self) -> ChainSnapshot:
+        """Return the snapshot from which the chain goes on; to be called between two proposals."""
         return ChainSnapshot(
             number=self.number,
             start=self.start,
@@ -199,7 +199,7 @@ class Chain:
     def parked(self, graph: OperatorGraph) -> ResumedChain:
         """Return the chain as another process goes on with it; to be called between two proposals."""
         return ResumedChain(
-            self.checkpoint(),
+            self.snapshot(),
             self._strategy(graph, tuple(self.evaluation.configurations)),
             self.best_strategy(graph),
         )
@@ -284,12 +284,12 @@ def start_chain(
 
 
 def resumed_chain(builder: TaskGraphBuilder, resumed: ResumedChain, options: SearchOptions) -> Chain:
-    """Return the chain as it was at its checkpoint.
+    """Return the chain as it was at its snapshot.
 
     Raises:
         UsageError: its strategy does not take the time that it took: the costs are others now.
     """
-    was = resumed.checkpoint
+    was = resumed.snapshot
     rng = np.random.default_rng()
     rng.bit_generator.state = dict(was.generator)
     chain = start_chain(builder, was.number, was.start, resumed.current, rng, options)

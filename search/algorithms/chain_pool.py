@@ -177,7 +177,7 @@ class ChainPool:
             raise TypeError("a turn ends that nobody began")
         worker.chain = None
         proposals, accepted = chain.proposals, chain.accepted
-        chain.follow(reply.checkpoint, reply.best)
+        chain.follow(reply.snapshot, reply.best)
         if reply.parked is not None:
             self._parked[chain.number] = reply.parked
         if chain.proposals > proposals:

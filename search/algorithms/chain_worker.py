@@ -65,7 +65,7 @@ class TurnReply:
     """The proposals of a turn, and the chain after it. best: if it is a new one. parked: if the chain may move."""
 
     proposals: list[Proposal]
-    checkpoint: ChainSnapshot
+    snapshot: ChainSnapshot
     best: Strategy | None
     parked: ResumedChain | None
 
@@ -130,7 +130,7 @@ class ChainWorker:
         graph = self._context.moves.graph
         best = chain.best_strategy(graph) if chain.best.found_at > gained_at else None
         parked = chain.parked(graph) if parks else None
-        self._connection.send(TurnReply(proposals, chain.checkpoint(), best, parked))
+        self._connection.send(TurnReply(proposals, chain.snapshot(), best, parked))
 
     def costs(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
         """Return the costs of some calls in the search's own table.

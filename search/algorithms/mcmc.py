@@ -148,7 +148,7 @@ def search(
         builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
     moves = Moves(graph, len(topology.devices), options.shares)
     chains: list[Chain] = []
-    recorder = Recorder(observer, lambda: tuple(chain.checkpoint() for chain in chains))
+    recorder = Recorder(observer, lambda: tuple(chain.snapshot() for chain in chains))
     interrupted = False
     deadline = began + options.time_limit_s if options.time_limit_s is not None else float("inf")
     context = WalkContext(builder, moves, options, observer is not None, deadline)

@@ -125,32 +125,34 @@ class Moves:
         self._followed: dict[Configuration, dict[int, tuple[Configuration, ...]]] = {}
         # Of a group and a neighbour: the axes of the edges between them.
         self._axes_between: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        for place, near in enumerate(self._neighbours):
+        for group_index, near in enumerate(self._neighbours):
             for neighbour in near:
-                self._axes_between.setdefault((place, neighbour.group), []).append(neighbour.axes)
+                self._axes_between.setdefault((group_index, neighbour.group), []).append(neighbour.axes)
         self._hybrids = hybrids(graph, self.groups, device_count) if self.shares.hybrid else ()
 
     def propose(self, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
         """Return a random move from the current configurations of all operators."""
-        place = int(rng.integers(len(self.groups)))
+        group_index = int(rng.integers(len(self.groups)))
         shares = self.shares
         # Without hybrids nothing is drawn for them, here and below.
         if self._hybrids and rng.random() < shares.hybrid:
-            return self._hybrid(place, rng)
+            return self._hybrid(group_index, rng)
         # Without moves that reach further nothing is drawn for them: older searches go on as they would have.
         reach = rng.random() if shares.alike + shares.sharing + shares.spread else 1.0
         if reach < shares.alike:
-            others = self._some(self._like[place], place, rng)
-            return self._to_all(place, others, configurations, rng)
+            others = self._some(self._like[group_index], group_index, rng)
+            return self._to_all(group_index, others, configurations, rng)
         if reach < shares.alike + shares.sharing:
-            return self._to_all(place, self._sharing[place], configurations, rng)
+            return self._to_all(group_index, self._sharing[group_index], configurations, rng)
         if reach < shares.alike + shares.sharing + shares.spread:
-            return self._spread(place, configurations, rng)
-        return self._move(self._chosen(place, configurations, rng))
+            return self._spread(group_index, configurations, rng)
+        return self._move(self._chosen(group_index, configurations, rng))
 
-    def _chosen(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Part:
+    def _chosen(
+        self, group_index: int, configurations: Sequence[Configuration], rng: np.random.Generator
+    ) -> Part:
         """Return a random change of a group."""
-        head, shares = self.groups[place].head, self.shares
+        head, shares = self.groups[group_index].head, self.shares
         kind = rng.random()
         current = configurations[head]
         chosen: Configuration | None = None
@@ -160,13 +162,16 @@ class Moves:
             # Two tasks of a given start may share a device, and more than all devices have no distinct ones.
             if tasks(current.degrees) <= self.device_count:
                 chosen, origin = configured(drawn, self.device_count), drawn
-        elif kind < shares.devices + shares.copy_like and len(self._like[place]) > 1:
-            like = self._like[place]
+        elif kind < shares.devices + shares.copy_like and len(self._like[group_index]) > 1:
+            like = self._like[group_index]
             drawn_place = int(rng.integers(len(like) - 1))
-            source = self.groups[like[drawn_place + (drawn_place >= like.index(place))]].head
+            source = self.groups[like[drawn_place + (drawn_place >= like.index(group_index))]].head
             chosen, origin = configurations[source], Copied(source, None)
-        elif kind < shares.devices + shares.copy_like + shares.copy_neighbour and self._read_by_head[place]:
-            near = self._read_by_head[place]
+        elif (
+            kind < shares.devices + shares.copy_like + shares.copy_neighbour
+            and self._read_by_head[group_index]
+        ):
+            near = self._read_by_head[group_index]
             neighbour = near[int(rng.integers(len(near)))]
             source = self.groups[neighbour.group].head
             chosen, origin = copied(neighbour.axes, configurations[source]), Copied(source, neighbour.axes)
@@ -176,43 +181,47 @@ class Moves:
             chosen = configured(origin, self.device_count)
         return Part((head,), chosen, origin)
 
-    def _given(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Part:
+    def _given(
+        self, group_index: int, configurations: Sequence[Configuration], rng: np.random.Generator
+    ) -> Part:
         """Return the change of a group that others are to follow: its own configuration, or another one."""
         if rng.random() < self.shares.keep:
-            head = self.groups[place].head
+            head = self.groups[group_index].head
             return Part((head,), configurations[head], Copied(head, None))
-        return self._chosen(place, configurations, rng)
+        return self._chosen(group_index, configurations, rng)
 
-    def _some(self, places: Sequence[int], place: int, rng: np.random.Generator) -> Sequence[int]:
+    def _some(self, places: Sequence[int], group_index: int, rng: np.random.Generator) -> Sequence[int]:
         """Return all of these places, or as many neighbours in their order, one's own among them."""
         if len(places) <= 2 or rng.random() < 0.5:
             return places
         count = _some_number(len(places), rng)
-        mine = places.index(place)
+        mine = places.index(group_index)
         first = int(rng.integers(max(0, mine - count + 1), min(mine, len(places) - count) + 1))
         return places[first : first + count]
 
     def _to_all(
         self,
-        place: int,
+        group_index: int,
         others: Sequence[int],
         configurations: Sequence[Configuration],
         rng: np.random.Generator,
     ) -> Move:
         """Return a move of several groups to one configuration."""
         if len(others) == 1:
-            return self._move(self._chosen(place, configurations, rng))
-        given = self._given(place, configurations, rng)
-        heads = tuple(self.groups[other].head for other in others if other != place)
+            return self._move(self._chosen(group_index, configurations, rng))
+        given = self._given(group_index, configurations, rng)
+        heads = tuple(self.groups[other].head for other in others if other != group_index)
         return self._move(given, Part(heads, given.configuration, Copied(given.heads[0], None)))
 
-    def _spread(self, place: int, configurations: Sequence[Configuration], rng: np.random.Generator) -> Move:
+    def _spread(
+        self, group_index: int, configurations: Sequence[Configuration], rng: np.random.Generator
+    ) -> Move:
         """Return a move of a group and of its neighbours, and theirs, where all of the split carries over."""
-        given = self._given(place, configurations, rng)
+        given = self._given(group_index, configurations, rng)
         wanted = _some_number(len(self.groups), rng)
-        parts = {place: given}
+        parts = {group_index: given}
         count = tasks(given.configuration.degrees)
-        border = [(place, neighbour) for neighbour in self._neighbours[place]]
+        border = [(group_index, neighbour) for neighbour in self._neighbours[group_index]]
         while border and len(parts) < wanted:
             drawn = int(rng.integers(len(border)))
             border[drawn], border[-1] = border[-1], border[drawn]
@@ -233,21 +242,21 @@ class Moves:
                 return Part((self.groups[target].head,), copy, Copied(part.heads[0], axes))
         return None
 
-    def _hybrid(self, place: int, rng: np.random.Generator) -> Move:
+    def _hybrid(self, group_index: int, rng: np.random.Generator) -> Move:
         """Return a move of a group, some like it, or a run of groups to their configurations in a hybrid."""
         hybrid = self._hybrids[int(rng.integers(len(self._hybrids)))]
         reach = rng.random()
         run: Sequence[int] = range(len(self.groups))
         if reach < HYBRID_RUNS:
-            places = self._some(run, place, rng)
+            places = self._some(run, group_index, rng)
         elif reach < HYBRID_RUNS + HYBRID_ALIKE:
-            places = self._some(self._like[place], place, rng)
+            places = self._some(self._like[group_index], group_index, rng)
         else:
-            places = (place,)
+            places = (group_index,)
         # Groups of one configuration are one part.
-        alike: dict[Configuration, list[int]] = {hybrid.configurations[place]: [place]}
+        alike: dict[Configuration, list[int]] = {hybrid.configurations[group_index]: [group_index]}
         for other in places:
-            if other != place:
+            if other != group_index:
                 alike.setdefault(hybrid.configurations[other], []).append(other)
         changes = []
         for configuration, given in alike.items():

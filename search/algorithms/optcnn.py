@@ -120,15 +120,15 @@ def factors(tables: Tables) -> list[CostFunction]:
     ]
 
 
-def _own_ns(tables: Tables, place: int) -> Array:
+def _own_ns(tables: Tables, group_index: int) -> Array:
     """Return the cost of each choice of a group, without exchanges, in nanoseconds."""
     space = tables.space
-    group = space.groups[place]
-    total: Array = np.zeros(len(space.choices[place]), np.int64)
+    group = space.groups[group_index]
+    total: Array = np.zeros(len(space.choices[group_index]), np.int64)
     for operator in group.operators:
         total = total + tables.operator(operator).longest_ns_C
-    weights = [weight for weight, readers in tables.trained() if place in readers]
-    for number, choice in enumerate(space.choices[place]):
+    weights = [weight for weight, readers in tables.trained() if group_index in readers]
+    for number, choice in enumerate(space.choices[group_index]):
         syncs, elements = tables.syncs(weights, follow(group, choice))
         by_device: dict[int, int] = {}
         for sync in syncs:

@@ -48,7 +48,7 @@ class ProposalBatch:
     simulation was stopped at the bound. bound_ns: the makespan up to which it was accepted (of two strategies
     that exceed memory differently, that which exceeds less is).
     others: what proposals that changed more than one group gave to the further ones, by place in the batch.
-    checkpoint: the chains after the last of these proposals, None in the last batch of an interrupted search.
+    snapshots: the chains after the last of these proposals, None in the last batch of an interrupted search.
     """
 
     chain: np.ndarray[Any, np.dtype[np.int32]]
@@ -59,11 +59,11 @@ class ProposalBatch:
     simulated_ns: np.ndarray[Any, np.dtype[np.int64]]
     bound_ns: np.ndarray[Any, np.dtype[np.int64]]
     accepted: np.ndarray[Any, np.dtype[np.bool_]]
-    checkpoint: tuple[ChainSnapshot, ...] | None = None
+    snapshots: tuple[ChainSnapshot, ...] | None = None
     others: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, proposals: Sequence[Proposal], checkpoint: tuple[ChainSnapshot, ...] | None) -> ProposalBatch:
+    def of(cls, proposals: Sequence[Proposal], snapshots: tuple[ChainSnapshot, ...] | None) -> ProposalBatch:
         """Return proposals as columns."""
         chain, step, operator, configurations, origin, simulated_ns, bound_ns, accepted, others = zip(
             *proposals, strict=True
@@ -77,8 +77,8 @@ class ProposalBatch:
             np.array(simulated_ns, np.int64),
             np.array(bound_ns, np.int64),
             np.array(accepted, np.bool_),
-            checkpoint,
-            {place: parts for place, parts in enumerate(others) if parts},
+            snapshots,
+            {index: parts for index, parts in enumerate(others) if parts},
         )
 
     def __len__(self) -> int:
@@ -112,9 +112,9 @@ class ChainSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChain:
-    """A chain to go on with: its checkpoint, and its current and best strategies then."""
+    """A chain to go on with: its snapshot, and its current and best strategies then."""
 
-    checkpoint: ChainSnapshot
+    snapshot: ChainSnapshot
     current: Strategy
     best: Strategy
 
@@ -174,14 +174,14 @@ class Recorder:
     """Collects proposals and hands them to an observer in batches."""
 
     observer: Observer | None
-    checkpoint: Callable[[], tuple[ChainSnapshot, ...]] | None = None
+    snapshots: Callable[[], tuple[ChainSnapshot, ...]] | None = None
     proposals: int = 0
     accepted: int = 0
     _waiting: list[Proposal] = field(default_factory=list)
     _flushed_at: float = field(default_factory=time.monotonic)
 
     def add(self, proposal: Proposal) -> None:
-        """Record one proposal; to be called when all of it is done, since a checkpoint may be made here."""
+        """Record one proposal; to be called when all of it is done, since snapshots may be made here."""
         self.proposals += 1
         self.accepted += proposal.accepted
         self.extend((proposal,))
@@ -195,21 +195,21 @@ class Recorder:
             self.flush_whole()
 
     def flush(self) -> None:
-        """Hand over the proposals since the last batch, without a checkpoint: a proposal may be half done."""
+        """Hand over the proposals since the last batch, without snapshots: a proposal may be half done."""
         self._flush(None)
 
     def flush_whole(self) -> None:
         """Hand over the proposals since the last batch; to be called between two proposals."""
-        self._flush(self.checkpoint() if self.checkpoint is not None else None)
+        self._flush(self.snapshots() if self.snapshots is not None else None)
 
-    def _flush(self, checkpoint: tuple[ChainSnapshot, ...] | None) -> None:
+    def _flush(self, snapshots: tuple[ChainSnapshot, ...] | None) -> None:
         if self.observer is None or not self._waiting:
             return
         # An interrupt may come anywhere: half a batch would leave a hole in the record.
         with undisturbed():
             proposals, self._waiting = self._waiting, []
             self._flushed_at = time.monotonic()
-            self.observer.on_proposals(ProposalBatch.of(proposals, checkpoint))
+            self.observer.on_proposals(ProposalBatch.of(proposals, snapshots))
 
     def progress(self, best_s: float) -> None:
         """Tell how far the search is."""

@@ -214,9 +214,9 @@ class _BestTimes:
                 self.whole = False
                 continue
             most_calls -= len(degrees)
-            found = self._least(some[0], degrees)
+            least_of_class = self._least(some[0], degrees)
             for index in some:
-                least[index] = found
+                least[index] = least_of_class
         return least
 
     def _least(self, index: int, all_of: Sequence[Degrees]) -> _Least:
@@ -360,7 +360,7 @@ class _BestTimes:
             (min(head[reader] for reader in readers), 0, update_ns) for readers, update_ns in self._updates()
         ]
         # By falling tail, for every head: the work so far is that of the window.
-        done.sort(key=lambda one: -one[1])
+        done.sort(key=lambda job: -job[1])
         head_N, tail_N, work_N = np.array(done, np.int64).reshape(-1, 3).T
         longest = 0
         for start_ns in sorted(set(head)):
@@ -370,13 +370,13 @@ class _BestTimes:
 
     def _undivided_ns(self) -> list[int]:
         """Return the least work of each operator, of all its tasks, however it is split: see (6)."""
-        found: dict[tuple[int, bool], int] = {}
+        undivided_ns_of: dict[tuple[int, bool], int] = {}
         times = []
         for index, operator in enumerate(self.graph.operators):
             like = self.like[index], self.surely_active[index]
-            if like not in found:
-                found[like] = self._least_together_ns(operator, active=self.surely_active[index])
-            times.append(found[like])
+            if like not in undivided_ns_of:
+                undivided_ns_of[like] = self._least_together_ns(operator, active=self.surely_active[index])
+            times.append(undivided_ns_of[like])
         return times
 
     def _least_together_ns(self, operator: Operator, *, active: bool) -> int:

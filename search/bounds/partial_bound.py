@@ -66,15 +66,15 @@ class PartialStrategy:
         self._by_group = [sorted(group.operators) for group in self.space.groups]
         self._edges_of = self._edges_by_group()
         self._operators: list[Array] = []
-        for place in range(len(self.space.groups)):
-            chosen = sorted(index for some in self._by_group[: place + 1] for index in some)
+        for group_index in range(len(self.space.groups)):
+            chosen = sorted(index for some in self._by_group[: group_index + 1] for index in some)
             self._operators.append(np.array(chosen, np.int64))
         self._loads = [
             sum((self.tables.operator(index).load_ns_CD for index in some), np.zeros((1, count), np.int64))
             for some in self._by_group
         ]
         least = [int(load.sum(axis=1).min()) for load in self._loads]
-        self._least_after = [sum(least[place + 1 :]) for place in range(len(least))]
+        self._least_after = [sum(least[group_index + 1 :]) for group_index in range(len(least))]
         # For each group and choice, a bound of its own.
         self.least_ns = [
             np.max([(paths.inner[index] + paths.outer[index]).max(axis=(1, 2)) for index in some], axis=0)
@@ -93,11 +93,11 @@ class PartialStrategy:
 
     def _edges_by_group(self) -> list[list[int]]:
         """Return, for each group, the edges that are known once it has its choice: both of their ends do."""
-        found: list[list[int]] = [[] for _ in self.space.groups]
+        edges_of: list[list[int]] = [[] for _ in self.space.groups]
         for number, edge in enumerate(self.tables.edges):
             ends = self.space.group_of[edge.producer], self.space.group_of[edge.reader]
-            found[max(ends)].append(number)
-        return found
+            edges_of[max(ends)].append(number)
+        return edges_of
 
     def forget(self, depth: int) -> None:
         """Forget the choices of the groups from `depth` on."""

@@ -34,7 +34,7 @@ def calls_to_profile(
     from graph.rules import operator_class
 
     calls_of = local_calls if local_calls is not None else rule_calls()
-    found: dict[str, LocalCall] = {}
+    call_of: dict[str, LocalCall] = {}
     met: set[tuple[int, Degrees]] = set()
     for operator, degrees in _degrees(graph, device_count):
         # Equal layers have equal calls: of a transformer's 24 one is listed.
@@ -42,8 +42,8 @@ def calls_to_profile(
             continue
         met.add((operator_class(graph, operator), degrees))
         for call in calls_of(graph, operator, degrees):
-            found.setdefault(call.digest, call)
-    return list(found.values())
+            call_of.setdefault(call.digest, call)
+    return list(call_of.values())
 
 
 def _degrees(graph: OperatorGraph, device_count: int) -> Iterable[tuple[Operator, Degrees]]:

@@ -92,14 +92,14 @@ class Prices:
         """
         if kind in ROOTED and root is None:
             raise ValueError(f"price of a {kind.value}: no root given, must be one of {tuple(members)}")
-        found = self.table(
+        prices = self.table(
             [COLLECTIVE_KINDS.index(kind)], [-1 if root is None else root], [np.array(members, np.int64)]
         )
         return CollectivePrice(
-            finite_lines(found.line_KA2[0]),
-            tuple(found.link.tolist()),
-            ORIGINS[found.origin_K[0]],
-            curve=found.curves[0],
+            finite_lines(prices.line_KA2[0]),
+            tuple(prices.link.tolist()),
+            ORIGINS[prices.origin_K[0]],
+            curve=prices.curves[0],
         )
 
     def table(self, codes: Sequence[int], roots: Sequence[int], members: Sequence[Array]) -> PriceTable:
@@ -112,7 +112,7 @@ class Prices:
         """
         count = len(codes)
         member_ptr = np.zeros(count + 1, np.int64)
-        np.cumsum([len(one) for one in members], out=member_ptr[1:])
+        np.cumsum([len(devices) for devices in members], out=member_ptr[1:])
         line, used = (
             np.empty((count, COLLECTIVE_ALGORITHMS, 2)),
             np.empty((count, len(self._routes.is_used)), np.bool_),
@@ -131,11 +131,11 @@ class Prices:
         origin = np.full(count, self._formulas, np.int64)
         curves: list[Curve | None] = [None] * count
         if self._costs.by_size or self._costs.by_members:
-            for place, (code, one) in enumerate(zip(codes, members, strict=True)):
-                measured = self._measured(COLLECTIVE_KINDS[code], one.tolist())
+            for collective, (code, devices_of) in enumerate(zip(codes, members, strict=True)):
+                measured = self._measured(COLLECTIVE_KINDS[code], devices_of.tolist())
                 if measured is not None:
-                    curves[place], source = measured
-                    origin[place] = ORIGIN_CODE[source]
+                    curves[collective], source = measured
+                    origin[collective] = ORIGIN_CODE[source]
         return PriceTable(line, link_ptr, link, origin, curves)
 
     def _measured(self, kind: CollectiveKind, members: Sequence[int]) -> tuple[Curve, Origin] | None:

@@ -194,8 +194,8 @@ class CostTable:
     def _resolved(self, calls: Sequence[LocalCall], kind_name: str) -> list[CallCost]:
         if self._elsewhere is not None:
             return self._elsewhere.costs(calls, kind_name)
-        found = self._source.resolve(calls, kind_name)
-        return [_checked(call, cost, kind_name) for call, cost in zip(calls, found, strict=True)]
+        costs = self._source.resolve(calls, kind_name)
+        return [_checked(call, cost, kind_name) for call, cost in zip(calls, costs, strict=True)]
 
     def least_s(self, call: LocalCall, phase: WorkPhase, work: LeastWork, kind_name: str) -> float:
         """Return seconds that no calls into which a call may be cut take together: 0 where the source knows none.
@@ -225,15 +225,15 @@ class CostTable:
     def update_s(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, int]:
         """Return the seconds in which `optimizer` updates one of many weights, and the code of the origin."""
         key = (optimizer, dtype, kind_name)
-        known = self._updates.get(key)
-        if known is None:
+        cost = self._updates.get(key)
+        if cost is None:
             if self._elsewhere is not None:
-                known = self._elsewhere.update_s(optimizer, dtype, kind_name)
+                cost = self._elsewhere.update_s(optimizer, dtype, kind_name)
             else:
                 seconds, origin = self._source.update_cost(optimizer, dtype, kind_name)
-                known = (seconds, ORIGIN_CODE[origin])
-            self._updates[key] = known
-        return known
+                cost = (seconds, ORIGIN_CODE[origin])
+            self._updates[key] = cost
+        return cost
 
 
 def describe(call: LocalCall) -> str:

@@ -48,7 +48,9 @@ class Curve:
 
     def seconds(self, size_bytes: int) -> float:
         """Return the seconds of `size_bytes`."""
-        start, start_s, s_per_byte = next(one for one in reversed(self.segments) if size_bytes >= one[0])
+        start, start_s, s_per_byte = next(
+            segment for segment in reversed(self.segments) if size_bytes >= segment[0]
+        )
         return start_s + (size_bytes - start) * s_per_byte
 
     def scaled(self, share: float) -> Curve:
@@ -82,12 +84,12 @@ class LinkCosts:
 
     def measured_over(self, kind: CollectiveKind, size: int) -> list[Curve]:
         """Return all that was measured of a kind of collective between `size` devices, whichever they are."""
-        found = [
+        times = [
             curve for (of, members), curve in self.by_members.items() if (of, len(members)) == (kind, size)
         ]
         if (kind, size) in self.by_size:
-            found.append(self.by_size[kind, size])
-        return found
+            times.append(self.by_size[kind, size])
+        return times
 
     @property
     def formulas(self) -> Origin:

@@ -38,12 +38,12 @@ def route_table(topology: Topology) -> RouteTable:
     devices, pairs = len(topology.devices), len(topology.routes)
     # Many pairs share a route: all of two nodes, say.
     numbers: dict[tuple[int, ...], int] = {(): 0}
-    place = np.fromiter((source * devices + to for source, to in topology.routes), np.int64, pairs)
+    pair_P = np.fromiter((source * devices + to for source, to in topology.routes), np.int64, pairs)
     number = np.fromiter(
         (numbers.setdefault(route, len(numbers)) for route in topology.routes.values()), np.int64, pairs
     )
     number_P = np.zeros(devices * devices, np.int64)
-    number_P[place] = number
+    number_P[pair_P] = number
     links = topology.links
     # Added up link by link, as `Topology.transfer_time_s` does: not even the last bit differs.
     latency_s = np.array([sum(links[link].latency_s for link in route) for route in numbers], np.float64)

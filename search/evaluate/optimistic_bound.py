@@ -58,9 +58,9 @@ class OptimisticBound:
         ]
         # For each operator, the weights that it reads itself.
         self._weights_read: list[list[int]] = [[] for _ in graph.operators]
-        for place, weight in enumerate(graph.weights):
+        for weight_index, weight in enumerate(graph.weights):
             for index in dict.fromkeys(index for index, _ in graph.readers[weight.name]):
-                self._weights_read[index].append(place)
+                self._weights_read[index].append(weight_index)
         # The fragments of weights when it was last counted how many weights sum over sets of so many devices.
         self._counted_at: Array = np.full(layout.builder.store.wiring.weight_count, -1, np.int64)
         self._generation = -1
@@ -100,18 +100,22 @@ class OptimisticBound:
         sizes = {}
         numbers = layout.numbers_of(changed)
         for (index, configuration), number in zip(changed.items(), numbers, strict=True):
-            for place in self._weights_read[index]:
-                size = store.set_size(place, configuration, number)
+            for weight_index in self._weights_read[index]:
+                size = store.set_size(weight_index, configuration, number)
                 if size is None:
                     # Those whose sets are not known may be of any size.
                     return ()
-                sizes[place] = size
+                sizes[weight_index] = size
         self._count_sets()
         of_changed: dict[int, int] = {}
         for at in layout.fragments.static_at[list(sizes)].tolist():
             for size in store.set_sizes(at):
                 of_changed[size] = of_changed.get(size, 0) + 1
-        return [place for place, size in sizes.items() if self._sets[size] == of_changed.get(size, 0)]
+        return [
+            weight_index
+            for weight_index, size in sizes.items()
+            if self._sets[size] == of_changed.get(size, 0)
+        ]
 
     def _count_sets(self) -> None:
         """Count, for the current strategy, the weights whose gradients are summed over sets of so many devices."""
@@ -124,11 +128,11 @@ class OptimisticBound:
             self._generation = store.generation
             self._counted_at[:] = -1
             self._sets.clear()
-        for place in np.flatnonzero(static_at != self._counted_at).tolist():
-            if self._counted_at[place] >= 0:
-                self._sets.subtract(store.set_sizes(int(self._counted_at[place])))
-            self._sets.update(store.set_sizes(int(static_at[place])))
-            self._counted_at[place] = static_at[place]
+        for static_index in np.flatnonzero(static_at != self._counted_at).tolist():
+            if self._counted_at[static_index] >= 0:
+                self._sets.subtract(store.set_sizes(int(self._counted_at[static_index])))
+            self._sets.update(store.set_sizes(int(static_at[static_index])))
+            self._counted_at[static_index] = static_at[static_index]
 
     def _are_replicated(self, operators: Iterable[int], changed: Mapping[int, Configuration]) -> bool:
         """Return whether any unchanged one has replicas: which of these have a backward then goes by their readers'."""

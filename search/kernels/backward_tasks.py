@@ -33,8 +33,8 @@ def await_readers(emission: Emission, value: int, assembly: int, e: int) -> int:
     derivation = emission.derivation
     graph, scratch, fragment = emission.graph, emission.scratch, emission.fragments.value_at[value]
     assemblies, readers = assemblies_of(emission.arena, fragment), readers_of(emission.arena, fragment)
-    for place in range(assemblies[assembly].first_reader, assemblies[assembly + 1].first_reader):
-        reader = readers[place]
+    for index in range(assemblies[assembly].first_reader, assemblies[assembly + 1].first_reader):
+        reader = readers[index]
         reading = graph.reading_ptr[value] + reader.reading
         task = derivation.active_at[graph.reading_operator[reading]] + reader.task
         if graph.reading_gradient[reading] and derivation.pool[task]:
@@ -195,15 +195,15 @@ def emit_gradient_transfers(emission: Emission, operator: int) -> None:
             ):
                 continue
             based = False
-            for place in range(assembly.first_piece, assemblies[number + 1].first_piece):
-                piece = pieces[place]
+            for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+                piece = pieces[index]
                 if piece.rank < 0:
                     continue
                 if not based:
                     scratch.gradient_base[flat] = n - piece.rank
                     based = True
                 put_communication(
-                    emission, n, GRADIENT_TRANSFER, value, place, piece.back_resource_set, piece.back_ns,
+                    emission, n, GRADIENT_TRANSFER, value, index, piece.back_resource_set, piece.back_ns,
                     piece.size_bytes,
                 )  # fmt: skip
                 e = await_readers(emission, value, number, e)

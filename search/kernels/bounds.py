@@ -23,8 +23,8 @@ def prefix_bound(prefix: Prefix, operators: Array, after_OD: Array) -> int:
         head, outer = prefix.head_OP[operator], prefix.outer_OPP[operator]
         for part in range(parts):
             head[part] = never if prefix.forward_OP[operator, part] < 0 else 0
-        for place in range(prefix.edge_ptr[operator], prefix.edge_ptr[operator + 1]):
-            edge = prefix.edge[place]
+        for index in range(prefix.edge_ptr[operator], prefix.edge_ptr[operator + 1]):
+            edge = prefix.edge[index]
             if not prefix.known_E[edge]:
                 continue
             producer = prefix.producer_E[edge]
@@ -44,8 +44,8 @@ def prefix_bound(prefix: Prefix, operators: Array, after_OD: Array) -> int:
                     tail = after if tail < 0 else min(tail, after)
             for part in range(parts):
                 outer[part, back] = max(head[part] + tail, never)
-        for place in range(prefix.edge_ptr[operator], prefix.edge_ptr[operator + 1]):
-            edge = prefix.edge[place]
+        for index in range(prefix.edge_ptr[operator], prefix.edge_ptr[operator + 1]):
+            edge = prefix.edge[index]
             if not (prefix.known_E[edge] and prefix.goes_back_E[edge]):
                 continue
             producer = prefix.producer_E[edge]

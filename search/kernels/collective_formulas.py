@@ -18,10 +18,10 @@ COLLECTIVE_ALGORITHMS = 2
 @inner
 def curve_s(curve: Array, first: int, last: int, size_bytes: int) -> float:
     """Return the seconds of a size on the segments `first` to `last`, as `search.cost.link_costs.Curve.seconds`."""
-    place = last - 1
-    while place > first and size_bytes < curve[place, 0]:
-        place -= 1
-    return float(curve[place, 1] + (size_bytes - curve[place, 0]) * curve[place, 2])
+    segment = last - 1
+    while segment > first and size_bytes < curve[segment, 0]:
+        segment -= 1
+    return float(curve[segment, 1] + (size_bytes - curve[segment, 0]) * curve[segment, 2])
 
 
 @inner
@@ -54,19 +54,19 @@ def price_step(routes: Routes, hops: int) -> tuple[float, float]:
     """
     devices = len(routes.source_D)
     for hop in range(hops):
-        place = routes.source_D[hop] * devices + routes.destination_D[hop]
-        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+        pair = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[pair], routes.route_ptr[pair + 1]):
             routes.flows[routes.route_link[at]] += 1
     latency_s = s_per_byte = 0.0
     for hop in range(hops):
-        place = routes.source_D[hop] * devices + routes.destination_D[hop]
-        latency_s = max(latency_s, routes.latency_s[place])
-        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+        pair = routes.source_D[hop] * devices + routes.destination_D[hop]
+        latency_s = max(latency_s, routes.latency_s[pair])
+        for at in range(routes.route_ptr[pair], routes.route_ptr[pair + 1]):
             link = routes.route_link[at]
             s_per_byte = max(s_per_byte, routes.flows[link] / routes.bandwidth[link])
     for hop in range(hops):
-        place = routes.source_D[hop] * devices + routes.destination_D[hop]
-        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+        pair = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[pair], routes.route_ptr[pair + 1]):
             routes.flows[routes.route_link[at]] = 0
     return latency_s, s_per_byte
 
@@ -76,8 +76,8 @@ def use_links(routes: Routes, hops: int) -> None:
     """Mark the links of a step's hops as used."""
     devices = len(routes.source_D)
     for hop in range(hops):
-        place = routes.source_D[hop] * devices + routes.destination_D[hop]
-        for at in range(routes.route_ptr[place], routes.route_ptr[place + 1]):
+        pair = routes.source_D[hop] * devices + routes.destination_D[hop]
+        for at in range(routes.route_ptr[pair], routes.route_ptr[pair + 1]):
             routes.is_used[routes.route_link[at]] = True
 
 
@@ -136,8 +136,8 @@ def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[fl
     latency_s = s_per_byte = part_s_per_byte = 0.0
     while distance > 0:
         hops = 0
-        for place in range(0, size - distance, 2 * distance):
-            here, there = members[(root + place) % size], members[(root + place + distance) % size]
+        for offset in range(0, size - distance, 2 * distance):
+            here, there = members[(root + offset) % size], members[(root + offset + distance) % size]
             routes.source_D[hops] = there if kind == REDUCE else here
             routes.destination_D[hops] = here if kind == REDUCE else there
             hops += 1

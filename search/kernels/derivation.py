@@ -154,12 +154,12 @@ def find_last_readers(
         last = -1
         perhaps = False
         if graph.needs_gradient[value]:
-            for place in range(assembly.first_reader, following.first_reader):
-                reading = graph.reading_ptr[value] + readers[place].reading
+            for index in range(assembly.first_reader, following.first_reader):
+                reading = graph.reading_ptr[value] + readers[index].reading
                 user = graph.reading_operator[reading]
                 if graph.reading_gradient[reading]:
                     # Readers with a backward are in topological order: it reaches the first of them last.
-                    if pool[new.active_at[user] + readers[place].task]:
+                    if pool[new.active_at[user] + readers[index].task]:
                         last = user
                         break
                     if tasks_of(arena, fragments.operator_at[user])[0].origin == PARTLY_ACTIVE:
@@ -168,13 +168,13 @@ def find_last_readers(
                         break
         pool[last_at + number] = last
         if last >= 0 or perhaps:
-            for place in range(assembly.first_piece, following.first_piece):
-                pool[active_at + pieces[place].source] = 1
+            for index in range(assembly.first_piece, following.first_piece):
+                pool[active_at + pieces[index].source] = 1
     find_gradient_collectives(arena, fragment, new, value)
     if is_partial:
         # What goes back with what is not known is left out as well.
-        for place in range(last_at, collective_at + value_header(arena, fragment).collectives):
-            pool[place] = -1
+        for index in range(last_at, collective_at + value_header(arena, fragment).collectives):
+            pool[index] = -1
 
 
 @inner
@@ -210,5 +210,5 @@ def copy_derivation(source: Derivation, target: Derivation) -> None:
         for which in range(2):
             for group in range(source.again_2GD.shape[1]):
                 target.again_2GD[which, group, device] = source.again_2GD[which, group, device]
-    for place in range(len(source.counts)):
-        target.counts[place] = source.counts[place]
+    for index in range(len(source.counts)):
+        target.counts[index] = source.counts[index]

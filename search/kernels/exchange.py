@@ -103,10 +103,10 @@ def write_loads(arena: Array, at: int, loads_at: int, links: ExchangeLinks) -> i
         piece = pieces[number]
         if 0 <= piece.rank < value.transfers:
             there, back = piece.resource_set - devices, piece.back_resource_set - devices
-            for place in range(links.link_ptr[there], links.link_ptr[there + 1]):
-                busy_2L[0, links.link[place]] += piece.run_ns
-            for place in range(links.link_ptr[back], links.link_ptr[back + 1]):
-                busy_2L[1, links.link[place]] += piece.back_ns
+            for index in range(links.link_ptr[there], links.link_ptr[there + 1]):
+                busy_2L[0, links.link[index]] += piece.run_ns
+            for index in range(links.link_ptr[back], links.link_ptr[back + 1]):
+                busy_2L[1, links.link[index]] += piece.back_ns
     count = 0
     for link in range(busy_2L.shape[1]):
         count += busy_2L[0, link] > 0 or busy_2L[1, link] > 0
@@ -181,17 +181,17 @@ def write_pieces(
     devices, replicas = len(links.node_D), sources.replicas
     assemblies, pieces = assemblies_of(arena, at), pieces_of(arena, at)
     number = remote = 0
-    for place in range(len(first_reader)):
-        reader = first_reader[place]
+    for reader_index in range(len(first_reader)):
+        reader = first_reader[reader_index]
         device, wanted = readers.device[reader], readers.region[reader]
-        assembly = assemblies[place]
+        assembly = assemblies[reader_index]
         assembly.device, assembly.first_piece, assembly.collective = device, number, -1
         direct = False
         for overlap in range(overlaps.pointers[wanted], overlaps.pointers[wanted + 1]):
             task = choose_replica(sources.device, overlaps.group[overlap] * replicas, replicas, device, links)
             source = sources.device[task]
             piece = pieces[number]
-            piece.source, piece.assembly = task, place
+            piece.source, piece.assembly = task, reader_index
             piece.size_bytes = overlaps.elements[overlap] * item_bytes
             if source == device:
                 piece.resource_set = piece.back_resource_set = piece.rank = -1
@@ -274,43 +274,43 @@ def write_collectives(
     """
     value, assemblies, pieces = value_header(arena, at), assemblies_of(arena, at), pieces_of(arena, at)
     ptr, members = find_components(arena, at, source_device, devices)
-    found = served = 0
+    collective_count = served = 0
     for component in range(len(ptr) - 1):
         group = members[ptr[component] : ptr[component + 1]]
         kind = kind_of(arena, at, group, region, source_device, devices, summable)
         if kind >= 0:
             for number in group:
-                assemblies[number].collective = found
-            collectives_of(arena, at)[found].kind = kind
-            found += 1
+                assemblies[number].collective = collective_count
+            collectives_of(arena, at)[collective_count].kind = kind
+            collective_count += 1
             # The sentinel's place moves with their number.
-            value.collectives = found
+            value.collectives = collective_count
             served += len(group)
-    if found == 0:
+    if collective_count == 0:
         return int(value.collectives_at)
     collectives = collectives_of(arena, at)
-    collectives[found].first_assembly = served
+    collectives[collective_count].first_assembly = served
     served_assemblies = served_assemblies_of(arena, at)
-    served_at = at + value.collectives_at + COLLECTIVE_WORDS * (found + 1)
+    served_at = at + value.collectives_at + COLLECTIVE_WORDS * (collective_count + 1)
     task_at = served_at + served
     member = task = 0
     last_in = np.full(len(source_device), -1, np.int64)
-    for number in range(found):
+    for number in range(collective_count):
         collective = collectives[number]
         collective.first_assembly, collective.first_source = member, task
-        for place in range(value.assemblies):
-            if assemblies[place].collective != number:
+        for index in range(value.assemblies):
+            if assemblies[index].collective != number:
                 continue
-            served_assemblies[member] = place
+            served_assemblies[member] = index
             member += 1
-            for piece in range(assemblies[place].first_piece, assemblies[place + 1].first_piece):
+            for piece in range(assemblies[index].first_piece, assemblies[index + 1].first_piece):
                 source = pieces[piece].source
                 if last_in[source] != number:
                     last_in[source] = number
                     arena[task_at + task] = source
                     task += 1
         measure_collective(arena, at, number, member, source_device)
-    collectives[found].first_source = task
+    collectives[collective_count].first_source = task
     rank = 0
     for covered in range(2):
         for piece in pieces:
@@ -369,13 +369,13 @@ def are_distinct(numbers: Array, places: Array) -> bool:
     """Return whether the numbers at some places differ; sorting takes two seconds to compile."""
     slots = 2 * len(places)
     seen = np.full(slots, -1, np.int64)
-    for place in places:
-        slot = numbers[place] % slots
-        while seen[slot] >= 0 and seen[slot] != numbers[place]:
+    for index in places:
+        slot = numbers[index] % slots
+        while seen[slot] >= 0 and seen[slot] != numbers[index]:
             slot = (slot + 1) % slots
         if seen[slot] >= 0:
             return False
-        seen[slot] = numbers[place]
+        seen[slot] = numbers[index]
     return True
 
 
@@ -402,22 +402,22 @@ def kind_of(
         task_on[source_device[task]] = task
     sums = summable != 0
     same_tasks = same_region = full = even = level = True
-    for place in range(len(group)):
-        assembly = assemblies[group[place]]
+    for index in range(len(group)):
+        assembly = assemblies[group[index]]
         if is_reader[assembly.device]:
             return -1
         is_reader[assembly.device] = True
-        first, last = assembly.first_piece, assemblies[group[place] + 1].first_piece
+        first, last = assembly.first_piece, assemblies[group[index] + 1].first_piece
         same_tasks = same_tasks and last - first == count
         full = full and last - first == len(group)
-        same_region = same_region and region[group[place]] == region[group[0]]
+        same_region = same_region and region[group[index]] == region[group[0]]
         level = level and assembly.copied_bytes == leading.copied_bytes
         for number in range(first, last):
             piece = pieces[number]
             device = source_device[piece.source]
-            if seen_by[device] == place:
+            if seen_by[device] == index:
                 return -1
-            seen_by[device] = place
+            seen_by[device] = index
             is_source[device] = True
             same_tasks = same_tasks and task_on[device] == piece.source
             sums = sums and piece.size_bytes == assembly.copied_bytes
@@ -457,8 +457,8 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
         assembly, behind = assemblies[served[member]], assemblies[served[member] + 1]
         if kind == REDUCE_SCATTER:
             whole += assembly.copied_bytes
-        for place in range(assembly.first_piece, behind.first_piece):
-            piece = pieces[place]
+        for index in range(assembly.first_piece, behind.first_piece):
+            piece = pieces[index]
             if kind == ALL_TO_ALL:
                 if piece.rank >= 0:
                     whole += piece.size_bytes
@@ -490,10 +490,10 @@ def find_members(
     end = 0
     for number in range(len(collectives) - 1):
         collective, following = collectives[number], collectives[number + 1]
-        for place in range(collective.first_assembly, following.first_assembly):
-            is_member_D[assemblies[served[place]].device] = 1
-        for place in range(collective.first_source, following.first_source):
-            is_member_D[source_device[sources[place]]] = 1
+        for index in range(collective.first_assembly, following.first_assembly):
+            is_member_D[assemblies[served[index]].device] = 1
+        for index in range(collective.first_source, following.first_source):
+            is_member_D[source_device[sources[index]]] = 1
         member_ptr[number] = end
         for device in range(len(is_member_D)):
             if is_member_D[device]:
@@ -537,14 +537,14 @@ def exchange_ns(
         if 0 <= piece.rank < value.transfers:
             resource_set = piece.back_resource_set if back else piece.resource_set
             run_ns = piece.back_ns if back else piece.run_ns
-            for place in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
-                link_ns[resource[place] - devices] += run_ns
+            for index in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
+                link_ns[resource[index] - devices] += run_ns
     for number in range(value.collectives):
         collective = collectives_of(arena, at)[number]
         resource_set = collective.back_resource_set if back else collective.resource_set
         run_ns = collective.back_ns if back else collective.run_ns
-        for place in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
-            link_ns[resource[place] - devices] += run_ns
+        for index in range(resource_ptr[resource_set], resource_ptr[resource_set + 1]):
+            link_ns[resource[index] - devices] += run_ns
     longest_ns = 0
     for run_ns in link_ns:
         longest_ns = max(longest_ns, run_ns)
@@ -570,8 +570,8 @@ def exchange_by_part(
         number = read_assemblies[task]
         served_by = assemblies[number].collective
         reader = task // reader_replicas
-        for place in range(assemblies[number].first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[place]
+        for index in range(assemblies[number].first_piece, assemblies[number + 1].first_piece):
+            piece = pieces[index]
             source = piece.source // source_replicas
             there_ns = back_ns = 0
             if piece.rank >= 0 and sure:

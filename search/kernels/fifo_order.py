@@ -12,16 +12,16 @@ from search.kernels.records import Array, Events, Resources, ResourceSets, Tasks
 @inner
 def push(heap_ns: Array, heap_task: Array, size: int, ready_ns: int, task: int) -> int:
     """Add (ready time, task) to a binary heap; return its new size."""
-    place = size
-    while place > 0:
-        parent = (place - 1) // 2
+    slot = size
+    while slot > 0:
+        parent = (slot - 1) // 2
         if heap_ns[parent] < ready_ns or (heap_ns[parent] == ready_ns and heap_task[parent] < task):
             break
-        heap_ns[place] = heap_ns[parent]
-        heap_task[place] = heap_task[parent]
-        place = parent
-    heap_ns[place] = ready_ns
-    heap_task[place] = task
+        heap_ns[slot] = heap_ns[parent]
+        heap_task[slot] = heap_task[parent]
+        slot = parent
+    heap_ns[slot] = ready_ns
+    heap_task[slot] = task
     return size + 1
 
 
@@ -30,9 +30,9 @@ def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
     """Remove the first of a binary heap (the caller has read it); return its new size."""
     size -= 1
     ready_ns, task = heap_ns[size], heap_task[size]
-    place = 0
+    slot = 0
     while True:
-        child = 2 * place + 1
+        child = 2 * slot + 1
         if child >= size:
             break
         right = child + 1
@@ -43,11 +43,11 @@ def pop(heap_ns: Array, heap_task: Array, size: int) -> int:
             child = right
         if ready_ns < heap_ns[child] or (ready_ns == heap_ns[child] and task < heap_task[child]):
             break
-        heap_ns[place] = heap_ns[child]
-        heap_task[place] = heap_task[child]
-        place = child
-    heap_ns[place] = ready_ns
-    heap_task[place] = task
+        heap_ns[slot] = heap_ns[child]
+        heap_task[slot] = heap_task[child]
+        slot = child
+    heap_ns[slot] = ready_ns
+    heap_task[slot] = task
     return size
 
 
@@ -60,20 +60,20 @@ def new_events(task_count: int, tasks: Tasks, sets: ResourceSets, resource_count
     ptr, successor = np.zeros(task_count + 2, np.int64), np.empty(pred_ptr[task_count], np.int64)
     for task in range(task_count):
         waiting[task] = pred_ptr[task + 1] - pred_ptr[task]
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            ptr[pred_E[place] + 2] += 1
+        for index in range(pred_ptr[task], pred_ptr[task + 1]):
+            ptr[pred_E[index] + 2] += 1
     for task in range(task_count):
         ptr[task + 2] += ptr[task + 1]
     for task in range(task_count):
-        for place in range(pred_ptr[task], pred_ptr[task + 1]):
-            pred = pred_E[place]
+        for index in range(pred_ptr[task], pred_ptr[task + 1]):
+            pred = pred_E[index]
             successor[ptr[pred + 1]] = task
             ptr[pred + 1] += 1
     left_ns_R = np.zeros(resource_count, np.int64)
     for task in range(task_count):
         resource_set = tasks.resource_set[task]
-        for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-            left_ns_R[sets.resource[place]] += tasks.run_ns[task]
+        for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+            left_ns_R[sets.resource[index]] += tasks.run_ns[task]
     return Events(
         waiting,
         tasks.launched_ns[:task_count].copy(),
@@ -135,13 +135,13 @@ def finish(
     """
     resource_set, run_ns = tasks.resource_set[task], tasks.run_ns[task]
     end_ns = serve(task, events.ready_ns[task], events.cause[task], tasks, sets, resources, timeline)
-    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-        resource = sets.resource[place]
+    for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        resource = sets.resource[index]
         events.left_ns_R[resource] -= run_ns
         if end_ns > bound_ns - events.left_ns_R[resource]:
             return size, -1
-    for place in range(events.ptr[task], events.ptr[task + 1]):
-        following = events.successor[place]
+    for index in range(events.ptr[task], events.ptr[task + 1]):
+        following = events.successor[index]
         if end_ns > events.ready_ns[following]:
             events.ready_ns[following] = end_ns
             events.cause[following] = task

@@ -87,9 +87,9 @@ def emit_gathers(emission: Emission, side: int, operator: int) -> None:
             emission, n, FORWARD_GATHER + side, subject, gather, resource_set, run_ns, size_bytes
         )
         gathers.task[gather] = n
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            if gathers.latest_D[sets.end[place]] >= 0:
-                tasks.pred[e] = gathers.latest_D[sets.end[place]]
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            if gathers.latest_D[sets.end[index]] >= 0:
+                tasks.pred[e] = gathers.latest_D[sets.end[index]]
                 e += 1
         n += 1
         tasks.pred_ptr[n] = e
@@ -101,8 +101,8 @@ def emit_gathers(emission: Emission, side: int, operator: int) -> None:
 def await_gathers(emission: Emission, side: int, operator: int, device: int, e: int) -> int:
     """Let a task wait for the gathers of the weights that it reads; return the end of the dependencies."""
     graph, gathers = emission.graph, emission.gathers
-    for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
-        weight = graph.behind_weight[place]
+    for index in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
+        weight = graph.behind_weight[index]
         if gathers.weight_2W[side, weight] < 0:
             continue
         gathering = gathers.weight_2W[side, weight]
@@ -206,8 +206,8 @@ def emit_operator_forward(emission: Emission, operator: int) -> None:
                 tasks.pred[e] = scratch.collective_base[value] + assembly.collective
                 e += 1
                 continue
-            for place in range(assembly.first_piece, assemblies[number + 1].first_piece):
-                piece = pieces[place]
+            for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+                piece = pieces[index]
                 if piece.rank < 0:
                     tasks.pred[e] = scratch.forward_base[graph.producer[value]] + piece.source
                 else:

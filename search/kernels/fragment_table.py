@@ -98,10 +98,10 @@ def find_fragments(
             if keys.variant_S[subject] == LEFT_OUT:
                 keys.at_S[subject] = no_static_at
                 continue
-        found = find_entry(table, write_key(subjects, table, keys, subject))
-        keys.at_S[subject] = table.at[found]
-        if table.at[found] < 0:
-            missing[count], entry[count] = subject, found
+        slot = find_entry(table, write_key(subjects, table, keys, subject))
+        keys.at_S[subject] = table.at[slot]
+        if table.at[slot] < 0:
+            missing[count], entry[count] = subject, slot
             count += 1
     return count
 

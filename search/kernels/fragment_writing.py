@@ -57,8 +57,8 @@ def write_fragments(
     collectives, then their fragments and where the devices of their sources are.
     """
     left = 0
-    for place in range(len(missing)):
-        subject, number = missing[place], entries[place]
+    for index in range(len(missing)):
+        subject, number = missing[index], entries[index]
         at = table.at[number]
         if at < 0 and is_known(subjects, keys, sources, subject, state):
             at = state[0]
@@ -102,15 +102,15 @@ def is_known(
             return False
         row = sources.operands + subjects.class_S[subject]
         return is_in_table(sources, row, sources.degrees_C[keys.configuration_O[subject]], subject, state)
-    known = True
-    for place in range(subjects.port_ptr[subject], subjects.port_ptr[subject + 1]):
-        operator = subjects.port[place]
+    all_known = True
+    for index in range(subjects.port_ptr[subject], subjects.port_ptr[subject + 1]):
+        operator = subjects.port[index]
         row, degrees = (
-            sources.port[place - subjects.values_at],
+            sources.port[index - subjects.values_at],
             sources.degrees_C[keys.configuration_O[operator]],
         )
-        known = is_in_table(sources, row, degrees, operator, state) and known
-    return known
+        all_known = is_in_table(sources, row, degrees, operator, state) and all_known
+    return all_known
 
 
 @inner
@@ -173,9 +173,9 @@ def ports_of(subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSo
     """Return, of a value's producer, then of every reading, where its side and the devices of its tasks are."""
     first, last = subjects.port_ptr[subject], subjects.port_ptr[subject + 1]
     ports = np.empty(2 * (last - first), np.int64)
-    for place in range(first, last):
-        configuration = keys.configuration_O[subjects.port[place]]
-        operand = sources.port[place - subjects.values_at]
-        ports[2 * (place - first)] = sources.at_PD[operand, sources.degrees_C[configuration]]
-        ports[2 * (place - first) + 1] = sources.devices_at_C[configuration]
+    for index in range(first, last):
+        configuration = keys.configuration_O[subjects.port[index]]
+        operand = sources.port[index - subjects.values_at]
+        ports[2 * (index - first)] = sources.at_PD[operand, sources.degrees_C[configuration]]
+        ports[2 * (index - first) + 1] = sources.devices_at_C[configuration]
     return ports

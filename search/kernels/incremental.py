@@ -158,8 +158,8 @@ def simulate_end(step: Step, machine: Machine, work: Workload, times: StepTimes,
             continue
         resource_set = buckets.gather[bucket]
         ready_ns = 0
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            device = sets.end[place]
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[index]
             if derivation.elements_D[device]:
                 # The update is the last that the device computes.
                 ready_ns = max(ready_ns, machine.free_ns_R[device])
@@ -188,10 +188,10 @@ def compact(
 
 
 @inner
-def move_words(at: Array, place: int, count: int, derivation: Derivation, target: Array) -> None:
-    """Copy what is at `at[place]` in the pool to the end of another one."""
+def move_words(at: Array, index: int, count: int, derivation: Derivation, target: Array) -> None:
+    """Copy what is at `at[index]` in the pool to the end of another one."""
     end = derivation.counts[1]
     for word in range(count):
-        target[end + word] = derivation.pool[at[place] + word]
-    at[place] = end
+        target[end + word] = derivation.pool[at[index] + word]
+    at[index] = end
     derivation.counts[1] = end + count

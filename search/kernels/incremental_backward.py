@@ -100,16 +100,16 @@ def clear_gradients(step: Step, machine: Machine, work: Workload, times: StepTim
     for operator in range(len(step.fragments.operator_at)):
         if derivation.operator_active[operator] and not is_unawaited(machine, work, times, operator):
             active_at = derivation.active_at[operator]
-            for place in range(
+            for index in range(
                 active_at, active_at + len(tasks_of(step.arena, step.fragments.operator_at[operator]))
             ):
-                times.backward_ns[place] = 0
+                times.backward_ns[index] = 0
     for value in range(step.graph.value_count):
         header = value_header(step.arena, step.fragments.value_at[value])
         if step.graph.needs_gradient[value] and header.remote_pieces > 0:
             last_at = derivation.last_at[value]
-            for place in range(last_at, last_at + header.assemblies):
-                times.backward_ns[place] = 0
+            for index in range(last_at, last_at + header.assemblies):
+                times.backward_ns[index] = 0
 
 
 @inner
@@ -163,8 +163,8 @@ def simulate_operator_backward(
             first_reader = first_readers_of(arena, fragment)[graph.slot_reading[slot]]
             for part in range(len(tasks)):
                 if pool[active_at + part]:
-                    place = last_at + read[first_reader + part]
-                    backward_ns[place] = max(backward_ns[place], backward_ns[active_at + part])
+                    at = last_at + read[first_reader + part]
+                    backward_ns[at] = max(backward_ns[at], backward_ns[active_at + part])
     return True
 
 
@@ -243,8 +243,8 @@ def simulate_gradient_collectives(
             times.gradients_ns_O[producer] = max(times.gradients_ns_O[producer], end_ns)
             continue
         for source in range(collective.first_source, following.first_source):
-            place = active_at + sources[source]
-            times.backward_ns[place] = max(times.backward_ns[place], end_ns)
+            at = active_at + sources[source]
+            times.backward_ns[at] = max(times.backward_ns[at], end_ns)
     return True
 
 
@@ -268,8 +268,8 @@ def simulate_gradient_transfers(
         if machine.deferred[HELD] >= 0 or machine.contended:
             settle_links(step.resource_sets, machine)
         ready_ns = times.backward_ns[last_at + number]
-        for place in range(assembly.first_piece, assemblies[number + 1].first_piece):
-            piece = pieces[place]
+        for index in range(assembly.first_piece, assemblies[number + 1].first_piece):
+            piece = pieces[index]
             if piece.rank < 0:
                 continue
             end_ns = carry(step.resource_sets, machine, piece.back_resource_set, ready_ns, piece.back_ns)
@@ -310,8 +310,8 @@ def find_awaited(step: Step, work: Workload, times: StepTimes) -> None:
                     times.member_D[tasks[part].device] = position
             resource_set = buckets.resource_set[bucket]
             covers = True
-            for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-                covers = covers and times.member_D[sets.end[place]] == position
+            for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+                covers = covers and times.member_D[sets.end[index]] == position
         times.close_B[position] = close if covers else -1
         if covers:
             times.is_awaited_O[close] = 1
@@ -348,8 +348,8 @@ def simulate_bucket(step: Step, machine: Machine, work: Workload, times: StepTim
     bucket = buckets.order[position]
     resource_set = buckets.resource_set[bucket]
     ready_ns = 0
-    for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-        device = sets.end[place]
+    for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+        device = sets.end[index]
         times.member_D[device] = position
         if buckets.sharing[bucket]:
             ready_ns = max(ready_ns, gathers.reduced_D[device])
@@ -364,8 +364,8 @@ def simulate_bucket(step: Step, machine: Machine, work: Workload, times: StepTim
                 ready_ns = max(ready_ns, ended_ns(step, work, times, graph.weight_user[user], position))
             entry = buckets.entry_next[entry]
     end_ns = carry_collective(sets, machine, resource_set, ready_ns, bucket_ns(sets, buckets, bucket))
-    for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-        device = sets.end[place]
+    for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+        device = sets.end[index]
         times.sync_end_D[device] = max(times.sync_end_D[device], end_ns)
         if buckets.sharing[bucket]:
             gathers.blocked_D[device] = gathers.reduced_D[device]

@@ -48,8 +48,8 @@ def simulate_forward(
     What a task reads on its own device is there when the device is free: only what comes from others is waited for.
     Returns False beyond the bound.
     """
-    for place in range(first_place, last_place):
-        operator = step.graph.order[place]
+    for position in range(first_place, last_place):
+        operator = step.graph.order[position]
         if step.gathers.counts[1] and not simulate_gathers(step, machine, 0, operator):
             return False
         uniform_ns, exchange = work.uniform_ns_2O[0, operator], work.exchange_2O[0, operator]
@@ -185,8 +185,8 @@ def simulate_transfers(
         if end_ns < 0:
             return False
         if last_at >= 0:
-            place = last_at + piece.assembly
-            forward_ns[place] = max(forward_ns[place], end_ns)
+            at = last_at + piece.assembly
+            forward_ns[at] = max(forward_ns[at], end_ns)
     return True
 
 
@@ -198,8 +198,8 @@ def simulate_gathers(step: Step, machine: Machine, side: int, operator: int) -> 
     for gather in range(begin, end):
         resource_set = gathers.resource_set[gather]
         ready_ns = 0
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            ready_ns = max(ready_ns, machine.free_ns_R[sets.end[place]])
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            ready_ns = max(ready_ns, machine.free_ns_R[sets.end[index]])
         settle_links(sets, machine)
         run_ns = collective_ns(sets, resource_set, gathers.size_bytes[gather])
         end_ns = carry(sets, machine, resource_set, ready_ns, run_ns)
@@ -214,8 +214,8 @@ def gathered_ns(step: Step, side: int, operator: int, device: int) -> int:
     """Return when the weights that an operator reads on a device are gathered."""
     graph, gathers = step.graph, step.gathers
     ready_ns = 0
-    for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
-        gathering = gathers.weight_2W[side, graph.behind_weight[place]]
+    for index in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
+        gathering = gathers.weight_2W[side, graph.behind_weight[index]]
         if gathering < 0:
             continue
         for gather in range(gathers.first_2O[side, gathering], gathers.last_2O[side, gathering]):

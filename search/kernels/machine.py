@@ -26,9 +26,9 @@ from search.kernels.records import (
 def settle_held(sets: ResourceSets, machine: Machine) -> None:
     """Write to its resources what the resource set that was served alone of late has done."""
     deferred, resource_set = machine.deferred, machine.deferred[HELD]
-    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-        machine.free_ns_R[sets.resource[place]] = deferred[HELD_END]
-        machine.left_ns_R[sets.resource[place]] -= deferred[HELD_DEFERRED]
+    for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        machine.free_ns_R[sets.resource[index]] = deferred[HELD_END]
+        machine.left_ns_R[sets.resource[index]] -= deferred[HELD_DEFERRED]
     deferred[HELD] = -1
 
 
@@ -75,14 +75,14 @@ def carry_collective(
             settle_held(sets, machine)
         deferred[HELD] = resource_set
         deferred[HELD_END] = deferred[HELD_DEFERRED] = deferred[HELD_LEFT] = 0
-        for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-            resource = sets.resource[place]
+        for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+            resource = sets.resource[index]
             deferred[HELD_END] = max(deferred[HELD_END], machine.free_ns_R[resource])
             deferred[HELD_LEFT] = max(deferred[HELD_LEFT], machine.left_ns_R[resource])
     if machine.contended:
         settle(machine)
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            device = sets.end[place]
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[index]
             machine.debt_ns_D[device] += slowed_ns(
                 machine.contention_ppm_D[device] * sets.flows[resource_set], run_ns
             )
@@ -159,18 +159,18 @@ def carry(sets: ResourceSets, machine: Machine, resource_set: int, ready_ns: int
     """
     first, last = sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]
     begin_ns = ready_ns
-    for place in range(first, last):
-        begin_ns = max(begin_ns, machine.free_ns_R[sets.resource[place]])
+    for index in range(first, last):
+        begin_ns = max(begin_ns, machine.free_ns_R[sets.resource[index]])
     if machine.contended:
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            device = sets.end[place]
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[index]
             machine.debt_ns_D[device] += slowed_ns(
                 machine.contention_ppm_D[device] * sets.flows[resource_set], run_ns
             )
     end_ns = begin_ns + run_ns
     longest_ns = 0
-    for place in range(first, last):
-        resource = sets.resource[place]
+    for index in range(first, last):
+        resource = sets.resource[index]
         machine.free_ns_R[resource] = end_ns
         left_ns = machine.left_ns_R[resource] - run_ns
         machine.left_ns_R[resource] = left_ns

@@ -53,8 +53,8 @@ def count_communications(wiring: Wiring) -> Array:
         bits_T[:] = 0
         for task in range(first, count):
             word = 0
-            for place in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
-                word |= bits_T[wiring.pred[place]]
+            for index in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
+                word |= bits_T[wiring.pred[index]]
             count_T[task] += bits_in(word)
             if wiring.is_communication_T[task] and bit < 62:
                 word |= 1 << bit
@@ -75,8 +75,8 @@ def least_together(wiring: Wiring, count_T: Array, time_ns_T: Array) -> Array:
         least = least_T[task]
         if not wiring.is_communication_T[task] and count_T[task] > 1:
             least = min(least, time_ns_T[task])
-        for place in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
-            least_T[wiring.pred[place]] = min(least_T[wiring.pred[place]], least)
+        for index in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
+            least_T[wiring.pred[index]] = min(least_T[wiring.pred[index]], least)
     return least_T
 
 
@@ -87,8 +87,8 @@ def add_to_waits(
     """Add a communication (sign 1) to the waits of all tasks after it, or take it away (-1)."""
     mark_T[communication] = communication
     for task in range(communication + 1, len(mark_T)):
-        for place in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
-            if mark_T[wiring.pred[place]] == communication:
+        for index in range(wiring.pred_ptr[task], wiring.pred_ptr[task + 1]):
+            if mark_T[wiring.pred[index]] == communication:
                 mark_T[task] = communication
                 waits.count_T[task] += sign
                 waits.sum_ns_T[task] += sign * run_ns_T[communication]
@@ -98,22 +98,32 @@ def add_to_waits(
 
 @inner
 def comes_before(
-    one: int, other: int, run_ns_T: Array, alone_ns_T: Array, together_ns_T: Array, consumer_T: Array
+    communication: int,
+    other: int,
+    run_ns_T: Array,
+    alone_ns_T: Array,
+    together_ns_T: Array,
+    consumer_T: Array,
 ) -> bool:
     """Return whether TAC sends a communication before another: by Johnson's rule, then M+, consumer, time, number."""
-    late, other_late = run_ns_T[one] > alone_ns_T[one], run_ns_T[other] > alone_ns_T[other]
+    late, other_late = (
+        run_ns_T[communication] > alone_ns_T[communication],
+        run_ns_T[other] > alone_ns_T[other],
+    )
     if late != other_late:
         return bool(other_late)
-    by_rule = alone_ns_T[other] - alone_ns_T[one] if late else run_ns_T[one] - run_ns_T[other]
+    by_rule = (
+        alone_ns_T[other] - alone_ns_T[communication] if late else run_ns_T[communication] - run_ns_T[other]
+    )
     if by_rule != 0:
         return bool(by_rule < 0)
-    if together_ns_T[one] != together_ns_T[other]:
-        return bool(together_ns_T[one] < together_ns_T[other])
-    if consumer_T[one] != consumer_T[other]:
-        return bool(consumer_T[one] < consumer_T[other])
-    if run_ns_T[one] != run_ns_T[other]:
-        return bool(run_ns_T[one] < run_ns_T[other])
-    return one < other
+    if together_ns_T[communication] != together_ns_T[other]:
+        return bool(together_ns_T[communication] < together_ns_T[other])
+    if consumer_T[communication] != consumer_T[other]:
+        return bool(consumer_T[communication] < consumer_T[other])
+    if run_ns_T[communication] != run_ns_T[other]:
+        return bool(run_ns_T[communication] < run_ns_T[other])
+    return communication < other
 
 
 @entry
@@ -138,9 +148,9 @@ def number_by_time(wiring: Wiring, run_ns_T: Array, consumer_T: Array) -> Array:
             if not wiring.is_communication_T[task] and waits.count_T[task] == 1:
                 alone_ns_T[waits.number_T[task]] += run_ns_T[task]
         best = number
-        for place in range(number + 1, len(left_C)):
-            if comes_before(left_C[place], left_C[best], run_ns_T, alone_ns_T, together_ns_T, consumer_T):
-                best = place
+        for index in range(number + 1, len(left_C)):
+            if comes_before(left_C[index], left_C[best], run_ns_T, alone_ns_T, together_ns_T, consumer_T):
+                best = index
         communication = left_C[best]
         left_C[best] = left_C[number]
         number_T[communication] = number

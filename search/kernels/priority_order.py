@@ -41,15 +41,15 @@ def number_by_position(
             if kind == UPDATE:
                 continue
             number = positions.forward_O[subject] if kind == FORWARD else positions.backward_O[subject]
-            for place in range(first, last):
-                pred = tasks.pred[place]
+            for index in range(first, last):
+                pred = tasks.pred[index]
                 if tasks.resource_set[pred] >= devices and number < priority_T[pred]:
                     priority_T[pred] = number
             continue
         number = positions.last
         if kind == SYNCHRONIZE:
-            for place in range(first, last):
-                pred = tasks.pred[place]
+            for index in range(first, last):
+                pred = tasks.pred[index]
                 if tasks.resource_set[pred] < devices:
                     number = min(number, positions.next_O[tasks.subject[pred]])
             bucket_T[subject] = number
@@ -92,8 +92,8 @@ def new_queues(
     for task in range(task_count):
         resource_set = tasks.resource_set[task]
         if resource_set >= devices:
-            for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-                ptr[sets.resource[place] + 1] += 1
+            for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+                ptr[sets.resource[index] + 1] += 1
     for resource in range(resource_count):
         ptr[resource + 1] += ptr[resource]
     return Queues(
@@ -116,8 +116,8 @@ def may_start(
     task: int, resource_set: int, sets: ResourceSets, queues: Queues, free_ns_R: Array, now_ns: int, turn: int
 ) -> bool:
     """Return whether all links of a waiting communication are free, and it is the first at each of them."""
-    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-        link = sets.resource[place]
+    for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        link = sets.resource[index]
         if free_ns_R[link] > now_ns or queues.used_R[link] == turn or queues.task[queues.ptr[link]] != task:
             return False
     return True
@@ -126,8 +126,8 @@ def may_start(
 @inner
 def join(task: int, resource_set: int, sets: ResourceSets, queues: Queues) -> None:
     """Let a communication wait at all links that it holds."""
-    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-        link = sets.resource[place]
+    for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        link = sets.resource[index]
         first, size = queues.ptr[link], queues.size_R[link]
         priority = queues.priority_T[task]
         queues.size_R[link] = push(queues.priority[first:], queues.task[first:], size, priority, task)
@@ -136,8 +136,8 @@ def join(task: int, resource_set: int, sets: ResourceSets, queues: Queues) -> No
 @inner
 def leave(resource_set: int, sets: ResourceSets, queues: Queues, turn: int) -> None:
     """Take a communication that starts, the first everywhere, from where it waits."""
-    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-        link = sets.resource[place]
+    for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        link = sets.resource[index]
         first, size = queues.ptr[link], queues.size_R[link]
         queues.size_R[link] = pop(queues.priority[first:], queues.task[first:], size)
         queues.used_R[link] = turn
@@ -148,8 +148,8 @@ def add_freed(tried: int, ended: int, tasks: Tasks, sets: ResourceSets, queues: 
     """Add who waits first at links that have just become free to those to be tried; return how many these are."""
     for position in range(ended):
         resource_set = tasks.resource_set[queues.ended[position]]
-        for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-            link = sets.resource[place]
+        for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+            link = sets.resource[index]
             if queues.size_R[link] > 0:
                 first = queues.task[queues.ptr[link]]
                 if queues.tried_T[first] != turn:

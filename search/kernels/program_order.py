@@ -42,8 +42,8 @@ def serve(
     """Run one task as early as what it holds allows; return its end."""
     resource_set, run_ns, begin_ns = tasks.resource_set[task], tasks.run_ns[task], ready_ns
     first, last = sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]
-    for place in range(first, last):
-        resource = sets.resource[place]
+    for index in range(first, last):
+        resource = sets.resource[index]
         if resources.free_ns_R[resource] > begin_ns:
             begin_ns = resources.free_ns_R[resource]
             cause = resources.last_R[resource]
@@ -55,12 +55,12 @@ def serve(
         debt_ns_D[resource_set] = 0
     else:
         flows = sets.flows[resource_set]
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            device = sets.end[place]
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            device = sets.end[index]
             debt_ns_D[device] += slowed_ns(resources.contention_ppm_D[device] * flows, run_ns)
     end_ns = begin_ns + run_ns
-    for place in range(first, last):
-        resource = sets.resource[place]
+    for index in range(first, last):
+        resource = sets.resource[index]
         resources.free_ns_R[resource] = end_ns
         resources.last_R[resource] = task
     timeline.start_ns[task] = begin_ns
@@ -92,8 +92,8 @@ def serve_in_program_order(
     for task in range(task_count):
         ready_ns = tasks.launched_ns[task]
         cause = -1
-        for place in range(tasks.pred_ptr[task], tasks.pred_ptr[task + 1]):
-            pred = tasks.pred[place]
+        for index in range(tasks.pred_ptr[task], tasks.pred_ptr[task + 1]):
+            pred = tasks.pred[index]
             if timeline.end_ns[pred] > ready_ns:
                 ready_ns = timeline.end_ns[pred]
                 cause = pred

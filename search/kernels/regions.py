@@ -153,18 +153,18 @@ def find_overlaps(words: Array, common_K3: Array, set_TD: Array, row_R: Array, f
             is_other = is_other or mine != set_TD[row_R[region - 1], dim]
             if is_other:
                 count = 0
-                for place in range(count_D[dim]):
-                    group = met_DG[dim, place]
+                for index in range(count_D[dim]):
+                    group = met_DG[dim, index]
                     common = common_indexes(words, common_K3, mine, set_TD[first_group + group, dim])
                     if common:
                         met_DG[dim + 1, count], product_DG[dim + 1, count] = (
                             group,
-                            common * product_DG[dim, place],
+                            common * product_DG[dim, index],
                         )
                         count += 1
                 count_D[dim + 1] = count
-        for place in range(count_D[dims]):
-            group_of[end], elements[end] = met_DG[dims, place], product_DG[dims, place]
+        for index in range(count_D[dims]):
+            group_of[end], elements[end] = met_DG[dims, index], product_DG[dims, index]
             end += 1
         pointers[region + 1] = end
     return Overlaps(pointers, group_of, elements)
@@ -179,9 +179,9 @@ def common_indexes(words: Array, common_K3: Array, mine: int, theirs: int) -> in
     if mine_end == mine + 4 and theirs_end == theirs + 4:
         both = min(words[mine + 3], words[theirs + 3]) - max(words[mine + 2], words[theirs + 2])
         return int(max(both, 0))
-    place = (mine * 1_000_003 + theirs) % len(common_K3)
-    if common_K3[place, 0] == mine and common_K3[place, 1] == theirs:
-        return int(common_K3[place, 2])
+    row = (mine * 1_000_003 + theirs) % len(common_K3)
+    if common_K3[row, 0] == mine and common_K3[row, 1] == theirs:
+        return int(common_K3[row, 2])
     count, left, right = 0, mine + 2, theirs + 2
     while left < mine_end and right < theirs_end:
         stop = min(words[left + 1], words[right + 1])
@@ -190,5 +190,5 @@ def common_indexes(words: Array, common_K3: Array, mine: int, theirs: int) -> in
             left += 2
         else:
             right += 2
-    common_K3[place, 0], common_K3[place, 1], common_K3[place, 2] = mine, theirs, count
+    common_K3[row, 0], common_K3[row, 1], common_K3[row, 2] = mine, theirs, count
     return count

@@ -72,9 +72,9 @@ def gathers_of(emission: Emission, operator: int) -> int:
     """Return how many gathers of weights a forward and a backward of an operator wait for at most."""
     graph, gathers = emission.graph, emission.gathers
     count = 0
-    for place in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
+    for index in range(graph.behind_ptr[operator], graph.behind_ptr[operator + 1]):
         for side in range(2):
-            gathering = gathers.weight_2W[side, graph.behind_weight[place]]
+            gathering = gathers.weight_2W[side, graph.behind_weight[index]]
             if gathering >= 0:
                 count += gathers.last_2O[side, gathering] - gathers.first_2O[side, gathering]
     return count
@@ -85,8 +85,8 @@ def most_gradient_reads(emission: Emission, value: int) -> int:
     """Return how many dependencies on its readers' backwards the gradient of a value has at most."""
     collective_at = emission.derivation.collective_at[value]
     header = value_header(emission.arena, emission.fragments.value_at[value])
-    for place in range(collective_at, collective_at + header.collectives):
-        if emission.derivation.pool[place] < 0:
+    for index in range(collective_at, collective_at + header.collectives):
+        if emission.derivation.pool[index] < 0:
             return int(header.piece_reads)
     return int(header.reads)
 

@@ -81,9 +81,9 @@ def emit_update_gathers(emission: Emission, task_D: Array) -> None:
         resource_set, size_bytes = buckets.gather[bucket], buckets.size_bytes[bucket]
         run_ns = collective_ns(sets, resource_set, size_bytes)
         put_communication(emission, n, UPDATE_GATHER, position, 0, resource_set, run_ns, size_bytes)
-        for place in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
-            if task_D[sets.end[place]] >= 0:
-                tasks.pred[e] = task_D[sets.end[place]]
+        for index in range(sets.end_ptr[resource_set], sets.end_ptr[resource_set + 1]):
+            if task_D[sets.end[index]] >= 0:
+                tasks.pred[e] = task_D[sets.end[index]]
                 e += 1
         n += 1
         tasks.pred_ptr[n] = e

@@ -28,9 +28,9 @@ def find_gathered_weights(
             continue
         count += 1
         gathers.weight_2W[0, weight] = graph.reader[first]
-        for place in range(first, last):
-            if operator_active[graph.reader[place]]:
-                gathers.weight_2W[1, weight] = groups.last_O[graph.reader[place]]
+        for index in range(first, last):
+            if operator_active[graph.reader[index]]:
+                gathers.weight_2W[1, weight] = groups.last_O[graph.reader[index]]
     return count
 
 
@@ -65,8 +65,8 @@ def find_gathers(
                 following[weight] = head[operator]
                 head[operator] = weight
         gathering, first, size_bytes = -1, count, 0
-        for place in range(operators):
-            operator = place if side == 0 else operators - 1 - place
+        for step in range(operators):
+            operator = step if side == 0 else operators - 1 - step
             weight = head[operator]
             if weight < 0:
                 continue

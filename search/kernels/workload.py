@@ -119,8 +119,8 @@ def account_work(
 @inner
 def add_load(sets: ResourceSets, resource_set: int, run_ns: int, load_ns_R: Array) -> None:
     """Add a task's time to all that it holds."""
-    for place in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
-        load_ns_R[sets.resource[place]] += run_ns
+    for index in range(sets.resource_ptr[resource_set], sets.resource_ptr[resource_set + 1]):
+        load_ns_R[sets.resource[index]] += run_ns
 
 
 @inner
@@ -151,10 +151,10 @@ def add_exchange(
     # All gradients go back as what they are of came, or none does.
     is_alike = True
     if last_at >= 0:
-        for place in range(last_at, last_at + header.assemblies):
-            is_alike = is_alike and (pool[place] >= 0) == goes_back
-        for place in range(collective_at, collective_at + header.collectives):
-            is_alike = is_alike and (pool[place] >= 0) == goes_back
+        for index in range(last_at, last_at + header.assemblies):
+            is_alike = is_alike and (pool[index] >= 0) == goes_back
+        for index in range(collective_at, collective_at + header.collectives):
+            is_alike = is_alike and (pool[index] >= 0) == goes_back
     loads = loads_of(arena, fragment)
     for number in range(len(loads)):
         load = loads[number]

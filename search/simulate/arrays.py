@@ -50,7 +50,7 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
     renewed = graph.buffer_updates
     readings = [graph.readers[value.name] for value in values]
     readings += [graph.readers[buffer] for buffer, _ in renewed]
-    position = [{pair: place for place, pair in enumerate(graph.readers[value.name])} for value in values]
+    position = [{pair: reading for reading, pair in enumerate(graph.readers[value.name])} for value in values]
     gradient = [graph.gradient_inputs(operator) for operator in graph.operators]
     slots = [
         [
@@ -64,7 +64,7 @@ def graph_arrays(graph: OperatorGraph) -> GraphArrays:
     read_ptr, read_value = csr(sorted({value for value, _ in row if value >= 0}) for row in slots)
     reading_ptr, reading_operator = csr([index for index, _ in row] for row in readings)
     statics = static_values(graph)
-    weight_number = {weight.name: place for place, weight in enumerate(graph.weights)}
+    weight_number = {weight.name: weight_index for weight_index, weight in enumerate(graph.weights)}
     weight_ptr, weight_user = csr(
         sorted({index for index, _ in graph.consumers[weight.name]}) for weight in graph.weights
     )
@@ -243,9 +243,9 @@ class ResourceSetStore:
         """
         keys = [(code, root, members.tobytes()) for code, root, members in sets]
         new: dict[tuple[int, int, bytes], tuple[int, int, Array]] = {}
-        for key, one in zip(keys, sets, strict=True):
+        for key, resource_set in zip(keys, sets, strict=True):
             if key not in self._sets:
-                new.setdefault(key, one)
+                new.setdefault(key, resource_set)
         if new:
             self._sets.update(zip(new, range(len(self._origin), len(self._origin) + len(new)), strict=True))
             self._add(list(new.values()))
@@ -256,7 +256,7 @@ class ResourceSetStore:
         prices = self._prices.table(codes, roots, members)
         self._resource_ptr.extend(prices.link_ptr[1:] + len(self._resource))
         self._resource.extend(prices.link + len(self.topology.devices))
-        self._end_ptr.extend(np.cumsum([len(one) for one in members]) + len(self._end))
+        self._end_ptr.extend(np.cumsum([len(devices) for devices in members]) + len(self._end))
         self._end.extend(np.concatenate(members))
         self._latency_s.extend(prices.line_KA2[:, :, 0])
         self._s_per_byte.extend(prices.line_KA2[:, :, 1])

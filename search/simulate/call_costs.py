@@ -38,20 +38,20 @@ class TaskCosts:
 
     def lasting(self, recomputation: OperatorRanges) -> tuple[Lasting | None, ...]:
         """Return, for each operator, what lasts of its outputs where groups are made again; None: the same as else."""
-        known = self._lasting.get(recomputation)
-        if known is None:
-            known = tuple(
-                None if one.again is None and one.kept == kept else one
-                for one, kept in zip(lasting_outputs(self._graph, recomputation), self._kept, strict=True)
+        outputs = self._lasting.get(recomputation)
+        if outputs is None:
+            outputs = tuple(
+                None if lasting.again is None and lasting.kept == kept else lasting
+                for lasting, kept in zip(lasting_outputs(self._graph, recomputation), self._kept, strict=True)
             )
-            self._lasting[recomputation] = known
-            for one in known:
-                self._lasting_number.setdefault(one, len(self._lasting_number))
-        return known
+            self._lasting[recomputation] = outputs
+            for lasting in outputs:
+                self._lasting_number.setdefault(lasting, len(self._lasting_number))
+        return outputs
 
     def variants(self, lasting: Sequence[Lasting | None]) -> list[int]:
         """Return a number of what lasts of each operator's outputs; 0: the same as without recomputation."""
-        return [self._lasting_number[one] for one in lasting]
+        return [self._lasting_number[outputs] for outputs in lasting]
 
     def rows(self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None) -> IntArray:
         """Return what the arena's operator fragment has of every task (rows), but for its device.
@@ -62,38 +62,38 @@ class TaskCosts:
         if degrees[-1] > 1:
             return np.repeat(self.rows(index, (*degrees[:-1], 1), kind, lasting), degrees[-1], axis=0)
         key = (self._classes[index], degrees, kind, self._lasting_number[lasting])
-        known = self._of_calls.get(key)
-        if known is None:
+        rows_of_tasks = self._of_calls.get(key)
+        if rows_of_tasks is None:
             calls = self._local_calls(self._graph, self._graph.operators[index], degrees)
             # Equal calls are one object, as a rule.
             distinct = {id(call): call for call in calls}
-            found = self._costs.costs(list(distinct.values()), kind)
+            costs = self._costs.costs(list(distinct.values()), kind)
             rows = np.array(
                 [
                     self._row(index, call, cost, kind, lasting)
-                    for call, cost in zip(distinct.values(), found, strict=True)
+                    for call, cost in zip(distinct.values(), costs, strict=True)
                 ],
                 np.int64,
             )
             if len(distinct) == 1:
-                known = np.repeat(rows, len(calls), axis=0)
+                rows_of_tasks = np.repeat(rows, len(calls), axis=0)
             else:
-                place = {one: number for number, one in enumerate(distinct)}
-                known = rows[[place[id(call)] for call in calls]]
-            self._of_calls[key] = known
-        return known
+                row_of = {call_id: number for number, call_id in enumerate(distinct)}
+                rows_of_tasks = rows[[row_of[id(call)] for call in calls]]
+            self._of_calls[key] = rows_of_tasks
+        return rows_of_tasks
 
     def _row(
         self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None
     ) -> tuple[int, ...]:
         """Return what the arena's operator fragment has of a task that executes a call."""
         key = (self._classes[index], call.digest, kind, self._lasting_number[lasting])
-        known = self._rows.get(key)
-        if known is None:
+        row = self._rows.get(key)
+        if row is None:
             outputs = Lasting(self._kept[index]) if lasting is None else lasting
             kept, again = kept_bytes(outputs, call)
             backward_ns = self._costs.backward_ns(cost, call, self._graph.summed_slots[index], kind)
             launches = cost.forward_launch_ns, cost.backward_launch_ns
             self.has_launches |= any(launches)
-            known = self._rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again, *launches
-        return known
+            row = self._rows[key] = cost.forward_ns, backward_ns, kept, cost.origin, again, *launches
+        return row

@@ -119,7 +119,9 @@ class UnitStore:
         self._state = np.zeros(3 + 2 * count, np.int64)
         values, statics, none = self.classes.values, self.classes.statics, np.zeros(0, np.int64)
         # Of static tensors that are read once, the number of the operand.
-        self._only_reader = [one.readers[0].number if len(one.readers) == 1 else None for one in statics]
+        self._only_reader = [
+            static.readers[0].number if len(static.readers) == 1 else None for static in statics
+        ]
         operands = [port.number for value in values for port in (value.producer, *value.readers)]
         operands += [port.number for static in statics for port in static.readers]
         self._sources = FragmentSources(
@@ -178,7 +180,7 @@ class UnitStore:
         """Return the numbers of configurations, valid within a generation."""
         met, number = self._objects.get, self.configuration_number
         return [
-            one[1] if (one := met(id(configuration))) is not None else number(configuration)
+            entry[1] if (entry := met(id(configuration))) is not None else number(configuration)
             for configuration in configurations
         ]
 
@@ -279,9 +281,9 @@ class UnitStore:
             if at[entry] >= 0:
                 continue
             if subject >= statics_at:
-                place = subject - statics_at
+                static_index = subject - statics_at
                 at[entry] = self._derive_static(
-                    self.classes.statics[place], chosen.configurations, chosen.sharding[place]
+                    self.classes.statics[static_index], chosen.configurations, chosen.sharding[static_index]
                 )
             elif subject < values_at:
                 lasting = chosen.lasting[subject]
@@ -363,11 +365,11 @@ class UnitStore:
     def _write_collective_durations(self, at: int, source_devices: IntArray) -> None:
         """Write resource sets and durations of a value fragment's collectives, forward and backward."""
         arena = self.arena
-        found, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])
+        count, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])
         # Of every collective the distinct devices, ascending.
-        member_ptr, member = np.empty(found + 1, np.int64), np.empty(found * len(self._kind_D), np.int64)
+        member_ptr, member = np.empty(count + 1, np.int64), np.empty(count * len(self._kind_D), np.int64)
         find_members(arena, at, source_devices, self._is_member_D, member_ptr, member)
-        rows = arena[start : start + COLLECTIVE_WORDS * found].reshape(found, COLLECTIVE_WORDS)
+        rows = arena[start : start + COLLECTIVE_WORDS * count].reshape(count, COLLECTIVE_WORDS)
         sets = []
         for code, root, (first, last) in zip(
             rows[:, KIND_WORD].tolist(),
@@ -382,8 +384,8 @@ class UnitStore:
             resource_sets, np.repeat(rows[:, PRICED_BYTES_WORD], 2)
         )
         # Both forward and back.
-        rows[:, RESOURCE_SET_WORDS] = np.array(resource_sets, np.int64).reshape(found, 2)
-        rows[:, RUN_NS_WORDS] = durations_ns.reshape(found, 2)
+        rows[:, RESOURCE_SET_WORDS] = np.array(resource_sets, np.int64).reshape(count, 2)
+        rows[:, RUN_NS_WORDS] = durations_ns.reshape(count, 2)
 
     def _derive_static(
         self, of: StaticClass, configurations: Sequence[Configuration], sharding: Sharding
@@ -395,17 +397,17 @@ class UnitStore:
         # Many configurations, of many operators, need the same of the same devices; more hold the same.
         held = needed
         need_key = held_key = (of.item_bytes, code, of.synchronized, needed.tobytes())
-        known = self._static_fragments.get(need_key)
-        if known is None:
+        fragment = self._static_fragments.get(need_key)
+        if fragment is None:
             held = self._holders.covered(needed)
             if held is not needed:
                 held_key = (*need_key[:3], held.tobytes())
-                known = self._static_fragments.get(held_key)
-        if known is None:
+                fragment = self._static_fragments.get(held_key)
+        if fragment is None:
             is_cut = len(of.readers) == 1 and self._regions.cutting_axes(of.readers[0].number) is not None
-            known = self._make_static_fragment(of, code, held, is_cut=is_cut and held is needed)
-        self._static_fragments[need_key] = self._static_fragments[held_key] = known
-        return known
+            fragment = self._make_static_fragment(of, code, held, is_cut=is_cut and held is needed)
+        self._static_fragments[need_key] = self._static_fragments[held_key] = fragment
+        return fragment
 
     def _make_static_fragment(self, of: StaticClass, code: int, held: IntArray, *, is_cut: bool) -> int:
         devices, elements = self._holders.elements(held)
@@ -445,12 +447,12 @@ class UnitStore:
             )
         return at
 
-    def set_size(self, place: int, configuration: Configuration, number: int) -> int | None:
+    def set_size(self, static_index: int, configuration: Configuration, number: int) -> int | None:
         """Return how many devices sum the gradient of each part of a weight; None where its fragment must tell.
 
         configuration: of an operator that reads the weight. number: the configuration's.
         """
-        port = self._only_reader[place]
+        port = self._only_reader[static_index]
         if port is None:
             return None
         key = port, number
@@ -464,13 +466,13 @@ class UnitStore:
 
     def set_sizes(self, at: int) -> frozenset[int]:
         """Return how many devices there are in each of the sums of a weight whose fragment starts there."""
-        known = self._set_sizes.get(at)
-        if known is None:
+        sizes = self._set_sizes.get(at)
+        if sizes is None:
             holders, cells = self.arena[at : at + 2].tolist()
             start = at + STATIC_WORDS + HOLDER_WORDS * holders
             resource_sets = self.arena[start : start + CELL_WORDS * cells].view(CELL)["resource_set"]
-            known = self._set_sizes[at] = frozenset(self.resource_sets.member_counts(resource_sets).tolist())
-        return known
+            sizes = self._set_sizes[at] = frozenset(self.resource_sets.member_counts(resource_sets).tolist())
+        return sizes
 
     def holdings(
         self, ports: Sequence[Port], read_by: Sequence[Configuration], *, synchronized: bool
@@ -487,17 +489,17 @@ class UnitStore:
     def _needed(self, ports: Sequence[Port], read_by: Sequence[Configuration]) -> IntArray:
         """Return what devices need: distinct codes, device * `holders.REGIONS` + region, ascending."""
         # Steps of an unrolled network often read alike.
-        found = {
+        degrees_of = {
             (port.number, self.configuration_number(configuration)): configuration.degrees
             for port, configuration in zip(ports, read_by, strict=True)
         }
         needs = []
-        for key, degrees in found.items():
-            known = self._needs.get(key)
-            if known is None:
+        for key, degrees in degrees_of.items():
+            needed = self._needs.get(key)
+            if needed is None:
                 region = self._regions.numbers(key[0], degrees)
-                known = self._needs[key] = _ascending(self._devices(key[1]) * REGIONS + region)
-            needs.append(known)
+                needed = self._needs[key] = _ascending(self._devices(key[1]) * REGIONS + region)
+            needs.append(needed)
         return needs[0] if len(needs) == 1 else _ascending(np.concatenate(needs))
 
 

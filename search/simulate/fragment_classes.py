@@ -101,9 +101,9 @@ class FragmentClasses:
             key = ("value", producer.number, tuple(p.number for p in reading), spec.item_bytes, summable)
             values.append(ValueClass(number(key), producer, reading, spec.item_bytes, summable))
         statics = []
-        for place, value in enumerate(static_values(graph)):
+        for static_index, value in enumerate(static_values(graph)):
             reading = readers(value.name)
-            weight = place < len(graph.weights)
+            weight = static_index < len(graph.weights)
             static_key = ("static", tuple(p.number for p in reading), value.spec.item_bytes, weight)
             statics.append(StaticClass(number(static_key), reading, value.spec.item_bytes, weight))
         return cls(operators, values, statics)
@@ -111,16 +111,18 @@ class FragmentClasses:
     def subjects(self) -> FragmentSubjects:
         """Return what there are fragments of, as the kernels take it."""
         ports: list[Sequence[int]] = [[index] for index in range(len(self.operators))]
-        ports += [[one.producer.operator, *(port.operator for port in one.readers)] for one in self.values]
-        ports += [[port.operator for port in one.readers] for one in self.statics]
+        ports += [
+            [value.producer.operator, *(port.operator for port in value.readers)] for value in self.values
+        ]
+        ports += [[port.operator for port in static.readers] for static in self.statics]
         touched: list[list[int]] = [[] for _ in self.operators]
         for subject, operators in enumerate(ports):
             for index in dict.fromkeys(operators):
                 touched[index].append(subject)
         classes = [
             *self.operators,
-            *(one.number for one in self.values),
-            *(one.number for one in self.statics),
+            *(value.number for value in self.values),
+            *(static.number for static in self.statics),
         ]
         values_at = len(self.operators)
         return FragmentSubjects(

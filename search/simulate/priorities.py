@@ -42,18 +42,18 @@ def positions(wiring: GraphArrays) -> Positions:
     from search.kernels.records import Positions
 
     count, trained = len(wiring.order), wiring.loss_operators
-    place = np.empty(count, np.int64)
-    place[wiring.order] = np.arange(count)
+    position_O = np.empty(count, np.int64)
+    position_O[wiring.order] = np.arange(count)
     # Backwards stand between the forwards that the loss depends on and those that only renew buffers.
-    following = trained + count + place
+    following = trained + count + position_O
     last = trained + 2 * count
     reads = [
         following[wiring.reading_operator[first:end]]
         for first, end in zip(wiring.reading_ptr[:-1], wiring.reading_ptr[1:], strict=True)
     ]
     return Positions(
-        forward_O=np.where(place < trained, place, trained + place),
-        backward_O=2 * trained - 1 - place,
+        forward_O=np.where(position_O < trained, position_O, trained + position_O),
+        backward_O=2 * trained - 1 - position_O,
         next_O=following,
         next_V=np.array([places.min(initial=last) for places in reads], np.int64),
         last=last,

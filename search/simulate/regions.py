@@ -109,18 +109,18 @@ class Regions:
 
     def numbers(self, port: int, degrees: Degrees) -> IntArray:
         """Return the number of the region that each task has of an operand under given degrees."""
-        known = self._regions.get((port, degrees))
-        if known is None:
+        region_numbers = self._regions.get((port, degrees))
+        if region_numbers is None:
             side = self.side(port, degrees)
             region_of, sets = find_regions(self.words.items, side)
-            numbers = [self._number(one) for one in map(tuple, sets.tolist())]
-            known = self._regions[port, degrees] = np.array(numbers, np.int64)[region_of]
-        return known
+            numbers = [self._number(dims) for dims in map(tuple, sets.tolist())]
+            region_numbers = self._regions[port, degrees] = np.array(numbers, np.int64)[region_of]
+        return region_numbers
 
     def side(self, port: int, degrees: Degrees) -> int:
         """Return where an operand under given degrees is among the words."""
-        known = self._sides.get((port, degrees))
-        if known is None:
+        side_at = self._sides.get((port, degrees))
+        if side_at is None:
             of = self._ports[port]
             strides, tasks = [0] * len(degrees), 1
             for axis in range(len(degrees) - 1, -1, -1):
@@ -137,8 +137,8 @@ class Regions:
                 words += cut, len(split)
                 for axis in split:
                     words += strides[axis], degrees[axis]
-            known = self._sides[port, degrees] = self.write(words)
-        return known
+            side_at = self._sides[port, degrees] = self.write(words)
+        return side_at
 
     def _cut(
         self, axes: tuple[Axis, ...], dim: Dim, followed: tuple[int, ...], degrees: tuple[int, ...]
@@ -177,9 +177,9 @@ class Regions:
 
     def volumes(self, numbers: IntArray) -> IntArray:
         """Return the elements of regions by their numbers."""
-        known, counts = len(self._volumes), self._counts
-        if known < len(self._sets_of):
-            self._volumes.extend([prod([counts[at] for at in sets]) for sets in self._sets_of[known:]])
+        written, counts = len(self._volumes), self._counts
+        if written < len(self._sets_of):
+            self._volumes.extend([prod([counts[at] for at in sets]) for sets in self._sets_of[written:]])
         elements: IntArray = self._volumes.items[numbers]
         return elements
 
@@ -189,11 +189,11 @@ def cutting_axes(axes: Sequence[Axis], operand: OperandMap) -> tuple[int, ...] |
 
     None where its regions may overlap, or leave something out.
     """
-    found: list[int] = []
+    cutting: list[int] = []
     for factor in itertools.chain.from_iterable(operand):
         if factor.axis is None:
             continue
-        if not factor.is_identity or factor.size != axes[factor.axis].size or factor.axis in found:
+        if not factor.is_identity or factor.size != axes[factor.axis].size or factor.axis in cutting:
             return None
-        found.append(factor.axis)
-    return tuple(found)
+        cutting.append(factor.axis)
+    return tuple(cutting)

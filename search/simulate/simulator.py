@@ -189,8 +189,8 @@ class Simulation:
 
     def with_peaks(self, peak_bytes: Sequence[int]) -> Simulation:
         """Return the same simulation with peak memory that is better known, one entry a device."""
-        known = np.array(peak_bytes, np.int64)
-        return replace(self, tasks=replace(self.tasks, peak_memory_D=known), account="walk")
+        peak_memory_D = np.array(peak_bytes, np.int64)
+        return replace(self, tasks=replace(self.tasks, peak_memory_D=peak_memory_D), account="walk")
 
     @cached_property
     def fullness(self) -> float:

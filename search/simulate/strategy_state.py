@@ -72,7 +72,7 @@ class Layout:
         lasting = store.task_costs.lasting(recomputation)
         levels = [*sharding, *[Sharding.NONE] * (wiring.static_count - len(sharding))]
         # Whether the holders of any weight share something of it.
-        self.is_shared = any(one is not Sharding.NONE for one in sharding)
+        self.is_shared = any(level is not Sharding.NONE for level in sharding)
         self._keys = FragmentKeys(
             np.zeros(operators, np.int64),
             np.zeros(count, np.int64),
@@ -189,7 +189,7 @@ class Layout:
             levels[weight] = changed[weight]
             self._keys.variant_S[statics_at + weight] = SHARING_CODE[changed[weight]]
         self.builder.store.find(self._chosen, statics_at + np.array(others, np.int64))
-        self.is_shared = any(one is not Sharding.NONE for one in levels)
+        self.is_shared = any(level is not Sharding.NONE for level in levels)
 
     def recompute(self, recomputation: OperatorRanges) -> None:
         """Make other groups again; all fragments are found anew, so that `undo` does not take this step back."""

@@ -149,20 +149,20 @@ class TaskGraph:
     def resources(self, task: int) -> tuple[int, ...]:
         """Return the resources that a task holds while it runs: a device, or links (numbered after the devices)."""
         resource_set = self.resource_set_T[task]
-        found = self.resource_sets.resource[
+        resources = self.resource_sets.resource[
             self.resource_sets.resource_ptr[resource_set] : self.resource_sets.resource_ptr[resource_set + 1]
         ]
-        return tuple(found.tolist())
+        return tuple(resources.tolist())
 
     def ends(self, task: int) -> tuple[int, ...]:
         """Return the devices of a task: its own, (source, destination), or those of a collective."""
         resource_set = self.resource_set_T[task]
         if resource_set < len(self.topology.devices):
             return (int(resource_set),)
-        found = self.resource_sets.end[
+        ends = self.resource_sets.end[
             self.resource_sets.end_ptr[resource_set] : self.resource_sets.end_ptr[resource_set + 1]
         ]
-        return tuple(found.tolist())
+        return tuple(ends.tolist())
 
     def operation(self, task: int) -> CollectiveKind | None:
         """Return which collective a task is, the all-reduce of a bucket among them; None for other tasks."""
@@ -259,10 +259,10 @@ class TaskGraphBuilder:
     @cached_property
     def _update_costs(self) -> tuple[IntArray, IntArray]:
         optimizer, dtype = self.training.optimizer, self.graph.weight_dtype
-        found = [self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices]
+        costs = [self.costs.update_s(optimizer, dtype, device.kind_name) for device in self.topology.devices]
         return (
-            np.array([seconds for seconds, _ in found], np.float64),
-            np.array([origin for _, origin in found], np.int64),
+            np.array([seconds for seconds, _ in costs], np.float64),
+            np.array([origin for _, origin in costs], np.int64),
         )
 
     @cached_property

@@ -72,13 +72,13 @@ class Holders:
         held = codes[starts]
         stops = np.append(starts[1:], len(codes))
         regions = codes % REGIONS
-        for place in np.flatnonzero(stops - starts > 1).tolist():
-            needed = tuple(regions[starts[place] : stops[place]].tolist())
-            known = self._covers.get(needed)
-            if known is None:
-                found = cover([self._regions.region(number) for number in needed])
-                known = self._covers[needed] = self._regions.number(found)
-            held[place] = device[starts[place]] * REGIONS + known
+        for index in np.flatnonzero(stops - starts > 1).tolist():
+            needed = tuple(regions[starts[index] : stops[index]].tolist())
+            cover_number = self._covers.get(needed)
+            if cover_number is None:
+                region = cover([self._regions.region(number) for number in needed])
+                cover_number = self._covers[needed] = self._regions.number(region)
+            held[index] = device[starts[index]] * REGIONS + cover_number
         return held
 
     def elements(self, codes: IntArray) -> tuple[IntArray, IntArray]:
@@ -109,11 +109,16 @@ class Holders:
         bounds = [*starts.tolist(), len(codes)]
         for cell in held.cells:
             if len(cell.places) == 1:
-                place = cell.places[0]
-                members = by_place[bounds[place] : bounds[place + 1]]
+                device_index = cell.places[0]
+                members = by_place[bounds[device_index] : bounds[device_index + 1]]
             else:
                 members = np.sort(
-                    np.concatenate([by_place[bounds[place] : bounds[place + 1]] for place in cell.places])
+                    np.concatenate(
+                        [
+                            by_place[bounds[device_index] : bounds[device_index + 1]]
+                            for device_index in cell.places
+                        ]
+                    )
                 )
             if len(members) > 1:
                 shared.append(SharedCell(members, cell.elements, cell.sizes))
@@ -133,11 +138,13 @@ class Holders:
     def _hold(self, numbers: IntArray) -> Held:
         """Return what is held where these distinct regions are, each at a place of its own."""
         key = numbers.tobytes()
-        known = self._held.get(key)
-        if known is None:
-            held = {place: self._regions.region(number) for place, number in enumerate(numbers.tolist())}
-            found = []
-            for cell in cells(held):
-                found.append(HeldCell(cell.devices, cell.region, volume(cell.region)))
-            known = self._held[key] = Held(tuple(found), all(len(cell.places) == 1 for cell in found))
-        return known
+        held = self._held.get(key)
+        if held is None:
+            region_at = {index: self._regions.region(number) for index, number in enumerate(numbers.tolist())}
+            held_cells = []
+            for cell in cells(region_at):
+                held_cells.append(HeldCell(cell.devices, cell.region, volume(cell.region)))
+            held = self._held[key] = Held(
+                tuple(held_cells), all(len(cell.places) == 1 for cell in held_cells)
+            )
+        return held

@@ -148,7 +148,7 @@ def megatron(graph: OperatorGraph, tensor_degree: int, data_degree: int = 1) -> 
     configurations: list[tuple[Group, Configuration]] = []
     chosen: dict[int, int | None] = {}
     wanted = _wanted_columns(graph, follows)
-    for group in sorted(groups, key=lambda one: one.head):
+    for group in sorted(groups, key=lambda group: group.head):
         operator = graph.operators[group.head]
         axis = wanted.get(group.head)
         if axis is None:
@@ -343,7 +343,9 @@ LONGEST_ROW = 16
 
 def row_lengths(device_count: int) -> tuple[int, ...]:
     """Return the degrees of tensor parallelism that are usual on so many devices, from 2 on: they divide them."""
-    return tuple(one for one in range(2, min(LONGEST_ROW, device_count) + 1) if device_count % one == 0)
+    return tuple(
+        length for length in range(2, min(LONGEST_ROW, device_count) + 1) if device_count % length == 0
+    )
 
 
 def starting_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
@@ -354,10 +356,10 @@ def starting_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baselin
     """
     if device_count <= FEW_DEVICES:
         return usual_baselines(graph, device_count)
-    found = {data_parallel(graph, device_count): "data-parallel"}
+    name_of = {data_parallel(graph, device_count): "data-parallel"}
     for row in row_lengths(device_count):
-        found.setdefault(megatron(graph, row, device_count // row), f"megatron-{row}")
-    return tuple(Baseline(name, strategy) for strategy, name in found.items())
+        name_of.setdefault(megatron(graph, row, device_count // row), f"megatron-{row}")
+    return tuple(Baseline(name, strategy) for strategy, name in name_of.items())
 
 
 def usual_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
@@ -371,24 +373,27 @@ def usual_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, 
 
 def all_baselines(graph: OperatorGraph, device_count: int) -> tuple[Baseline, ...]:
     """Return the baselines of a network on so many devices; of equal ones, the first."""
-    found = [
+    baselines = [
         *usual_baselines(graph, device_count),
         Baseline("operator-placement", operator_placement(graph, device_count)),
     ]
     if device_count > 1:
-        found += [Baseline("zero", zero(graph, device_count)), Baseline("fsdp", fsdp(graph, device_count))]
+        baselines += [
+            Baseline("zero", zero(graph, device_count)),
+            Baseline("fsdp", fsdp(graph, device_count)),
+        ]
     layered = stanza(graph, device_count)
     if layered is not None:
-        found.append(Baseline("stanza", layered))
+        baselines.append(Baseline("stanza", layered))
     degrees = [degree for degree in range(2, device_count + 1) if device_count % degree == 0]
     for degree in degrees:
-        found.append(Baseline(f"megatron-{degree}", megatron(graph, degree, device_count // degree)))
+        baselines.append(Baseline(f"megatron-{degree}", megatron(graph, degree, device_count // degree)))
     for kind in (AxisKind.PARAMETER, AxisKind.ATTRIBUTE, AxisKind.REDUCTION):
         for degree in degrees:
             rows = device_count // degree
             strategy = global_map(graph, kind, degree, rows)
-            found.append(Baseline(f"mesh-{rows}x{degree}-{kind.value}", strategy))
+            baselines.append(Baseline(f"mesh-{rows}x{degree}-{kind.value}", strategy))
     first: dict[Strategy, Baseline] = {}
-    for one in found:
-        first.setdefault(one.strategy, one)
+    for baseline in baselines:
+        first.setdefault(baseline.strategy, baseline)
     return tuple(first.values())

@@ -78,17 +78,17 @@ def enumerate_degrees(operator: Operator, limit: int) -> list[Degrees]:
     axes = operator.space.axes
     whole = (1,) * len(axes)
     sizes = [(index, axis.size) for index, axis in enumerate(axes) if axis.kind is not AxisKind.REPLICA]
-    found = [whole]
+    vectors = [whole]
     for index, size in sizes:
-        found.extend(_with(whole, {index: degree}) for degree in range(2, min(size, limit) + 1))
+        vectors.extend(_with(whole, {index: degree}) for degree in range(2, min(size, limit) + 1))
     for position, (first, first_size) in enumerate(sizes):
         for second, second_size in sizes[position + 1 :]:
-            found.extend(
+            vectors.extend(
                 _with(whole, {first: left, second: right})
                 for left in range(2, min(first_size, limit // 2) + 1)
                 for right in range(2, min(second_size, limit // left) + 1)
             )
-    return found
+    return vectors
 
 
 def _with(degrees: Degrees, changed: dict[int, int]) -> Degrees:

@@ -42,7 +42,9 @@ class Space:
     @cached_property
     def group_of(self) -> dict[int, int]:
         """For each operator, the place of its group."""
-        return {index: place for place, group in enumerate(self.groups) for index in group.operators}
+        return {
+            index: group_index for group_index, group in enumerate(self.groups) for index in group.operators
+        }
 
     def strategy(self, chosen: Sequence[int]) -> Strategy:
         """Return the strategy that takes, of every group, the configuration of that number."""
@@ -52,15 +54,15 @@ class Space:
 
 def all_degrees(operator: Operator, most: int) -> list[Degrees]:
     """Return all degrees of an operator with at most `most` tasks, replicas among them; the single task first."""
-    found: list[Degrees] = [()]
+    vectors: list[Degrees] = [()]
     for axis in operator.space.axes:
         limit = _most_parts(axis, most)
-        found = [
+        vectors = [
             (*degrees, degree)
-            for degrees in found
+            for degrees in vectors
             for degree in range(1, min(limit, most // tasks(degrees)) + 1)
         ]
-    return found
+    return vectors
 
 
 def _most_parts(axis: Axis, most: int) -> int:
@@ -69,14 +71,14 @@ def _most_parts(axis: Axis, most: int) -> int:
 
 def count_degrees(axes: Sequence[Axis], most: int) -> dict[int, int]:
     """Return, by number of tasks up to `most`, how many degrees of some axes have so many; none is listed for it."""
-    found = {1: 1}
+    ways_of = {1: 1}
     for axis in axes:
-        limit, before = _most_parts(axis, most), found
-        found = {}
+        limit, before = _most_parts(axis, most), ways_of
+        ways_of = {}
         for count, ways in before.items():
             for degree in range(1, min(limit, most // count) + 1):
-                found[count * degree] = found.get(count * degree, 0) + ways
-    return found
+                ways_of[count * degree] = ways_of.get(count * degree, 0) + ways
+    return ways_of
 
 
 def count_whole(operator: Operator, device_count: int) -> int:

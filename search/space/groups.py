@@ -107,7 +107,7 @@ def _groups_of(graph: OperatorGraph) -> tuple[Group, ...]:
         head, axes = placed[index]
         if index != head:
             members[head].append(Member(index, axes))
-    return tuple(Group(head, tuple(found)) for head, found in members.items())
+    return tuple(Group(head, tuple(followers)) for head, followers in members.items())
 
 
 # For an operator: the head that it follows, and for each of its axes the head's.
@@ -118,9 +118,9 @@ def _own_axes(graph: OperatorGraph, index: int) -> tuple[int, ...]:
     return tuple(range(len(graph.operators[index].space.axes) - 1))
 
 
-def _keep(placed: dict[int, Placed], index: int, found: Placed | None) -> None:
-    if found is not None:
-        placed[index] = found
+def _keep(placed: dict[int, Placed], index: int, head_and_axes: Placed | None) -> None:
+    if head_and_axes is not None:
+        placed[index] = head_and_axes
 
 
 def _best_producer(graph: OperatorGraph, operator: Operator, placed: Mapping[int, Placed]) -> Placed | None:

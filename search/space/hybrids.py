@@ -49,16 +49,18 @@ def hybrids(graph: OperatorGraph, groups: Sequence[Group], device_count: int) ->
     On many devices these are data parallelism and Megatron's strategies with rows of every length.
     """
     strategies = (_on_few if device_count <= FEW_DEVICES else _on_many)(graph, device_count)
-    found: dict[tuple[Configuration, ...], Hybrid] = {}
+    hybrid_of: dict[tuple[Configuration, ...], Hybrid] = {}
     for strategy in strategies:
         given = tuple(strategy.configurations[group.head] for group in groups)
-        placed = [recognized(one.devices, device_count) for one in given]
+        placed = [recognized(configuration.devices, device_count) for configuration in given]
         origins = tuple(
-            Drawn(one.degrees, place) for one, place in zip(given, placed, strict=True) if place is not None
+            Drawn(configuration.degrees, placement)
+            for configuration, placement in zip(given, placed, strict=True)
+            if placement is not None
         )
         if len(origins) == len(given):
-            found.setdefault(given, Hybrid(given, origins))
-    return tuple(found.values())
+            hybrid_of.setdefault(given, Hybrid(given, origins))
+    return tuple(hybrid_of.values())
 
 
 def _on_many(graph: OperatorGraph, device_count: int) -> list[Strategy]:
@@ -69,7 +71,7 @@ def _on_many(graph: OperatorGraph, device_count: int) -> list[Strategy]:
 
 
 def _on_few(graph: OperatorGraph, device_count: int) -> list[Strategy]:
-    divisors = [one for one in range(2, device_count + 1) if device_count % one == 0]
+    divisors = [divisor for divisor in range(2, device_count + 1) if device_count % divisor == 0]
     return [
         data_parallel(graph, device_count),
         expert(graph, device_count),

@@ -34,16 +34,16 @@ def sharing_groups(graph: OperatorGraph, groups: Sequence[Group]) -> list[tuple[
     ]
     like = like_groups(graph, groups)
     # Without weights a group is by itself.
-    return _classes((like[place][0], names or place) for place, names in enumerate(weights))
+    return _classes((like[index][0], names or index) for index, names in enumerate(weights))
 
 
 def _classes(keys: Iterable[Hashable]) -> list[tuple[int, ...]]:
     listed = list(keys)
     alike: dict[Hashable, list[int]] = {}
-    for place, key in enumerate(listed):
-        alike.setdefault(key, []).append(place)
-    found = {key: tuple(places) for key, places in alike.items()}
-    return [found[key] for key in listed]
+    for index, key in enumerate(listed):
+        alike.setdefault(key, []).append(index)
+    class_of = {key: tuple(places) for key, places in alike.items()}
+    return [class_of[key] for key in listed]
 
 
 def neighbours(
@@ -53,11 +53,11 @@ def neighbours(
 
     of_heads: only where it is a head that reads, so not where branches join in an operator that follows another.
     """
-    place_of = {index: place for place, group in enumerate(groups) for index in group.operators}
+    place_of = {index: group_index for group_index, group in enumerate(groups) for index in group.operators}
     followed = {group.head: tuple(range(_axes_of(graph, group))) for group in groups}
     followed |= {member.operator: member.axes for group in groups for member in group.members}
-    found: list[dict[Neighbour, None]] = [{} for _ in groups]
-    for place, group in enumerate(groups):
+    neighbours_of: list[dict[Neighbour, None]] = [{} for _ in groups]
+    for group_index, group in enumerate(groups):
         for index in (group.head,) if of_heads else group.operators:
             reader = graph.operators[index]
             mine = inverted(followed[index], _axes_of(graph, group))
@@ -68,11 +68,13 @@ def neighbours(
                 other = place_of[producer]
                 theirs = through(shared_axes(graph, name, reader, slot), followed[producer])
                 axes = through(mine, theirs)
-                if other == place or all(axis == NO_AXIS for axis in axes):
+                if other == group_index or all(axis == NO_AXIS for axis in axes):
                     continue
-                found[place][Neighbour(other, axes)] = None
-                found[other][Neighbour(place, inverted(axes, _axes_of(graph, groups[other])))] = None
-    return [list(neighbours) for neighbours in found]
+                neighbours_of[group_index][Neighbour(other, axes)] = None
+                neighbours_of[other][
+                    Neighbour(group_index, inverted(axes, _axes_of(graph, groups[other])))
+                ] = None
+    return [list(neighbours) for neighbours in neighbours_of]
 
 
 def _axes_of(graph: OperatorGraph, group: Group) -> int:

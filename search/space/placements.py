@@ -101,5 +101,5 @@ def recognized(devices: tuple[int, ...], device_count: int) -> Strided | None:
     stride = max(1, devices[1] - start)
     if len(set(devices)) != count or max(devices) >= device_count:
         return None
-    found = Strided(_ordered(stride, device_count).index(start), stride)
-    return found if place(found, count, device_count) == devices else None
+    strided = Strided(_ordered(stride, device_count).index(start), stride)
+    return strided if place(strided, count, device_count) == devices else None

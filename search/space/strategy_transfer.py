@@ -37,7 +37,7 @@ def adapt(document: Mapping[str, Any], made_for: int, graph: OperatorGraph, devi
         operator = graph.operators[group.head]
         adapted.append((group, _adapted(operator, entries[operator.name], made_for, device_count)))
     shared: Mapping[str, str] = document.get("sharding", {})
-    places = {operator.name: place for place, operator in enumerate(graph.operators)}
+    places = {operator.name: index for index, operator in enumerate(graph.operators)}
     strategy = Strategy(
         graph.digest,
         following(graph, adapted).configurations,

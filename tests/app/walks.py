@@ -81,7 +81,7 @@ def walk(
     reader = TraceReader(store, search_id)
     chains = resumed_chains(reader, graph.digest, known) if resumed and reader.has_starts else []
     with ProposalTrace(store, search_id, groups_text(groups)) as trace:
-        steps = {one.checkpoint.number: one.checkpoint.proposals for one in chains}
+        steps = {one.snapshot.number: one.snapshot.proposals for one in chains}
         recorder = Telling(
             trace,
             groups,

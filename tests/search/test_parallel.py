@@ -144,8 +144,8 @@ def test_every_checkpoint_is_after_all_that_is_recorded(started: Started) -> Non
     for batch in record.batches:
         for number, step in zip(batch.chain.tolist(), batch.step.tolist(), strict=True):
             made[number] = step
-        assert batch.checkpoint is not None
-        assert {was.number: was.proposals for was in batch.checkpoint} == made
+        assert batch.snapshots is not None
+        assert {was.number: was.proposals for was in batch.snapshots} == made
 
 
 def test_a_process_without_chains_gets_one(
@@ -241,15 +241,15 @@ def test_an_interrupt_while_a_cost_is_measured_keeps_all_proposals(started: Star
     result = run(graph, 2, options, record, Interrupted())
     assert started.left() == []
     assert result.interrupted
-    checkpoint = record.batches[-1].checkpoint
-    assert checkpoint is not None
-    assert sum(was.proposals for was in checkpoint) == result.proposals == len(rows(record))
+    snapshots = record.batches[-1].snapshots
+    assert snapshots is not None
+    assert sum(was.proposals for was in snapshots) == result.proposals == len(rows(record))
     run(graph, 1, options, whole)
     assert rows(record).items() <= rows(whole).items()
     generators = {
-        (was.number, was.proposals): was.generator for each in whole.batches for was in each.checkpoint or ()
+        (was.number, was.proposals): was.generator for each in whole.batches for was in each.snapshots or ()
     }
-    for was in checkpoint:
+    for was in snapshots:
         assert generators.get((was.number, was.proposals), was.generator) == was.generator
 
 
@@ -261,9 +261,9 @@ def test_what_ends_the_search_otherwise_is_raised_after_all_is_recorded(started:
     with pytest.raises(SystemExit):
         run(branches(), 2, SearchOptions(proposals=LONG, chains=3, seed=1), record)
     assert started.left() == []
-    checkpoint = record.batches[-1].checkpoint
-    assert checkpoint is not None
-    assert sum(was.proposals for was in checkpoint) == len(rows(record))
+    snapshots = record.batches[-1].snapshots
+    assert snapshots is not None
+    assert sum(was.proposals for was in snapshots) == len(rows(record))
     assert len(rows(record)) >= 300
 
 

@@ -30,7 +30,7 @@ from app.db.salvage import LostRow, Source, reading_only
 from app.db.validation import Fault, values_of
 from app.services.stored import strategy_in, topology_of
 from app.services.timeline.store import FOLDER, read_file, recording_name
-from app.services.trace.recorder import checkpoint_of, groups_of
+from app.services.trace.recorder import groups_of, snapshots_of
 from graph.errors import DamagedDataError, DatabaseError, SoapstoneError, UsageError
 from graph.texts import shown
 
@@ -326,7 +326,7 @@ class _Check:
             with as_written(f"trace chunk {file}"):
                 table = read_table(file, record.kind)
                 searches = set(table["search"].unique().to_pylist())
-                for key, interpret in ((CHECKPOINT, checkpoint_of), (GROUPS, groups_of)):
+                for key, interpret in ((CHECKPOINT, snapshots_of), (GROUPS, groups_of)):
                     text = read_text(file, key)
                     if text is not None:
                         interpret(text)

@@ -105,7 +105,7 @@ def run_algorithms(
     groups = find_groups(setting.model.graph)
     with ProposalTrace(store, plan.search_id, groups_text(groups)) as trace:
         reader = TraceReader(store, plan.search_id)
-        steps = {chain.checkpoint.number: chain.checkpoint.proposals for chain in plan.resumed}
+        steps = {chain.snapshot.number: chain.snapshot.proposals for chain in plan.resumed}
         recorder = TraceRecorder(
             trace,
             groups,

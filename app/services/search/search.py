@@ -362,7 +362,7 @@ def _search(
         predictions=(best, *baselines),
         unsplit=setting.model.graph.unsplit,
         starts=plan.starts,
-        resumed_at=sum(chain.checkpoint.proposals for chain in plan.resumed) if plan.resumed else None,
+        resumed_at=sum(chain.snapshot.proposals for chain in plan.resumed) if plan.resumed else None,
         algorithms=tuple(_algorithm_report(result) for result in results),
         bound=bound,
         estimate_errors=setting.source.estimate_errors,

@@ -264,11 +264,9 @@ class TraceRecorder:
             accepted=batch.accepted,
             others=others,
         )
-        checkpoint = batch.checkpoint
-        if checkpoint is not None:
-            rows = replace(
-                rows, checkpoint=partial(checkpoint_text, checkpoint), outcome=_outcome(checkpoint)
-            )
+        snapshots = batch.snapshots
+        if snapshots is not None:
+            rows = replace(rows, checkpoint=partial(snapshots_text, snapshots), outcome=_outcome(snapshots))
         self._trace.add_entries(self._codes.take_new())
         self._trace.add(self._recorded.without(rows))
 
@@ -309,7 +307,7 @@ class WalkBar:
 
 
 class Recorded:
-    """Proposals that a trace holds after the checkpoint of a resumed chain, by chain and step."""
+    """Proposals that a trace holds after the snapshot of a resumed chain, by chain and step."""
 
     def __init__(self, rows: Mapping[tuple[int, int], tuple[int, int, bool]]) -> None:
         """Take operator, simulated time (-1 for none) and acceptance of each."""
@@ -351,18 +349,18 @@ class Recorded:
         return replace(batch, others=others, **{name: getattr(batch, name)[new] for name in columns})
 
 
-def checkpoint_text(chains: Sequence[ChainSnapshot]) -> str:
-    """Return checkpoints of chains as JSON."""
+def snapshots_text(chains: Sequence[ChainSnapshot]) -> str:
+    """Return snapshots of chains as JSON."""
     return canonical_json([_plain(asdict(chain)) for chain in chains])
 
 
-def checkpoint_of(text: str) -> list[ChainSnapshot]:
-    """Return the checkpoints of chains in a text of `checkpoint_text`."""
-    checkpoints = []
+def snapshots_of(text: str) -> list[ChainSnapshot]:
+    """Return the snapshots of chains in a text of `snapshots_text`."""
+    snapshots = []
     for entry in json.loads(text):
         pairs = {name: (int(entry[name][0]), int(entry[name][1])) for name in ("initial", "current", "best")}
-        checkpoints.append(ChainSnapshot(**{**entry, **pairs}))
-    return checkpoints
+        snapshots.append(ChainSnapshot(**{**entry, **pairs}))
+    return snapshots
 
 
 def groups_text(groups: Sequence[Group]) -> str:

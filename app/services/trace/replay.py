@@ -23,7 +23,7 @@ from app.db.reading import reading
 from app.db.records import GraphRecord, SearchRecord, StrategyRecord, TraceKind
 from app.db.references import required
 from app.db.store import Store
-from app.services.trace.recorder import Recorded, checkpoint_of, groups_of
+from app.services.trace.recorder import Recorded, groups_of, snapshots_of
 from graph.axes import tasks
 from graph.canonical import canonical_json
 from graph.errors import UsageError
@@ -103,12 +103,12 @@ class TraceReader:
         )
 
     @_interpreting
-    def checkpoint(self) -> list[ChainSnapshot]:
+    def snapshots(self) -> list[ChainSnapshot]:
         """Return the chains as they were written last; none if nothing was written yet."""
         for path in reversed(self._paths["proposals"]):
             text = read_text(path, CHECKPOINT)
             if text is not None:
-                return checkpoint_of(text)
+                return snapshots_of(text)
         return []
 
     @_interpreting
@@ -166,7 +166,7 @@ class TraceReader:
         best = min(
             (
                 (chain.best[1], chain.number, chain.best_at)
-                for chain in self.checkpoint()
+                for chain in self.snapshots()
                 if chain.best[0] == 0
             ),
             default=None,
@@ -186,7 +186,7 @@ class TraceReader:
         wanted = [("chain", "=", chain), ("step", "<=", step), ("accepted", "=", True)]
         table = self._table("proposals", ["step", "simulated_ns"], wanted).to_pydict()
         if not table["step"]:
-            starts = {checkpoint.number: checkpoint.initial for checkpoint in self.checkpoint()}
+            starts = {snapshot.number: snapshot.initial for snapshot in self.snapshots()}
             excess_bytes, time_ns = starts.get(chain, (1, 0))
             return None if excess_bytes else time_ns
         last = max(range(len(table["step"])), key=lambda index: table["step"][index])
@@ -198,7 +198,7 @@ class TraceReader:
         """Return the proposals of all chains after given steps."""
         columns = ["chain", "step", "operator", "simulated_ns", "accepted"]
         rows: dict[tuple[int, int], tuple[int, int, bool]] = {}
-        # What is after the last checkpoint is in the last chunks.
+        # What is after the last snapshots is in the last chunks.
         for path in reversed(self._paths["proposals"]):
             table = read_table(path, "proposals", columns).to_pydict()
             before = len(rows)
@@ -292,12 +292,12 @@ def resumed_chains(
         do.
     """
     result: list[ResumedChain] = []
-    for was in reader.checkpoint():
+    for was in reader.snapshots():
         index = known_place(was.start)
         like = known[index] if index is not None and index < len(known) else Strategy(graph_digest, ())
         if was.start == POLISHING and result:
             # It began with the best of those before it.
-            like = min(result, key=lambda chain: tuple(chain.checkpoint.best)).best
+            like = min(result, key=lambda chain: tuple(chain.snapshot.best)).best
         current, best = (
             like.with_configurations(reader.configurations(was.number, step))
             for step in (was.proposals, was.best_at)
@@ -338,10 +338,10 @@ def rebuild(store: Store, search_id: int, chain: int | None = None, step: int | 
 
 def _start_document(store: Store, search: SearchRecord, reader: TraceReader, chain: int) -> dict[str, Any]:
     """Return the document of the known strategy that a chain began with, whose sharding and recomputation it keeps."""
-    starts = {checkpoint.number: checkpoint.start for checkpoint in reader.checkpoint()}
+    starts = {snapshot.number: snapshot.start for snapshot in reader.snapshots()}
     with as_written(row_name(store.database.name, "searches", search.id, "options")):
         starts_known = search.options.get("known", [])
-        # A search that was stopped at once has no checkpoint: chains from known starts come after all others.
+        # A search that was stopped at once has no snapshots: chains from known starts come after all others.
         index = known_place(starts.get(chain, "")) if starts else chain - search.options["chains"]
         if index is None or not 0 <= index < len(starts_known):
             return {}

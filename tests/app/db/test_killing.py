@@ -77,7 +77,7 @@ def resume_and_compare(store: Store, number: int, seed: int, kept: dict[Key, tup
     """Go on for some proposals; those of every chain are those of a search that was never killed."""
     graph = branches()
     known = [random_anywhere(graph, DEVICES, np.random.default_rng(seed))]
-    before = {chain.number: chain.proposals for chain in TraceReader(store, number).checkpoint()}
+    before = {chain.number: chain.proposals for chain in TraceReader(store, number).snapshots()}
     repeated = len(kept) - sum(before.values())
     assert repeated >= 0
     resumed = walk_on(store, store.resume_search(number).id, seed, known, repeated + MORE, resumed=True)
