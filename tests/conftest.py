@@ -45,7 +45,7 @@ FIRST = [
         "gpu/test_torchrun", "packaging/test_environment", "runtime/test_parallel", "app/test_export",
         "studies/test_study", "runtime/test_random_graphs", "app/db/test_reading", "runtime/test_examples",
         "search/test_compiling", "profiler/test_links", "runtime/test_sharding", "gpu/test_host_waits",
-        "runtime/test_loops",
+        "runtime/test_loops", "runtime/test_compiled", "app/test_compiled",
     )
 ]  # fmt: skip
 

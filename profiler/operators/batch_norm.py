@@ -15,8 +15,6 @@ import torch
 
 from profiler.operators.dtypes import HALVES, sum_dtype
 
-# The attribute of a gradient that nothing else refers to.
-_UNSHARED = "soapstone_unshared"
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
@@ -61,44 +59,15 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (values,) = ctx.saved_tensors
-        shift, scale = _moments_gradient(values, gradients[0])
+        shift, scale = gradients[0].to(values.dtype).unbind(0)
+        shift, scale = (_channel_view(vector, values.dim()) for vector in (shift, scale))
         return torch.addcmul(shift, values, scale, value=2)
-
-
-def _moments_gradient(values: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of sums and of sums of squares, to be broadcast over an activation."""
-    shift, scale = gradient.to(values.dtype).unbind(0)
-    return _channel_view(shift, values.dim()), _channel_view(scale, values.dim())
 
 
 def moments(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - ATen's name
     """Return sums and sums of squares [2, C] of an activation [N, C, ...]."""
     result: torch.Tensor = _Moments.apply(input)  # type: ignore[no-untyped-call]
     return result
-
-
-def fold_moments(outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    """Fold the gradients of moments into those of the activations that they are of, in place, and remove the moments.
-
-    As autograd would: but it writes a gradient of the activation's size, and the sum of both, into memory of their own.
-    Only into a gradient that is marked as nobody else's (`_Apply.backward`).
-
-    Args:
-        outputs: of a part of a graph, before its backward.
-        gradients: of each of them.
-    """
-    for index in reversed(range(len(outputs))):
-        node: Any = outputs[index].grad_fn
-        if getattr(node, "_forward_cls", None) is not _Moments:
-            continue
-        source, number = node.next_functions[0]
-        for output, gradient in zip(outputs, gradients, strict=True):
-            if output.grad_fn is source and output.output_nr == number and hasattr(gradient, _UNSHARED):
-                (values,) = node.saved_tensors
-                shift, scale = _moments_gradient(values, gradients[index])
-                gradient.addcmul_(values, scale, value=2).add_(shift)
-                del outputs[index], gradients[index]
-                break
 
 
 def fixed_moments(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
@@ -171,9 +140,6 @@ class _Apply(torch.autograd.Function):
             eps=ctx.eps,
             output_mask=[ctx.needs_input_grad[0], True, True],
         )
-        if by_input is not None:
-            # New, and this backward's alone, where autograd hands it on as it is.
-            setattr(by_input, _UNSHARED, True)
         by_moments = None
         if ctx.needs_input_grad[1]:
             # By the mean the first row, by the variance the second, times -1 and -1/2.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from profiler.operators import ExecutionContext
-from profiler.operators.batch_norm import fold_moments
 from runtime.instructions.base import Instruction, Slots, WrappedInstruction
 from runtime.instructions.region_assembly import Recipe, assemble
 from runtime.instructions.selections import Selection
@@ -136,7 +135,6 @@ class Differentiate(Instruction):
                 gradients.append(gradient)
         if not outputs:
             return
-        fold_moments(outputs, gradients)
         inputs = [values[slot] for slot in self.inputs]
         results = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
         for (slot, selection), result in zip(self.targets, results, strict=True):

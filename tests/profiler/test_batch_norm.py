@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiler.operators.batch_norm import batch_norm_apply, fold_moments, moments, running_statistics
+from profiler.operators.batch_norm import batch_norm_apply, moments, running_statistics
 from scripts.benchmarks.launches import CountedOperators
 
 
@@ -64,28 +64,3 @@ def test_running_statistics_are_those_of_torch_and_launch_7_kernels() -> None:
     assert counted.kernels.total() == 7
     torch.nn.functional.batch_norm(values, mean, variance, training=True, momentum=0.1)
     torch.testing.assert_close(found, (mean, variance))
-
-
-def of_two_parts(*, is_shared: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Return activation and moments, their gradients by a batch norm that stands apart, and what they are made of."""
-    source, weight, bias, gradient = operands(torch.float64)
-    values = source * 2
-    of_values = moments(values)
-    leaf, leaf_of_moments = values.detach().requires_grad_(), of_values.detach().requires_grad_()
-    normalized = batch_norm_apply(leaf, leaf_of_moments, weight, bias, 150, 1e-5)
-    if is_shared:
-        normalized = normalized + leaf
-    gradients = torch.autograd.grad(normalized, (leaf, leaf_of_moments), gradient)
-    return [values, of_values], list(gradients), source
-
-
-@pytest.mark.parametrize(("is_shared", "left"), [(False, 1), (True, 2)])
-def test_gradient_of_moments_is_added_in_place_to_one_that_nothing_shares(
-    is_shared: bool,  # noqa: FBT001 (parametrized)
-    left: int,
-) -> None:
-    outputs, gradients, source = of_two_parts(is_shared=is_shared)
-    expected = torch.autograd.grad(outputs, source, gradients, retain_graph=True)
-    fold_moments(outputs, gradients)
-    assert len(outputs) == len(gradients) == left
-    torch.testing.assert_close(torch.autograd.grad(outputs, source, gradients), expected)
