@@ -1,4 +1,4 @@
-"""One pool of processes for all tests of the runtime."""
+"""A pool of processes for the tests of a module."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def warm() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[LocalPool]:
-    """Four processes; strategies of fewer devices use the first ones."""
-    with LocalPool(PROCESSES, timeout_s=120) as processes:
+    """Four processes of the module's tests, from a server; strategies of fewer devices use the first ones."""
+    with warm_processes():
+        processes = LocalPool(PROCESSES, timeout_s=120)
+    with processes:
         yield processes
