@@ -1,4 +1,4 @@
-"""One local call of several: what a device executes as one compiled function, and what its cost is kept under.
+"""A compiled call: several local calls that a device executes as one compiled function, with one cost key.
 
 It is a `LocalCall` of the target `soapstone.compiled`, so that it is measured, keyed and stored as any other. Its
 arguments hold its parts; the tensors that these read and make are numbered: first the inputs of the whole, then the

@@ -24,7 +24,7 @@ OperatorRanges = tuple[OperatorRange, ...]
 
 
 def check_ranges(graph: OperatorGraph, ranges: OperatorRanges, what: str) -> None:
-    """Check ranges against the graph's operators; `what` is their key in a strategy's document.
+    """Check that ranges are of the graph's operators and do not overlap; `what` is their key in a strategy's document.
 
     Raises:
         StrategyError: naming the range and what does not fit.

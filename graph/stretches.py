@@ -7,8 +7,7 @@ assembled or made again in between. Operators of the range that only renew buffe
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
 
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange, OperatorRanges, group_numbers
@@ -21,11 +20,14 @@ NEVER_COMPILED = frozenset({"soapstone.random", "soapstone.grouped_mm"})
 def stretches(plan: Plan) -> OperatorRanges:
     """Return the longest stretches of a plan, those of one operator left out."""
     before = _cuts(plan)
+    recomputed = group_numbers(plan.graph, plan.strategy.recomputation)
     runs: list[list[int]] = [[]]
     for index in plan.graph.order.of_loss:
         if index in before:
             runs.append([])
-        if _is_compiled(plan, index):
+        # An operator without a backward on some device, or made again in the backward, stays apart.
+        target = plan.graph.operators[index].target
+        if all(plan.active[index]) and recomputed[index] < 0 and target not in NEVER_COMPILED:
             runs[-1].append(index)
         else:
             runs.append([])
@@ -34,7 +36,8 @@ def stretches(plan: Plan) -> OperatorRanges:
 
 def members(plan: Plan, stretch: OperatorRange) -> tuple[int, ...]:
     """Return the operators of a stretch that are executed as one function, in order."""
-    return tuple(index for index in plan.graph.order.of_loss if stretch.first <= index <= stretch.last)
+    order = plan.graph.order.of_loss
+    return order[bisect_left(order, stretch.first) : bisect_right(order, stretch.last)]
 
 
 def check_compiled(plan: Plan) -> None:
@@ -57,23 +60,16 @@ def check_compiled(plan: Plan) -> None:
             )
 
 
-def is_internal(plan: Plan, inside: Sequence[int], value: str, kept: frozenset[str]) -> bool:
-    """Return whether only the operators `inside`, the members of a stretch, read an operator's value."""
-    graph = plan.graph
-    renewing = {name for _, name in graph.buffer_updates}
-    return (
-        value != graph.loss
-        and value not in kept
-        and value not in renewing
-        and all(index in inside for index, _ in graph.consumers[value])
+def values_read_outside(plan: Plan, stretch: OperatorRange, kept: frozenset[str]) -> frozenset[str]:
+    """Return the values that members of a stretch make and others read, or that stay after the step as `kept` do."""
+    graph, inside = plan.graph, frozenset(members(plan, stretch))
+    lasting = {graph.loss, *kept, *(value for _, value in graph.buffer_updates)}
+    made = [value for index in inside for value in graph.operators[index].outputs]
+    return frozenset(
+        value
+        for value in made
+        if value in lasting or any(reader not in inside for reader, _ in graph.consumers[value])
     )
-
-
-def _is_compiled(plan: Plan, index: int) -> bool:
-    """Return whether an operator may be a member: all its tasks have a backward, none of them a neighbour elsewhere."""
-    operator = plan.graph.operators[index]
-    recomputed = any(group.first <= index <= group.last for group in plan.strategy.recomputation)
-    return all(plan.active[index]) and operator.target not in NEVER_COMPILED and not recomputed
 
 
 def _cuts(plan: Plan) -> set[int]:

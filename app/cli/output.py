@@ -162,6 +162,11 @@ def mebibytes(size_bytes: float | None) -> str:
     return "-" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
 
 
+def compiled_line(stretches: Sequence[Sequence[str]]) -> str:
+    """Return in a line which stretches are compiled, by the first and the last operator of each."""
+    return "compiled: " + ", ".join(f"{first} to {last}" for first, last in stretches)
+
+
 def recomputation_line(report: RecomputationReport) -> str:
     """Return in a line the extent of recomputation, its time and the memory that it saves."""
     count = len(report.groups)

@@ -9,6 +9,7 @@ import typer
 from app.cli import options
 from app.cli.output import (
     TerminalProgress,
+    compiled_line,
     mebibytes,
     milliseconds,
     percent,
@@ -188,10 +189,7 @@ def _print(report: RunReport) -> None:
         groups = f"{len(report.recomputed)} group{'' if len(report.recomputed) == 1 else 's'}"
         print_lines(f"activations of {groups} of operators were made again in the backward")
     if report.compiled:
-        stretches = f"{len(report.compiled)} stretch{'' if len(report.compiled) == 1 else 'es'}"
-        print_lines(
-            f"{stretches} between communications {'was' if len(report.compiled) == 1 else 'were'} compiled"
-        )
+        print_lines(compiled_line(report.compiled))
     if report.fullest is not None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"

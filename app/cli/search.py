@@ -11,6 +11,7 @@ import typer
 from app.cli import options
 from app.cli.output import (
     TerminalProgress,
+    compiled_line,
     mebibytes,
     milliseconds,
     percent,
@@ -371,7 +372,7 @@ def _print(report: SearchReport) -> None:
     if report.recomputation is not None:
         print_lines(recomputation_line(report.recomputation))
     if report.compiled:
-        print_lines("compiled: " + ", ".join(f"{first} to {last}" for first, last in report.compiled))
+        print_lines(compiled_line(report.compiled))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
         print_lines(

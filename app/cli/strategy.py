@@ -11,6 +11,7 @@ import typer
 from app.cli import options
 from app.cli.output import (
     TerminalProgress,
+    compiled_line,
     milliseconds,
     print_json,
     print_lines,
@@ -193,6 +194,8 @@ def show_strategy(
     if shown.recomputation is not None:
         print_lines(recomputation_line(shown.recomputation))
         print_lines(*(f"  {first} to {last}" for first, last in shown.recomputation.groups[: rows or None]))
+    if shown.compiled:
+        print_lines(compiled_line(shown.compiled))
     chosen = sorted(shown.operators, key=lambda operator: -(operator.cost.total_s if operator.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
@@ -241,6 +244,8 @@ def diff_strategies(
         print_lines(f"{side}: {_headline(shown)}")
         if shown.recomputation is not None:
             print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
+        if shown.compiled:
+            print_lines(f"{side}: {compiled_line(shown.compiled)}")
     if not difference.operators:
         print_lines("no operator differs")
         return

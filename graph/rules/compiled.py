@@ -9,7 +9,7 @@ from graph.rules.registry import rule_for
 
 
 class CompiledRule(WholeRule):
-    """What its parts compute; what is read and written between them stays within the function, at best."""
+    """The work of a compiled call: the arithmetic of its parts, and the bytes of its own inputs and outputs."""
 
     def flops(self, call: LocalCall) -> float:
         """Return the floating-point operations of all parts."""

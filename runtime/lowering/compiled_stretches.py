@@ -8,25 +8,24 @@ from dataclasses import dataclass
 from graph.calls import LocalCall
 from graph.compiled_calls import PartCall, compiled_call
 from graph.operator_ranges import OperatorRange
-from graph.operators import FLOATING
+from graph.operators import FLOATING, TensorSpec
 from graph.plan import Plan
 from graph.rules import local_calls
-from graph.stretches import is_internal, members
+from graph.stretches import members, values_read_outside
 from runtime.lowering.tensor_slots import TensorSlots
 
 
 @dataclass(frozen=True, slots=True)
 class StretchCall:
-    """A stretch on a rank: its call, the slots of the call's inputs and outputs, and its last operator there.
+    """A stretch on a rank: its call, and the slots of the call's inputs and outputs.
 
-    wanted: for each input, whether a gradient flows back through it.
+    parts: the calls of its operators on the rank, each with its operator, in order.
     """
 
     call: LocalCall
     inputs: tuple[int, ...]
-    wanted: tuple[bool, ...]
     outputs: tuple[int, ...]
-    last: int
+    parts: tuple[tuple[int, LocalCall], ...]
 
 
 def stretch_calls(
@@ -36,53 +35,49 @@ def stretch_calls(
 
     kept: values that stay after the step, which leave their stretch as if others read them.
     """
-    calls = {stretch: _stretch_call(plan, slots, members(plan, stretch), kept) for stretch in ranges}
-    return {stretch: call for stretch, call in calls.items() if call is not None}
+    calls = {stretch: _stretch_call(plan, slots, stretch, kept) for stretch in ranges}
+    return {stretch: call for stretch, call in calls.items() if call.parts}
 
 
 def _stretch_call(
-    plan: Plan, slots: TensorSlots, inside: Sequence[int], kept: frozenset[str]
-) -> StretchCall | None:
+    plan: Plan, slots: TensorSlots, stretch: OperatorRange, kept: frozenset[str]
+) -> StretchCall:
     graph = plan.graph
-    executed: list[tuple[LocalCall, list[int], list[int], tuple[int, ...]]] = []
-    leaving: list[int] = []
-    last = -1
-    for index in inside:
+    leaving = values_read_outside(plan, stretch, kept)
+    # The number of each tensor, by slot: inputs of the whole come first, and are known at the end.
+    specs: dict[int, TensorSpec] = {}
+    made: dict[int, int] = {}
+    outputs: list[int] = []
+    executed: list[tuple[int, LocalCall, list[int], tuple[int, ...]]] = []
+    for index in members(plan, stretch):
         operator = graph.operators[index]
         calls = local_calls(graph, operator, plan.strategy.configurations[index].degrees)
         values = [graph.value_by_name[name] for name in operator.outputs]
+        constants = tuple(
+            position
+            for position, value in enumerate(values)
+            if not value.requires_gradient and value.spec.dtype in FLOATING
+        )
         for task in slots.tasks[index]:
             read = [slots.sources[index, task, slot] for slot in range(len(operator.inputs))]
-            made = [slots.outputs[index, task, position] for position in range(len(values))]
-            constants = tuple(
-                position
-                for position, value in enumerate(values)
-                if not value.requires_gradient and value.spec.dtype in FLOATING
-            )
-            executed.append((calls[task], read, made, constants))
-            last = index
-            leaving += [
-                slot
-                for slot, value in zip(made, values, strict=True)
-                if not is_internal(plan, inside, value.name, kept)
-            ]
-    if not executed:
-        return None
-    made_inside = {slot for _, _, made, _ in executed for slot in made}
-    inputs = list(
-        dict.fromkeys(slot for _, read, _, _ in executed for slot in read if slot not in made_inside)
+            for slot, spec in zip(read, calls[task].inputs, strict=True):
+                if slot not in made:
+                    specs.setdefault(slot, spec)
+            for position, value in enumerate(values):
+                slot = slots.outputs[index, task, position]
+                made[slot] = len(made)
+                if value.name in leaving:
+                    outputs.append(slot)
+            executed.append((index, calls[task], read, constants))
+    numbers = {slot: number for number, slot in enumerate(specs)}
+    numbers.update({slot: len(specs) + number for slot, number in made.items()})
+    call = compiled_call(
+        list(specs.values()),
+        [
+            PartCall(part, tuple(numbers[slot] for slot in read), constants)
+            for _, part, read, constants in executed
+        ],
+        [numbers[slot] for slot in outputs],
     )
-    specs = {
-        slot: spec
-        for call, read, _, _ in reversed(executed)
-        for slot, spec in zip(read, call.inputs, strict=True)
-    }
-    numbers = {slot: number for number, slot in enumerate(inputs)}
-    for _, _, made, _ in executed:
-        numbers.update({slot: len(numbers) + position for position, slot in enumerate(made)})
-    parts = [
-        PartCall(call, tuple(numbers[slot] for slot in read), constants)
-        for call, read, _, constants in executed
-    ]
-    call = compiled_call([specs[slot] for slot in inputs], parts, [numbers[slot] for slot in leaving])
-    return StretchCall(call, tuple(inputs), call.gradients, tuple(leaving), last)
+    parts = tuple((index, part) for index, part, _, _ in executed)
+    return StretchCall(call, tuple(specs), tuple(outputs), parts)

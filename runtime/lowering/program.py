@@ -23,7 +23,7 @@ from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Bucket, Plan
 from graph.rules import local_calls
 from graph.strategy import Sharding
-from graph.stretches import check_compiled, members
+from graph.stretches import check_compiled
 from profiler.operators import compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (
@@ -58,7 +58,7 @@ from runtime.instructions.sharded_weights import (
     is_copied,
     parts_of,
 )
-from runtime.lowering.compiled_stretches import stretch_calls
+from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
 from runtime.lowering.segments import Node, Segments, cuts
 from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
 from runtime.lowering.transfers import TransferLowering, ValueTransfer
@@ -175,20 +175,17 @@ class _Lowering:
 
     def _with_stretches(self, nodes: list[list[tuple[Node, Make]]]) -> list[list[tuple[Node, Make]]]:
         """Return the nodes with one node for each stretch that is compiled, at its last operator on the rank."""
-        ranges = self.plan.strategy.compiled
         check_compiled(self.plan)
-        for stretch, of in stretch_calls(self.plan, self.slots, ranges, self.kept).items():
-            execute = compile_call(of.call)
-            for index in members(self.plan, stretch):
+        for of in stretch_calls(self.plan, self.slots, self.plan.strategy.compiled, self.kept).values():
+            for index, _ in of.parts:
                 nodes[index] = []
-            outputs = of.outputs
-            nodes[of.last] = [
-                (
-                    Node(of.last, of.inputs, of.wanted, outputs),
-                    lambda slots, execute=execute, outputs=outputs: Call(execute, slots, outputs),  # type: ignore[misc]
-                )
-            ]
+            nodes[of.parts[-1][0]] = [self._stretch(of)]
         return nodes
+
+    def _stretch(self, of: StretchCall) -> tuple[Node, Make]:
+        execute = compile_call(of.call)
+        node = Node(of.parts[-1][0], of.inputs, of.call.gradients, of.outputs)
+        return node, lambda slots: Call(execute, slots, of.outputs)
 
     def _call(self, index: int, operator: Operator, task: int, call: LocalCall) -> tuple[Node, Make]:
         slots = self.slots

@@ -12,7 +12,7 @@ from typing import Any
 from graph.training import Training
 from scripts.benchmarks.pairs import StepPair, time_pair
 from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
-from scripts.benchmarks.runtime import LEARNING_RATE, PROCESSES, _executor, _numbered
+from scripts.benchmarks.runtime import LEARNING_RATE, PROCESSES, executor_of, numbered
 
 AT_MOST = 1.05
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -66,9 +66,9 @@ def compiled_pair(device: str, name: str, sizes: dict[str, Any], other: str) -> 
     training = Training(batch_size=sizes["batch_size"], batch_norm="local")
     strategy = data_parallel(graph, world_size)
     compiled = replace(strategy, compiled=stretches(build_plan(graph, strategy, (0,) * world_size)))
-    ours = _numbered(_executor(graph, compiled, built, training, device, LEARNING_RATE))
+    ours = numbered(executor_of(graph, compiled, built, training, device, LEARNING_RATE))
     if other == "not compiled":
-        return StepPair(ours, _numbered(_executor(graph, strategy, built, training, device, LEARNING_RATE)))
+        return StepPair(ours, numbered(executor_of(graph, strategy, built, training, device, LEARNING_RATE)))
     whole, args, kwargs = built
     theirs = torch.compile(DistributedDataParallel(whole.to(device)))
     optimizer = torch.optim.SGD(whole.parameters(), lr=LEARNING_RATE)

@@ -119,7 +119,7 @@ def data_parallel_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPai
 
     executor, module, args = _prepared(device, name, sizes, dist.get_world_size(), "local")
     theirs = sgd_step(DistributedDataParallel(module), _own_part(args), LEARNING_RATE)
-    return StepPair(_numbered(executor), theirs)
+    return StepPair(numbered(executor), theirs)
 
 
 def synchronized_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
@@ -135,7 +135,7 @@ def synchronized_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair
     _compare_gradients(name, *_synchronized_sides(device, name, {**sizes, **SYNCHRONIZED[name]}))
     torch.set_default_dtype(usual)
     executor, module, args = _synchronized_sides(device, name, sizes)
-    return StepPair(_numbered(executor), sgd_step(module, args, LEARNING_RATE))
+    return StepPair(numbered(executor), sgd_step(module, args, LEARNING_RATE))
 
 
 def _synchronized_sides(
@@ -184,7 +184,7 @@ def _own_part(args: Sequence[Tensor]) -> list[Tensor]:
 def one_device_pair(device: str, name: str, sizes: dict[str, Any]) -> StepPair:
     """Prepare a network of the zoo on one device, through our program and as the plain module."""
     executor, module, args = _prepared(device, name, sizes, 1, "local")
-    return StepPair(_numbered(executor), sgd_step(module, args, LEARNING_RATE))
+    return StepPair(numbered(executor), sgd_step(module, args, LEARNING_RATE))
 
 
 def column_row_pair(device: str, batch_size: int) -> StepPair:
@@ -205,10 +205,10 @@ def column_row_pair(device: str, batch_size: int) -> StepPair:
 
     built = _layers_and_input(batch_size)
     graph = import_module(*built, name="column row pair")
-    executor = _executor(
+    executor = executor_of(
         graph, megatron(graph, PROCESSES), built, Training(batch_size), device, PAIR_LEARNING_RATE
     )
-    ours = _numbered(executor)
+    ours = numbered(executor)
     module, args, _ = _layers_and_input(batch_size)
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     module = parallelize_module(module.to(device), init_device_mesh(device, (PROCESSES,)), plan)
@@ -272,11 +272,11 @@ def _prepared(
         module, args, kwargs = build(name, **sizes)
     graph = import_module(module, args, kwargs, name=name, batch_norm=batch_norm)
     training = Training(batch_size=int(built[1][0].shape[0]), batch_norm=batch_norm)
-    executor = _executor(graph, data_parallel(graph, devices), built, training, device, LEARNING_RATE)
+    executor = executor_of(graph, data_parallel(graph, devices), built, training, device, LEARNING_RATE)
     return executor, built[0].to(device), [tensor.to(device) for tensor in built[1]]
 
 
-def _executor(
+def executor_of(
     graph: OperatorGraph,
     strategy: Strategy,
     built: Built,
@@ -305,6 +305,6 @@ def _executor(
     )
 
 
-def _numbered(executor: Executor) -> Callable[[], None]:
+def numbered(executor: Executor) -> Callable[[], None]:
     numbers = itertools.count()
     return lambda: executor.step(next(numbers))

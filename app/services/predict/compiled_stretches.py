@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStretch:
-    """A stretch on one device: its call, and the calls of its operators there, by operator."""
+    """A stretch on one device: its call, and the calls of its operators there, each with its operator."""
 
     stretch: OperatorRange
     device: int
@@ -56,39 +57,30 @@ def with_all_stretches(graph: OperatorGraph, strategy: Strategy, topology: Topol
     return replace(strategy, compiled=stretches(_plan(graph, strategy, topology)))
 
 
-def compiled_calls(
-    graph: OperatorGraph, strategy: Strategy, topology: Topology, ranges: OperatorRanges | None = None
-) -> list[DeviceStretch]:
-    """Return the stretches that a strategy compiles, or those of `ranges`, on every device that has a part of them.
+def compiled_stretches(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> list[DeviceStretch]:
+    """Return the stretches that a strategy compiles, on every device that has a part of them.
 
     Raises:
-        StrategyError: the strategy compiles what is none.
+        StrategyError: the strategy compiles operators that communicate in between.
     """
-    if ranges is None and not strategy.compiled:
+    if not strategy.compiled:
         return []
-    from graph.rules import local_calls
-    from graph.stretches import check_compiled, members
-    from runtime.lowering.compiled_stretches import stretch_calls
-    from runtime.lowering.tensor_slots import TensorSlots
+    from graph.stretches import check_compiled
 
     plan = _plan(graph, strategy, topology)
     check_compiled(plan)
-    chosen = strategy.compiled if ranges is None else ranges
-    result = []
-    for device in topology.devices:
-        slots = TensorSlots(plan, device.index)
-        for stretch, of in stretch_calls(plan, slots, chosen).items():
-            parts = [
-                (
-                    index,
-                    local_calls(graph, graph.operators[index], strategy.configurations[index].degrees)[task],
-                )
-                for index in members(plan, stretch)
-                for task in slots.tasks[index]
-            ]
-            call = replace(of.call, bindings=())
-            result.append(DeviceStretch(stretch, device.index, device.kind_name, call, tuple(parts)))
-    return result
+    return _on_devices(plan, topology, strategy.compiled)
+
+
+def _on_devices(plan: Plan, topology: Topology, ranges: OperatorRanges) -> list[DeviceStretch]:
+    from runtime.lowering.compiled_stretches import stretch_calls
+    from runtime.lowering.tensor_slots import TensorSlots
+
+    return [
+        DeviceStretch(stretch, device.index, device.kind_name, replace(of.call, bindings=()), of.parts)
+        for device in topology.devices
+        for stretch, of in stretch_calls(plan, TensorSlots(plan, device.index), ranges).items()
+    ]
 
 
 def faster_stretches(
@@ -102,7 +94,8 @@ def faster_stretches(
     from graph.stretches import stretches
 
     longest: dict[OperatorRange, list[int]] = {}
-    everything = compiled_calls(graph, strategy, topology, stretches(_plan(graph, strategy, topology)))
+    plan = _plan(graph, strategy, topology)
+    everything = _on_devices(plan, topology, stretches(plan))
     _resolve(everything, table)
     for of in everything:
         (compiled,) = table.costs([of.call], of.kind_name)
@@ -113,9 +106,8 @@ def faster_stretches(
     return tuple(stretch for stretch, (compiled_ns, apart_ns) in longest.items() if compiled_ns < apart_ns)
 
 
-def with_compiled_costs(tasks: TaskGraph, strategy: Strategy, table: CostTable) -> TaskGraph:
+def with_compiled_costs(tasks: TaskGraph, stretches: Sequence[DeviceStretch], table: CostTable) -> TaskGraph:
     """Return the task graph of a strategy with the times of the stretches that it compiles, as far as measured."""
-    stretches = compiled_calls(tasks.graph, strategy, tasks.topology)
     if not stretches:
         return tasks
     import numpy as np
@@ -170,8 +162,8 @@ def _plan(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> Plan:
     return build_plan(graph, strategy, [device.node for device in topology.devices])
 
 
-def _resolve(stretches: list[DeviceStretch], table: CostTable) -> None:
-    """Ask for all costs at once: what is missing is measured in one go."""
+def _resolve(stretches: Sequence[DeviceStretch], table: CostTable) -> None:
+    """Resolve the costs of all stretches at once, so that missing ones are measured together."""
     calls: dict[str, list[LocalCall]] = {}
     for of in stretches:
         calls.setdefault(of.kind_name, []).append(of.call)

@@ -35,7 +35,7 @@ from app.services.costs.precisions import check_topology, in_precision
 from app.services.costs.profile import Measurer
 from app.services.costs.topologies import LOCAL, named_topology, topology_record
 from app.services.models.models import ImportedModel
-from app.services.predict.compiled_stretches import compiled_calls, with_compiled_costs
+from app.services.predict.compiled_stretches import compiled_stretches, with_compiled_costs
 from app.services.predict.predicted_peaks import predicted_peaks
 from app.services.progress import Progress
 from graph.calls import LocalCall
@@ -350,8 +350,8 @@ def predict(
     strategy.validate(setting.model.graph, len(setting.topology.devices))
     calls = calls_by_kind(setting, strategy)
     resolve_costs(setting, calls)
-    stretches = compiled_calls(setting.model.graph, strategy, setting.topology)
-    tasks = with_compiled_costs(setting.builder.build(strategy), strategy, setting.table)
+    stretches = compiled_stretches(setting.model.graph, strategy, setting.topology)
+    tasks = with_compiled_costs(setting.builder.build(strategy), stretches, setting.table)
     simulation = simulate_tasks(tasks, order)
     if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
         peaks = predicted_peaks(setting.model.graph, strategy, setting.topology, setting.training)

@@ -44,7 +44,7 @@ def predicted_peaks(
 ) -> tuple[PredictedPeak, ...] | None:
     """Return the memory that a step takes on each device; None where a walk would take too long.
 
-    What a strategy compiles counts as its operators do, which keep as much or more.
+    Stretches that a strategy compiles count as their operators do.
     """
     from graph.plan import build_plan
     from runtime.observe.memory_trace import UNUSED, trace_memory

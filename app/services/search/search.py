@@ -253,20 +253,19 @@ def _search_and_confirm(
 def _with_stretches_compiled(
     store: Store, setting: Setting, plan: SearchPlan, report: SearchReport, progress: Progress
 ) -> SearchReport:
-    """Return the report with what is faster compiled in the best strategy, if anything is; missing costs are measured.
+    """Return the report with those stretches of the best strategy compiled that are measured to be faster so.
 
-    Of a topology that this machine has no devices of there are no costs of compiled calls but those in the database.
+    Missing costs are measured; of devices that this machine does not have, the database's costs are all there is.
     """
     graph, topology = setting.model.graph, setting.topology
     strategy = start_of(setting, store.strategy(report.best.digest)).strategy
     with progress.stage("measuring what is faster compiled"):
         ranges = faster_stretches(graph, strategy, topology, setting.table)
-    if not ranges:
-        progress.say("nothing of the best strategy is faster compiled")
-        return report
-    compiled = SearchPredictions(store, setting, plan).predict(replace(strategy, compiled=ranges))
+    compiled = report.best
+    if ranges:
+        compiled = SearchPredictions(store, setting, plan).predict(replace(strategy, compiled=ranges))
     if compiled.rank >= report.best.rank:
-        progress.say("nothing of the best strategy is faster compiled")
+        progress.say("nothing of the best strategy was measured to be faster compiled")
         return report
     names = [operator.name for operator in graph.operators]
     searched_s = report.best.step_time_s if report.searched_s is None else report.searched_s

@@ -52,10 +52,14 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
         task_order=order,
         limit=2 * MOST + _BASELINES,
     )
-    starts = [start_of(setting, stored.strategy) for stored in ranked if stored.strategy.source in _FOUND]
+    # One strategy may be stored twice: as it is, and with stretches of it compiled.
+    starts: dict[Strategy, StartStrategy] = {}
+    for stored in ranked:
+        if stored.strategy.source in _FOUND and len(starts) < MOST:
+            start = start_of(setting, stored.strategy)
+            starts.setdefault(start.strategy, start)
     if starts:
-        # One strategy may be stored as it is, and with what is compiled of it.
-        return list({start.strategy: start for start in reversed(starts)}.values())[::-1][:MOST]
+        return list(starts.values())
     for other in _by_distance(store.searched_settings(setting.model.graph.name), setting):
         nearest = _best_of(store, other)
         if nearest is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class ShownStrategy:
 
     shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
     recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
+    compiled: the first and the last operator of each stretch that is compiled.
     """
 
     record: StrategyRecord
@@ -85,6 +86,7 @@ class ShownStrategy:
     shared: Mapping[str, SimulatedCost]
     sharding: Mapping[str, str] = field(default_factory=dict)
     recomputation: RecomputationReport | None = None
+    compiled: Sequence[Sequence[str]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the strategy as a JSON document."""
@@ -103,6 +105,7 @@ class ShownStrategy:
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
             "sharding": dict(self.sharding),
             "recomputation": None if self.recomputation is None else asdict(self.recomputation),
+            "compiled": [list(pair) for pair in self.compiled],
         }
 
 
@@ -334,6 +337,7 @@ def _shown(
         costs, shared = operator_costs(step)
         if step.kept is not None:
             recomputation = recomputation_report(graph, strategy, step.simulation, step.kept)
+    document = json.loads(record.document)
     return (
         ShownStrategy(
             record,
@@ -346,8 +350,9 @@ def _shown(
                 for operator, configuration in zip(graph.operators, strategy.configurations, strict=True)
             ),
             shared,
-            json.loads(record.document).get("sharding", {}),
+            document.get("sharding", {}),
             recomputation,
+            document.get("compiled", ()),
         ),
         graph,
     )

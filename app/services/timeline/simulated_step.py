@@ -19,7 +19,7 @@ from app.services.costs.machine import links_kind_name
 from app.services.costs.operator_costs import CostsByKind, DatabaseCosts
 from app.services.costs.topologies import LOCAL, measured_links
 from app.services.models.models import import_graph, stored_request
-from app.services.predict.compiled_stretches import with_compiled_costs
+from app.services.predict.compiled_stretches import compiled_stretches, with_compiled_costs
 from app.services.predict.predict import Target
 from app.services.progress import Progress
 from app.services.stored import strategy_of, topology_of, training_of
@@ -148,8 +148,9 @@ def simulated_step(
             say_used(store, kind.name, training.precision, progress)
     costs, links = CostTable(source), target.link_costs
     with progress.stage("simulating"):
+        stretches = compiled_stretches(graph, strategy, topology)
         tasks = build_task_graph(graph, strategy, topology, costs, training, links=links)
-        simulation = simulate_tasks(with_compiled_costs(tasks, strategy, costs), order)
+        simulation = simulate_tasks(with_compiled_costs(tasks, stretches, costs), order)
         kept = None
         if strategy.recomputation:
             plain = replace(strategy, recomputation=())
