@@ -177,9 +177,10 @@ class _Lowering:
         """Return the nodes with one node for each stretch that is compiled, at its last operator on the rank."""
         check_compiled(self.plan)
         for of in stretch_calls(self.plan, self.slots, self.plan.strategy.compiled, self.kept).values():
-            for index, _ in of.parts:
-                nodes[index] = []
-            nodes[of.parts[-1][0]] = [self._stretch(of)]
+            for index in dict.fromkeys(index for index, _ in of.parts):
+                # What the first ones read may be assembled here, before them.
+                nodes[index] = nodes[index][: -len(self.slots.tasks[index])]
+            nodes[of.parts[-1][0]].append(self._stretch(of))
         return nodes
 
     def _stretch(self, of: StretchCall) -> tuple[Node, Make]:

@@ -17,7 +17,7 @@ from graph.rules import backward_flops, flops
 from graph.strategy import Strategy, strategy_from_json
 from graph.stretches import check_compiled, members, stretches
 from runtime.instructions.base import WrappedInstruction
-from runtime.instructions.compute import Call, Detach, Differentiate, Loss, Release, Seed
+from runtime.instructions.compute import Assemble, Call, Detach, Differentiate, Loss, Release, Seed
 from runtime.lowering.program import compile_program
 from search.space.baselines import data_parallel
 from tests.runtime.oracle import graph_of
@@ -25,6 +25,7 @@ from tests.runtime.strategies import groups_of, random_strategy, randomly_shared
 
 torch = pytest.importorskip("torch")
 
+CPU = torch.device("cpu")
 NAMES = ("convolutions", "dropped", "perceptron", "recurrent")
 # What may stand between two calls of a stretch: nothing that another rank, or a later step, has a part in.
 LOCAL = (Call, Detach, Release, Loss, Seed, Differentiate)
@@ -42,7 +43,7 @@ def test_nothing_is_communicated_within_a_stretch(name: str, seed: int) -> None:
         strategy = replace(strategy, recomputation=groups_of(graph, 3)[::2])
     plan = build_plan(graph, strategy, (0,) * strategy.device_count)
     for rank in range(strategy.device_count):
-        program = compile_program(plan, rank, torch.device("cpu"))
+        program = compile_program(plan, rank, CPU)
         executed = [
             item.inner if isinstance(item, WrappedInstruction) else item for item in program.instructions
         ]
@@ -69,6 +70,53 @@ def _outputs(plan: object, rank: int) -> dict[int, list[int]]:
     for (index, _, _), slot in TensorSlots(plan, rank).outputs.items():  # type: ignore[arg-type]
         result.setdefault(index, []).append(slot)
     return result
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_compiled_program_does_all_that_the_plain_one_does_and_reads_what_is_made(
+    name: str, seed: int
+) -> None:
+    graph = graph_of(name)
+    plain = random_strategy(graph, 2 + 2 * (seed % 2), seed)
+    node_of = (0,) * plain.device_count
+    compiled = replace(plain, compiled=stretches(build_plan(graph, plain, node_of)))
+    for rank in range(plain.device_count):
+        apart, together = (
+            [
+                item.inner if isinstance(item, WrappedInstruction) else item
+                for item in compile_program(build_plan(graph, strategy, node_of), rank, CPU).instructions
+            ]
+            for strategy in (plain, compiled)
+        )
+        others = [
+            [
+                # A part may have no gradient of an input (a bias that another part adds): the plain one asks for it.
+                (type(item), item.outputs if isinstance(item, Differentiate) else item.touches)
+                for item in program
+                if not isinstance(item, Call | Release)
+            ]
+            for program in (apart, together)
+        ]
+        assert others[0] == others[1]
+        makers = [item for item in apart if isinstance(item, Call | Assemble)]
+        made = {slot for item in makers for slot in _made(item)}
+        there: set[int] = set()
+        for item in together:
+            read = (
+                item.inputs if isinstance(item, Call) else item.sources if isinstance(item, Assemble) else ()
+            )
+            assert made.intersection(read) <= there
+            there.update(_made(item))
+        assert sum(isinstance(item, Call) for item in together) <= sum(
+            isinstance(item, Call) for item in apart
+        )
+
+
+def _made(item: object) -> tuple[int, ...]:
+    if isinstance(item, Call):
+        return item.outputs
+    return (item.target,) if isinstance(item, Assemble) else ()
 
 
 def test_one_device_is_one_stretch_and_a_bucket_ends_one() -> None:
