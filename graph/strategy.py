@@ -1,6 +1,6 @@
-"""Strategy S: every operator's configuration, every weight's sharding, recomputation, and what is compiled.
+"""Strategy S: every operator's configuration, every weight's sharding, recomputation, what is compiled, all-reduces.
 
-See `graph.recomputation` and `graph.stretches` for the last two.
+See `graph.recomputation`, `graph.stretches` and `graph.collective_algorithms` for the last three.
 
 Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
 (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
@@ -18,6 +18,12 @@ from typing import Any
 
 from graph.axes import AxisKind, Degrees, tasks
 from graph.canonical import canonical_json, digest
+from graph.collective_algorithms import (
+    CollectiveAlgorithms,
+    algorithms_from_json,
+    algorithms_to_json,
+    check_algorithms,
+)
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json, ranges_to_json
 from graph.operators import Operator, OperatorGraph
@@ -62,6 +68,7 @@ class Strategy:
     sharding: one entry for each of the graph's weights, or none at all where no weight is shared.
     recomputation: the groups of operators whose activations are made again in the backward.
     compiled: the ranges of operators that each device executes as one function compiled by torch.compile.
+    collective_algorithms: the algorithm of all-reduces over some groups of devices; of others the cheapest counts.
     """
 
     graph_digest: str
@@ -69,6 +76,7 @@ class Strategy:
     sharding: tuple[Sharding, ...] = ()
     recomputation: OperatorRanges = ()
     compiled: OperatorRanges = ()
+    collective_algorithms: CollectiveAlgorithms = ()
 
     def __post_init__(self) -> None:
         if self.sharding and all(level is Sharding.NONE for level in self.sharding):
@@ -80,13 +88,16 @@ class Strategy:
         return self.sharding[weight] if self.sharding else Sharding.NONE
 
     def with_configurations(self, configurations: tuple[Configuration, ...]) -> Strategy:
-        """Return a strategy of other configurations, with the same sharding and recomputation; none is compiled."""
+        """Return a strategy of other configurations, with the same sharding, recomputation and all-reduces.
+
+        None of it is compiled.
+        """
         return replace(self, configurations=configurations, compiled=())
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
         """Return the strategy as a document for humans: degrees by axis name, degrees of one left out.
 
-        So are weights of which nothing is shared, and recomputation and what is compiled where there is none.
+        So are weights of which nothing is shared, and whatever else the strategy says nothing of.
         """
         names = [operator.name for operator in graph.operators]
         shared = {
@@ -94,9 +105,13 @@ class Strategy:
             for weight, level in zip(graph.weights, self.sharding, strict=False)
             if level is not Sharding.NONE
         }
-        return {
-            **({"sharding": shared} if shared else {}),
+        optional = {
+            "sharding": shared,
             **{key: ranges_to_json(names, ranges) for key, ranges in self._ranges().items()},
+            "collective_algorithms": algorithms_to_json(self.collective_algorithms),
+        }
+        return {
+            **{key: said for key, said in optional.items() if said},
             "format": FORMAT,
             "graph": self.graph_digest,
             "operators": {
@@ -114,7 +129,7 @@ class Strategy:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 over graph digest, degrees, devices, and where there are any sharding, recomputation, compiled."""
+        """The sha256 over graph digest, degrees and devices, and over what else the strategy says."""
         document: list[Any] = [
             FORMAT,
             self.graph_digest,
@@ -124,6 +139,8 @@ class Strategy:
             document.append({"sharding": [level.value for level in self.sharding]})
         for key, ranges in self._ranges().items():
             document.append({key: [[group.first, group.last] for group in ranges]})
+        if self.collective_algorithms:
+            document.append({"collective_algorithms": algorithms_to_json(self.collective_algorithms)})
         return digest(document)
 
     def _ranges(self) -> dict[str, OperatorRanges]:
@@ -157,6 +174,7 @@ class Strategy:
         check_sharding(graph, self.sharding)
         for key, ranges in self._ranges().items():
             check_ranges(graph, ranges, key)
+        check_algorithms(self.collective_algorithms, device_count)
 
 
 def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None:
@@ -227,7 +245,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
     """
     check_format(document, "strategy file")
-    keys = ("compiled", "format", "graph", "operators", "recomputation", "sharding")
+    keys = ("collective_algorithms", "compiled", "format", "graph", "operators", "recomputation", "sharding")
     _check_keys("strategy file", document, keys)
     if document.get("graph") != graph.digest:
         raise StrategyError(
@@ -248,11 +266,16 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         _configuration(operator, entries.get(operator.name)) for operator in graph.operators
     )
     places = {operator.name: index for index, operator in enumerate(graph.operators)}
+    recomputation, compiled = (
+        ranges_from_json(document.get(key, []), places, key) for key in ("recomputation", "compiled")
+    )
     strategy = Strategy(
         str(document.get("graph")),
         configurations,
         _sharding(document, graph),
-        *(ranges_from_json(document.get(key, []), places, key) for key in ("recomputation", "compiled")),
+        recomputation,
+        compiled,
+        algorithms_from_json(document.get("collective_algorithms", [])),
     )
     strategy.validate(graph, device_count)
     return strategy

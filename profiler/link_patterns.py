@@ -10,16 +10,22 @@ reduce, in the beginning; of an all-to-all what one device sends, its own share 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from graph.collective_algorithms import read_algorithm
 
 if TYPE_CHECKING:
     import torch
 
-CollectivePattern = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"]
-Pattern = Literal["p2p"] | CollectivePattern
-COLLECTIVE_PATTERNS: tuple[CollectivePattern, ...] = get_args(CollectivePattern)
+# "p2p", one of the collectives, or all_reduce/ALGORITHM: by another algorithm than the library's.
+Pattern = str
+COLLECTIVE_PATTERNS: tuple[Pattern, ...] = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"
+)  # fmt: skip
+ALGORITHM = "all_reduce/"
 # An exchanged piece is the right half of a tensor of so many rows; tensors take turns, unless no cache holds one.
 ROWS = 8
 SOURCES, LARGEST_IN_TURNS = 3, 16 * 2**20
@@ -31,12 +37,16 @@ Repetition = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """A rank in a pattern: among the ranks `members`, in their process group (None: that of all ranks)."""
+    """A rank in a pattern: among the ranks `members`, in their process group (None: that of all ranks).
+
+    rings: further process groups, by their ranks, that all-reduces need between GPUs.
+    """
 
     rank: int
     members: tuple[int, ...]
     group: Any
     device_name: str
+    rings: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
 
     def zeros(self, *sizes: int) -> torch.Tensor:
         """Return a tensor that was written to."""
@@ -53,6 +63,8 @@ class Participant:
 
 def prepare(pattern: Pattern, participant: Participant, size_bytes: int) -> Repetition:
     """Return the work of one rank in one repetition of a pattern over N = `size_bytes`, with its tensors allocated."""
+    if pattern.startswith(ALGORITHM):
+        return _all_reduce_by(pattern.removeprefix(ALGORITHM), participant, size_bytes)
     return _PREPARE[pattern](participant, size_bytes)
 
 
@@ -78,15 +90,47 @@ def _messages(participant: Participant, size_bytes: int) -> Repetition:
 
 
 def _all_reduce(participant: Participant, size_bytes: int) -> Repetition:
-    """As gradient buckets: the gradients are copied into the bucket first."""
     import torch.distributed as dist
 
+    return _bucket(participant, size_bytes, lambda bucket: dist.all_reduce(bucket, group=participant.group))
+
+
+def _all_reduce_by(algorithm_text: str, participant: Participant, size_bytes: int) -> Repetition:
+    from profiler.composed_all_reduce import (
+        CommunicationThread,
+        all_reduce_by_collectives,
+        all_reduce_by_messages,
+    )
+
+    members, rank = participant.members, participant.rank
+    algorithm = read_algorithm(algorithm_text, len(members))
+    if participant.device_name != "cpu":
+        groups = participant.rings.__getitem__
+        return _bucket(
+            participant,
+            size_bytes,
+            lambda bucket: all_reduce_by_collectives(bucket, algorithm, members, rank, groups),
+        )
+    thread = CommunicationThread()
+
+    def by_thread(bucket: torch.Tensor) -> None:
+        thread.start(
+            partial(all_reduce_by_messages, bucket, algorithm, members, rank, participant.group)
+        ).wait()
+
+    return _bucket(participant, size_bytes, by_thread)
+
+
+def _bucket(
+    participant: Participant, size_bytes: int, reduce: Callable[[torch.Tensor], object]
+) -> Repetition:
+    """Return the sum of a bucket of gradients, which are copied into it first."""
     bucket = participant.zeros(max(1, size_bytes // ITEM_BYTES))
     sources = [participant.zeros(len(bucket)) for _ in range(_turns(size_bytes))]
 
     def work(repetition: int) -> torch.Tensor:
         bucket.copy_(sources[repetition % len(sources)])
-        dist.all_reduce(bucket, group=participant.group)
+        reduce(bucket)
         return bucket
 
     return work

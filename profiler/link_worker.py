@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 
+from graph.collective_algorithms import AllReduceAlgorithm
 from profiler.call_inputs import cache_bytes
 from profiler.contention import Computation, Seconds, measure_overlaps
 from profiler.devices import PhysicalDevice
-from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
+from profiler.link_patterns import ALGORITHM, COLLECTIVE_PATTERNS, Participant, Pattern, prepare
 from profiler.measure import describe_error, interval
 from profiler.others import OthersMeter
 from profiler.process_groups import join_process_group, new_process_group
@@ -51,6 +52,7 @@ RESTLESS_SHARE = 0.9
 
 # Ranks, ascending; of messages two.
 Members = tuple[int, ...]
+Algorithms = Mapping[Members, tuple[AllReduceAlgorithm, ...]]
 # The last step of every rank, in the process group, on its device: returns seconds, on rank 0 at least.
 Exercise = Callable[[PhysicalDevice], float | None]
 
@@ -67,6 +69,7 @@ class ProbePlan:
     large_s: seconds beyond which a pattern of one large size, and those of larger ones, are left out.
     overlap_rounds: how often computation and messages are laid beside each other.
     most_again: how often a size is timed again that other processes disturbed.
+    algorithms: of some groups, by which all-reduces are measured beside the library's own.
     """
 
     rank: int
@@ -81,6 +84,7 @@ class ProbePlan:
     exercise: Exercise | None = None
     overlap_rounds: int = OVERLAP_ROUNDS
     most_again: int = MOST_AGAIN
+    algorithms: Algorithms = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -111,7 +115,7 @@ class ProbeFailure:
 
 def repetitions(pattern: Pattern, size_bytes: int) -> int:
     """Return how often a pattern is timed at most: messages and all-reduces, which every run has, more often."""
-    if pattern in ("p2p", "all_reduce"):
+    if pattern.startswith(("p2p", "all_reduce")):
         return 30 if size_bytes <= 64 * 2**10 else 15 if size_bytes <= MIB else 7
     return 10 if size_bytes <= MIB else 6
 
@@ -204,10 +208,10 @@ class ProbeRank:
     def measure_collectives(self) -> None:
         """Measure the collectives of all groups, one group after the other; every rank must call it."""
         for members in self.plan.groups:
-            with self._subgroup(members) as group:
+            with self._subgroup(members) as group, self._rings(members) as rings:
                 self.clock.barrier()
                 if self.plan.rank in members:
-                    self._measure_group(members, group)
+                    self._measure_group(members, group, rings)
 
     @contextmanager
     def _subgroup(self, members: Members) -> Iterator[Any]:
@@ -222,12 +226,28 @@ class ProbeRank:
         if self.plan.rank in members:
             dist.destroy_process_group(group)
 
+    @contextmanager
+    def _rings(self, members: Members) -> Iterator[Mapping[Members, Any]]:
+        """Make the process groups of a group's all-reduces by other algorithms, which GPUs need; as `_subgroup`."""
+        import torch.distributed as dist
+
+        from profiler.composed_all_reduce import gpu_groups
+
+        algorithms = self.plan.algorithms.get(members, ()) if self.clock.on_gpu else ()
+        wanted = [ring for algorithm in algorithms for ring in gpu_groups(algorithm, members)]
+        rings = {ring: new_process_group(ring, self.plan.limit_s) for ring in dict.fromkeys(wanted)}
+        yield rings
+        for ring, group in rings.items():
+            if self.plan.rank in ring:
+                dist.destroy_process_group(group)
+
     def _measure_pair(self, pair: Members) -> None:
         self._measure_patterns(("p2p",), Participant(self.plan.rank, pair, None, self.device.torch_name))
 
-    def _measure_group(self, members: Members, group: Any) -> None:
-        participant = Participant(self.plan.rank, members, group, self.device.torch_name)
-        self._measure_patterns(COLLECTIVE_PATTERNS, participant)
+    def _measure_group(self, members: Members, group: Any, rings: Mapping[Members, Any]) -> None:
+        participant = Participant(self.plan.rank, members, group, self.device.torch_name, rings)
+        others = [ALGORITHM + algorithm.text for algorithm in self.plan.algorithms.get(members, ())]
+        self._measure_patterns((*COLLECTIVE_PATTERNS, *others), participant)
 
     def _measure_patterns(self, patterns: Sequence[Pattern], participant: Participant) -> None:
         """Time some patterns of all sizes; those that other processes disturbed again, when all are timed.
@@ -257,7 +277,7 @@ class ProbeRank:
         One that takes long is left out, and those beyond it, where the line so far already leads to it.
         """
         median_s: dict[int, float] = {}
-        for size in self.plan.sizes[pattern]:
+        for size in self.plan.sizes[pattern.partition("/")[0]]:
             if size > LARGE_BYTES:
                 takes_s = (HUGE_WARM_UPS + HUGE_FEWEST) * continued_s(median_s, size)
                 if takes_s > self.plan.large_s or (takes_s > STRAIGHT_BEYOND_S and is_straight(median_s)):
@@ -362,7 +382,7 @@ class ProbeRank:
 
         evicted_bytes = EVICTED_CACHES * cache_bytes(self.device) if self.clock.on_gpu else EVICTED_BYTES
         eviction = self.clock.buffer(evicted_bytes)
-        if pattern == "all_reduce":
+        if pattern.startswith("all_reduce"):
             return lambda: eviction.add_(1.0)
         images, filters = (torch.zeros(sizes, device=self.device.torch_name) for sizes in BETWEEN)
 

@@ -22,6 +22,7 @@ from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
 from profiler.link_worker import (
     MOST_AGAIN,
     OVERLAP_ROUNDS,
+    Algorithms,
     Exercise,
     Members,
     ProbeFailure,
@@ -58,16 +59,16 @@ class LinkOptions:
     overlap_rounds: int = OVERLAP_ROUNDS
     most_again: int = MOST_AGAIN
 
-    def limit_of(self, pairs: int, groups: int) -> float:
-        """Return the seconds after which a probe of so many pairs and groups is given up.
+    def limit_of(self, pairs: int, groups: int, algorithms: int = 0) -> float:
+        """Return the seconds after which a probe of so many pairs, groups and further all-reduces is given up.
 
         They grow with the messages and collectives of one size that are measured, beyond those of one pair and group.
         """
-        return self.limit_s * max(1.0, self._series(pairs, groups) / max(1, self._series(1, 1)))
+        return self.limit_s * max(1.0, self._series(pairs, groups, algorithms) / max(1, self._series(1, 1)))
 
-    def _series(self, pairs: int, groups: int) -> int:
+    def _series(self, pairs: int, groups: int, algorithms: int = 0) -> int:
         of_group = len(self.all_reduce_sizes) + (len(COLLECTIVE_PATTERNS) - 1) * len(self.exchange_sizes)
-        return pairs * len(self.p2p_sizes) + groups * of_group
+        return pairs * len(self.p2p_sizes) + groups * of_group + algorithms * len(self.all_reduce_sizes)
 
     def plan(
         self,
@@ -77,11 +78,16 @@ class LinkOptions:
         groups: tuple[Members, ...],
         rendezvous: str = "",
         exercise: Exercise | None = None,
+        algorithms: Algorithms | None = None,
     ) -> ProbePlan:
-        """Return one rank's part in measuring messages within `pairs` and collectives within `groups`."""
+        """Return one rank's part in measuring messages within `pairs` and collectives within `groups`.
+
+        algorithms: of some groups, by which others than the library's all-reduces are measured.
+        """
         sizes: dict[Pattern, tuple[int, ...]] = dict.fromkeys(COLLECTIVE_PATTERNS, self.exchange_sizes)
         sizes |= {"p2p": self.p2p_sizes, "all_reduce": self.all_reduce_sizes}
-        measured = len(groups) * sum(len(sizes[pattern]) for pattern in COLLECTIVE_PATTERNS)
+        further = sum(len(of_group) for of_group in (algorithms or {}).values())
+        measured = self._series(0, len(groups), further)
         return ProbePlan(
             rank,
             world_size,
@@ -90,11 +96,12 @@ class LinkOptions:
             groups,
             sizes,
             COLLECTIVES_S / max(1, measured),
-            LARGE_S / max(1, len(pairs) + len(groups) * len(COLLECTIVE_PATTERNS)),
-            self.limit_of(len(pairs), len(groups)),
+            LARGE_S / max(1, len(pairs) + len(groups) * len(COLLECTIVE_PATTERNS) + further),
+            self.limit_of(len(pairs), len(groups), further),
             exercise,
             self.overlap_rounds,
             self.most_again,
+            algorithms or {},
         )
 
 

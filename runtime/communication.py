@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,15 @@ import torch.distributed as dist
 # Before any process group is made: its functions' defaults would keep that group for ever (see `_groups`).
 import torch.distributed.nn
 
+from graph.collective_algorithms import BY_LIBRARY, Choices, algorithm_for
 from graph.errors import RuntimeFailure
+from profiler.composed_all_reduce import (
+    CommunicationThread,
+    all_reduce_by_collectives,
+    all_reduce_by_messages,
+    gpu_groups,
+    start_on_stream,
+)
 from profiler.process_groups import new_process_group, wait_for_device
 
 # torch 2.13 renamed both.
@@ -40,6 +49,8 @@ _SUPPORTED = frozenset(
         torch.uint8,
     }
 )
+
+LIBRARY_ONLY: Choices = ((0, BY_LIBRARY),)
 
 # Each has buffers on every one of its GPUs, of a few MB for each peer and channel, and a stream. An assumption: no GPU
 # was at hand to see where it gets tight.
@@ -136,12 +147,25 @@ class _CopyingWork:
         self.result.copy_(self.part)
 
 
+@dataclass(frozen=True, slots=True)
+class DoneWork:
+    """A work that was done before it was returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class World:
     """The first `size` ranks of the default process group; without one, a world of a single rank."""
 
-    def __init__(self, size: int) -> None:
-        """Use the groups that `make_groups` made, that of all `size` ranks among them."""
+    def __init__(self, size: int, all_reduces: Mapping[tuple[int, ...], Choices] | None = None) -> None:
+        """Use the groups that `make_groups` made, that of all `size` ranks among them.
+
+        all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
+        """
         self.size = size
+        self._all_reduces = all_reduces or {}
+        self._stream: torch.cuda.Stream | None = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._ranks = tuple(range(size))
         self._settles = False
@@ -179,8 +203,25 @@ class World:
         return works[len(receives) :], works[: len(receives)]
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start the sum of `tensor` over `ranks`, in place; return its work."""
-        return self._start(dist.all_reduce, ranks, tensor)
+        """Start the sum of contiguous `tensor` over `ranks`, in place; return its work."""
+        algorithm = algorithm_for(self._all_reduces.get(ranks, LIBRARY_ONLY), tensor.nbytes)
+        if algorithm == BY_LIBRARY:
+            return self._start(dist.all_reduce, ranks, tensor)
+        if tensor.device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            return start_on_stream(
+                self._stream,
+                tensor,
+                partial(all_reduce_by_collectives, tensor, algorithm, ranks, self.rank, _group),
+            )
+        if _messages is None:
+            raise RuntimeFailure("process group of messages: is not there, must be; this process has left it")
+        by_messages = partial(all_reduce_by_messages, tensor, algorithm, ranks, self.rank, _messages)
+        if not self._settles:
+            return _thread.start(by_messages)
+        with naming_lost_peers(self.rank):
+            by_messages()
+        return DoneWork()
 
     def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start to gather the equal flat `part`s of `ranks`, in their order, in `result`; return the work."""
@@ -200,7 +241,7 @@ class World:
         if parts.device.type != "cpu":
             return self.reduce_scatter(result, parts, ranks)
         own = parts.view(len(ranks), -1)[ranks.index(self.rank)]
-        return _CopyingWork(self.all_reduce(parts, ranks), result, own)
+        return _CopyingWork(self._start(dist.all_reduce, ranks, parts), result, own)
 
     def all_gather_in_place(self, slices: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start to fill flat equal `slices`, one of each rank in their order, from this rank's own among them.
@@ -302,6 +343,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 # Process groups by their ranks; they live as long as the default process group. Nothing else may hold one: a group that
 # outlives `forget_groups` keeps its threads, and a process that ends beside them can be aborted.
 _groups: dict[tuple[int, ...], Any] = {}
+# Of all ranks, for the messages of all-reduces that a thread executes beside other messages.
+_messages: Any = None
+_thread = CommunicationThread()
 
 
 def _group(ranks: tuple[int, ...]) -> Any:
@@ -313,17 +357,36 @@ def _group(ranks: tuple[int, ...]) -> Any:
         ) from error
 
 
-def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:
-    """Make the process groups that do not exist yet.
+def make_groups(
+    wanted: Iterable[tuple[int, ...]],
+    timeout_s: float,
+    all_reduces: Mapping[tuple[int, ...], Choices] | None = None,
+) -> None:
+    """Make the process groups that do not exist yet, those of all-reduces by several algorithms among them.
 
-    Every rank of the default process group must call it with the same `wanted`, members or not: torch numbers groups
+    Every rank of the default process group must call it with the same arguments, members or not: torch numbers groups
     by how many a process has seen (its `use_local_synchronization` does too, so it cannot help).
 
     Raises:
         RuntimeFailure: they would be more than NCCL has room for.
     """
+    global _messages
     if not dist.is_initialized():
         return
+    composed = [
+        (algorithm, ranks)
+        for ranks, choices in (all_reduces or {}).items()
+        for _, algorithm in choices
+        if algorithm != BY_LIBRARY
+    ]
+    if dist.get_backend() == "nccl":
+        wanted = [
+            *wanted,
+            *(group for algorithm, ranks in composed for group in gpu_groups(algorithm, ranks)),
+        ]
+    elif composed and _messages is None:
+        with naming_lost_peers(dist.get_rank()):
+            _messages = new_process_group(range(dist.get_world_size()), timeout_s)
     missing = [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1 and ranks not in _groups]
     if len(_groups) + len(missing) > MOST_COMMUNICATORS and dist.get_backend() == "nccl":
         raise RuntimeFailure(
@@ -341,4 +404,7 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_s: float) -> None:
 
 def forget_groups() -> None:
     """Drop all groups, before `destroy_process_group`."""
+    global _messages
+    _thread.end()
+    _messages = None
     _groups.clear()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.text import Text
 
+    from app.services.predict.all_reduces import ShownAllReduce
     from app.services.predict.recomputation_report import RecomputationReport
 
 
@@ -165,6 +166,30 @@ def mebibytes(size_bytes: float | None) -> str:
 def compiled_line(stretches: Sequence[Sequence[str]]) -> str:
     """Return in a line which stretches are compiled, by the first and the last operator of each."""
     return "compiled: " + ", ".join(f"{first} to {last}" for first, last in stretches)
+
+
+def device_ranges(devices: Sequence[int]) -> str:
+    """Return devices in the order of the tasks, runs of consecutive devices as first-last."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    shown = [f"{first}-{last}" if first != last else str(first) for first, last in runs]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:7], f"... ({len(devices)})"])
+
+
+def all_reduce_lines(entries: Sequence[ShownAllReduce]) -> list[str]:
+    """Return in a line for each group of devices which algorithms its all-reduces have."""
+    by_devices: dict[tuple[int, ...], list[str]] = {}
+    for entry in entries:
+        size = f" from {entry.from_bytes:,} bytes" if entry.from_bytes else ""
+        by_devices.setdefault(entry.devices, []).append(entry.algorithm + size)
+    return [
+        f"all-reduces over devices {device_ranges(devices)}: {', '.join(algorithms)}"
+        for devices, algorithms in by_devices.items()
+    ]
 
 
 def recomputation_line(report: RecomputationReport) -> str:

@@ -9,6 +9,7 @@ import typer
 from app.cli import options
 from app.cli.output import (
     TerminalProgress,
+    all_reduce_lines,
     compiled_line,
     mebibytes,
     milliseconds,
@@ -190,6 +191,7 @@ def _print(report: RunReport) -> None:
         print_lines(f"activations of {groups} of operators were made again in the backward")
     if report.compiled:
         print_lines(compiled_line(report.compiled))
+    print_lines(*all_reduce_lines(report.all_reduces))
     if report.fullest is not None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"

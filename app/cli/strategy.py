@@ -11,7 +11,9 @@ import typer
 from app.cli import options
 from app.cli.output import (
     TerminalProgress,
+    all_reduce_lines,
     compiled_line,
+    device_ranges,
     milliseconds,
     print_json,
     print_lines,
@@ -21,8 +23,6 @@ from app.cli.output import (
 from graph.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from app.services.strategies.strategies import ShownOperator, ShownStrategy, SimulatedCost
 
 TopologyName = Annotated[
@@ -196,6 +196,7 @@ def show_strategy(
         print_lines(*(f"  {first} to {last}" for first, last in shown.recomputation.groups[: rows or None]))
     if shown.compiled:
         print_lines(compiled_line(shown.compiled))
+    print_lines(*all_reduce_lines(shown.all_reduces or ()))
     chosen = sorted(shown.operators, key=lambda operator: -(operator.cost.total_s if operator.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
@@ -205,7 +206,7 @@ def show_strategy(
                 operator.name,
                 operator.target,
                 _degrees(operator),
-                _devices(operator.devices),
+                device_ranges(operator.devices),
                 *_cells(operator.cost),
             ]
             for operator in chosen
@@ -246,6 +247,7 @@ def diff_strategies(
             print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
         if shown.compiled:
             print_lines(f"{side}: {compiled_line(shown.compiled)}")
+        print_lines(*(f"{side}: {line}" for line in all_reduce_lines(shown.all_reduces or ())))
     if not difference.operators:
         print_lines("no operator differs")
         return
@@ -253,7 +255,7 @@ def diff_strategies(
     print_table(
         ["operator", "", "degrees", "devices", "computing", "messages"],
         [
-            [name, side, _degrees(shown), _devices(shown.devices), *_cells(shown.cost)]
+            [name, side, _degrees(shown), device_ranges(shown.devices), *_cells(shown.cost)]
             for first, second in chosen
             for name, side, shown in ((first.name, "A", first), ("", "B", second))
         ]
@@ -348,18 +350,6 @@ def _sharing(shown: ShownStrategy) -> str:
 
 def _degrees(operator: ShownOperator) -> str:
     return " x ".join(f"{axis} {degree}" for axis, degree in operator.degrees.items()) or "whole"
-
-
-def _devices(devices: Sequence[int]) -> str:
-    """Return devices in the order of the tasks, runs of consecutive devices as first-last."""
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][1] + 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    shown = [f"{first}-{last}" if first != last else str(first) for first, last in runs]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:7], f"... ({len(devices)})"])
 
 
 def _cells(cost: SimulatedCost | None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.db.failures import MALFORMED, as_written, damaged_row
 from app.db.records import GraphRecord, StrategyRecord, TopologyRecord, TrainingRecord
+from graph.collective_algorithms import algorithms_from_json
 from graph.errors import StrategyError, TopologyError
 from graph.operator_ranges import ranges_from_json
 from graph.operators import OperatorGraph, ValueKind
@@ -108,6 +109,13 @@ def strategy_in(graph: GraphRecord, described: dict[str, Any], record: StrategyR
             ranges_from_json(document.get(key, []), operator_index, key)
             for key in ("recomputation", "compiled")
         )
-        strategy = Strategy(graph.digest, configurations, sharding, recomputation, compiled)
+        strategy = Strategy(
+            graph.digest,
+            configurations,
+            sharding,
+            recomputation,
+            compiled,
+            algorithms_from_json(document.get("collective_algorithms", [])),
+        )
     check_digest(record, strategy)
     return strategy

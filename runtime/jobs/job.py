@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from graph.collective_algorithms import Choices
 from graph.errors import RuntimeFailure
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
@@ -39,6 +41,7 @@ class Job:
     run. collect: return gradients of the first step, and weights and buffers after the last one.
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
     peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
+    all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
     """
 
     graph: OperatorGraph
@@ -54,6 +57,7 @@ class Job:
     collect: bool = False
     recorded: int = 0
     peak: bool = False
+    all_reduces: Mapping[tuple[int, ...], Choices] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -146,7 +150,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
             f"run: there are {available} processes, must be {size}, one for each device of the strategy; start more"
         )
     plan = build_plan(job.graph, job.strategy, job.node_of)
-    prepare_groups(plan, size, timeout_s)
+    prepare_groups(plan, size, timeout_s, job.all_reduces)
     if dist.is_initialized() and dist.get_rank() >= size:
         return None
     multiply_in_tf32(allowed=job.training.precision == "tf32")

@@ -34,7 +34,7 @@ class JobRun:
         """Build the module and compile the rank's program."""
         self._job = job
         self._device = torch.device(device)
-        self._world = World(job.strategy.device_count)
+        self._world = World(job.strategy.device_count, job.all_reduces)
         self._plan = plan
         heartbeat("building the module")
         self._tensors = tensors_of(job.graph, job.model.build(job.seed))

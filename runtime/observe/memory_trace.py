@@ -30,7 +30,7 @@ from graph.plan import Plan
 from graph.training import Training
 from profiler.operators.counter_rng import forget_positions
 from profiler.operators.dtypes import HALVES
-from runtime.communication import Message, World
+from runtime.communication import DoneWork, Message, World
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.instructions.base import Communication, Instruction, WrappedInstruction
 from runtime.instructions.compute import Differentiate, Seed
@@ -337,13 +337,6 @@ class _Ledger(TorchDispatchMode):
         return PredictedPeak(totals[peak] if totals else 0, tuple(parts.items()))
 
 
-class _Done:
-    """The work of a message that is not sent."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 @dataclass(slots=True)
 class _Gathered:
     """The work of an all-gather, with the buffer that the library allocates until it is done."""
@@ -370,7 +363,7 @@ class SilentWorld(World):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
         """Start nothing."""
-        return [_Done() for _ in sends], [_Done() for _ in receives]
+        return [DoneWork() for _ in sends], [DoneWork() for _ in receives]
 
     def all_gather(self, result: torch.Tensor, part: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start nothing, but hold the memory of the result twice until it is waited for."""
@@ -379,4 +372,4 @@ class SilentWorld(World):
         return _Gathered(torch.empty_like(result))
 
     def _start(self, operation: Any, ranks: tuple[int, ...], *arguments: Any) -> Any:  # noqa: ARG002 - nothing is sent
-        return _Done()
+        return DoneWork()

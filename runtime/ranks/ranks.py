@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
@@ -13,6 +13,7 @@ from profiler.process_groups import join_process_group
 if TYPE_CHECKING:
     import torch
 
+    from graph.collective_algorithms import Choices
     from graph.plan import Plan
 
 Result = TypeVar("Result")
@@ -94,11 +95,19 @@ def join_ranks(device: torch.device, timeout_s: float) -> bool:
     return True
 
 
-def prepare_groups(plan: Plan, size: int, timeout_s: float) -> None:
-    """Make the process groups that a plan over the first `size` ranks needs; all ranks must call it."""
+def prepare_groups(
+    plan: Plan,
+    size: int,
+    timeout_s: float,
+    all_reduces: Mapping[tuple[int, ...], Choices] | None = None,
+) -> None:
+    """Make the process groups that a plan over the first `size` ranks needs; all ranks must call it.
+
+    all_reduces: the algorithms of all-reduces, see `runtime.communication.World`.
+    """
     from runtime.communication import make_groups
 
-    make_groups([tuple(range(size)), *plan.device_groups], timeout_s)
+    make_groups([tuple(range(size)), *plan.device_groups], timeout_s, all_reduces)
 
 
 def gather_everywhere(item: object) -> list[Any]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graph.collective_algorithms import chosen_algorithms
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, read_document, strategy_from_json
@@ -143,8 +144,11 @@ def parallelize(
     hosts = _agree(graph, chosen, agreed, own_host())
     options = TrainingOptions(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))
     plan = build_plan(graph, chosen, options.node_of, every_element=True)
-    prepare_groups(plan, size, timeout_s)
-    return Trainer(module, plan, World(size), example, optimizer, options, results, leaves_group=joined)
+    all_reduces = chosen_algorithms(chosen.collective_algorithms)
+    prepare_groups(plan, size, timeout_s, all_reduces)
+    return Trainer(
+        module, plan, World(size, all_reduces), example, optimizer, options, results, leaves_group=joined
+    )
 
 
 def _fitted(

@@ -18,6 +18,7 @@ NOT_BENCHMARKS = (
     "__main__",
     "launches",
     "line_plot",
+    "on_testbed",
     "outside",
     "pairs",
     "recording",

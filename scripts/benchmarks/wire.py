@@ -8,19 +8,16 @@ takes but for what other processes took of its cores; the loss of choosing by pr
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graph.errors import RuntimeFailure
+from scripts.benchmarks.on_testbed import app, hosts, said
 from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement
 
 if TYPE_CHECKING:
@@ -41,7 +38,6 @@ QUICK = ("dlrm",)
 # A run is given about so many seconds, within these numbers of steps.
 SECONDS, FEWEST_STEPS, MOST_STEPS = 20.0, 3, 10
 ERROR, LOSS_OF_CHOICE, GAIN = 0.10, 0.02, 1.3
-TESTBED = "bench"
 # Works and rests for 1 to 4 s in turn, drawn at random.
 RESTLESS = """
 import random, sys, time
@@ -129,15 +125,15 @@ def measured(network: str, bandwidths: Sequence[str]) -> Iterator[WireCase]:
     """
     model = ("--model", f"{__name__}:{network}")
     with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
-        app = partial(_app, f"sqlite:///{folder}/x.sqlite")
+        command = partial(app, f"sqlite:///{folder}/x.sqlite")
         with _restless(0):
-            app("profile", *model, "--device", "cpu", "--devices", "2")
+            command("profile", *model, "--device", "cpu", "--devices", "2")
         for number, bandwidth in enumerate(bandwidths):
             wire = ("--topology", f"wire-{bandwidth}")
-            with _testbed(bandwidth) as on_hosts:
+            with hosts(bandwidth, devices=1) as on_hosts:
                 with _restless(2 * number + 1):
-                    on_hosts(app, "topology", "probe", "--device", "cpu", "--name", wire[1])
-                    found = app("search", *model, *wire)
+                    on_hosts(command, "topology", "probe", "--device", "cpu", "--name", wire[1])
+                    found = command("search", *model, *wire)
                 predicted = {prediction["name"]: prediction for prediction in found["predictions"]}
                 steps = {
                     strategy: predicted["found" if strategy == "best" else strategy]["predicted_step_time_s"]
@@ -151,8 +147,8 @@ def measured(network: str, bandwidths: Sequence[str]) -> Iterator[WireCase]:
                     for strategy, step_s in steps.items()
                 }  # fmt: skip
                 with _restless(2 * number + 2):
-                    restless = {strategy: on_hosts(app, *executions[strategy]) for strategy in STRATEGIES}
-                quiet = {strategy: on_hosts(app, *executions[strategy]) for strategy in STRATEGIES}
+                    restless = {strategy: on_hosts(command, *executions[strategy]) for strategy in STRATEGIES}
+                quiet = {strategy: on_hosts(command, *executions[strategy]) for strategy in STRATEGIES}
                 ddp_s = on_hosts(_ddp, network, str(FEWEST_STEPS))["median_s"]
             runs = {
                 ran["digest"]: WireRun(
@@ -244,53 +240,6 @@ def _restless(seed: int) -> Iterator[None]:
             process.wait()
 
 
-Command = Callable[..., dict[str, Any]]
-
-
-@contextmanager
-def _testbed(bandwidth: str) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Make two hosts; yield what lets a command run on both."""
-
-    def on_hosts(command: Command, *arguments: str) -> dict[str, Any]:
-        return command(*arguments, before=_testbed_command("run", "--"))
-
-    _said(_testbed_command("up", "--hosts", "2", "--devices", "1", "--bandwidth", bandwidth))
-    try:
-        yield on_hosts
-    finally:
-        _said(_testbed_command("down"))
-
-
-def _testbed_command(action: str, *others: str) -> list[str]:
-    return [sys.executable, "-m", "scripts.testbeds", action, "--name", TESTBED, *others]
-
-
-def _app(database: str, *arguments: str, before: Sequence[str] = ()) -> dict[str, Any]:
-    """Run a command of `app`, on the hosts where something stands before it; return its JSON document."""
-    executable = str(Path(sys.executable).with_name("app"))
-    return _said([*before, executable, *arguments, "--json", "--database", database])
-
-
 def _ddp(network: str, steps: str, before: Sequence[str] = ()) -> dict[str, Any]:
     """Run DistributedDataParallel on the hosts."""
-    return _said([*before, sys.executable, "-m", "scripts.benchmarks.wire_ddp", network, steps])
-
-
-def _said(command: Sequence[str]) -> dict[str, Any]:
-    """Run a command to its end; return its JSON document, empty where it prints none.
-
-    Raises:
-        RuntimeFailure: it failed.
-    """
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode != 0:
-        said = " ".join(done.stderr.split())[-500:]
-        raise RuntimeFailure(f"benchmark wire: {' '.join(command)} failed, must not: {said}")
-    document: dict[str, Any] = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-    return document
+    return said([*before, sys.executable, "-m", "scripts.benchmarks.wire_ddp", network, steps])

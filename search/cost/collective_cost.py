@@ -7,33 +7,56 @@ all-gather or reduce-scatter half of that; a broadcast ceil(log2(p)) (alpha + N 
 (p - 1) alpha + N (p - 1) / (p b). b is per concurrent flow: hops of one step that share a link share its bandwidth.
 All of these are linear in N; of a measured collective its curve counts. The formulas are compiled:
 `search.kernels.collective_formulas`.
+
+That is what an all-reduce costs with the library's own algorithm. Of devices between which others were measured the
+cheapest algorithm counts, of those for which a strategy chooses one that one (`graph.collective_algorithms`). One that
+was not measured costs, of BlueConnect, 2 sum_i [(p_i - 1) alpha_i + (N / prod_{j<i} p_j) (p_i - 1) / (p_i b_i)], of two
+levels with leaders 2 [(p_1 - 1) alpha_1 + N / b_1] and the ring of p_2 leaders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from graph.collective_algorithms import (
+    BY_LIBRARY,
+    LEADERS,
+    AllReduceAlgorithm,
+    Choices,
+)
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
-from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts
+from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts, cheapest
 from search.cost.routes import route_table
-from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, price_collectives
+from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, price_all_reduces, price_collectives
 from search.kernels.records import Array, Routes
+
+ALL_REDUCE_CODE = COLLECTIVE_KINDS.index(CollectiveKind.ALL_REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmPrice:
+    """The price of an all-reduce by one algorithm, and what it rests on."""
+
+    algorithm: AllReduceAlgorithm
+    curve: Curve
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePrice:
     """The price of a collective: N bytes take latency + N * seconds per byte, the least of all algorithms.
 
-    lines: latency in seconds, and seconds per byte, of each algorithm.
+    lines: latency in seconds, and seconds per byte, of each of the library's algorithms.
     links: the links that it holds, ascending.
-    curve: what was measured, which counts instead.
+    curve: what was measured, or comes of several algorithms, which counts instead.
     """
 
     lines: tuple[tuple[float, float], ...]
@@ -86,7 +109,8 @@ class Prices:
             broadcast, reduce   a binomial tree; scatter and all-gather (van de Geijn), or their mirror
             all-to-all          pairwise exchange, p - 1 steps
 
-        What was measured takes precedence. A measured all-reduce also stands, as an estimate, at half its cost for an
+        What was measured takes precedence, of an all-reduce by whichever algorithm is the cheapest; before all, that
+        which is chosen. A measured all-reduce also stands, as an estimate, at half its cost for an
         all-gather or reduce-scatter that was not; of the others it says nothing. A collective holds the links of its
         ring, an all-to-all those of all pairs.
         """
@@ -130,13 +154,76 @@ class Prices:
         link_ptr = number.searchsorted(np.arange(count + 1))
         origin = np.full(count, self._formulas, np.int64)
         curves: list[Curve | None] = [None] * count
-        if self._costs.by_size or self._costs.by_members:
-            for collective, (code, devices_of) in enumerate(zip(codes, members, strict=True)):
-                measured = self._measured(COLLECTIVE_KINDS[code], devices_of.tolist())
-                if measured is not None:
-                    curves[collective], source = measured
-                    origin[collective] = ORIGIN_CODE[source]
+        for collective, (code, devices) in enumerate(zip(codes, members, strict=True)):
+            priced = self._curve(code, devices.tolist(), line[collective])
+            if priced is not None:
+                curves[collective], source = priced
+                origin[collective] = ORIGIN_CODE[source]
         return PriceTable(line, link_ptr, link, origin, curves)
+
+    def _curve(self, code: int, members: Sequence[int], line_A2: Array) -> tuple[Curve, Origin] | None:
+        """Return the curve that counts in place of the formulas' lines, and what it rests on; None where they count."""
+        measured = self._measured(COLLECTIVE_KINDS[code], members)
+        if code != ALL_REDUCE_CODE:
+            return measured
+        others = self._others(members)
+        chosen = self._costs.chosen.get(tuple(members))
+        if not others and chosen in (None, BY_LIBRARY):
+            return measured
+        by_library = self._by_library(measured, line_A2)
+        if chosen is None:
+            return self._cheapest([by_library, *others])[:2]
+        price = by_library if chosen == BY_LIBRARY else self._price(members, chosen)
+        return price.curve, price.origin
+
+    def choices(self, members: Sequence[int]) -> Choices:
+        """Return the algorithm of all-reduces over `members`, ascending: the chosen one, else the cheapest by size."""
+        chosen = self._costs.chosen.get(tuple(members))
+        if chosen is not None:
+            return ((0, chosen),)
+        line = self.table([ALL_REDUCE_CODE], [-1], [np.array(members, np.int64)]).line_KA2[0]
+        by_library = self._by_library(self._measured(CollectiveKind.ALL_REDUCE, members), line)
+        return self._cheapest([by_library, *self._others(members)])[2]
+
+    def _cheapest(self, prices: Sequence[AlgorithmPrice]) -> tuple[Curve, Origin, Choices]:
+        """Return the curve of the cheapest of some algorithms, what it rests on at the least, and which it is."""
+        curve, which = cheapest([price.curve for price in prices])
+        origins = {prices[number].origin for _, number in which}
+        return (
+            curve,
+            max(origins, key=ORIGINS.index),
+            tuple((first, prices[number].algorithm) for first, number in which),
+        )
+
+    def _by_library(self, measured: tuple[Curve, Origin] | None, line_A2: Array) -> AlgorithmPrice:
+        """Return the price of the library's all-reduce: measured, else the least of its formulas."""
+        if measured is not None:
+            return AlgorithmPrice(BY_LIBRARY, *measured)
+        curve, _ = cheapest([Curve.line(*line) for line in finite_lines(line_A2)])
+        return AlgorithmPrice(BY_LIBRARY, curve, ORIGINS[self._formulas])
+
+    def _others(self, members: Sequence[int]) -> list[AlgorithmPrice]:
+        """Return the prices of the other algorithms that compete: those that were measured. A formula never does."""
+        known = self._costs.algorithms.get(tuple(members), {})
+        return [AlgorithmPrice(algorithm, curve, Origin.MEASURED) for algorithm, curve in known.items()]
+
+    def _price(self, members: Sequence[int], algorithm: AllReduceAlgorithm) -> AlgorithmPrice:
+        """Return the price of an algorithm that is not the library's: measured, else by its formula."""
+        curve = self._costs.algorithms.get(tuple(members), {}).get(algorithm)
+        if curve is not None:
+            return AlgorithmPrice(algorithm, curve, Origin.MEASURED)
+        return self._by_formula(members, (algorithm,))[0]
+
+    def _by_formula(
+        self, members: Sequence[int], algorithms: tuple[AllReduceAlgorithm, ...]
+    ) -> list[AlgorithmPrice]:
+        leads, level_ptr, level = _level_arrays(algorithms)
+        line_A2 = np.empty((len(algorithms), 2))
+        price_all_reduces(self._routes, np.array(members, np.int64), leads, level_ptr, level, line_A2)
+        return [
+            AlgorithmPrice(algorithm, Curve.line(*line), ORIGINS[self._formulas])
+            for algorithm, line in zip(algorithms, line_A2.tolist(), strict=True)
+        ]
 
     def _measured(self, kind: CollectiveKind, members: Sequence[int]) -> tuple[Curve, Origin] | None:
         """Return the curve of what was measured, and what it rests on; None where nothing was."""
@@ -145,6 +232,14 @@ class Prices:
             return curve, Origin.MEASURED
         whole = self._costs.measured(CollectiveKind.ALL_REDUCE, members) if kind in HALVES else None
         return None if whole is None else (whole.scaled(0.5), Origin.ESTIMATED)
+
+
+@cache
+def _level_arrays(algorithms: tuple[AllReduceAlgorithm, ...]) -> tuple[Array, Array, Array]:
+    """Return whether each algorithm has leaders, pointers, and all levels."""
+    leads = np.array([algorithm.kind == LEADERS for algorithm in algorithms], np.bool_)
+    level_ptr = np.cumsum([0, *(len(algorithm.levels) for algorithm in algorithms)])
+    return leads, level_ptr, np.array([size for of in algorithms for size in of.levels], np.int64)
 
 
 def finite_lines(line_A2: Array) -> tuple[tuple[float, float], ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from math import ceil, inf
 
+from graph.collective_algorithms import AllReduceAlgorithm
 from graph.collectives import CollectiveKind
+from graph.strategy import Strategy
 from graph.topology import Pair
 from search.cost.cost_table import Origin
 
@@ -15,6 +18,9 @@ COLLECTIVE_KINDS = tuple(CollectiveKind)
 ROOTED = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
 # An all-reduce is the two of them one after the other.
 HALVES = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+
+# Times that differ by this share or less are equal.
+ROUNDING = 1e-9
 
 # Bytes from which it counts, seconds there, seconds for each byte beyond.
 Segment = tuple[int, float, float]
@@ -46,12 +52,16 @@ class Curve:
             segments.append((size, time_s, (longer_s - time_s) / (larger - size)))
         return cls(tuple(segments))
 
-    def seconds(self, size_bytes: int) -> float:
-        """Return the seconds of `size_bytes`."""
+    def line_at(self, size_bytes: int) -> tuple[float, float]:
+        """Return the seconds of `size_bytes`, and of each byte beyond in the same segment."""
         start, start_s, s_per_byte = next(
             segment for segment in reversed(self.segments) if size_bytes >= segment[0]
         )
-        return start_s + (size_bytes - start) * s_per_byte
+        return start_s + (size_bytes - start) * s_per_byte, s_per_byte
+
+    def seconds(self, size_bytes: int) -> float:
+        """Return the seconds of `size_bytes`."""
+        return self.line_at(size_bytes)[0]
 
     def scaled(self, share: float) -> Curve:
         """Return the curve with all times multiplied by `share`."""
@@ -62,6 +72,45 @@ class Curve:
         return Curve(tuple((start, time_s + seconds, slope) for start, time_s, slope in self.segments))
 
 
+def cheapest(curves: Sequence[Curve]) -> tuple[Curve, list[tuple[int, int]]]:
+    """Return the curve of the least seconds of several, and which of them it is by the bytes from which it counts.
+
+    The first counts unless another one takes less by more than rounding, at some size.
+    """
+    starts = sorted({start for curve in curves for start, _, _ in curve.segments})
+    looked_at = sorted({*starts, *(2**power for power in range(41))})
+    first_s = [curves[0].seconds(size) * (1 - ROUNDING) for size in looked_at]
+    rivals = [
+        (number, curve)
+        for number, curve in enumerate(curves)
+        if number == 0
+        or any(curve.seconds(size) < least_s for size, least_s in zip(looked_at, first_s, strict=True))
+    ]
+    segments: list[Segment] = []
+    which: list[tuple[int, int]] = []
+    for start, end in zip(starts, [*starts[1:], inf], strict=True):
+        lines = [(number, *curve.line_at(start)) for number, curve in rivals]
+        size = start
+        while size < end:
+            now_s, slope, number = min(
+                (time_s + (size - start) * slope, slope, number) for number, time_s, slope in lines
+            )
+            segments.append((size, now_s, slope))
+            if not which or which[-1][1] != number:
+                which.append((size, number))
+            # Where a line that rises less comes to be below.
+            crossings = [
+                (time_s + (size - start) * other - now_s) / (slope - other)
+                for _, time_s, other in lines
+                if other < slope
+            ]
+            step = min(crossings, default=inf)
+            if step == inf:
+                break
+            size += max(1, ceil(step))
+    return Curve(tuple(segments)), which
+
+
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
     """What is known about communication beside the topology's links.
@@ -70,12 +119,20 @@ class LinkCosts:
     by_members: collectives measured between just these devices, ascending; they take precedence over `by_size`.
     transfers: what the topology's links rest on (MEASURED where they were probed).
     messages: messages measured, by source and destination; they take precedence over the topology's links.
+    algorithms: all-reduces measured between just these devices, ascending, by algorithms other than the library's.
+    chosen: the algorithm of some groups' all-reduces, ascending; of others the cheapest counts.
     """
 
     by_size: Mapping[tuple[CollectiveKind, int], Curve] = field(default_factory=dict)
     by_members: Mapping[tuple[CollectiveKind, tuple[int, ...]], Curve] = field(default_factory=dict)
     transfers: Origin = Origin.DATASHEET
     messages: Mapping[Pair, Curve] = field(default_factory=dict)
+    algorithms: Mapping[tuple[int, ...], Mapping[AllReduceAlgorithm, Curve]] = field(default_factory=dict)
+    chosen: Mapping[tuple[int, ...], AllReduceAlgorithm] = field(default_factory=dict)
+
+    def choosing(self, strategy: Strategy) -> LinkCosts:
+        """Return the costs where a strategy's choice of algorithms counts."""
+        return replace(self, chosen=dict(strategy.collective_algorithms))
 
     def measured(self, kind: CollectiveKind, members: Sequence[int]) -> Curve | None:
         """Return what was measured of a kind of collective between `members`, or between as many; else None."""
@@ -89,6 +146,9 @@ class LinkCosts:
         ]
         if (kind, size) in self.by_size:
             times.append(self.by_size[kind, size])
+        if kind is CollectiveKind.ALL_REDUCE:
+            for members, by_algorithm in self.algorithms.items():
+                times += by_algorithm.values() if len(members) == size else ()
         return times
 
     @property

@@ -1,7 +1,8 @@
 """Formulas of collectives: latency and seconds per byte of an all-reduce and the others on the links that they use.
 
-Algorithms: the ring, recursive halving and doubling, the binomial tree, pairwise exchange. Prices of whole collectives,
-and what was measured of them: `search.cost.collective_cost`.
+Algorithms: the ring, recursive halving and doubling, the binomial tree, pairwise exchange; of an all-reduce also
+BlueConnect and two levels with leaders (`graph.collective_algorithms`). Prices of whole collectives, and what was
+measured of them: `search.cost.collective_cost`.
 """
 
 from __future__ import annotations
@@ -147,6 +148,61 @@ def price_tree(routes: Routes, members: Array, root: int, kind: int) -> tuple[fl
         part_s_per_byte += min(distance, size - distance) / size * step_s_per_byte
         distance //= 2
     return latency_s, s_per_byte, latency_s, part_s_per_byte
+
+
+@inner
+def price_rings(routes: Routes, members: Array, stride: int, length: int, apart: int) -> tuple[float, float]:
+    """Return the price of one step of all rings of a level at once (`graph.collective_algorithms`).
+
+    apart: only devices at multiples of this place take part.
+    """
+    hops = 0
+    for place in range(0, len(members), apart):
+        digit = place // stride % length
+        routes.source_D[hops] = members[place]
+        routes.destination_D[hops] = members[place + ((digit + 1) % length - digit) * stride]
+        hops += 1
+    return price_step(routes, hops)
+
+
+@inner
+def price_chains(routes: Routes, members: Array, length: int) -> tuple[float, float]:
+    """Return the price of a step of chains of so many devices: each but the first sends to the one before."""
+    hops = 0
+    for place in range(len(members)):
+        if place % length:
+            routes.source_D[hops], routes.destination_D[hops] = members[place], members[place - 1]
+            hops += 1
+    return price_step(routes, hops)
+
+
+@quick_entry
+def price_all_reduces(
+    routes: Routes, members: Array, leads: Array, level_ptr: Array, level: Array, line_A2: Array
+) -> None:
+    """Write latency and seconds per byte of A all-reduces over the same devices by algorithms of several levels.
+
+    leads: whether an algorithm has leaders, else it is BlueConnect. level: the levels of each, innermost first, and
+    pointers. Source: specs "Communication systems", section 3.
+    """
+    for number in range(len(leads)):
+        first, end = level_ptr[number], level_ptr[number + 1]
+        latency_s = s_per_byte = 0.0
+        stride, share, apart = 1, 1.0, 1
+        if leads[number]:
+            # All bytes go over each hop, piece by piece; then only the leaders are left.
+            step_latency_s, step_s_per_byte = price_chains(routes, members, level[first])
+            latency_s = 2 * (level[first] - 1) * step_latency_s
+            s_per_byte = 2 * step_s_per_byte
+            stride = apart = level[first]
+            first += 1
+        for at in range(first, end):
+            length = level[at]
+            step_latency_s, step_s_per_byte = price_rings(routes, members, stride, length, apart)
+            latency_s += 2 * (length - 1) * step_latency_s
+            s_per_byte += 2 * share * (length - 1) / length * step_s_per_byte
+            share, stride = share / length, stride * length
+        line_A2[number, 0], line_A2[number, 1] = latency_s, s_per_byte
 
 
 @quick_entry

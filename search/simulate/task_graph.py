@@ -31,7 +31,7 @@ updates apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -235,14 +235,26 @@ class TaskGraphBuilder:
         self.training = training
         self.bucket_bytes = bucket_bytes
         self.links = links if links is not None else LinkCosts()
-        calls = local_calls if local_calls is not None else rule_calls()
-        self.store = UnitStore(graph, topology, costs, self.links, calls)
+        self.local_calls = local_calls if local_calls is not None else rule_calls()
+        self.store = UnitStore(graph, topology, costs, self.links, self.local_calls)
         self.state_tensors = OPTIMIZER_STATE[training.optimizer]
         self.contention_ppm_D = contention_ppm(topology)
         self.capacity_bytes_D = np.array(
             [topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64
         )
         self.costs = costs
+
+    def _with_links(self, links: LinkCosts) -> TaskGraphBuilder:
+        """Return a builder with other costs of links."""
+        return TaskGraphBuilder(
+            self.graph,
+            self.topology,
+            self.costs,
+            self.training,
+            links=links,
+            bucket_bytes=self.bucket_bytes,
+            local_calls=self.local_calls,
+        )
 
     def updates(self, elements_D: IntArray) -> tuple[IntArray, IntArray]:
         """Return nanoseconds and origins of the updates of so many elements on each device; 0 where there are none."""
@@ -290,6 +302,9 @@ class TaskGraphBuilder:
 
     def build(self, strategy: Strategy) -> TaskGraph:
         """Return the task graph of a validated strategy."""
+        if strategy.collective_algorithms:
+            builder = self._with_links(self.links.choosing(strategy))
+            return builder.build(replace(strategy, collective_algorithms=()))
         layout = self.layout(strategy)
         tasks, resource_sets = layout.assemble()
         count = layout.task_count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from graph.collective_algorithms import LEADERS, AllReduceAlgorithm
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
 from search.cost.collective_cost import CollectivePrice
@@ -169,4 +170,29 @@ def _halving_price(topology: Topology, members: Sequence[int]) -> tuple[float, f
         latency_s += 2 * step_latency_s
         s_per_byte += 2 * share * step_s_per_byte
         distance, share = distance * 2, share / 2
+    return latency_s, s_per_byte
+
+
+def all_reduce_line(
+    topology: Topology, members: Sequence[int], algorithm: AllReduceAlgorithm
+) -> tuple[float, float]:
+    """Return latency and seconds per byte of an all-reduce by an algorithm of several levels."""
+    leaders = algorithm.kind == LEADERS
+    latency_s = s_per_byte = 0.0
+    share = 1.0
+    for level, length in enumerate(algorithm.levels):
+        rings = [[members[place] for place in ring] for ring in algorithm.rings(level)]
+        if leaders and level == 0:
+            hops = [(ring[k], ring[k - 1]) for ring in rings for k in range(1, length)]
+            step_latency_s, step_s_per_byte = step_price(topology, hops)
+            latency_s += 2 * (length - 1) * step_latency_s
+            s_per_byte += 2 * step_s_per_byte
+            continue
+        if leaders:
+            rings = rings[:1]
+        hops = [(ring[k], ring[(k + 1) % length]) for ring in rings for k in range(length)]
+        step_latency_s, step_s_per_byte = step_price(topology, hops)
+        latency_s += 2 * (length - 1) * step_latency_s
+        s_per_byte += 2 * share * (length - 1) / length * step_s_per_byte
+        share /= length
     return latency_s, s_per_byte

@@ -18,10 +18,12 @@ from app.db.records import LinkCostRecord, LinkFitRecord
 from app.db.store import Store
 from app.services.costs.machine import LocalMachine
 from app.services.progress import Progress
+from graph.collective_algorithms import AllReduceAlgorithm, read_algorithm
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import Pair, Topology, local_topology
 from profiler.contention import Computation
+from profiler.link_patterns import ALGORITHM
 from profiler.link_worker import DISTURBED_SHARE
 from search.cost.cost_table import Origin
 from search.cost.link_costs import Curve, LinkCosts
@@ -144,6 +146,7 @@ def links_of(
     messages: dict[Pair, Curve] = {}
     by_size: dict[tuple[CollectiveKind, int], Curve] = {}
     by_members: dict[tuple[CollectiveKind, tuple[int, ...]], Curve] = {}
+    algorithms: dict[AllReduceAlgorithm, Curve] = {}
     for (pattern, size), fit in chosen.items():
         name, _, named = pattern.partition(" ")
         members = places_named(named, indices) if named else ()
@@ -168,6 +171,9 @@ def links_of(
                 by_members[kind, members] = curve
             else:
                 by_size[kind, size] = curve
+        elif name.startswith(ALGORITHM) and size == count:
+            algorithm = read_algorithm(name.removeprefix(ALGORITHM), size)
+            algorithms[algorithm] = _curve(line, points.get((pattern, size)), 0.0)
     slowest = _curve(point, points.get((P2P, 2)), exchange.latency_s)
     return LocalLinks(
         count,
@@ -176,7 +182,13 @@ def links_of(
         contention.contention_factor,
         contentions,
         pairs,
-        LinkCosts(by_size, by_members, Origin.MEASURED, _all_messages(messages, slowest, count, nodes)),
+        LinkCosts(
+            by_size,
+            by_members,
+            Origin.MEASURED,
+            _all_messages(messages, slowest, count, nodes),
+            {tuple(range(count)): algorithms} if algorithms else {},
+        ),
         tuple(chosen.values()),
     )
 

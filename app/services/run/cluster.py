@@ -32,6 +32,7 @@ from app.services.costs.topologies import (
 )
 from app.services.predict.predict import Target, local_target
 from app.services.progress import Progress
+from graph.collective_algorithms import measured_algorithms, node_levels
 from graph.errors import RankFailure, SoapstoneError, UsageError
 from graph.topology import Device, DeviceKind, Link, Processor, Topology, with_ports
 from runtime.launch.rank_leader import LaunchedRanks
@@ -39,6 +40,7 @@ from runtime.ranks.ranks import gather_everywhere, nodes_of, own_host, rank_vari
 
 if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
+    from profiler.link_worker import Algorithms
     from profiler.links import LinkOptions, LinkProbe
     from runtime.jobs.job import Job, JobResult
 
@@ -57,12 +59,16 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class ProbeOrder:
-    """Rank 0 asks all ranks to measure messages within `pairs`, collectives within `groups`, and an exchange's cost."""
+    """Rank 0 asks all ranks to measure messages within `pairs`, collectives within `groups`, and an exchange's cost.
+
+    algorithms: of some groups, by which others than the library's all-reduces are measured.
+    """
 
     pairs: tuple[tuple[int, int], ...]
     groups: tuple[tuple[int, ...], ...]
     jobs: OverheadJobs
     options: LinkOptions
+    algorithms: Algorithms
 
 
 @dataclass(frozen=True)
@@ -246,7 +252,13 @@ def _probe(
     with progress.stage(
         f"measuring links between {len(nodes)} ranks on {hosts} host{'' if hosts == 1 else 's'}"
     ):
-        order = ProbeOrder(probed_pairs(nodes), probed_groups(nodes), overhead_jobs(options.limit_s), options)
+        order = ProbeOrder(
+            probed_pairs(nodes),
+            probed_groups(nodes),
+            overhead_jobs(options.limit_s),
+            options,
+            probed_algorithms(nodes),
+        )
 
         def ordered() -> LinkProbe:
             launched.give(order)
@@ -267,6 +279,12 @@ def probed_groups(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     hosts = _by_node(nodes)
     groups = [*hosts, tuple(ranks[0] for ranks in hosts), tuple(range(len(nodes)))]
     return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def probed_algorithms(nodes: Sequence[int]) -> Algorithms:
+    """Return the algorithms by which all-reduces over all ranks are measured beside the library's; none on one host."""
+    levels = node_levels(nodes)
+    return {} if levels is None else {tuple(range(len(nodes))): measured_algorithms(*levels)}
 
 
 def _by_node(nodes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -290,7 +308,12 @@ def probe_ranks(device: PhysicalDevice, order: ProbeOrder) -> LinkProbe:
 
     device.occupy()
     plan = order.options.plan(
-        dist.get_rank(), dist.get_world_size(), order.pairs, order.groups, exercise=order.jobs
+        dist.get_rank(),
+        dist.get_world_size(),
+        order.pairs,
+        order.groups,
+        exercise=order.jobs,
+        algorithms=order.algorithms,
     )
     return summarize(gather_everywhere(probe_joined(device, plan)))
 

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +17,7 @@ from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.costs.topologies import LOCAL
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
+from app.services.predict.all_reduces import ShownAllReduce, all_reduce_choices, shown_all_reduces
 from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
 from app.services.predict.predict import Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
@@ -95,7 +96,7 @@ class RunReport:
     `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
     empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
     `recomputed`, `compiled`: the first and the last operator of each group that was made again in the backward, and of
-    each stretch that was compiled.
+    each stretch that was compiled. `all_reduces`: those that were not the library's alone.
     """
 
     execution_id: int
@@ -113,6 +114,7 @@ class RunReport:
     memory_account: str
     recomputed: tuple[tuple[str, str], ...] = ()
     compiled: tuple[tuple[str, str], ...] = ()
+    all_reduces: tuple[ShownAllReduce, ...] = ()
 
     @property
     def relative_error(self) -> float:
@@ -153,6 +155,7 @@ class RunReport:
             "losses": [self.result.losses[0], self.result.losses[-1]],
             "recomputed": [list(pair) for pair in self.recomputed],
             "compiled": [list(pair) for pair in self.compiled],
+            "all_reduces": [asdict(entry) for entry in self.all_reduces],
             "memory_account": self.memory_account,
             "memory": [
                 {
@@ -345,10 +348,11 @@ def run_on(
     )
     with _stored_failure(store, execution_id, cause):
         with progress.stage(f"running {model.graph.name} on {len(setting.topology.devices)} devices"):
-            result = (start or _launch)(_job(request, setting, strategy), machine, request.timeout_s)
+            job = _job(request, setting, strategy)
+            result = (start or _launch)(job, machine, request.timeout_s)
         if result is None:
             return None
-        return _finish(store, setting, execution_id, strategy_id, strategy, simulation, result)
+        return _finish(store, setting, execution_id, strategy_id, job, simulation, result)
 
 
 @contextmanager
@@ -388,6 +392,9 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
         verify=request.verify,
         recorded=request.recorded,
         peak=True,
+        all_reduces=all_reduce_choices(
+            setting.model.graph, strategy, setting.topology, setting.target.link_costs
+        ),
     )
 
 
@@ -404,12 +411,13 @@ def _finish(
     setting: Setting,
     execution_id: int,
     strategy_id: int,
-    strategy: Strategy,
+    job: Job,
     simulation: Simulation,
     result: JobResult,
 ) -> RunReport:
     deviations = None
     failure = None
+    strategy = job.strategy
     names = [operator.name for operator in setting.model.graph.operators]
     if result.verification is not None:
         from runtime.jobs.verify import by_severity
@@ -450,4 +458,5 @@ def _finish(
         memory_account=simulation.account,
         recomputed=tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
         compiled=tuple((names[stretch.first], names[stretch.last]) for stretch in strategy.compiled),
+        all_reduces=shown_all_reduces(job.all_reduces),
     )

@@ -71,7 +71,9 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
 def start_of(
     setting: Setting, record: StrategyRecord, found_for: SearchedSetting | None = None
 ) -> StartStrategy:
-    """Return a stored strategy as a start, transferred if it is for another setting; nothing of it is compiled.
+    """Return a stored strategy as a start, transferred if it is for another setting.
+
+    Nothing of it is compiled, and its all-reduces are the cheapest.
 
     Raises:
         StrategyError: it is for another network.
@@ -80,7 +82,7 @@ def start_of(
     document = json.loads(record.document)
     origin = f"batch size {setting.training.batch_size} on {count} devices"
     if record.graph_id == setting.graph_id and record.device_count == count:
-        strategy = replace(strategy_of(record, graph, count), compiled=())
+        strategy = replace(strategy_of(record, graph, count), compiled=(), collective_algorithms=())
     else:
         strategy = adapt(document, record.device_count, graph, count)
         origin = f"graph {document['graph'][:12]} on {record.device_count} devices"

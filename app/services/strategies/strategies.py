@@ -18,6 +18,7 @@ from app.db.records import GraphRecord, SimulationRecord, StrategyRecord
 from app.db.references import Referred, required
 from app.db.store import Store
 from app.services.models.models import ModelRequest, import_graph
+from app.services.predict.all_reduces import ShownAllReduce, all_reduce_choices, shown_all_reduces
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.stored import strategy_of
@@ -74,7 +75,8 @@ class ShownStrategy:
 
     shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
     recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
-    compiled: the first and the last operator of each stretch that is compiled.
+    compiled: the first and the last operator of each stretch that is compiled. all_reduces: the algorithms of those
+    that are not the library's alone; None where nothing was ever simulated.
     """
 
     record: StrategyRecord
@@ -87,6 +89,7 @@ class ShownStrategy:
     sharding: Mapping[str, str] = field(default_factory=dict)
     recomputation: RecomputationReport | None = None
     compiled: Sequence[Sequence[str]] = ()
+    all_reduces: tuple[ShownAllReduce, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the strategy as a JSON document."""
@@ -106,6 +109,9 @@ class ShownStrategy:
             "sharding": dict(self.sharding),
             "recomputation": None if self.recomputation is None else asdict(self.recomputation),
             "compiled": [list(pair) for pair in self.compiled],
+            "all_reduces": None
+            if self.all_reduces is None
+            else [asdict(entry) for entry in self.all_reduces],
         }
 
 
@@ -318,6 +324,7 @@ def _shown(
     shared: Mapping[str, SimulatedCost] = {}
     step_s = None
     recomputation = None
+    all_reduces = None
     if setting is None:
         graph = graph or imported_graph(graph_record)
         strategy = strategy_of(record, graph)
@@ -335,6 +342,7 @@ def _shown(
         )
         graph, strategy, step_s = step.graph, step.strategy, step.simulation.step_time_s
         costs, shared = operator_costs(step)
+        all_reduces = shown_all_reduces(all_reduce_choices(graph, strategy, step.topology, step.links))
         if step.kept is not None:
             recomputation = recomputation_report(graph, strategy, step.simulation, step.kept)
     document = json.loads(record.document)
@@ -353,6 +361,7 @@ def _shown(
             document.get("sharding", {}),
             recomputation,
             document.get("compiled", ()),
+            all_reduces,
         ),
         graph,
     )

@@ -31,6 +31,7 @@ from graph.training import Training
 from search.cost.cost_table import CostTable
 
 if TYPE_CHECKING:
+    from search.cost.link_costs import LinkCosts
     from search.simulate.simulator import Simulation
 
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 class SimulatedStep:
     """A strategy on a topology under a training, and its simulation.
 
-    kept: that of the same strategy with all activations kept; None where none are made again.
+    links: what is known about communication. kept: the simulation of the same strategy with all activations kept; None
+    where none are made again.
     """
 
     record: StrategyRecord
@@ -49,6 +51,7 @@ class SimulatedStep:
     simulation: Simulation
     topology_id: int
     training_id: int
+    links: LinkCosts
     kept: Simulation | None = None
 
 
@@ -156,7 +159,7 @@ def simulated_step(
             plain = replace(strategy, recomputation=())
             kept = simulate(graph, plain, topology, costs, training, links=links, order=order)
     return SimulatedStep(
-        record, graph, topology, training, strategy, simulation, topology_id, training_id, kept
+        record, graph, topology, training, strategy, simulation, topology_id, training_id, links, kept
     )
 
 

@@ -1,0 +1,154 @@
+"""Algorithms of all-reduces between hosts: predicted and measured, alone and in steps of data parallelism.
+
+Of every bandwidth of the wire between two hosts of two devices (`scripts/testbed`, so it needs root): the probe's own
+measurements of one all-reduce of the gradients' size, and steps of networks under data parallelism with gloo's flat
+all-reduce, with each algorithm that the probe measured, and with whatever is cheapest. A gain is the share of the
+library's step that an algorithm saves.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmarks.on_testbed import Command, app, hosts
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement
+
+if TYPE_CHECKING:
+    from graph.zoo import Built
+
+BANDWIDTHS = ("1gbit", "200mbit")
+HOSTS, DEVICES = 2, 2
+LIBRARY, CHEAPEST = "library", "cheapest"
+ALGORITHMS = (LIBRARY, "halving-doubling", "leaders-2x2", CHEAPEST)
+# Sizes for which a step takes 0.2 to 5 s: two ranks share a core.
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet50": ("resnet101", {"batch_size": 4, "image_size": 96, "blocks": (3, 4, 6, 3)}),
+    "vgg16": ("vgg16", {"batch_size": 4, "image_size": 64, "pooled_size": 2, "hidden": 1024}),
+    "transformer": ("gpt2", {"batch_size": 4, "sequence": 64, "layers": 2}),
+}
+QUICK = ("transformer",)
+ITERATIONS = 7
+GAIN_POINTS = 10.0
+
+
+def _network(name: str) -> Built:
+    """Return a network at the size of this benchmark."""
+    from graph.zoo import build
+
+    zoo_name, sizes = SIZES[name]
+    return build(zoo_name, **sizes)
+
+
+# As `--model scripts.benchmarks.collectives:NAME`.
+resnet50, vgg16, transformer = (partial(_network, name) for name in SIZES)
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmRun:
+    """Steps by one algorithm, in seconds; what they were predicted to take."""
+
+    network: str
+    bandwidth: str
+    algorithm: str
+    predicted_s: float
+    measured_s: float
+
+
+def run(*, quick: bool) -> BenchmarkResult:
+    """Measure all networks; in quick mode one, at one bandwidth.
+
+    Raises:
+        RuntimeFailure: a command failed; the message holds what it said.
+    """
+    networks, bandwidths = (QUICK, BANDWIDTHS[:1]) if quick else (tuple(SIZES), BANDWIDTHS)
+    with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+        command = partial(app, f"sqlite:///{folder}/x.sqlite")
+        for network in networks:
+            command("profile", "--model", f"{__name__}:{network}", "--device", "cpu", "--devices", "2")
+        runs = [
+            ran for bandwidth in bandwidths for ran in _measured(command, Path(folder), bandwidth, networks)
+        ]
+    return summary(runs)
+
+
+def _measured(
+    command: Command, folder: Path, bandwidth: str, networks: tuple[str, ...]
+) -> Iterator[AlgorithmRun]:
+    name = f"wire-{bandwidth}"
+    with hosts(bandwidth, devices=DEVICES) as on_hosts:
+        on_hosts(command, "topology", "probe", "--device", "cpu", "--name", name)
+        for network in networks:
+            for algorithm in ALGORITHMS:
+                file = folder / f"{network}-{algorithm}.json"
+                _write(file, network, algorithm)
+                ran = on_hosts(
+                    command, "run", "--model", f"{__name__}:{network}", "--topology", name,
+                    "--strategy", str(file), "--iterations", str(ITERATIONS),
+                )  # fmt: skip
+                yield AlgorithmRun(
+                    network, bandwidth, algorithm, ran["predicted_step_time_s"], ran["median_s"]
+                )
+
+
+def _write(file: Path, network: str, algorithm: str) -> None:
+    """Write data parallelism with an algorithm of its all-reduces."""
+    from app.services.models.models import import_graph, requested_model
+    from graph.collective_algorithms import read_algorithm
+    from search.space.baselines import data_parallel
+
+    graph = import_graph(
+        requested_model(f"{__name__}:{network}", "paper", None), batch_norm="synchronized"
+    ).graph
+    count = HOSTS * DEVICES
+    strategy = data_parallel(graph, count)
+    if algorithm != CHEAPEST:
+        chosen = ((tuple(range(count)), read_algorithm(algorithm, count)),)
+        strategy = replace(strategy, collective_algorithms=chosen)
+    file.write_text(json.dumps(strategy.to_json(graph)))
+
+
+def summary(runs: list[AlgorithmRun]) -> BenchmarkResult:
+    """Return the gains of some runs over the library's, beside their targets, and a row for each run."""
+    measurements: list[MeasuredValue] = []
+    rows: list[Row] = []
+    of_library = {(ran.network, ran.bandwidth): ran for ran in runs if ran.algorithm == LIBRARY}
+    for ran in runs:
+        base = of_library[ran.network, ran.bandwidth]
+        predicted, measured = 1 - ran.predicted_s / base.predicted_s, 1 - ran.measured_s / base.measured_s
+        rows.append(
+            {
+                "network": ran.network,
+                "wire": ran.bandwidth,
+                "algorithm": ran.algorithm,
+                "predicted ms": ran.predicted_s * 1e3,
+                "measured ms": ran.measured_s * 1e3,
+                "error": ran.predicted_s / ran.measured_s - 1,
+                "predicted gain": predicted,
+                "measured gain": measured,
+            }
+        )
+        if ran.algorithm != LIBRARY:
+            measurements.append(
+                measurement(
+                    f"{ran.network}, {ran.bandwidth}, {ran.algorithm}: gain, error",
+                    100 * abs(predicted - measured),
+                    "points",
+                    at_most=GAIN_POINTS,
+                )
+            )
+    return BenchmarkResult(
+        benchmark="collectives",
+        conditions={"hosts": HOSTS, "devices a host": DEVICES},
+        measurements=measurements,
+        table=rows,
+        formats={
+            **dict.fromkeys(("predicted ms", "measured ms"), ",.0f"),
+            **dict.fromkeys(("error", "predicted gain", "measured gain"), "+.1%"),
+        },
+    )
