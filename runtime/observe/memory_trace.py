@@ -359,6 +359,7 @@ class SilentWorld(World):
         self.size = size
         self.rank = rank
         self._ranks = tuple(range(size))
+        self._all_reduces = {}
         self._gloo = processor == "cpu"
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
