@@ -240,7 +240,11 @@ def test_an_unknown_key_is_refused_with_the_one_that_it_is_like(
         ),
         (
             {**exported, "comment": "mine"},
-            ("key comment is unknown", "must be one of collective_algorithms, compiled, format", "leave it out"),
+            (
+                "key comment is unknown",
+                "must be one of collective_algorithms, compiled, format",
+                "leave it out",
+            ),
         ),
         (
             {**exported, "operators": {**exported["operators"], name: misspelt}},
