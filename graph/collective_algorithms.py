@@ -1,4 +1,4 @@
-"""Algorithms of an all-reduce: what runs, how its devices are grouped, how a strategy names it.
+"""Algorithms of an all-reduce: the steps of each, the groups of its devices, its name in a strategy.
 
     library                what torch.distributed does by itself
     ring                   one ring: a reduce-scatter in p - 1 steps, then an all-gather
@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from graph.errors import StrategyError
@@ -33,9 +32,6 @@ LIBRARY, RING, HALVING, LEADERS, BLUECONNECT = (
     "leaders",
     "blueconnect",
 )
-
-# Beyond so many devices a node's share, or the nodes, are one ring or all their prime factors: no splits between.
-LARGEST_SPLIT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,46 +107,28 @@ def read_algorithm(text: object, size: int) -> AllReduceAlgorithm:
     )
 
 
-def ordered_factorizations(number: int) -> list[tuple[int, ...]]:
-    """Return all ways to write a number as a product of ordered factors of two or more; of 1 the empty one."""
-    if number == 1:
-        return [()]
-    return [
-        (first, *rest)
-        for first in range(2, number + 1)
-        if number % first == 0
-        for rest in ordered_factorizations(number // first)
-    ]
-
-
-def _splits(number: int) -> list[tuple[int, ...]]:
-    """Return the levels that so many devices are split along."""
-    if number <= LARGEST_SPLIT:
-        return ordered_factorizations(number)
-    primes: list[int] = []
-    rest, divisor = number, 2
-    while rest > 1:
-        while rest % divisor == 0:
-            primes.append(divisor)
-            rest //= divisor
-        divisor += 1
-    return list(dict.fromkeys([(number,), tuple(primes)]))
-
-
-@lru_cache(maxsize=256)
-def hierarchical_algorithms(inside: int, nodes: int) -> tuple[AllReduceAlgorithm, ...]:
-    """Return the algorithms that are aligned with nodes: BlueConnect along each split within and between, leaders."""
-    composed = [blueconnect((*within, *between)) for within in _splits(inside) for between in _splits(nodes)]
-    return (*composed, AllReduceAlgorithm(LEADERS, (inside, nodes)))
-
-
 def measured_algorithms(inside: int, nodes: int) -> tuple[AllReduceAlgorithm, ...]:
-    """Return those of `hierarchical_algorithms` that a probe measures: of BlueConnect the coarsest and the finest."""
-    composed = hierarchical_algorithms(inside, nodes)
-    *aligned, leaders = composed
-    depths = [len(algorithm.levels) for algorithm in aligned]
-    chosen = [aligned[depths.index(min(depths))], aligned[depths.index(max(depths))], leaders]
-    return tuple(dict.fromkeys(chosen))
+    """Return the algorithms that a probe of nodes of as many devices measures beside the library's own.
+
+    BlueConnect with one level inside the nodes and one between them, BlueConnect along the prime factors of both, and
+    leaders.
+    """
+    coarse, fine = (
+        blueconnect((inside, nodes)),
+        blueconnect((*_prime_factors(inside), *_prime_factors(nodes))),
+    )
+    return tuple(dict.fromkeys((coarse, fine, AllReduceAlgorithm(LEADERS, (inside, nodes)))))
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a number, ascending."""
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
 
 
 def node_levels(nodes: Sequence[int]) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,37 @@ def gpu_groups(algorithm: AllReduceAlgorithm, ranks: Sequence[int]) -> list[tupl
     return [tuple(ranks[place] for place in ring) for of_level in rings for ring in of_level]
 
 
+class _Ring(Protocol):
+    """A level of BlueConnect, as one of its ranks executes it."""
+
+    @property
+    def size(self) -> int:
+        """The number of its ranks."""
+
+    def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's of `size` slices of a flat tensor, summed; `whole` may be overwritten."""
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Write all slices into a flat tensor, of which each rank has its `own`, as `reduce_scatter` returned it."""
+
+
+def _along(rings: Sequence[_Ring], flat: torch.Tensor) -> None:
+    """Sum a flat tensor in place: reduce-scatters along the rings, innermost first, and all-gathers back."""
+    missing = -len(flat) % math.prod(ring.size for ring in rings)
+    whole = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+    parts = [whole]
+    for ring in rings:
+        parts.append(ring.reduce_scatter(parts[-1]))
+    for ring in reversed(rings):
+        own = parts.pop()
+        ring.all_gather(parts[-1], own)
+    if missing:
+        flat.copy_(whole[: len(flat)])
+
+
+# ---- between CPUs
+
+
 def all_reduce_by_messages(
     tensor: torch.Tensor, algorithm: AllReduceAlgorithm, ranks: Sequence[int], rank: int, group: Any
 ) -> None:
@@ -51,35 +82,25 @@ def all_reduce_by_messages(
 
     group: of which `ranks` are members, and in which nothing else is under way between them.
     """
-    place = ranks.index(rank)
+    place, flat = ranks.index(rank), tensor.view(-1)
+    rings = [
+        _MessageRing(tuple(ranks[member] for member in algorithm.ring_of(place, level)), rank, group)
+        for level in range(len(algorithm.levels))
+    ]
+    if not len(flat):
+        return
     with torch.no_grad():
-        flat = tensor.view(-1)
         if algorithm.kind == LEADERS:
-            _by_leaders(flat, algorithm, ranks, place, group)
-            return
-        rings = [
-            _Ring(tuple(ranks[member] for member in algorithm.ring_of(place, level)), rank, group)
-            for level in range(len(algorithm.levels))
-        ]
-        with_padding = _padded(flat, math.prod(algorithm.levels))
-        part = with_padding
-        wholes = []
-        for ring in rings:
-            wholes.append(part)
-            part = ring.reduce_scatter(part)
-        for ring, whole in zip(reversed(rings), reversed(wholes), strict=True):
-            ring.all_gather(whole)
-        if with_padding is not flat:
-            flat.copy_(with_padding[: len(flat)])
+            _by_leaders(flat, *rings)
+        else:
+            _along(rings, flat)
 
 
-def _by_leaders(
-    flat: torch.Tensor, algorithm: AllReduceAlgorithm, ranks: Sequence[int], place: int, group: Any
-) -> None:
-    chain = [ranks[member] for member in algorithm.ring_of(place, 0)]
-    digit = place % algorithm.levels[0]
-    before = chain[digit - 1] if digit else None
-    behind = chain[digit + 1] if digit + 1 < len(chain) else None
+def _by_leaders(flat: torch.Tensor, chain: _MessageRing, leaders: _MessageRing) -> None:
+    """Sum along the chain to its first rank, among the leaders, and tell the chain, a piece after the other."""
+    place, group = chain.place, chain.group
+    before = chain.ranks[place - 1] if place else None
+    behind = chain.ranks[place + 1] if place + 1 < chain.size else None
     pieces = flat.split(max(1, PIECE_BYTES // flat.element_size()))
     sent = []
     received = torch.empty_like(pieces[0])
@@ -91,13 +112,7 @@ def _by_leaders(
             sent.append(dist.isend(piece, before, group=group))
     _wait(sent)
     if before is None:
-        leaders = tuple(ranks[member] for member in algorithm.ring_of(place, 1))
-        ring = _Ring(leaders, ranks[place], group)
-        with_padding = _padded(flat, len(leaders))
-        ring.reduce_scatter(with_padding)
-        ring.all_gather(with_padding)
-        if with_padding is not flat:
-            flat.copy_(with_padding[: len(flat)])
+        _along([leaders], flat)
     sent = []
     for piece in pieces:
         if before is not None:
@@ -108,21 +123,26 @@ def _by_leaders(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
-    """The ring of a level: every step sends to the next of its ranks, and receives from the one before."""
+class _MessageRing:
+    """A ring of messages: every step sends to the next of its ranks, and receives from the one before."""
 
     ranks: tuple[int, ...]
     rank: int
     group: Any
 
     @property
+    def size(self) -> int:
+        """The number of its ranks."""
+        return len(self.ranks)
+
+    @property
     def place(self) -> int:
-        """This rank's place in the ring: of the equal slices of a tensor it comes to have the sums of that one."""
+        """This rank's place among them, and the number of the slice whose sums it comes to have."""
         return self.ranks.index(self.rank)
 
     def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice, a view, with the sums of all; the other slices hold sums of some."""
-        size, place = len(self.ranks), self.place
+        """Return this rank's slice, a view; the other slices hold sums of some ranks then."""
+        size, place = self.size, self.place
         slices = whole.view(size, -1)
         received = torch.empty_like(slices[0])
         for step in range(1, size):
@@ -130,18 +150,17 @@ class _Ring:
             slices[(place - step - 1) % size].add_(received)
         return slices[place]
 
-    def all_gather(self, whole: torch.Tensor) -> None:
-        """Fill all slices from the one that each rank has."""
-        size, place = len(self.ranks), self.place
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:  # noqa: ARG002 - it is a view of the whole
+        """Receive the other ranks' slices."""
+        size, place = self.size, self.place
         slices = whole.view(size, -1)
         for step in range(size - 1):
             self._step(slices[(place - step) % size], slices[(place - step - 1) % size])
 
     def _step(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        size, place = len(self.ranks), self.place
         # Receives first: gloo sends when the peer has said that it receives.
-        receiving = dist.irecv(incoming, self.ranks[(place - 1) % size], group=self.group)
-        sending = dist.isend(outgoing, self.ranks[(place + 1) % size], group=self.group)
+        receiving = dist.irecv(incoming, self.ranks[(self.place - 1) % self.size], group=self.group)
+        sending = dist.isend(outgoing, self.ranks[(self.place + 1) % self.size], group=self.group)
         _wait([receiving, sending])
 
 
@@ -150,48 +169,47 @@ def _wait(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return a flat tensor itself, or a copy with zeros behind, whose length is a multiple."""
-    missing = -len(flat) % multiple
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+# ---- between GPUs
 
 
 def all_reduce_by_collectives(
     tensor: torch.Tensor, algorithm: AllReduceAlgorithm, ranks: Sequence[int], rank: int, group_of: GroupOf
 ) -> None:
     """Sum a contiguous tensor over `ranks`, in place, on the current stream. For GPUs."""
-    place = ranks.index(rank)
-    groups = [
-        group_of(tuple(ranks[member] for member in algorithm.ring_of(place, level)))
-        for level in range(
-            len(algorithm.levels) if algorithm.kind != LEADERS or _leads(algorithm, place) else 1
-        )
+    place, flat = ranks.index(rank), tensor.view(-1)
+    rings = [
+        tuple(ranks[member] for member in algorithm.ring_of(place, level))
+        for level in range(len(algorithm.levels))
     ]
+    if not len(flat):
+        return
     with torch.no_grad():
-        flat = tensor.view(-1)
-        if algorithm.kind == LEADERS:
-            leader = ranks[algorithm.ring_of(place, 0)[0]]
-            dist.reduce(flat, leader, group=groups[0])
-            if rank == leader:
-                dist.all_reduce(flat, group=groups[1])
-            dist.broadcast(flat, leader, group=groups[0])
+        if algorithm.kind != LEADERS:
+            _along([_CollectiveRing(len(ring), group_of(ring)) for ring in rings], flat)
             return
-        with_padding = _padded(flat, math.prod(algorithm.levels))
-        part, wholes = with_padding, []
-        for group, size in zip(groups, algorithm.levels, strict=True):
-            wholes.append(part)
-            summed = part.new_empty(len(part) // size)
-            _reduce_scatter(summed, part, group=group)
-            part = summed
-        for group, whole in zip(reversed(groups), reversed(wholes), strict=True):
-            _all_gather(whole, part, group=group)
-            part = whole
-        if with_padding is not flat:
-            flat.copy_(with_padding[: len(flat)])
+        leader, group = rings[0][0], group_of(rings[0])
+        dist.reduce(flat, leader, group=group)
+        if rank == leader:
+            dist.all_reduce(flat, group=group_of(rings[1]))
+        dist.broadcast(flat, leader, group=group)
 
 
-def _leads(algorithm: AllReduceAlgorithm, place: int) -> bool:
-    return place % algorithm.levels[0] == 0
+@dataclass(frozen=True, slots=True)
+class _CollectiveRing:
+    """A ring that the library makes of a process group."""
+
+    size: int
+    group: Any
+
+    def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice in memory of its own."""
+        summed = whole.new_empty(len(whole) // self.size)
+        _reduce_scatter(summed, whole, group=self.group)
+        return summed
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Gather all ranks' slices."""
+        _all_gather(whole, own, group=self.group)
 
 
 # ---- beside what else a rank does

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ from graph.topology import Topology
 from search.cost.cost_table import ORIGIN_CODE, ORIGINS, Origin, nanoseconds
 from search.cost.link_costs import COLLECTIVE_KINDS, HALVES, ROOTED, Curve, LinkCosts, cheapest
 from search.cost.routes import route_table
-from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, price_all_reduces, price_collectives
+from search.kernels.collective_formulas import COLLECTIVE_ALGORITHMS, price_all_reduce, price_collectives
 from search.kernels.records import Array, Routes
 
 ALL_REDUCE_CODE = COLLECTIVE_KINDS.index(CollectiveKind.ALL_REDUCE)
@@ -212,18 +211,10 @@ class Prices:
         curve = self._costs.algorithms.get(tuple(members), {}).get(algorithm)
         if curve is not None:
             return AlgorithmPrice(algorithm, curve, Origin.MEASURED)
-        return self._by_formula(members, (algorithm,))[0]
-
-    def _by_formula(
-        self, members: Sequence[int], algorithms: tuple[AllReduceAlgorithm, ...]
-    ) -> list[AlgorithmPrice]:
-        leads, level_ptr, level = _level_arrays(algorithms)
-        line_A2 = np.empty((len(algorithms), 2))
-        price_all_reduces(self._routes, np.array(members, np.int64), leads, level_ptr, level, line_A2)
-        return [
-            AlgorithmPrice(algorithm, Curve.line(*line), ORIGINS[self._formulas])
-            for algorithm, line in zip(algorithms, line_A2.tolist(), strict=True)
-        ]
+        line = np.empty(2)
+        levels, leads = np.array(algorithm.levels, np.int64), np.array([algorithm.kind == LEADERS])
+        price_all_reduce(self._routes, np.array(members, np.int64), levels, leads, line)
+        return AlgorithmPrice(algorithm, Curve.line(*line.tolist()), ORIGINS[self._formulas])
 
     def _measured(self, kind: CollectiveKind, members: Sequence[int]) -> tuple[Curve, Origin] | None:
         """Return the curve of what was measured, and what it rests on; None where nothing was."""
@@ -232,14 +223,6 @@ class Prices:
             return curve, Origin.MEASURED
         whole = self._costs.measured(CollectiveKind.ALL_REDUCE, members) if kind in HALVES else None
         return None if whole is None else (whole.scaled(0.5), Origin.ESTIMATED)
-
-
-@cache
-def _level_arrays(algorithms: tuple[AllReduceAlgorithm, ...]) -> tuple[Array, Array, Array]:
-    """Return whether each algorithm has leaders, pointers, and all levels."""
-    leads = np.array([algorithm.kind == LEADERS for algorithm in algorithms], np.bool_)
-    level_ptr = np.cumsum([0, *(len(algorithm.levels) for algorithm in algorithms)])
-    return leads, level_ptr, np.array([size for of in algorithms for size in of.levels], np.int64)
 
 
 def finite_lines(line_A2: Array) -> tuple[tuple[float, float], ...]:

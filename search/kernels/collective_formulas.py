@@ -177,32 +177,27 @@ def price_chains(routes: Routes, members: Array, length: int) -> tuple[float, fl
 
 
 @quick_entry
-def price_all_reduces(
-    routes: Routes, members: Array, leads: Array, level_ptr: Array, level: Array, line_A2: Array
-) -> None:
-    """Write latency and seconds per byte of A all-reduces over the same devices by algorithms of several levels.
+def price_all_reduce(routes: Routes, members: Array, levels: Array, leads: Array, line_2: Array) -> None:
+    """Write latency and seconds per byte of an all-reduce along some levels, innermost first.
 
-    leads: whether an algorithm has leaders, else it is BlueConnect. level: the levels of each, innermost first, and
-    pointers. Source: specs "Communication systems", section 3.
+    leads: one flag, whether it has leaders; else it is BlueConnect. Source: specs "Communication systems", section 3.
     """
-    for number in range(len(leads)):
-        first, end = level_ptr[number], level_ptr[number + 1]
-        latency_s = s_per_byte = 0.0
-        stride, share, apart = 1, 1.0, 1
-        if leads[number]:
-            # All bytes go over each hop, piece by piece; then only the leaders are left.
-            step_latency_s, step_s_per_byte = price_chains(routes, members, level[first])
-            latency_s = 2 * (level[first] - 1) * step_latency_s
-            s_per_byte = 2 * step_s_per_byte
-            stride = apart = level[first]
-            first += 1
-        for at in range(first, end):
-            length = level[at]
-            step_latency_s, step_s_per_byte = price_rings(routes, members, stride, length, apart)
-            latency_s += 2 * (length - 1) * step_latency_s
-            s_per_byte += 2 * share * (length - 1) / length * step_s_per_byte
-            share, stride = share / length, stride * length
-        line_A2[number, 0], line_A2[number, 1] = latency_s, s_per_byte
+    latency_s = s_per_byte = 0.0
+    first, stride, share, apart = 0, 1, 1.0, 1
+    if leads[0]:
+        # All bytes go over each hop, piece by piece; then only the leaders are left.
+        step_latency_s, step_s_per_byte = price_chains(routes, members, levels[0])
+        latency_s = 2 * (levels[0] - 1) * step_latency_s
+        s_per_byte = 2 * step_s_per_byte
+        stride = apart = levels[0]
+        first = 1
+    for level in range(first, len(levels)):
+        length = levels[level]
+        step_latency_s, step_s_per_byte = price_rings(routes, members, stride, length, apart)
+        latency_s += 2 * (length - 1) * step_latency_s
+        s_per_byte += 2 * share * (length - 1) / length * step_s_per_byte
+        share, stride = share / length, stride * length
+    line_2[0], line_2[1] = latency_s, s_per_byte
 
 
 @quick_entry

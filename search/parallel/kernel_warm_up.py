@@ -72,7 +72,7 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
         "busy_2L": _INTS_2D,
     },
     "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D, "unknown_N3": _INTS_2D},
-    "price_all_reduces": {"leads": _FLAGS, "line_A2": _NUMBERS_2D},
+    "price_all_reduce": {"leads": _FLAGS, "line_2": _NUMBERS},
     "price_collectives": {"line_KA2": _NUMBERS_3D, "used_KL": _FLAGS_2D},
 }
 

@@ -10,9 +10,11 @@ from app.services.run.cluster import (
     RankDevice,
     measured_links,
     measured_topology,
+    probed_algorithms,
     probed_groups,
     probed_pairs,
 )
+from graph.collective_algorithms import read_algorithm
 from graph.topology import DeviceKind
 from profiler.links import LinkMeasurement, LinkProbe
 from runtime.ranks.ranks import nodes_of
@@ -67,6 +69,25 @@ def test_a_group_within_a_host_says_nothing_of_others_of_its_size() -> None:
     across = prices.of((1, 3))
     assert across.origin is Origin.ESTIMATED
     assert across.duration_ns(0) == 2 * 30_000
+
+
+def test_measured_algorithms_compete_and_unknown_ones_are_left_out() -> None:
+    ranks = [RankDevice(host, KIND) for host in ("a", "a", "b", "b")]
+    everyone = (0, 1, 2, 3)
+    by_leaders = replace(all_reduce(everyone, 3e-3), pattern="all_reduce/leaders-2x2")
+    of_another_version = replace(all_reduce(everyone, 1e-3), pattern="all_reduce/unheard-of")
+    inside = (message((0, 1), 8e9, 1e-6), message((2, 3), 8e9, 1e-6))
+    measured = (*inside, message((0, 2), 1e9, 3e-5), all_reduce(everyone, 7e-3))
+    probe = LinkProbe((*measured, by_leaders, of_another_version), (0.25,) * 4)
+    prices = Prices(measured_topology("hosts", ranks, probe), measured_links(ranks, probe).costs)
+    assert prices.choices(everyone) == ((0, read_algorithm("leaders-2x2", 4)),)
+    assert prices.of(everyone).duration_ns(0) == 3_000_000
+
+
+def test_all_ranks_algorithms_are_measured_where_hosts_are_alike() -> None:
+    assert list(probed_algorithms((0, 0, 1, 1))) == [(0, 1, 2, 3)]
+    assert probed_algorithms((0, 0, 1)) == {}
+    assert probed_algorithms((0, 1)) == {}
 
 
 def test_each_hosts_devices_have_the_contention_of_their_kind() -> None:

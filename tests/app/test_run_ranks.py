@@ -142,22 +142,42 @@ def test_a_topology_of_another_size_is_refused_by_rank_0_alone(folder: Path, dat
 
 def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(folder: Path, database: Path) -> None:
     probe = ("topology", "probe", "--device", "cpu", "--json")
-    first, second = on_hosts(folder, 2, 1, *probe, "--name", "wire")
+    first, second = on_hosts(folder, 2, 2, *probe, "--name", "wire")
     # Others may work here meanwhile, and are then warned of.
     assert [
         line for line in first.errors if not line.startswith("warning: links: other processes took")
     ] == []
     assert (first.code, second) == (0, Agent(0, "", ()))
     topology = json.loads(first.output)
-    assert [device["node"] for device in topology["devices"]] == [0, 1]
-    assert {"p2p 0,1", "all_reduce 0,1", "all_gather 0,1"} <= {fit["pattern"] for fit in topology["measured"]}
-    first, second = run_hosts(folder, 2, 1, "--model", "networks:fine", "--topology", "wire", "--json")
+    assert [device["node"] for device in topology["devices"]] == [0, 0, 1, 1]
+    patterns = {fit["pattern"] for fit in topology["measured"]}
+    assert {"p2p 0,1", "p2p 0,2", "all_reduce 0,1", "all_gather 0-3"} <= patterns
+    assert {"all_reduce/halving-doubling", "all_reduce/leaders-2x2"} <= patterns
+    on_wire = ("--model", "networks:fine", "--topology", "wire", "--verify", "--json")
+    first, second = run_hosts(folder, 2, 2, *on_wire)
     assert (first.code, second) == (0, Agent(0, "", ())), first
     assert executions(database) == [("finished", None)]
+    _executes_the_algorithm_that_its_strategy_chooses(folder, database, on_wire)
     with sqlite3.connect(database) as connection:
         # The run is on the devices that the probe stored.
         ((document,),) = connection.execute("SELECT document FROM topologies").fetchall()
     assert json.loads(document)["links"] == topology["links"]
+
+
+def _executes_the_algorithm_that_its_strategy_chooses(
+    folder: Path, database: Path, on_wire: tuple[str, ...]
+) -> None:
+    with sqlite3.connect(database) as connection:
+        ((document,),) = connection.execute("SELECT document FROM strategies").fetchall()
+    chosen = {"devices": [0, 1, 2, 3], "algorithm": "leaders-2x2"}
+    file = folder / "chosen.json"
+    file.write_text(json.dumps({**json.loads(document), "collective_algorithms": [chosen]}))
+    arguments = (*RUN[:3], str(file), *RUN[4:])
+    first, second = on_hosts(folder, 2, 2, "run", *on_wire, *arguments)
+    assert (first.code, second) == (0, Agent(0, "", ())), first
+    report = json.loads(first.output)
+    assert report["verified"]
+    assert report["all_reduces"] == [{**chosen, "from_bytes": 0}]
 
 
 def test_a_probe_of_ranks_without_a_name_is_refused_by_rank_0_alone(folder: Path, database: Path) -> None:

@@ -13,29 +13,13 @@ from graph.collective_algorithms import (
     AllReduceAlgorithm,
     algorithm_for,
     blueconnect,
-    hierarchical_algorithms,
     measured_algorithms,
     node_levels,
-    ordered_factorizations,
     read_algorithm,
 )
 from graph.errors import StrategyError
 from graph.strategy import Strategy, strategy_from_json
 from tests.search.builders import random_mesh, two_layers
-
-
-@pytest.mark.parametrize("number", range(1, 40))
-def test_ordered_factorizations_are_all_sequences_with_the_product(number: int) -> None:
-    def all_of(rest: int) -> set[tuple[int, ...]]:
-        found: set[tuple[int, ...]] = {()} if rest == 1 else set()
-        for first in range(2, rest + 1):
-            if rest % first == 0:
-                found |= {(first, *others) for others in all_of(rest // first)}
-        return found
-
-    listed = ordered_factorizations(number)
-    assert len(listed) == len(set(listed))
-    assert set(listed) == all_of(number)
 
 
 @pytest.mark.parametrize("levels", [(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2), (2, 3, 4)])
@@ -62,17 +46,26 @@ def test_the_rings_of_a_level_differ_in_its_digit_alone(levels: tuple[int, ...])
 
 def test_every_algorithm_is_read_as_it_is_named() -> None:
     for inside, nodes in [(2, 2), (4, 2), (3, 2), (8, 4), (2, 96)]:
-        for algorithm in (BY_LIBRARY, *hierarchical_algorithms(inside, nodes)):
+        for algorithm in (BY_LIBRARY, *measured_algorithms(inside, nodes)):
             assert read_algorithm(algorithm.text, inside * nodes) == algorithm
-        assert set(measured_algorithms(inside, nodes)) <= set(hierarchical_algorithms(inside, nodes))
     assert read_algorithm("ring", 5) == AllReduceAlgorithm("ring", (5,))
     assert read_algorithm("halving-doubling", 8) == blueconnect((2, 2, 2))
     assert read_algorithm("blueconnect-2x2", 4).text == "halving-doubling"
 
 
-def test_splits_of_many_devices_are_one_ring_or_their_prime_factors() -> None:
-    levels = {algorithm.levels for algorithm in hierarchical_algorithms(2, 128)}
-    assert levels == {(2, 128), (2, 2, 2, 2, 2, 2, 2, 2)}
+@pytest.mark.parametrize(
+    ("inside", "nodes", "texts"),
+    [
+        (2, 2, ["halving-doubling", "leaders-2x2"]),
+        (4, 2, ["blueconnect-4x2", "halving-doubling", "leaders-4x2"]),
+        (3, 2, ["blueconnect-3x2", "leaders-3x2"]),
+        (6, 10, ["blueconnect-6x10", "blueconnect-2x3x2x5", "leaders-6x10"]),
+    ],
+)
+def test_a_probe_measures_one_level_a_side_prime_factors_and_leaders(
+    inside: int, nodes: int, texts: list[str]
+) -> None:
+    assert [algorithm.text for algorithm in measured_algorithms(inside, nodes)] == texts
 
 
 @pytest.mark.parametrize(

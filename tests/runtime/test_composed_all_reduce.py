@@ -22,6 +22,7 @@ from search.space.baselines import data_parallel
 from tests.gpu.ranks import run_ranks
 from tests.runtime.oracle import assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
+from tests.servers import warm_processes
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -31,7 +32,7 @@ ALGORITHMS = {
     6: ("ring", "blueconnect-3x2", "blueconnect-2x3", "leaders-3x2"),
     4: ("halving-doubling", "leaders-2x2"),
 }
-LENGTHS = (1, 37, 48, 1000)
+LENGTHS = (0, 1, 37, 48, 1000)
 RANKS = 8
 
 
@@ -85,8 +86,16 @@ def _sums(rank: int, count: int, meeting: str) -> dict[Any, Any]:
     return results
 
 
-def test_sums_are_those_of_all_ranks_and_steps_and_bytes_those_of_the_algorithm() -> None:
-    by_rank = run_ranks(_sums, RANKS)
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[Any, Any]]:
+    """What each rank has of `_sums`."""
+    with warm_processes():
+        return run_ranks(_sums, RANKS)
+
+
+def test_sums_are_those_of_all_ranks_and_steps_and_bytes_those_of_the_algorithm(
+    by_rank: list[dict[Any, Any]],
+) -> None:
     seen = 0
     for rank, results in enumerate(by_rank):
         for (size, text, length, _), (right, sent) in results.items():
@@ -97,7 +106,7 @@ def test_sums_are_those_of_all_ranks_and_steps_and_bytes_those_of_the_algorithm(
                 continue
             padded = length + -length % math.prod(algorithm.levels)
             steps, parts, left = 0, [], padded
-            for ring in algorithm.levels:
+            for ring in algorithm.levels if length else ():
                 steps += 2 * (ring - 1)
                 parts.append(2 * (ring - 1) * (left := left // ring))
             assert len(sent) == steps
@@ -106,8 +115,7 @@ def test_sums_are_those_of_all_ranks_and_steps_and_bytes_those_of_the_algorithm(
     assert seen == sum(size * len(texts) * per_member for size, texts in ALGORITHMS.items())
 
 
-def test_leaders_alone_send_to_the_other_groups() -> None:
-    by_rank = run_ranks(_sums, RANKS)
+def test_leaders_alone_send_to_the_other_groups(by_rank: list[dict[Any, Any]]) -> None:
     for rank, results in enumerate(by_rank):
         _, sent = results[8, "leaders-4x2", 48, torch.float32]
         # Of four in a chain the last sends up, the leader down, the others both ways; leaders exchange halves twice.

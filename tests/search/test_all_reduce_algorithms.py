@@ -14,8 +14,6 @@ from graph.collective_algorithms import (
     AllReduceAlgorithm,
     algorithm_for,
     blueconnect,
-    hierarchical_algorithms,
-    ordered_factorizations,
     read_algorithm,
 )
 from graph.collectives import CollectiveKind
@@ -62,6 +60,26 @@ def hosts(
     return Topology("hosts", (kind,), devices, tuple(links), routes)
 
 
+def factorizations(number: int) -> list[tuple[int, ...]]:
+    """Return all ways to write a number as a product of ordered factors of two or more; of 1 the empty one."""
+    if number == 1:
+        return [()]
+    return [
+        (first, *rest)
+        for first in range(2, number + 1)
+        if number % first == 0
+        for rest in factorizations(number // first)
+    ]
+
+
+def aligned(topology: Topology) -> list[AllReduceAlgorithm]:
+    """Return leaders, and BlueConnect along each split of the devices of a node and of the nodes."""
+    nodes = topology.node_count
+    inside = len(topology.devices) // nodes
+    composed = [blueconnect((*a, *b)) for a in factorizations(inside) for b in factorizations(nodes)]
+    return [*composed, AllReduceAlgorithm("leaders", (inside, nodes))]
+
+
 def line_of(topology: Topology, algorithm: AllReduceAlgorithm) -> tuple[float, float]:
     """Return latency and seconds per byte of an algorithm over all devices, as priced where it is chosen."""
     members = tuple(range(len(topology.devices)))
@@ -88,7 +106,7 @@ def test_steps_and_bytes_of_eight_devices_are_those_of_the_specification(
 @pytest.mark.parametrize("size", [4, 6, 8, 12])
 def test_every_ordered_factorization_sends_as_many_bytes_as_a_ring(size: int) -> None:
     topology = local_topology(size, device_kind(), 1e9, 2e-6)
-    for levels in ordered_factorizations(size):
+    for levels in factorizations(size):
         latency_s, s_per_byte = line_of(topology, blueconnect(levels))
         assert s_per_byte == pytest.approx(2 * (size - 1) / size / 1e9)
         assert latency_s == pytest.approx(2 * sum(length - 1 for length in levels) * 2e-6)
@@ -122,8 +140,7 @@ def random_hosts(draw: random.Random) -> Topology:
 def test_prices_are_those_of_the_slow_reference(seed: int) -> None:
     topology = random_hosts(random.Random(seed))
     members = range(len(topology.devices))
-    node_count = topology.node_count
-    for algorithm in hierarchical_algorithms(len(members) // node_count, node_count):
+    for algorithm in aligned(topology):
         expected = reference.all_reduce_line(topology, members, algorithm)
         assert line_of(topology, algorithm) == pytest.approx(expected, rel=1e-12)
 
@@ -133,10 +150,8 @@ def test_without_a_choice_the_cheapest_of_the_measured_counts_for_every_size(see
     draw = random.Random(seed)
     topology = random_hosts(draw)
     members = tuple(range(len(topology.devices)))
-    inside = len(members) // topology.node_count
     lines = {
-        algorithm: reference.all_reduce_line(topology, members, algorithm)
-        for algorithm in hierarchical_algorithms(inside, topology.node_count)
+        algorithm: reference.all_reduce_line(topology, members, algorithm) for algorithm in aligned(topology)
     }
     by_library = reference.collective_price(topology, members, LinkCosts()).lines
     measured = {algorithm: Curve.line(*line) for algorithm, line in lines.items()}

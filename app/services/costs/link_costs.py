@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
@@ -20,7 +21,7 @@ from app.services.costs.machine import LocalMachine
 from app.services.progress import Progress
 from graph.collective_algorithms import AllReduceAlgorithm, read_algorithm
 from graph.collectives import CollectiveKind
-from graph.errors import UsageError
+from graph.errors import StrategyError, UsageError
 from graph.topology import Pair, Topology, local_topology
 from profiler.contention import Computation
 from profiler.link_patterns import ALGORITHM
@@ -172,8 +173,9 @@ def links_of(
             else:
                 by_size[kind, size] = curve
         elif name.startswith(ALGORITHM) and size == count:
-            algorithm = read_algorithm(name.removeprefix(ALGORITHM), size)
-            algorithms[algorithm] = _curve(line, points.get((pattern, size)), 0.0)
+            with suppress(StrategyError):  # another version's
+                algorithm = read_algorithm(name.removeprefix(ALGORITHM), size)
+                algorithms[algorithm] = _curve(line, points.get((pattern, size)), 0.0)
     slowest = _curve(point, points.get((P2P, 2)), exchange.latency_s)
     return LocalLinks(
         count,
