@@ -20,7 +20,8 @@ class LocalCall:
 
     `arguments` hold slots for `inputs` (local specs). `gradients` tells which inputs need a gradient: it decides
     what the backward does. `bindings` are integers known only in a plan (the global offsets and operator number
-    from which dropout draws); they change no cost and so are not in the key.
+    from which dropout draws); they change no cost and so are not in the key. `warm`: it reads weights that another
+    call has just read (`OperatorGraph.rereads_weights`), so that they may be in the caches still.
     """
 
     target: str
@@ -29,6 +30,7 @@ class LocalCall:
     outputs: tuple[TensorSpec, ...]
     gradients: tuple[bool, ...]
     bindings: tuple[tuple[str, Any], ...] = ()
+    warm: bool = False
 
     def argument(self, name: str) -> Argument:
         """Return the argument called `name`; raises KeyError where there is none."""
@@ -36,13 +38,14 @@ class LocalCall:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The cost key as JSON: operator type, every attribute, shapes, dtypes, differentiated inputs."""
+        """The cost key as JSON: operator type, attributes, shapes, dtypes, differentiated inputs, whether it is warm."""
         return {
             "target": self.target,
             "arguments": [[name, argument_to_json(value)] for name, value in self.arguments],
             "inputs": [spec.to_json() for spec in self.inputs],
             "outputs": [spec.to_json() for spec in self.outputs],
             "gradients": list(self.gradients),
+            **({"warm": True} if self.warm else {}),
         }
 
     @property
@@ -50,9 +53,10 @@ class LocalCall:
         """Return the cost key: the canonical text of `document`, which has all that the cost depends on."""
         arguments = ",".join([f'["{name}",{_text(value)}]' for name, value in self.arguments])
         inputs, outputs = _specs_text(self.inputs), _specs_text(self.outputs)
+        warm = ',"warm":true' if self.warm else ""
         return (
             f'{{"arguments":[{arguments}],"gradients":{_text(self.gradients)},"inputs":{inputs},'
-            f'"outputs":{outputs},"target":"{self.target}"}}'
+            f'"outputs":{outputs},"target":"{self.target}"{warm}}}'
         )
 
     @cached_property
@@ -97,4 +101,5 @@ def call_from_json(document: dict[str, Any]) -> LocalCall:
         inputs=tuple(TensorSpec(tuple(shape), dtype) for dtype, shape in document["inputs"]),
         outputs=tuple(TensorSpec(tuple(shape), dtype) for dtype, shape in document["outputs"]),
         gradients=tuple(bool(flag) for flag in document["gradients"]),
+        warm=bool(document.get("warm", False)),
     )

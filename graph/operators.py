@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -231,6 +232,22 @@ class OperatorGraph:
                 for index, slot in giving[:-1]:
                     slots[index].append(slot)
         return tuple(tuple(sorted(of)) for of in slots)
+
+    @cached_property
+    def rereads_weights(self) -> tuple[bool, ...]:
+        """For each operator: whether the one before or after it, of those that read weights, reads the same ones.
+
+        As the steps of a recurrent layer do: what the one has read is still in the caches for the other, as far as it
+        fits.
+        """
+        weights = {weight.name for weight in self.weights}
+        read = [frozenset(weights.intersection(operator.inputs)) for operator in self.operators]
+        reading = [index for index in (*self.order.of_loss, *self.order.of_buffers) if read[index]]
+        again = [False] * len(self.operators)
+        for index, following in pairwise(reading):
+            if read[index] == read[following]:
+                again[index] = again[following] = True
+        return tuple(again)
 
     @cached_property
     def weights(self) -> tuple[Value, ...]:

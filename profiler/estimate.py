@@ -245,10 +245,10 @@ def may_become(target: str, other: str) -> bool:
 def family_of(call: LocalCall, phase: Phase) -> Family:
     """Return the family of a call: the measurements of one family are interpolated over sizes."""
     if call.target in PRODUCTS:
-        return (call.target, phase, call.inputs[0].dtype)
+        return (call.target, phase, call.warm, call.inputs[0].dtype)
     operands = tuple((spec.dtype, len(spec.shape)) for spec in (*call.inputs, *call.outputs))
     gradients = call.gradients if phase == "backward" else ()
-    return (call.target, phase, len(call.inputs), operands, gradients)
+    return (call.target, phase, call.warm, len(call.inputs), operands, gradients)
 
 
 def sizes_of(call: LocalCall, phase: Phase) -> tuple[float, ...]:

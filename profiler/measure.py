@@ -251,7 +251,8 @@ class _Session:
         """Execute each phase once, which compiles and allocates; return the peak bytes of each.
 
         Then make the input sets, and touch the memory that results take until these come round: memory that the
-        system has never given out costs more to touch for the first time than most operators take.
+        system has never given out costs more to touch for the first time than most operators take. A warm call has one
+        input set.
         """
         account = _CudaAccount(self.device) if self.device.processor == "cuda" else _CpuAccount()
         with account.forward():
@@ -268,14 +269,15 @@ class _Session:
                 peaks.append(0)
         input_blocks = storage_sizes([*done.inputs, *done.gradients])
         result_blocks = storage_sizes([*done.outputs, *gradients])
-        self.subject.rotate([size for block, size in result_blocks.items() if block not in input_blocks])
+        if not self.call.warm:
+            self.subject.rotate([size for block, size in result_blocks.items() if block not in input_blocks])
         return peaks
 
     def _warm_up(self) -> None:
         """Execute until warm, the first pass counted; settle how many executions make a batch."""
         self.timer.warm_up()
         longest = LONGEST_BATCH
-        if self.device.processor == "cuda":
+        if self.device.processor == "cuda" and not self.call.warm:
             self._evict = _eviction(self.device)
             # Inputs that come round within a batch would be in the caches again.
             longest = min(longest, self.subject.sets)

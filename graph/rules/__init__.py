@@ -144,7 +144,8 @@ def _operator_classes(graph: OperatorGraph) -> dict[str, int]:
 
 
 def _form(graph: OperatorGraph, operator: Operator) -> tuple[object, ...]:
-    return signature(graph, operator), operator.space, local_gradients(graph, operator)
+    warm = graph.rereads_weights[graph.index_by_name[operator.name]]
+    return signature(graph, operator), operator.space, local_gradients(graph, operator), warm
 
 
 # Operators that draw random numbers: their calls carry the operator's number.
@@ -200,8 +201,10 @@ def _call(
         call = LocalCall(own.target, own.arguments, own.inputs, own.outputs, gradients)
     else:
         call = rule_for(operator.target).localize(own, piece, gradients)
+    number = graph.index_by_name[operator.name]
+    if graph.rereads_weights[number]:
+        call = replace(call, warm=True)
     if operator.target in DRAWING:
-        number = graph.index_by_name[operator.name]
         call = replace(call, bindings=(*call.bindings, ("operator", number)))
     return call
 

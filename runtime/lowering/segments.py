@@ -2,9 +2,10 @@
 
 A segment is a run of the rank's operators, in topological order, that autograd differentiates as a unit. The rank
 cuts before operator o wherever it takes part in a message or a synchronization that the plan issues after backward
-of o: what it sends is then complete, and what it receives comes before the segments that need it. It also cuts before
-and after a group of operators that is recomputed in the backward, so that no segment is partly kept. The forward needs
-no cuts; its messages are issued between the operators.
+of o: what it sends is then complete, and what it receives comes before the segments that need it. It cuts after an
+operator for whose output a gradient comes from elsewhere: the backwards of the operators behind it do not wait for that
+gradient. It also cuts before and after a group of operators that is recomputed in the backward, so that no segment is
+partly kept. The forward needs no cuts; its messages are issued between the operators.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ def cuts(plan: Plan, slots: TensorSlots) -> tuple[int, ...]:
     for operator, collectives in plan.gradient_collectives.items():
         for back in collectives:
             if slots.rank in plan.collectives[back.value][back.number].devices:
-                operators.add(operator)
+                operators.update((operator, plan.graph.producer[back.value][0] + 1))
     for operator, transfers in plan.gradient_transfers.items():
         for transfer in transfers:
             assembly = plan.exchanges[transfer.value][transfer.assembly]
             if any(slots.messages((assembly,))):
                 operators.add(operator)
+            if any(piece.source_device == slots.rank for piece in assembly.remote_pieces):
+                operators.add(plan.graph.producer[transfer.value][0] + 1)
     operators.update(bucket.after for bucket in plan.buckets if slots.rank in bucket.devices)
     # Gathered weights are there from their last reader's backward on, not before.
     for operator in plan.backward_gathers:

@@ -201,7 +201,8 @@ class _BestTimes:
                 if graph.value_by_name[name].kind is ValueKind.WEIGHT
             ]
             summed = graph.summed_slots[index]
-            key = repr((operator.target, operator.arguments, specs, operator.space, weights, summed))
+            warm = graph.rereads_weights[index]
+            key = repr((operator.target, operator.arguments, specs, operator.space, weights, summed, warm))
             like.setdefault(key, []).append(index)
         wanted = [(some, sizes_degrees(graph.operators[some[0]], count)) for some in like.values()]
         # Those with few degrees first: most operators for the same number of costs.

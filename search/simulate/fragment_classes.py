@@ -76,6 +76,7 @@ class FragmentClasses:
                         graph.has_backward(operator),
                         operator.space,
                         graph.summed_slots[index],
+                        graph.rereads_weights[index],
                         kept,
                     )
                 )
