@@ -74,6 +74,16 @@ def threads_that_yield() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
+def give_way() -> None:
+    """Let a communication thread that has work take this core: call it while none of the library's locks are held.
+
+    Those of `threads_that_yield` would else wait for the end of the computing thread's time slice, 4 ms and more, and
+    with them the message that they are to send.
+    """
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+
+
 def limit_threads() -> None:
     """Make torch compute on one thread: a CPU device is one core."""
     import torch

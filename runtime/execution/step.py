@@ -13,6 +13,7 @@ from graph.intervals import Region, full_region, shape
 from graph.operators import ValueKind
 from graph.plan import Plan
 from profiler.operators import ExecutionContext
+from profiler.pinning import give_way
 from runtime.communication import World
 from runtime.instructions.base import Instruction
 from runtime.instructions.selections import Selection
@@ -197,8 +198,11 @@ class StepRunner:
         self._forget_gradients()
         for slot, weight, selection, differentiable in self._refreshed:
             state.values[slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        on_cpu = self._device.type == "cpu"
         for instruction in self._program.instructions:
             instruction.run(state)
+            if on_cpu:
+                give_way()
         state.wait_for(tuple(state.pending_receives))
         state.wait_for_sends()
         for slot, tensor in state.renewed.items():
