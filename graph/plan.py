@@ -21,8 +21,9 @@ operators of this one, so that one is always under way. Who reads a view of a we
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graph.axes import operand_regions, tasks
@@ -32,6 +33,7 @@ from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
 from graph.recomputation import needed_at
 from graph.strategy import Sharding, Strategy
+from graph.synchronization import Policy, started_after
 from graph.weight_placement import (
     WeightCell,
     cells,
@@ -40,11 +42,6 @@ from graph.weight_placement import (
     shares,
     with_every_element,
 )
-
-# As in DistributedDataParallel (PyTorch's default of 25 MiB): large enough to amortize a collective's latency,
-# small enough to start before backward ends.
-BUCKET_BYTES = 25 * 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
@@ -114,6 +111,7 @@ class Plan:
     gradient_collectives: for each operator, the collectives to issue backward right after its backward.
     gradient_transfers: for each operator, the other assemblies' transfers, to issue after those.
     buckets: in the order of their all-reduces; `after` is the operator whose backward completes them.
+    slice_order: for each slice of a bucket, in the order in which their sums start, the bucket.
     forward_gathers, backward_gathers: by the operator before which they must be there, in the order in which these
         operators come.
     """
@@ -131,6 +129,7 @@ class Plan:
     gradient_collectives: dict[int, tuple[GradientCollective, ...]]
     gradient_transfers: dict[int, tuple[GradientTransfer, ...]]
     buckets: tuple[Bucket, ...]
+    slice_order: tuple[int, ...]
     forward_gathers: Gathers
     backward_gathers: Gathers
 
@@ -177,6 +176,33 @@ class Plan:
         return {operator: tuple(indexes) for operator, indexes in result.items()}
 
     @cached_property
+    def slice_counts(self) -> tuple[int, ...]:
+        """In how many slices each bucket is summed."""
+        counts = Counter(self.slice_order)
+        return tuple(counts[number] for number in range(len(self.buckets)))
+
+    @cached_property
+    def sums_after(self) -> list[list[tuple[int, int]]]:
+        """For each bucket, the sums that start once it is full: pairs of (bucket, number of the slice)."""
+        return started_after(self.slice_order, len(self.buckets))
+
+    @cached_property
+    def updated_before(self) -> dict[int, tuple[str, ...]]:
+        """For each operator, the weights that policy p3 updates before its forward, which reads them first."""
+        place = {index: place for place, index in enumerate(self.graph.order.of_loss)}
+        result: dict[int, list[str]] = {}
+        for weight in self.graph.weights:
+            users = [index for index, _ in self.graph.consumers[weight.name] if index in place]
+            if weight.requires_gradient and any(any(self.active[index]) for index in users):
+                result.setdefault(min(users, key=place.__getitem__), []).append(weight.name)
+        return {index: tuple(names) for index, names in result.items()}
+
+    @property
+    def updates_late(self) -> bool:
+        """Whether weights are updated in the forward of the next step."""
+        return self.strategy.synchronization.policy is Policy.P3
+
+    @cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
         """The sets of devices that communicate together, in the same order on all ranks: all devices first."""
         collectives = [*self.collectives.values(), *self.buffer_collectives.values()]
@@ -191,9 +217,10 @@ def build_plan(
     graph: OperatorGraph,
     strategy: Strategy,
     node_of: Sequence[int],
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     *,
     every_element: bool = False,
+    slice_order: Sequence[int] = (),
 ) -> Plan:
     """Return the plan of a validated strategy.
 
@@ -201,10 +228,14 @@ def build_plan(
         graph: the operator graph.
         strategy: a strategy that `Strategy.validate` accepted.
         node_of: for each device, its node.
-        bucket_bytes: an all-reduce is issued as soon as its gradients reach this size; so much of weights that are
-            kept in shares is gathered at once.
+        bucket_bytes: a bucket is full, and a slice complete, with so many bytes; so much of weights that are kept in
+            shares is gathered at once. Without it, as the strategy says.
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
+        slice_order: see `Plan`; without one, buckets follow each other as they become full.
+
+    Raises:
+        ValueError: `slice_order` is of other slices.
     """
     cache: ExchangeCache = {}
     exchanges = {
@@ -224,7 +255,16 @@ def build_plan(
         held = {
             weight.name: with_every_element(held[weight.name], weight.spec.shape) for weight in graph.weights
         }
-    forward_gathers, backward_gathers = _gathers(graph, strategy, held, active, bucket_bytes)
+    synchronization = strategy.synchronization
+    if bucket_bytes is not None:
+        synchronization = replace(synchronization, size_bytes=bucket_bytes)
+    size_bytes = synchronization.size_bytes
+    forward_gathers, backward_gathers = _gathers(graph, strategy, held, active, size_bytes)
+    buckets = _buckets(graph, strategy, held, active, size_bytes)
+    counts = [synchronization.slice_count(bucket.size_bytes) for bucket in buckets]
+    in_order = [number for number, count in enumerate(counts) for _ in range(count)]
+    if slice_order and sorted(slice_order) != in_order:
+        raise ValueError(f"slice_order: is of {len(slice_order)} slices, must be of {len(in_order)}, {counts} by bucket")
     return Plan(
         graph=graph,
         strategy=strategy,
@@ -241,7 +281,8 @@ def build_plan(
         held=held,
         gradient_collectives=together,
         gradient_transfers=alone,
-        buckets=_buckets(graph, strategy, held, active, bucket_bytes),
+        buckets=buckets,
+        slice_order=tuple(slice_order) or tuple(in_order),
         forward_gathers=forward_gathers,
         backward_gathers=backward_gathers,
     )

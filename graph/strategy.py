@@ -1,6 +1,6 @@
 """Strategy S: every operator's configuration, every weight's sharding, recomputation, what is compiled, all-reduces.
 
-See `graph.recomputation`, `graph.stretches` and `graph.collective_algorithms` for the last three.
+See `graph.recomputation`, `graph.stretches`, `graph.collective_algorithms` and `graph.synchronization` for the rest.
 
 Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
 (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
@@ -27,6 +27,12 @@ from graph.collective_algorithms import (
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json, ranges_to_json
 from graph.operators import Operator, OperatorGraph
+from graph.synchronization import (
+    Policy,
+    Synchronization,
+    synchronization_from_json,
+    synchronization_to_json,
+)
 from graph.texts import meant, shown, unreadable
 
 FORMAT = 1
@@ -69,6 +75,7 @@ class Strategy:
     recomputation: the groups of operators whose activations are made again in the backward.
     compiled: the ranges of operators that each device executes as one function compiled by torch.compile.
     collective_algorithms: the algorithm of all-reduces over some groups of devices; of others the cheapest counts.
+    synchronization: in which pieces and in which order gradients are summed.
     """
 
     graph_digest: str
@@ -77,6 +84,7 @@ class Strategy:
     recomputation: OperatorRanges = ()
     compiled: OperatorRanges = ()
     collective_algorithms: CollectiveAlgorithms = ()
+    synchronization: Synchronization = Synchronization()
 
     def __post_init__(self) -> None:
         if self.sharding and all(level is Sharding.NONE for level in self.sharding):
@@ -88,7 +96,7 @@ class Strategy:
         return self.sharding[weight] if self.sharding else Sharding.NONE
 
     def with_configurations(self, configurations: tuple[Configuration, ...]) -> Strategy:
-        """Return a strategy of other configurations, with the same sharding, recomputation and all-reduces.
+        """Return a strategy of other configurations, with the same sharding, recomputation and sums of gradients.
 
         None of it is compiled.
         """
@@ -109,6 +117,7 @@ class Strategy:
             "sharding": shared,
             **{key: ranges_to_json(names, ranges) for key, ranges in self._ranges().items()},
             "collective_algorithms": algorithms_to_json(self.collective_algorithms),
+            "synchronization": synchronization_to_json(self.synchronization),
         }
         return {
             **{key: said for key, said in optional.items() if said},
@@ -141,6 +150,8 @@ class Strategy:
             document.append({key: [[group.first, group.last] for group in ranges]})
         if self.collective_algorithms:
             document.append({"collective_algorithms": algorithms_to_json(self.collective_algorithms)})
+        if self.synchronization != Synchronization():
+            document.append({"synchronization": synchronization_to_json(self.synchronization)})
         return digest(document)
 
     def _ranges(self) -> dict[str, OperatorRanges]:
@@ -175,6 +186,11 @@ class Strategy:
         for key, ranges in self._ranges().items():
             check_ranges(graph, ranges, key)
         check_algorithms(self.collective_algorithms, device_count)
+        if self.sharding and self.synchronization.policy is Policy.P3:
+            raise StrategyError(
+                "synchronization: policy p3 is for weights that every holder keeps whole, must be fifo where weights "
+                "are shared; correct the strategy"
+            )
 
 
 def check_sharding(graph: OperatorGraph, sharding: tuple[Sharding, ...]) -> None:
@@ -245,7 +261,10 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         StrategyError: unknown format, operator, axis, degree or device, or a missing operator.
     """
     check_format(document, "strategy file")
-    keys = ("collective_algorithms", "compiled", "format", "graph", "operators", "recomputation", "sharding")
+    keys = (
+        "collective_algorithms", "compiled", "format", "graph", "operators", "recomputation", "sharding",
+        "synchronization",
+    )  # fmt: skip
     _check_keys("strategy file", document, keys)
     if document.get("graph") != graph.digest:
         raise StrategyError(
@@ -276,6 +295,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         recomputation,
         compiled,
         algorithms_from_json(document.get("collective_algorithms", [])),
+        synchronization_from_json(document.get("synchronization", {})),
     )
     strategy.validate(graph, device_count)
     return strategy

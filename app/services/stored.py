@@ -13,6 +13,7 @@ from graph.errors import StrategyError, TopologyError
 from graph.operator_ranges import ranges_from_json
 from graph.operators import OperatorGraph, ValueKind
 from graph.strategy import Configuration, Sharding, Strategy, strategy_from_json
+from graph.synchronization import synchronization_from_json
 from graph.topology import Topology
 from graph.training import Training, training_from_json
 
@@ -116,6 +117,7 @@ def strategy_in(graph: GraphRecord, described: dict[str, Any], record: StrategyR
             recomputation,
             compiled,
             algorithms_from_json(document.get("collective_algorithms", [])),
+            synchronization_from_json(document.get("synchronization", {})),
         )
     check_digest(record, strategy)
     return strategy

@@ -9,9 +9,9 @@ import torch
 
 from graph.plan import Plan
 from graph.training import Training
-from profiler.updates import apply_update, initial_state
+from profiler.updates import UpdateState, apply_update, initial_state
 from runtime.communication import World
-from runtime.execution.step import StepRunner, whole_parts
+from runtime.execution.step import Held, StepRunner, whole_parts
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -31,6 +31,15 @@ class InitialTensors:
             return {name: convert(tensor) for name, tensor in tensors.items()}
 
         return InitialTensors(converted(self.parameters), converted(self.buffers), converted(self.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Weights that are updated together: the rank's parts of them, and the optimizer's state."""
+
+    weights: tuple[str, ...]
+    parts: tuple[torch.Tensor, ...]
+    optimizer: UpdateState
 
 
 class Executor(StepRunner):
@@ -61,14 +70,27 @@ class Executor(StepRunner):
             learning_rate: of the optimizer.
             device: of this rank.
         """
-        super().__init__(plan, world, seed=seed, device=device)
+        super().__init__(plan, world, seed=seed, device=device, updates_late=plan.updates_late)
         self.load_weights(whole_parts(tensors.parameters))
         self.load_buffers(whole_parts(tensors.buffers))
         self.set_inputs(whole_parts(tensors.inputs))
         self._optimizer = training.optimizer
         self._learning_rate = learning_rate
-        self._updated = [part for own in self.parts().values() for _, part in own]
-        self._optimizer_state = initial_state(self._optimizer, self._updated)
+        together = [unit.weights for unit in self._program.late_updates]
+        self._units = {
+            weights: self._unit(weights)
+            for weights in (together if plan.updates_late else [self._program.updated])
+        }
+        # Weights whose update by the last step's gradients is left to the next step's forward.
+        self._due: set[str] = set()
+        self._copies = {
+            weights: [copy for copy in self._refreshed if copy.weight in weights] for weights in self._units
+        }
+        self._state.update = self._update_in_forward
+
+    def _unit(self, weights: tuple[str, ...]) -> _Unit:
+        parts = tuple(self._state.parts[part.number] for name in weights for part in self._program.parts[name])
+        return _Unit(weights, parts, initial_state(self._optimizer, parts))
 
     @property
     def weight_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -78,12 +100,34 @@ class Executor(StepRunner):
     @property
     def optimizer_tensors(self) -> tuple[torch.Tensor, ...]:
         """The optimizer's state."""
-        return tuple(tensor for slot in self._optimizer_state.slots for tensor in slot)
+        return tuple(
+            tensor for unit in self._units.values() for slot in unit.optimizer.slots for tensor in slot
+        )
 
     def step(self, number: int) -> None:
-        """Execute one training step: forward, backward, gradient synchronization, update. `number` seeds dropout."""
+        """Execute one training step: forward, backward, gradient synchronization, update. `number` seeds dropout.
+
+        Where weights are updated late, their update by this step's gradients is left to the next step, or to `finish`.
+        """
         self.differentiate(number)
-        self.update()
+        if self.updates_late:
+            self._due.update(self._program.updated)
+        else:
+            self.update()
+
+    def finish(self) -> None:
+        """Update the weights whose update was left to the next step. Gradients stay."""
+        if self._due:
+            for unit in self._program.late_updates:
+                for waiting in unit.finishes:
+                    waiting.run(self._state)
+                self._update_unit(self._units[unit.weights])
+            self._due.clear()
+
+    @property
+    def updates_late(self) -> bool:
+        """Whether a step leaves its updates to the next one."""
+        return self._plan.updates_late
 
     def update(self) -> None:
         """Update the weights by the gradients of the last `differentiate`; all-gather shares of other ranks."""
@@ -92,5 +136,44 @@ class Executor(StepRunner):
 
     def update_own(self) -> None:
         """Update this rank's parts of the weights."""
-        gradients = [gradient for own in self.gradients().values() for _, gradient in own]
-        apply_update(self._optimizer, self._updated, gradients, self._optimizer_state, self._learning_rate)
+        if self.updates_late:
+            self._due.update(self._program.updated)
+            self.finish()
+            return
+        for unit in self._units.values():
+            self._update_unit(unit)
+
+    def _update_in_forward(self, weights: tuple[str, ...]) -> None:
+        """Update weights that the next operator reads, if they are due, and forget their gradients."""
+        if not self._due.issuperset(weights):
+            return
+        self._update_unit(self._units[weights])
+        for name in weights:
+            self._state.gradients.pop(self._program.held[name][0])
+        self._copy_reads(self._copies[weights])
+        self._due.difference_update(weights)
+
+    def _update_unit(self, unit: _Unit) -> None:
+        gradients = [
+            self._gradient(part) for name in unit.weights for part in self._program.parts[name]
+        ]
+        apply_update(self._optimizer, unit.parts, gradients, unit.optimizer, self._learning_rate)
+
+    def _begin_step(self) -> None:
+        if not self._due:
+            super()._begin_step()
+
+    def gradients(self) -> dict[str, list[Held]]:
+        """Return the gradients of the last step as `StepRunner.gradients`, after all updates that are due."""
+        self.finish()
+        return super().gradients()
+
+    def weights(self) -> dict[str, list[Held]]:
+        """Return the weights as `StepRunner.weights`, after all updates that are due."""
+        self.finish()
+        return super().weights()
+
+    def forget_step(self) -> None:
+        """Drop the tensors of the last step as `StepRunner.forget_step`, after all updates that are due."""
+        self.finish()
+        super().forget_step()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,6 +43,17 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _CopiedRead:
+    """A read of a part of a weight that is no view of it: its slot, the rank's tensor of the weight, and the part."""
+
+    weight: str
+    slot: int
+    held: torch.Tensor
+    part: Selection
+    differentiable: bool
+
+
 class StepRunner:
     """One rank of a plan: from its parts of weights, buffers and inputs, a step's loss and gradients.
 
@@ -59,6 +70,7 @@ class StepRunner:
         device: torch.device,
         kept: frozenset[str] = frozenset(),
         weights_of: StepRunner | None = None,
+        updates_late: bool = False,
     ) -> None:
         """Compile the rank's program and make room for its parts of the weights.
 
@@ -69,12 +81,13 @@ class StepRunner:
             device: where this rank computes.
             kept: values of the graph that stay after a step (`whole_value`).
             weights_of: has the same parts of the weights, which this one is to use as well, at other times.
+            updates_late: steps end without their sums of gradients (`compile_program`).
         """
         self._plan = plan
         self._seed = seed
         self._device = device
         self._world = world
-        self._program = compile_program(plan, world.rank, device, kept)
+        self._program = compile_program(plan, world.rank, device, kept, updates_late=updates_late)
         self._state = StepState(world, self._program.shapes)
         self._held: dict[str, torch.Tensor] = {}
         # The parts of each weight that the rank updates, in one tensor.
@@ -89,7 +102,7 @@ class StepRunner:
                 held.untyped_storage().resize_(held.numel() * held.element_size())
             self._state.weights[slot] = self._held[name]
             self._make_parts(name, None if weights_of is None else weights_of._own.get(name))
-        self._refreshed: list[tuple[int, torch.Tensor, Selection, bool]] = []
+        self._refreshed: list[_CopiedRead] = []
         self._input_selections: dict[tuple[int, torch.device], Selection] = {}
         for read in self._program.reads:
             value = plan.graph.value_by_name[read.value]
@@ -127,7 +140,7 @@ class StepRunner:
         if selection.is_view:
             self._state.values[read.slot] = selection.take(weight).detach().requires_grad_(differentiable)
         elif read.value not in self._program.sharded:
-            self._refreshed.append((read.slot, weight, selection, differentiable))
+            self._refreshed.append(_CopiedRead(read.value, read.slot, weight, selection, differentiable))
 
     def load_weights(self, parts: Parts) -> None:
         """Copy values into the rank's weights; each part must cover the region that the rank holds."""
@@ -195,9 +208,7 @@ class StepRunner:
         state = self._state
         state.loss_scale = loss_scale
         state.context = ExecutionContext(seed=self._seed, step=number, device=self._device)
-        self._forget_gradients()
-        for slot, weight, selection, differentiable in self._refreshed:
-            state.values[slot] = selection.take(weight).detach().requires_grad_(differentiable)
+        self._begin_step()
         on_cpu = self._device.type == "cpu"
         for instruction in self._program.instructions:
             instruction.run(state)
@@ -209,11 +220,21 @@ class StepRunner:
             state.values[slot] = tensor
         state.renewed.clear()
 
+    def _begin_step(self) -> None:
+        """Forget the last step's gradients, and copy the parts of weights that are read as copies."""
+        self._forget_gradients()
+        self._copy_reads(self._refreshed)
+
+    def _copy_reads(self, reads: Sequence[_CopiedRead]) -> None:
+        for read in reads:
+            part = read.part.take(read.held).detach()
+            self._state.values[read.slot] = part.requires_grad_(read.differentiable)
+
     def forget_step(self) -> None:
         """Drop the tensors of the last step that the next one replaces: gradients, and copies of parts of weights."""
         self._forget_gradients()
-        for slot, _, _, _ in self._refreshed:
-            self._state.values[slot] = None
+        for read in self._refreshed:
+            self._state.values[read.slot] = None
 
     def _forget_gradients(self) -> None:
         for slot, _ in self._program.held.values():
@@ -225,6 +246,13 @@ class StepRunner:
         for instruction in self._program.after_update:
             instruction.run(self._state)
 
+    def own_loss(self) -> torch.Tensor:
+        """Return this rank's part of the last step's loss, a float64 scalar on its device; the parts add up to it."""
+        loss = self._state.loss
+        if loss is None:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return loss.to(torch.float64).reshape(())
+
     def loss_tensor(self) -> torch.Tensor:
         """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
         loss, _ = self.loss_and_marks(None)
@@ -235,8 +263,7 @@ class StepRunner:
         values = torch.zeros(
             1 if mark is None else 1 + self._world.size, dtype=torch.float64, device=self._device
         )
-        if self._state.loss is not None:
-            values[0] = self._state.loss
+        values[0] = self.own_loss()
         if mark is not None:
             values[1 + self._world.rank] = mark
         values = self._world.sum(values)

@@ -1,8 +1,11 @@
-"""Gradient synchronization of replicated weights: one all-reduce a bucket, overlapped with the backward.
+"""Gradient synchronization of replicated weights: all-reduces of buckets or slices of them, beside the backward.
 
 The gradients of a bucket are copied into one flat tensor. The gradient of a weight held as one cell is a view of the
 flat tensor from then on, so that the copied gradient is freed before the next bucket fills; others are copied back
 after the sum. The loss is a global mean already, so sums are right.
+
+With the policy p3 (`graph.synchronization`) sums last into the next step's forward, in which each weight is updated
+just before it is read first.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph
 from graph.plan import Bucket, BucketEntry
-from runtime.instructions.base import Communication
+from runtime.instructions.base import Communication, Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState
 
@@ -40,8 +43,8 @@ class FlatBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class StartAllReduce(Communication):
-    """Copies the gradients that this rank has into a bucket, zeros for the others, and starts its all-reduce."""
+class FillBucket(Communication):
+    """Copies the gradients that this rank has into a bucket, zeros for the others."""
 
     bucket: FlatBucket
 
@@ -59,21 +62,50 @@ class StartAllReduce(Communication):
         for piece in self.bucket.slices:
             if piece.part.whole:
                 state.gradients.set(piece.slot, piece.view)
-        work = state.world.all_reduce(self.bucket.flat, self.bucket.ranks)
-        state.all_reduces[self.bucket.number] = work
+
+
+@dataclass(frozen=True, slots=True)
+class StartAllReduce(Communication):
+    """Starts the all-reduce of a slice of a full bucket: of its elements from `first` to before `last`."""
+
+    bucket: FlatBucket
+    first: int
+    last: int
+
+    def run(self, state: StepState) -> None:
+        if self.first < self.last:
+            work = state.world.all_reduce(self.bucket.flat[self.first : self.last], self.bucket.ranks)
+            state.all_reduces.setdefault(self.bucket.number, []).append(work)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishAllReduce(Communication):
-    """Waits for the all-reduce of a bucket and copies the sums back to weights held as several cells."""
+    """Waits for the all-reduces of a bucket, where any is under way, and copies sums to weights of several cells."""
 
     bucket: FlatBucket
 
     def run(self, state: StepState) -> None:
-        state.world.wait(state.all_reduces.pop(self.bucket.number))
+        works = state.all_reduces.pop(self.bucket.number, None)
+        if works is None:
+            return
+        for work in works:
+            state.world.wait(work)
         for piece in self.bucket.slices:
             if not piece.part.whole:
                 piece.part.put(state.gradients.writable(piece.slot, piece.view), piece.view)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFirst(Instruction):
+    """Updates weights of which the step before has left gradients, after the waits for the buckets that have them."""
+
+    weights: tuple[str, ...]
+    finishes: tuple[FinishAllReduce, ...]
+
+    def run(self, state: StepState) -> None:
+        for finish in self.finishes:
+            finish.run(state)
+        state.update(self.weights)
 
 
 def entries_by_dtype(

@@ -6,7 +6,7 @@ a tensor of an earlier segment, a weight, or one read of a weight, buffer or inp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ class StepState:
         # By slot: the work to wait for, and the tensor that must stay alive until then.
         self.pending_receives: dict[int, tuple[Any, torch.Tensor]] = {}
         self.pending_sends: list[tuple[Any, torch.Tensor]] = []
-        self.all_reduces: dict[int, Any] = {}
+        # By number of a flat bucket: the works of its slices.
+        self.all_reduces: dict[int, list[Any]] = {}
         # By number of a group: the work to wait for, and the flat tensor that must stay alive until then.
         self.reduce_scatters: dict[int, tuple[Any, torch.Tensor]] = {}
         self.all_gathers: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -98,6 +99,8 @@ class StepState:
         self.shard_gradients: dict[int, torch.Tensor] = {}
         self.weights: dict[int, torch.Tensor] = {}
         self.renewed: dict[int, torch.Tensor] = {}
+        # Updates weights by the gradients that the step before has left, where it has; who executes steps sets it.
+        self.update: Callable[[tuple[str, ...]], None] = lambda _weights: None
         self.loss: torch.Tensor | None = None
         # Gradients are those of the loss times this.
         self.loss_scale = 1.0

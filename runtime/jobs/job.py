@@ -42,6 +42,7 @@ class Job:
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
     peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
     all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
+    slice_order: in which order slices of buckets are summed (`graph.plan.Plan`); without one, as they become full.
     """
 
     graph: OperatorGraph
@@ -58,6 +59,7 @@ class Job:
     recorded: int = 0
     peak: bool = False
     all_reduces: Mapping[tuple[int, ...], Choices] = field(default_factory=dict)
+    slice_order: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -73,7 +75,8 @@ class Job:
 class JobResult:
     """The result of a job.
 
-    step_times_s: for each measured iteration, the longest time of any rank after a barrier.
+    step_times_s: for each measured iteration, the longest time of any rank after a barrier; where weights are updated
+        in the next step's forward, from the end of one backward to the end of the next.
     rank_times_s: the same by rank and iteration.
     losses: of every step, warm-up included.
     verification: where asked for.
@@ -149,7 +152,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
         raise RuntimeFailure(
             f"run: there are {available} processes, must be {size}, one for each device of the strategy; start more"
         )
-    plan = build_plan(job.graph, job.strategy, job.node_of)
+    plan = build_plan(job.graph, job.strategy, job.node_of, slice_order=job.slice_order)
     prepare_groups(plan, size, timeout_s, job.all_reduces)
     if dist.is_initialized() and dist.get_rank() >= size:
         return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from itertools import chain
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
     from runtime.jobs.job import Arrays
     from runtime.observe.measured_peak import MeasuredPeak
     from runtime.observe.spans import Span
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Seconds of the measured steps on this rank, and those lost to other processes; of every step the loss."""
+
+    times_s: list[float] = field(default_factory=list)
+    lost_s: list[float | None] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    gradients: Arrays | None = None
 
 
 class JobRun:
@@ -59,40 +70,75 @@ class JobRun:
     def result(self) -> JobResult | None:
         """Execute all steps; return the result on rank 0."""
         job = self._job
-        losses = []
-        times: list[float] = []
-        lost: list[float | None] = []
-        gradients: Arrays | None = None
-        for number in range(job.steps):
-            elapsed_s, lost_s = self._timed_step(number)
-            if job.warmup <= number < job.warmup + job.iterations:
-                times.append(elapsed_s)
-                lost.append(lost_s)
-            losses.append(self._executor.loss())
-            if number == 0 and job.collect:
-                gradients = self._collect_gradients()
+        steps = self._steps_in_succession() if self._executor.updates_late else self._steps_apart()
         weights: Arrays | None = None
         buffers: Arrays | None = None
         if job.collect:
             weights, buffers = self._collect_state()
         recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
         peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
-        measured = self._world.gather((tuple(times), tuple(lost), peak, recorded))
+        measured = self._world.gather((tuple(steps.times_s), tuple(steps.lost_s), peak, recorded))
         if measured is None:
             return None
         rank_times, rank_lost, peaks, rank_recorded = zip(*measured, strict=True)
         return JobResult(
             step_times_s=tuple(max(times_of_step) for times_of_step in zip(*rank_times, strict=True)),
             rank_times_s=rank_times,
-            losses=tuple(losses),
-            verification=None if self._verified is None else self._verified.with_run(losses[0]),
+            losses=tuple(steps.losses),
+            verification=None if self._verified is None else self._verified.with_run(steps.losses[0]),
             lost_s=None if None in chain(*rank_lost) else tuple(zip(*rank_lost, strict=True)),
             peaks=tuple(peak for peak in peaks if peak is not None),
-            gradients=gradients,
+            gradients=steps.gradients,
             weights=weights,
             buffers=buffers,
             recorded=tuple(zip(*rank_recorded, strict=True)),
         )
+
+    def _steps_apart(self) -> _Steps:
+        """Execute the steps one by one, each behind a barrier."""
+        job, steps = self._job, _Steps()
+        for number in range(job.steps):
+            elapsed_s, lost_s = self._timed_step(number)
+            if job.warmup <= number < job.warmup + job.iterations:
+                steps.times_s.append(elapsed_s)
+                steps.lost_s.append(lost_s)
+            steps.losses.append(self._executor.loss())
+            if number == 0 and job.collect:
+                steps.gradients = self._collect_gradients()
+        return steps
+
+    def _steps_in_succession(self) -> _Steps:
+        """Execute the steps one behind the other: a barrier, or a sum of losses, would wait for the last one's sums.
+
+        A step's time is that from the end of the backward before it to the end of its own.
+        """
+        job, steps = self._job, _Steps()
+        timer = timer_for(self._device)
+        marks: list[Any] = []
+        losses = []
+        self._world.barrier(self._device)
+        lost = LostTime()
+        for number in range(job.steps):
+            heartbeat(f"in step {number}")
+            if number == max(job.warmup - 1, 0):
+                # No garbage of building or verifying may be collected inside a measured step.
+                gc.collect()
+            if number == job.warmup:
+                marks.append(timer.mark())
+                lost = LostTime()
+            self._executor.step(number)
+            losses.append(self._executor.own_loss().clone())
+            if job.warmup <= number < job.warmup + job.iterations:
+                marks.append(timer.mark())
+                steps.lost_s.append(lost.seconds())
+                lost = LostTime()
+            if number == 0 and job.collect:
+                steps.gradients = self._collect_gradients()
+        self._executor.finish()
+        self._world.wait_for_device(self._device)
+        steps.times_s = [timer.elapsed_s(start, end) for start, end in pairwise(marks)]
+        steps.losses = self._world.sum(torch.stack(losses)).tolist()
+        return steps
 
     def _timed_step(self, number: int) -> tuple[float, float | None]:
         """Return the seconds of a step, and those that this rank lost to other processes meanwhile."""

@@ -10,9 +10,10 @@ the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -23,6 +24,7 @@ from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Bucket, Plan
 from graph.rules import local_calls
 from graph.strategy import Sharding
+from graph.synchronization import slice_bounds
 from graph.stretches import check_compiled
 from profiler.operators import compile_call
 from runtime.instructions.base import Instruction, Slots
@@ -39,9 +41,11 @@ from runtime.instructions.compute import (
     Unrecorded,
 )
 from runtime.instructions.gradient_synchronization import (
+    FillBucket,
     FinishAllReduce,
     FlatBucket,
     StartAllReduce,
+    UpdateFirst,
     flat_buckets,
 )
 from runtime.instructions.messages import ReceiveGradients
@@ -80,6 +84,7 @@ class Program:
     parts: for each weight of the rank, the parts that the rank updates.
     sharded: the weights that the rank holds in these parts, and whole only while they are read.
     after_update: the all-gathers of weights whose shares other ranks have updated.
+    late_updates: of the instructions those that update weights, each before the first operator that reads it.
     kept: for each value that stays after the step, the regions of it that the rank makes, and their slots.
     """
 
@@ -92,19 +97,32 @@ class Program:
     parts: dict[str, tuple[WeightPart, ...]]
     sharded: frozenset[str]
     after_update: tuple[Instruction, ...]
+    late_updates: tuple[UpdateFirst, ...]
     kept: dict[str, tuple[tuple[Region, int], ...]]
 
 
 def compile_program(
-    plan: Plan, rank: int, device: torch.device, kept: frozenset[str] = frozenset()
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    kept: frozenset[str] = frozenset(),
+    *,
+    updates_late: bool = False,
 ) -> Program:
-    """Return `rank`'s program of a plan, for tensors on `device`; `kept` values stay after the step."""
-    return _Lowering(plan, rank, device, kept).compile()
+    """Return `rank`'s program of a plan, for tensors on `device`.
+
+    kept: values that stay after the step. updates_late: the program does not wait for sums of gradients at its end,
+        but before it updates weights, each before the first operator that reads it: in the step after.
+    """
+    return _Lowering(plan, rank, device, kept, updates_late=updates_late).compile()
 
 
 class _Lowering:
-    def __init__(self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str]) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str], *, updates_late: bool
+    ) -> None:
         self.plan = plan
+        self.updates_late = updates_late
         self.kept = kept
         self.graph = plan.graph
         self.rank = rank
@@ -121,6 +139,8 @@ class _Lowering:
         self._leaf_readers: dict[int, set[int]] = {}
         self._last_scattered: ShardGroup | None = None
         self._updated_groups: list[ShardGroup] = []
+        # By number of the bucket.
+        self._flats: dict[int, list[FlatBucket]] = {}
 
     def compile(self) -> Program:
         nodes = self._with_stretches(self._nodes())
@@ -132,8 +152,10 @@ class _Lowering:
                 if made != read:
                     self._leaf_readers.setdefault(read, set()).add(self._group_of[node.operator])
         self._expect_messages()
+        self._make_flat_buckets()
+        late_updates = self._late_updates() if self.updates_late else {}
         # Operators that only renew buffers come last: no rank waits for their messages (statistics of all devices).
-        self._forward(self.graph.order.of_loss, nodes, inputs)
+        self._forward(self.graph.order.of_loss, nodes, inputs, late_updates)
         self._loss()
         finished = self._backward(nodes, inputs)
         self._forward(self.graph.order.of_buffers, nodes, inputs)
@@ -154,6 +176,7 @@ class _Lowering:
             parts=self.parts,
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
+            late_updates=tuple(late_updates.values()),
             kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
         )
 
@@ -259,8 +282,11 @@ class _Lowering:
         operators: Sequence[int],
         nodes: list[list[tuple[Node, Make]]],
         inputs: dict[Node, tuple[int, ...]],
+        late_updates: Mapping[int, UpdateFirst] = MappingProxyType({}),
     ) -> None:
         for index in operators:
+            if index in late_updates:
+                self.instructions.append(late_updates[index])
             self.instructions.extend(self.prefetch.before_forward(index))
             for local in self.slots.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:
@@ -315,9 +341,9 @@ class _Lowering:
     ) -> list[Instruction]:
         """Append the backward; return the waits for the gradient synchronization that it starts.
 
-        An all-reduce starts as soon as its bucket is full: its overlap with the backward lasts until the waits.
+        An all-reduce starts as soon as its bucket is full, and those that go before it: its overlap with the backward
+        lasts until the waits. Weights that are updated late have theirs there.
         """
-        started: list[FlatBucket] = []
         finishing: list[Instruction] = []
         parts = self._loss_parts()
         if parts and self.graph.value_by_name[self.graph.loss].requires_gradient:
@@ -333,16 +359,42 @@ class _Lowering:
             self.instructions.extend(self.prefetch.after_backward(index, self.segments))
             for number in self.plan.buckets_after.get(index, ()):
                 bucket = self.plan.buckets[number]
-                if self.rank not in bucket.devices:
-                    continue
-                if bucket.sharding is not Sharding.NONE:
+                if bucket.sharding is not Sharding.NONE and self.rank in bucket.devices:
                     self._reduce_scatter(bucket, finishing)
-                    continue
-                made = flat_buckets(self.graph, bucket, self.slots.held, self.held, self.device, len(started))
-                started.extend(made)
-                self.instructions.extend(StartAllReduce(flat) for flat in made)
-                finishing.extend(FinishAllReduce(flat) for flat in made)
+                self.instructions.extend(FillBucket(flat) for flat in self._flats.get(number, ()))
+                for started, part in self.plan.sums_after[number]:
+                    self._start_sums(started, part)
+                if not self.updates_late:
+                    finishing.extend(FinishAllReduce(flat) for flat in self._flats.get(number, ()))
         return finishing
+
+    def _make_flat_buckets(self) -> None:
+        first = 0
+        for number, bucket in enumerate(self.plan.buckets):
+            if self.rank in bucket.devices and bucket.sharding is Sharding.NONE:
+                made = flat_buckets(self.graph, bucket, self.slots.held, self.held, self.device, first)
+                self._flats[number] = made
+                first += len(made)
+
+    def _start_sums(self, number: int, part: int) -> None:
+        """Append the all-reduces of one slice of a bucket: one for each dtype."""
+        for flat in self._flats.get(number, ()):
+            first, last = slice_bounds(flat.flat.numel(), self.plan.slice_counts[number])[part]
+            self.instructions.append(StartAllReduce(flat, first, last))
+
+    def _late_updates(self) -> dict[int, UpdateFirst]:
+        """Return, for each operator, the update of the rank's weights that it is the first to read."""
+        flats_of: dict[int, list[FlatBucket]] = {}
+        for flat in (flat for flats in self._flats.values() for flat in flats):
+            for slot in dict.fromkeys(piece.slot for piece in flat.slices):
+                flats_of.setdefault(slot, []).append(flat)
+        result = {}
+        for index, names in self.plan.updated_before.items():
+            own = tuple(name for name in names if name in self.slots.held)
+            flats = dict.fromkeys(flat for name in own for flat in flats_of.get(self.slots.held[name], ()))
+            if own:
+                result[index] = UpdateFirst(own, tuple(FinishAllReduce(flat) for flat in flats))
+        return result
 
     def _recompute(self, nodes: list[tuple[Node, Make]], inputs: dict[Node, tuple[int, ...]]) -> None:
         """Append the nodes of an operator once more, recorded by autograd."""

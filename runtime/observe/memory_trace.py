@@ -34,7 +34,7 @@ from runtime.communication import DoneWork, Message, World
 from runtime.execution.executor import Executor, InitialTensors
 from runtime.instructions.base import Communication, Instruction, WrappedInstruction
 from runtime.instructions.compute import Differentiate, Seed
-from runtime.instructions.gradient_synchronization import StartAllReduce
+from runtime.instructions.gradient_synchronization import FillBucket
 from runtime.instructions.sharded_weights import AllocateWeights, Reshard
 from runtime.instructions.state import StepState
 
@@ -121,8 +121,8 @@ def _name_parts(executor: Executor, ledger: _Ledger) -> None:
     ledger.rename("inputs", None)
     ledger.rename("weights", executor.weight_tensors)
     ledger.rename("optimizer", executor.optimizer_tensors)
-    starts = [start for start in executor.program.instructions if isinstance(start, StartAllReduce)]
-    flats = [start.bucket.flat for start in starts]
+    fills = [fill for fill in executor.program.instructions if isinstance(fill, FillBucket)]
+    flats = [fill.bucket.flat for fill in fills]
     ledger.rename("communication", flats)
 
 

@@ -31,7 +31,12 @@ from runtime.instructions.compute import (
     Seed,
     Unrecorded,
 )
-from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce
+from runtime.instructions.gradient_synchronization import (
+    FillBucket,
+    FinishAllReduce,
+    StartAllReduce,
+    UpdateFirst,
+)
 from runtime.instructions.messages import Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
     AllocateWeights,
@@ -196,6 +201,7 @@ class _Names:
 
     def __init__(self, plan: Plan, rank: int, program: Program) -> None:
         graph = plan.graph
+        self._rank = rank
         slots = TensorSlots(plan, rank)
         self._operators = [operator.name for operator in graph.operators]
         self._task_of: dict[int, tuple[int, int]] = {}
@@ -259,7 +265,7 @@ class _Names:
             case ReceiveGradients():
                 value = self._value_of[inner.parts[0][1]]
                 return _copying(f"gradient of {value}", "add"), _waiting(f"gradient of {value}"), None
-            case StartAllReduce():
+            case FillBucket() | StartAllReduce():
                 name = f"pack gradients of bucket {self._bucket_of[inner.bucket.number]}"
                 return Label("copy", WEIGHT_GRADIENTS, name), _END, None
             case FinishAllReduce():
@@ -267,6 +273,8 @@ class _Names:
                 name = f"hand out gradients of bucket {bucket}"
                 waiting = Label("wait", WEIGHT_GRADIENTS, f"wait for all-reduce bucket {bucket}")
                 return Label("copy", WEIGHT_GRADIENTS, name), waiting, None
+            case UpdateFirst():
+                return Label("update", WEIGHTS, f"update device {self._rank}"), _waiting(WEIGHT_GRADIENTS), None
             case StartReduceScatter():
                 return Label("copy", WEIGHT_GRADIENTS, "pack gradients to share"), _SUMS, None
             case FinishReduceScatter():

@@ -37,7 +37,8 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import ORIGINS, CostTable, Origin
 from search.cost.link_costs import LinkCosts
 from search.orders import Order
-from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, build_task_graph
+from search.simulate.steady_state import in_steady_state
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
 
 # What peak memory rests on: the sum that the search keeps, or a walk through the devices' programs.
 Account = Literal["sum", "walk"]
@@ -275,11 +276,12 @@ def simulate(
     order: Order = "program",
     local_calls: LocalCalls | None = None,
 ) -> Simulation:
-    """Simulate one training step of a strategy.
+    """Simulate one training step of a strategy, of the policy p3 in the steady state.
 
     Raises:
         StrategyError: the strategy does not fit the graph or the topology.
         CostError: a local call has no cost.
     """
-    tasks = build_task_graph(graph, strategy, topology, costs, training, links=links, local_calls=local_calls)
-    return simulate_tasks(tasks, order)
+    strategy.validate(graph, len(topology.devices))
+    builder = TaskGraphBuilder(graph, topology, costs, training, links=links, local_calls=local_calls)
+    return simulate_tasks(in_steady_state(builder.build(strategy), strategy, builder), order)

@@ -40,8 +40,8 @@ import numpy as np
 
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
-from graph.plan import BUCKET_BYTES
 from graph.strategy import Sharding, Strategy
+from graph.synchronization import BUCKET_BYTES, Synchronization
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.cost.calls_to_profile import LocalCalls, rule_calls
@@ -244,15 +244,15 @@ class TaskGraphBuilder:
         )
         self.costs = costs
 
-    def _with_links(self, links: LinkCosts) -> TaskGraphBuilder:
-        """Return a builder with other costs of links."""
+    def _changed(self, links: LinkCosts, bucket_bytes: int) -> TaskGraphBuilder:
+        """Return a builder with other costs of links and other buckets."""
         return TaskGraphBuilder(
             self.graph,
             self.topology,
             self.costs,
             self.training,
             links=links,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=bucket_bytes,
             local_calls=self.local_calls,
         )
 
@@ -301,10 +301,12 @@ class TaskGraphBuilder:
         return tuple(strategy.sharding_of(number) for number in range(len(self.graph.weights)))
 
     def build(self, strategy: Strategy) -> TaskGraph:
-        """Return the task graph of a validated strategy."""
-        if strategy.collective_algorithms:
-            builder = self._with_links(self.links.choosing(strategy))
-            return builder.build(replace(strategy, collective_algorithms=()))
+        """Return the task graph of a validated strategy, of its own step (see `search.simulate.steady_state`)."""
+        plain = replace(strategy, collective_algorithms=(), synchronization=Synchronization())
+        if plain != strategy:
+            by_default = strategy.synchronization == Synchronization()
+            size_bytes = self.bucket_bytes if by_default else strategy.synchronization.size_bytes
+            return self._changed(self.links.choosing(strategy), size_bytes).build(plain)
         layout = self.layout(strategy)
         tasks, resource_sets = layout.assemble()
         count = layout.task_count

@@ -375,3 +375,23 @@ class Broken(Perceptron):
 def broken() -> Built:
     _, args, kwargs = perceptron()
     return Broken(), args, kwargs
+
+
+class Integers(nn.Module):
+    """Two linear layers of whole numbers and a bilinear loss: gradients and updates by quarters are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.second = nn.Linear(12, 5)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape))
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        return (self.second(self.first(x)) * factors).sum()
+
+
+def integers(batch_size: int = 8) -> Built:
+    whole = [torch.randint(-1, 2, (batch_size, width)).float() for width in (6, 5)]
+    return Integers(), (whole[0], whole[1]), {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from graph.axes import AxisKind
 from graph.plan import build_plan
 from graph.strategy import Configuration, Sharding, Strategy
+from graph.synchronization import p3
 from runtime.communication import World
 from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
 from runtime.instructions.compute import Differentiate, Release
-from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce
+from runtime.instructions.gradient_synchronization import FinishAllReduce, StartAllReduce, UpdateFirst
 from runtime.instructions.messages import Arrival, Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
     FinishAllGather,
@@ -119,7 +121,7 @@ class Model:
             self.number_of_group[rank.number, group.number] = order
         if isinstance(instruction, StartAllReduce):
             bucket = instruction.bucket
-            order = self._issue(rank, bucket.ranks, ("reduction", tuple(bucket.flat.shape)))
+            order = self._issue(rank, bucket.ranks, ("reduction", instruction.first, instruction.last))
             self.number_in_group[rank.number, bucket.number] = order
         if isinstance(instruction, (StartCollective, StartGradientCollective)):
             call = instruction.call
@@ -167,6 +169,42 @@ def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
         assert model.sent == model.received
         assert model.groups_agree()
         assert {group for group, _ in model.issued} <= set(plan.device_groups)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "dropped"])
+def test_slices_in_any_order_match_and_nothing_deadlocks(name: str, *, late: bool) -> None:
+    """Where weights are updated late, of two steps: the second one waits for the first one's sums."""
+    graph, devices = graph_of(name), 5
+    for seed in range(8):
+        strategy = replace(random_strategy(graph, devices, seed), synchronization=p3(60))
+        order = list(build_plan(graph, strategy, (0,) * devices).slice_order)
+        random.Random(seed).shuffle(order)
+        plan = build_plan(graph, strategy, (0,) * devices, slice_order=order)
+        programs = [compile_program(plan, rank, CPU, updates_late=late) for rank in range(devices)]
+        if late:
+            programs = [twice(program) for program in programs]
+        model = Model(programs)
+        assert model.run(), f"seed {seed}: a rank waits for ever"
+        assert model.sent == model.received
+        assert model.groups_agree()
+        for rank, program in enumerate(programs):
+            # All weights are of one dtype: a bucket is one flat tensor, and they are numbered alike.
+            own = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.devices]
+            started = [
+                own[item.bucket.number] for item in program.instructions if isinstance(item, StartAllReduce)
+            ]
+            assert started == (1 + late) * [number for number in order if number in own]
+
+
+def twice(program: Program) -> Program:
+    """Return a program of two steps, of which the first one has no sums to wait for."""
+    updates = {id(update) for update in program.late_updates}
+    first = [item for item in program.instructions if id(item) not in updates]
+    second: list[Instruction] = []
+    for item in program.instructions:
+        second += item.finishes if isinstance(item, UpdateFirst) else [item]
+    return replace(program, instructions=(*first, *second))
 
 
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "dropped"])

@@ -346,13 +346,14 @@ def predict(
     devices' programs (`app.services.predict.predicted_peaks`); with "never" it is the sum alone, without torch.
     """
     from search.simulate.simulator import simulate_tasks
+    from search.simulate.steady_state import in_steady_state
 
     strategy.validate(setting.model.graph, len(setting.topology.devices))
     calls = calls_by_kind(setting, strategy)
     resolve_costs(setting, calls)
     stretches = compiled_stretches(setting.model.graph, strategy, setting.topology)
     tasks = with_compiled_costs(setting.builder.build(strategy), stretches, setting.table)
-    simulation = simulate_tasks(tasks, order)
+    simulation = simulate_tasks(in_steady_state(tasks, strategy, setting.builder), order)
     if walk == "always" or (walk == "nearly full" and NEARLY_FULL < simulation.fullness < SURELY_TOO_FULL):
         peaks = predicted_peaks(setting.model.graph, strategy, setting.topology, setting.training)
         if peaks is not None:

@@ -25,6 +25,7 @@ from app.services.progress import Progress
 from app.services.timeline.store import write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
 from graph.strategy import Strategy
+from graph.synchronization import Policy
 from graph.topology import Processor
 from graph.training import Training
 from runtime.ranks.ranks import is_rank
@@ -348,7 +349,7 @@ def run_on(
     )
     with _stored_failure(store, execution_id, cause):
         with progress.stage(f"running {model.graph.name} on {len(setting.topology.devices)} devices"):
-            job = _job(request, setting, strategy)
+            job = _job(request, setting, strategy, simulation)
             result = (start or _launch)(job, machine, request.timeout_s)
         if result is None:
             return None
@@ -376,10 +377,12 @@ def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[N
         raise
 
 
-def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
+def _job(request: RunRequest, setting: Setting, strategy: Strategy, simulation: Simulation) -> Job:
     from runtime.jobs.job import Job
     from runtime.jobs.models import ModelReference
+    from search.simulate.steady_state import slice_order
 
+    late = strategy.synchronization.policy is Policy.P3
     return Job(
         graph=setting.model.graph,
         strategy=strategy,
@@ -395,6 +398,7 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy) -> Job:
         all_reduces=all_reduce_choices(
             setting.model.graph, strategy, setting.topology, setting.target.link_costs
         ),
+        slice_order=slice_order(simulation.tasks) if late else (),
     )
 
 

@@ -20,6 +20,7 @@ from app.services.predict.predict import Setting
 from app.services.stored import strategy_of
 from graph.errors import StrategyError
 from graph.strategy import Strategy
+from graph.synchronization import Synchronization
 from search.space.strategy_transfer import adapt
 
 MOST = 2
@@ -73,7 +74,7 @@ def start_of(
 ) -> StartStrategy:
     """Return a stored strategy as a start, transferred if it is for another setting.
 
-    Nothing of it is compiled, and its all-reduces are the cheapest.
+    Nothing of it is compiled, its all-reduces are the cheapest, and gradients are summed as by default.
 
     Raises:
         StrategyError: it is for another network.
@@ -82,7 +83,12 @@ def start_of(
     document = json.loads(record.document)
     origin = f"batch size {setting.training.batch_size} on {count} devices"
     if record.graph_id == setting.graph_id and record.device_count == count:
-        strategy = replace(strategy_of(record, graph, count), compiled=(), collective_algorithms=())
+        strategy = replace(
+            strategy_of(record, graph, count),
+            compiled=(),
+            collective_algorithms=(),
+            synchronization=Synchronization(),
+        )
     else:
         strategy = adapt(document, record.device_count, graph, count)
         origin = f"graph {document['graph'][:12]} on {record.device_count} devices"

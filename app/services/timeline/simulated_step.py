@@ -134,7 +134,8 @@ def simulated_step(
 ) -> SimulatedStep:
     """Return a stored strategy simulated in a stored setting; `graph` where its model is imported already."""
     from search.simulate.simulator import simulate, simulate_tasks
-    from search.simulate.task_graph import build_task_graph
+    from search.simulate.steady_state import in_steady_state
+    from search.simulate.task_graph import TaskGraphBuilder
 
     graph_record = required(store.graph(record.graph_id), "graphs", record.graph_id)
     topology_record = required(store.topology(topology_id), "topologies", topology_id)
@@ -152,8 +153,9 @@ def simulated_step(
     costs, links = CostTable(source), target.link_costs
     with progress.stage("simulating"):
         stretches = compiled_stretches(graph, strategy, topology)
-        tasks = build_task_graph(graph, strategy, topology, costs, training, links=links)
-        simulation = simulate_tasks(with_compiled_costs(tasks, stretches, costs), order)
+        builder = TaskGraphBuilder(graph, topology, costs, training, links=links)
+        tasks = with_compiled_costs(builder.build(strategy), stretches, costs)
+        simulation = simulate_tasks(in_steady_state(tasks, strategy, builder), order)
         kept = None
         if strategy.recomputation:
             plain = replace(strategy, recomputation=())

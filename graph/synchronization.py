@@ -1,0 +1,125 @@
+"""How the gradients of weights that several devices hold are summed: in which pieces, in which order, and until when.
+
+    fifo   buckets of DistributedDataParallel's kind, in the order in which the backward fills them; all weights are
+           updated when all sums are there
+    p3     P3: slices. Those of the weights that the next forward reads first go first, and each weight is updated just
+           before the first operator that reads it, so that sums last into the next forward
+
+All devices start the sums in one static order (`Plan.slice_order`), never by a queue of their own.
+
+Source: P3, priority-based parameter propagation (SysML 2019): slices of at most 50,000 parameters, priority by the
+position of the layer in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from graph.errors import StrategyError
+from graph.texts import shown
+
+# As in DistributedDataParallel (PyTorch's default of 25 MiB): large enough to amortize a collective's latency,
+# small enough to start before backward ends.
+BUCKET_BYTES = 25 * 1024 * 1024
+# 50,000 parameters of float32, the paper's.
+SLICE_BYTES = 200_000
+LEAST_BYTES, MOST_BYTES = 1024, 2**40
+
+
+class Policy(StrEnum):
+    """In which order sums go, see above."""
+
+    FIFO = "fifo"
+    P3 = "p3"
+
+
+_SIZE_KEYS = {Policy.FIFO: "bucket_bytes", Policy.P3: "slice_bytes"}
+_SIZES = {Policy.FIFO: BUCKET_BYTES, Policy.P3: SLICE_BYTES}
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronization:
+    """The policy of gradients' sums; a bucket is full, and a slice complete, with `size_bytes`."""
+
+    policy: Policy = Policy.FIFO
+    size_bytes: int = BUCKET_BYTES
+
+    @property
+    def text(self) -> str:
+        """The policy and its size, for reports."""
+        what = "slices" if self.policy is Policy.P3 else "buckets"
+        return f"{self.policy.value}, {what} of {self.size_bytes:,} bytes"
+
+    def slice_count(self, bucket_bytes: int) -> int:
+        """Return in how many slices a bucket is summed."""
+        return 1 if self.policy is Policy.FIFO else max(1, -(-bucket_bytes // self.size_bytes))
+
+
+def p3(slice_bytes: int = SLICE_BYTES) -> Synchronization:
+    """Return the policy p3 with slices of a size."""
+    return Synchronization(Policy.P3, slice_bytes)
+
+
+def slice_bounds(length: int, count: int) -> list[tuple[int, int]]:
+    """Return the first and one beyond the last element of each of `count` slices, as equal as they can be."""
+    return [(length * number // count, length * (number + 1) // count) for number in range(count)]
+
+
+def started_after(order: Sequence[int], buckets: int) -> list[list[tuple[int, int]]]:
+    """Return, for each bucket, the slices that start once it is full: pairs of (bucket, number of the slice).
+
+    order: for each slice, in the order in which they start, its bucket. A slice starts as soon as all buckets that it
+        or a slice before it is of are full, which they are in the order of their numbers.
+    """
+    result: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]
+    begun = [0] * buckets
+    latest = 0
+    for bucket in order:
+        latest = max(latest, bucket)
+        result[latest].append((bucket, begun[bucket]))
+        begun[bucket] += 1
+    return result
+
+
+# ---- as a part of strategies
+
+
+def synchronization_to_json(synchronization: Synchronization) -> dict[str, Any]:
+    """Return what differs from the default as a document; nothing where nothing does."""
+    if synchronization == Synchronization():
+        return {}
+    policy = synchronization.policy
+    return {"policy": policy.value, _SIZE_KEYS[policy]: synchronization.size_bytes}
+
+
+def synchronization_from_json(document: object) -> Synchronization:
+    """Return the policy of a document that `synchronization_to_json` (or a person) wrote.
+
+    Raises:
+        StrategyError: it is malformed, or the policy is unknown.
+    """
+    if document == {}:
+        return Synchronization()
+    if not isinstance(document, Mapping) or document.get("policy") not in tuple(Policy):
+        of = document.get("policy") if isinstance(document, Mapping) else document
+        raise StrategyError(
+            f"synchronization: policy is {shown(of)}, must be one of {', '.join(Policy)}; correct the strategy"
+        )
+    policy = Policy(document["policy"])
+    key = _SIZE_KEYS[policy]
+    unknown = sorted(str(name) for name in document if name not in ("policy", key))
+    if unknown:
+        raise StrategyError(
+            f"synchronization: key {shown(unknown[0])} is unknown, must be policy or, of {policy}, {key}; correct the "
+            "strategy"
+        )
+    size = document.get(key, _SIZES[policy])
+    if type(size) is not int or not LEAST_BYTES <= size <= MOST_BYTES:
+        raise StrategyError(
+            f"synchronization: {key} is {shown(size)}, must be a whole number from {LEAST_BYTES:,} to {MOST_BYTES:,}; "
+            "correct the strategy"
+        )
+    return Synchronization(policy, size)

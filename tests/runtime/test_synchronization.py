@@ -1,0 +1,170 @@
+"""Slices of gradients and late updates (p3) on real processes: sums, order, weights bit by bit, whole training steps."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graph.plan import build_plan
+from graph.strategy import Strategy
+from graph.synchronization import Policy, Synchronization, p3
+from graph.training import Training
+from runtime.jobs.job import Job, JobResult
+from runtime.jobs.models import ModelReference
+from search.space.baselines import data_parallel
+from tests.gpu.ranks import run_ranks
+from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, reference, train_plain
+from tests.runtime.pool import LocalPool
+from tests.runtime.strategies import random_strategy, seeds
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+POLICIES = {
+    "buckets of 64 bytes": Synchronization(Policy.FIFO, 64),
+    "p3": p3(64),
+    "p3, whole layers": p3(1024),
+}
+
+
+def shuffled(strategy: Strategy, job: Job, seed: int) -> Job:
+    """Return the job with its slices in a random order, which is one of those that a simulation may find."""
+    order = list(build_plan(job.graph, strategy, job.node_of).slice_order)
+    random.Random(seed).shuffle(order)
+    return replace(job, slice_order=tuple(order))
+
+
+def with_optimizer(job: Job, optimizer: str) -> Job:
+    return replace(job, training=replace(job.training, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
+def test_late_updates_give_what_the_plain_module_gives(pool: LocalPool, name: str, optimizer: str) -> None:
+    model, graph = reference(name), graph_of(name)
+    for seed, devices in enumerate((2, 4)):
+        strategy = replace(data_parallel(graph, devices), synchronization=p3(100))
+        job = shuffled(strategy, make_job(graph, strategy, model, optimizer), seed)
+        result = pool.run(job)
+        assert result.verification is not None
+        assert result.verification.ok, result.verification.worst
+        assert_equal(result, train_plain(model, optimizer))
+
+
+@pytest.mark.parametrize("seed", seeds(4, 20))
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "viewed"])
+def test_random_strategies_with_late_updates_give_what_the_plain_module_gives(
+    pool: LocalPool, name: str, seed: int
+) -> None:
+    """Weights that are split, read as copies of parts, through views, or by several operators, among them."""
+    model, graph = reference(name), graph_of(name)
+    strategy = replace(random_strategy(graph, 4, seed), synchronization=p3(60))
+    job = shuffled(strategy, make_job(graph, strategy, model), seed)
+    assert_equal(pool.run(job), train_plain(model))
+
+
+def integers(pool: LocalPool, synchronization: Synchronization, devices: int) -> JobResult:
+    graph = graph_of("integers")
+    strategy = replace(data_parallel(graph, devices), synchronization=synchronization)
+    job = Job(
+        graph=graph,
+        strategy=strategy,
+        node_of=(0,) * devices,
+        training=Training(batch_size=1, optimizer="sgd"),
+        model=ModelReference("tests.runtime.models:integers", {}),
+        seed=SEED,
+        iterations=3,
+        warmup=0,
+        learning_rate=0.25,
+        collect=True,
+    )
+    return pool.run(shuffled(strategy, job, devices))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_are_those_of_plain_sgd_bit_by_bit(pool: LocalPool, policy: str, devices: int) -> None:
+    """On whole numbers and halves of halves, of which every sum is exact in any order."""
+    found = integers(pool, POLICIES[policy], devices)
+    module, args, _ = reference("integers").build(SEED)
+    losses = []
+    for _ in range(3):
+        loss = module(*args)
+        losses.append(float(loss.detach()))
+        module.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.25 * parameter.grad
+    # The loss has more digits than float32.
+    assert found.losses == pytest.approx(tuple(losses), rel=1e-6)
+    assert found.weights is not None
+    for name, parameter in module.named_parameters():
+        assert torch.equal(torch.as_tensor(found.weights[name]), parameter.detach())
+
+
+def test_steps_in_succession_have_a_time_each_and_lost_time_with_it(pool: LocalPool) -> None:
+    graph, model = graph_of("perceptron"), reference("perceptron")
+    strategy = replace(data_parallel(graph, 2), synchronization=p3(100))
+    job = replace(make_job(graph, strategy, model), iterations=5, warmup=2, collect=False, recorded=1, peak=True)
+    result = pool.run(job)
+    assert len(result.step_times_s) == 5
+    assert min(result.step_times_s) > 0
+    assert result.lost_s is None or len(result.lost_s) == 5
+    assert len(result.losses) == 7
+    assert len(result.recorded) == 1
+    assert len(result.peaks) == 2
+    plain = pool.run(replace(job, strategy=data_parallel(graph, 2)))
+    assert result.losses == pytest.approx(plain.losses)
+
+
+def _issued(rank: int, count: int, meeting: str) -> list[list[Any]]:
+    """Return the sums that a rank starts in three steps, one list a step, where each rank is late at random."""
+    import torch.distributed as dist
+
+    from runtime.communication import World, make_groups
+    from runtime.execution.executor import Executor
+    from runtime.jobs.models import tensors_of
+    from runtime.launch.processes import join_group
+
+    join_group("cpu", 60.0, store=dist.FileStore(meeting, count), rank=rank, size=count)  # type: ignore[attr-defined]
+    graph, model = graph_of("convolutions"), reference("convolutions")
+    strategy = replace(random_strategy(graph, count, 3), synchronization=p3(60))
+    job = shuffled(strategy, make_job(graph, strategy, model), 7)
+    plan = build_plan(graph, strategy, (0,) * count, slice_order=job.slice_order)
+    make_groups(plan.device_groups, 60.0)
+    issued: list[list[Any]] = []
+    delays = random.Random(rank)
+
+    class Delayed(World):
+        """A world whose ranks are late before each sum, each by times of its own."""
+
+        def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+            time.sleep(delays.random() * 5e-3)
+            issued[-1].append((ranks, tensor.numel()))
+            return super().all_reduce(tensor, ranks)
+
+    executor = Executor(
+        plan, Delayed(count), tensors_of(graph, model.build(SEED)), job.training,
+        seed=SEED, learning_rate=0.05, device=torch.device("cpu"),
+    )  # fmt: skip
+    for number in range(3):
+        issued.append([])
+        executor.step(number)
+    executor.finish()
+    return issued
+
+
+def test_delays_leave_the_order_of_the_sums_as_it_is() -> None:
+    ranks = run_ranks(_issued, 3)
+    for steps in ranks:
+        assert steps[0] == steps[1] == steps[2]
+        assert steps[0]
+    for group in {group for steps in ranks for group, _ in steps[0]}:
+        of_members = [[sum_ for sum_ in ranks[rank][0] if sum_[0] == group] for rank in group]
+        assert all(of_rank == of_members[0] for of_rank in of_members)

@@ -1,0 +1,264 @@
+"""The steady state of p3: the paper's recurrences, a slow channel, and what a window of any strategy must hold."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graph.calls import LocalCall
+from graph.operators import OperatorGraph, ValueKind
+from graph.plan import build_plan
+from graph.strategy import Strategy
+from graph.synchronization import Policy, Synchronization, p3, slice_bounds, started_after
+from graph.training import Training
+from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.link_costs import Curve
+from search.simulate.simulator import simulate, simulate_tasks
+from search.simulate.steady_state import in_steady_state, slice_order
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
+from search.space.baselines import data_parallel
+from tests.search.builders import GraphBuilder, all_reduces, devices, local_calls, random_mesh
+from tests.search.test_delta import BUCKET_BYTES, GRAPHS, TOPOLOGIES, builder_of
+
+# A unit of the paper's examples: 16 elements of float32 to send, or a millisecond to compute.
+UNIT_BYTES, UNIT_NS = 64, 1_000_000
+# The parts of the loss go from device to device in no time.
+LINKS = replace(
+    all_reduces({2: (0.0, 1e-3 / UNIT_BYTES)}),
+    messages={(0, 1): Curve.line(0.0, 0.0), (1, 0): Curve.line(0.0, 0.0)},
+)
+TRAINING = Training(2, optimizer="sgd")
+
+
+class ChainCosts:
+    """Layer i of a chain computes f[i] units forward and b[i] backward; nothing else takes time."""
+
+    def __init__(self, f: Sequence[int], b: Sequence[int], widths: Sequence[int]) -> None:
+        # Layers are told apart by the sizes of their weights.
+        self.of = {
+            (out, inner): (forward, backward)
+            for forward, backward, inner, out in zip(f, b, widths[:-1], widths[1:], strict=True)
+        }
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:  # noqa: ARG002
+        costs: list[OperatorCost | None] = []
+        for call in calls:
+            forward, backward = (0, 0)
+            if call.target == "aten.linear.default":
+                forward, backward = self.of[call.inputs[1].shape[0], call.inputs[1].shape[1]]
+            costs.append(OperatorCost(forward * 1e-3, backward * 1e-3, Origin.MEASURED))
+        return costs
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:  # noqa: ARG002
+        return 0.0, Origin.MEASURED
+
+
+def chain(widths: Sequence[int]) -> OperatorGraph:
+    """Return linear layers between values of some widths."""
+    builder = GraphBuilder()
+    x = builder.value("input.0", (2, widths[0]), ValueKind.INPUT)
+    for number, width in enumerate(widths[1:]):
+        x = builder.linear(f"layer{number}", x, width)
+    builder.loss(x)
+    return builder.finish()
+
+
+def step_ns(
+    widths: Sequence[int], f: Sequence[int], b: Sequence[int], synchronization: Synchronization
+) -> int:
+    """Return the step of data parallelism over two devices that communication does not slow."""
+    graph = chain(widths)
+    strategy = replace(data_parallel(graph, 2), synchronization=synchronization)
+    costs = CostTable(ChainCosts(f, b, widths))
+    topology = devices(2, contention=0.0)
+    return simulate(
+        graph, strategy, topology, costs, TRAINING, links=LINKS, local_calls=local_calls
+    ).step_time_ns
+
+
+def fifo_units(f: Sequence[float], b: Sequence[float], c: Sequence[float]) -> float:
+    """The specification's recurrence of whole layers in the order of the backward."""
+    now = released = 0.0
+    for layer in reversed(range(len(c))):
+        released += b[layer]
+        now = max(now, released) + c[layer]
+    return now + sum(f)
+
+
+def fluid_units(f: Sequence[float], b: Sequence[float], c: Sequence[float]) -> float:
+    """The specification's limit of p3: slices of no size, the lowest pending layer first."""
+    left = list(c)
+    now, layers = 0.0, len(c)
+    for layer in reversed(range(layers)):
+        # While this layer's backward runs, what is released already is sent.
+        budget = b[layer]
+        for other in range(layer + 1, layers):
+            sent = min(left[other], budget)
+            left[other] -= sent
+            budget -= sent
+        now += b[layer]
+    finished = now
+    for layer in range(layers):
+        finished = max(finished, now + sum(left[: layer + 1])) + f[layer]
+    return finished
+
+
+def sliced_ns(f: Sequence[int], b: Sequence[int], slices_ns: Sequence[Sequence[int]]) -> int:
+    """A slow channel: whenever it is free it takes a slice of the lowest layer that is released."""
+    layers = len(f)
+    released, now = [0] * layers, 0
+    for layer in reversed(range(layers)):
+        now += b[layer]
+        released[layer] = now
+    left = [list(of) for of in slices_ns]
+    channel, done = 0, [0] * layers
+    while any(left):
+        ready = [layer for layer in range(layers) if left[layer] and released[layer] <= channel]
+        if not ready:
+            channel = min(released[layer] for layer in range(layers) if left[layer])
+            continue
+        channel += left[ready[0]].pop(0)
+        done[ready[0]] = channel
+    finished = now
+    for layer in range(layers):
+        finished = max(finished, done[layer]) + f[layer]
+    return finished
+
+
+ROWS = {
+    "1, 1, 2 on 3 layers": ((4, 8, 4, 8), (1, 1, 2), 3, (10, 9, 8)),
+    "1, 2, 3 on 4 layers": ((4, 12, 4, 12, 4), (1, 2, 3), 4, (18, 17, 15)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_papers_small_cases(row: str) -> None:
+    widths, (f, b, c), layers, (fifo, whole, fluid) = ROWS[row]
+    times = [f] * layers, [b] * layers
+    assert step_ns(widths, *times, Synchronization(Policy.FIFO, 1)) == fifo * UNIT_NS
+    assert step_ns(widths, *times, p3(c * UNIT_BYTES)) == whole * UNIT_NS
+    assert step_ns(widths, *times, p3(UNIT_BYTES)) == fluid * UNIT_NS
+
+
+def test_a_large_layer_behind_small_ones_is_sent_while_these_compute() -> None:
+    widths, times = (4, 4, 4, 24), ([1] * 3, [1] * 3)
+    assert step_ns(widths, *times, Synchronization(Policy.FIFO, 1)) == 12 * UNIT_NS
+    assert step_ns(widths, *times, p3(UNIT_BYTES)) == 10 * UNIT_NS
+    assert fifo_units(*times, (1, 1, 6)) == 12
+    assert fluid_units(*times, (1, 1, 6)) == 10
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_chains_take_what_a_slow_channel_takes_and_near_the_limit_with_small_slices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(2, 6))
+    widths = rng.choice(np.arange(3, 40), layers + 1, replace=False).tolist()
+    f, b = (rng.integers(0, 9, layers).tolist() for _ in range(2))
+    elements = [inner * out for inner, out in zip(widths[:-1], widths[1:], strict=True)]
+    c = [4 * count / UNIT_BYTES for count in elements]
+    assert step_ns(widths, f, b, Synchronization(Policy.FIFO, 1)) == pytest.approx(
+        fifo_units(f, b, c) * UNIT_NS, abs=layers
+    )
+    least = 4 * min(elements)
+    for size_bytes in (8, 64, least):
+        # A slice larger than a layer would put several layers into a bucket.
+        sliced = step_ns(widths, f, b, p3(size_bytes))
+        slices_ns = []
+        for count in elements:
+            bounds = slice_bounds(4 * count, -(-4 * count // size_bytes))
+            slices_ns.append([int((last - first) * 1e-3 / UNIT_BYTES * 1e9 + 0.5) for first, last in bounds])
+        expected = sliced_ns([item * UNIT_NS for item in f], [item * UNIT_NS for item in b], slices_ns)
+        assert sliced == expected
+        slice_ns = size_bytes * UNIT_NS / UNIT_BYTES
+        limit_ns = fluid_units(f, b, c) * UNIT_NS
+        # Each layer may wait for one slice that is under way; and times are rounded, slice by slice.
+        assert limit_ns - 1e4 <= sliced <= limit_ns + layers * slice_ns + 1e4
+        assert sliced <= fifo_units(f, b, c) * UNIT_NS + slice_ns + 1e4
+
+
+def window_of(name: str, topology_name: str, seed: int, size_bytes: int) -> tuple[Strategy, TaskGraph, TaskGraph]:
+    """Return a random strategy of p3, the task graph of one step, and the window."""
+    graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
+    rng = np.random.default_rng(seed)
+    strategy = replace(random_mesh(graph, len(topology.devices), rng), synchronization=p3(size_bytes))
+    builder: TaskGraphBuilder = builder_of(graph, topology)
+    tasks = builder.build(strategy)
+    return strategy, tasks, in_steady_state(tasks, strategy, builder)
+
+
+@pytest.mark.parametrize("topology_name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_window_has_the_work_of_a_step_in_another_order(name: str, topology_name: str) -> None:
+    for seed in range(4):
+        strategy, step, window = window_of(name, topology_name, seed, BUCKET_BYTES)
+        for kind in TaskKind:
+            own, moved = (tasks.kind_T == kind for tasks in (step, window))
+            if kind not in (TaskKind.SYNCHRONIZE, TaskKind.UPDATE):
+                assert sorted(step.run_ns_T[own]) == sorted(window.run_ns_T[moved])
+            assert step.size_bytes_T[own].sum() == window.size_bytes_T[moved].sum()
+        slices = window.kind_T == TaskKind.SYNCHRONIZE
+        assert (window.size_bytes_T[slices] <= BUCKET_BYTES).all()
+        own, moved = (
+            np.bincount(tasks.resource_set_T[tasks.kind_T == TaskKind.UPDATE], tasks.run_ns_T[tasks.kind_T == TaskKind.UPDATE], minlength=9)
+            for tasks in (step, window)
+        )
+        assert np.abs(own - moved).max() <= len(strategy.configurations)  # rounded once a unit
+        for order in ("program", "fifo", "priority"):
+            simulation = simulate_tasks(window, order)
+            least_ns, most_ns = simulation.bounds_ns
+            assert least_ns <= simulation.step_time_ns <= most_ns
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_an_update_waits_for_its_slices_and_a_forward_for_the_updates_of_what_it_reads(name: str) -> None:
+    strategy, _, window = window_of(name, "one node", 5, 40)
+    plan = build_plan(GRAPHS[name], strategy, [0] * 3)
+    simulation = simulate_tasks(window)
+    ends: dict[tuple[int, int], int] = {}
+    for task in range(window.task_count):
+        kind, subject = TaskKind(int(window.kind_T[task])), int(window.subject_T[task])
+        preds = window.pred_E[window.pred_ptr_T1[task] : window.pred_ptr_T1[task + 1]]
+        assert all(simulation.end_ns[pred] <= simulation.start_ns[task] for pred in preds)
+        if kind is TaskKind.UPDATE:
+            kinds = {TaskKind(int(window.kind_T[pred])) for pred in preds}
+            assert kinds <= {TaskKind.SYNCHRONIZE, *COMPUTE_KINDS}
+            ends[subject, len(ends)] = int(simulation.end_ns[task])
+    held = {device for of in plan.held.values() for device in of}
+    if any(plan.updated_before.values()):
+        assert {device for device, _ in ends} <= held
+
+
+def test_all_slices_are_in_the_order_and_start_once_their_buckets_are_full() -> None:
+    strategy, _, window = window_of("branches", "two nodes", 1, 40)
+    order = slice_order(window)
+    plan = build_plan(GRAPHS["branches"], strategy, [d.node for d in TOPOLOGIES["two nodes"].devices], slice_order=order)
+    assert plan.slice_order == order
+    started = [entry for of in plan.sums_after for entry in of]
+    assert [bucket for bucket, _ in started] == list(order)
+    assert len(set(started)) == len(started) == sum(plan.slice_counts)
+    for full, of in enumerate(plan.sums_after):
+        assert all(bucket <= full for bucket, _ in of)
+
+
+def test_slices_start_no_sooner_than_those_before_them() -> None:
+    assert started_after([0, 0, 2, 1, 2], 3) == [[(0, 0), (0, 1)], [], [(2, 0), (1, 0), (2, 1)]]
+    assert started_after([1, 0], 2) == [[], [(1, 0), (0, 0)]]
+
+
+def test_an_order_of_other_slices_is_refused() -> None:
+    graph = GRAPHS["two_layers"]
+    strategy = replace(data_parallel(graph, 2), synchronization=p3(64))
+    with pytest.raises(ValueError, match=r"^slice_order: is of 1 slices, must be of "):
+        build_plan(graph, strategy, [0, 0], slice_order=(0,))
+
+
+@pytest.mark.parametrize("size_bytes", [1024, 100_000])
+def test_buckets_of_another_size_are_those_of_the_plan(size_bytes: int) -> None:
+    graph = GRAPHS["branches"]
+    strategy = replace(data_parallel(graph, 3), synchronization=Synchronization(Policy.FIFO, size_bytes // 8))
+    builder = builder_of(graph, TOPOLOGIES["one node"])
+    tasks = builder.build(strategy)
+    sums = tasks.size_bytes_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist()
+    assert sums == [bucket.size_bytes for bucket in build_plan(graph, strategy, [0] * 3).buckets]
+    assert in_steady_state(tasks, strategy, builder) is tasks
