@@ -38,7 +38,7 @@ class LocalCall:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The cost key as JSON: operator type, attributes, shapes, dtypes, differentiated inputs, whether it is warm."""
+        """The cost key as JSON: operator type, attributes, shapes, dtypes, differentiated inputs, if it is warm."""
         return {
             "target": self.target,
             "arguments": [[name, argument_to_json(value)] for name, value in self.arguments],

@@ -43,6 +43,7 @@ from graph.weight_placement import (
     with_every_element,
 )
 
+
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
     """A cell of one weight inside a bucket."""
@@ -264,7 +265,9 @@ def build_plan(
     counts = [synchronization.slice_count(bucket.size_bytes) for bucket in buckets]
     in_order = [number for number, count in enumerate(counts) for _ in range(count)]
     if slice_order and sorted(slice_order) != in_order:
-        raise ValueError(f"slice_order: is of {len(slice_order)} slices, must be of {len(in_order)}, {counts} by bucket")
+        raise ValueError(
+            f"slice_order: is of {len(slice_order)} slices, must be of {len(in_order)}, {counts} by bucket"
+        )
     return Plan(
         graph=graph,
         strategy=strategy,

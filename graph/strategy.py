@@ -28,6 +28,7 @@ from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json, ranges_to_json
 from graph.operators import Operator, OperatorGraph
 from graph.synchronization import (
+    BY_DEFAULT,
     Policy,
     Synchronization,
     synchronization_from_json,
@@ -84,7 +85,7 @@ class Strategy:
     recomputation: OperatorRanges = ()
     compiled: OperatorRanges = ()
     collective_algorithms: CollectiveAlgorithms = ()
-    synchronization: Synchronization = Synchronization()
+    synchronization: Synchronization = BY_DEFAULT
 
     def __post_init__(self) -> None:
         if self.sharding and all(level is Sharding.NONE for level in self.sharding):
@@ -150,7 +151,7 @@ class Strategy:
             document.append({key: [[group.first, group.last] for group in ranges]})
         if self.collective_algorithms:
             document.append({"collective_algorithms": algorithms_to_json(self.collective_algorithms)})
-        if self.synchronization != Synchronization():
+        if self.synchronization != BY_DEFAULT:
             document.append({"synchronization": synchronization_to_json(self.synchronization)})
         return digest(document)
 

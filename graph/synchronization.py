@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from graph.errors import StrategyError
+from graph.errors import StrategyError, UsageError
 from graph.texts import shown
 
 # As in DistributedDataParallel (PyTorch's default of 25 MiB): large enough to amortize a collective's latency,
@@ -58,9 +58,30 @@ class Synchronization:
         return 1 if self.policy is Policy.FIFO else max(1, -(-bucket_bytes // self.size_bytes))
 
 
+BY_DEFAULT = Synchronization()
+
+
 def p3(slice_bytes: int = SLICE_BYTES) -> Synchronization:
     """Return the policy p3 with slices of a size."""
     return Synchronization(Policy.P3, slice_bytes)
+
+
+def read_synchronization(text: str, option: str) -> Synchronization:
+    """Return the policy that a user names: fifo, p3, or either with a size in bytes, as in p3:200000.
+
+    Raises:
+        UsageError: it is none; the message begins with the `option`.
+    """
+    name, _, size = text.partition(":")
+    if name in tuple(Policy) and (":" not in text or size.isdecimal()):
+        policy = Policy(name)
+        size_bytes = int(size) if size else _SIZES[policy]
+        if LEAST_BYTES <= size_bytes <= MOST_BYTES:
+            return Synchronization(policy, size_bytes)
+    raise UsageError(
+        f"{option}: is {shown(text)}, must be {' or '.join(Policy)}, or one of them with {LEAST_BYTES:,} bytes or more "
+        f"of a bucket or slice, as in p3:{SLICE_BYTES}; choose one"
+    )
 
 
 def slice_bounds(length: int, count: int) -> list[tuple[int, int]]:
@@ -89,7 +110,7 @@ def started_after(order: Sequence[int], buckets: int) -> list[list[tuple[int, in
 
 def synchronization_to_json(synchronization: Synchronization) -> dict[str, Any]:
     """Return what differs from the default as a document; nothing where nothing does."""
-    if synchronization == Synchronization():
+    if synchronization == BY_DEFAULT:
         return {}
     policy = synchronization.policy
     return {"policy": policy.value, _SIZE_KEYS[policy]: synchronization.size_bytes}
@@ -102,7 +123,7 @@ def synchronization_from_json(document: object) -> Synchronization:
         StrategyError: it is malformed, or the policy is unknown.
     """
     if document == {}:
-        return Synchronization()
+        return BY_DEFAULT
     if not isinstance(document, Mapping) or document.get("policy") not in tuple(Policy):
         of = document.get("policy") if isinstance(document, Mapping) else document
         raise StrategyError(

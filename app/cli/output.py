@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
@@ -190,6 +190,15 @@ def all_reduce_lines(entries: Sequence[ShownAllReduce]) -> list[str]:
         f"all-reduces over devices {device_ranges(devices)}: {', '.join(algorithms)}"
         for devices, algorithms in by_devices.items()
     ]
+
+
+def synchronization_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return a line on how gradients are summed (`synchronization_to_json`), where not as by default."""
+    if not document:
+        return []
+    from graph.synchronization import synchronization_from_json
+
+    return [f"sums of gradients: {synchronization_from_json(document).text}"]
 
 
 def recomputation_line(report: RecomputationReport) -> str:

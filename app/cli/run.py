@@ -17,6 +17,7 @@ from app.cli.output import (
     print_json,
     print_lines,
     print_table,
+    synchronization_lines,
 )
 from graph.errors import RuntimeFailure, UsageError
 
@@ -77,6 +78,15 @@ def run(
             "Default: what the strategy says.",
         ),
     ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            help="How gradients are summed: fifo (in buckets, as they become full) or p3 (in slices, the first layers' "
+            "first, into the next step's forward), or with a size in bytes as in p3:200000. Default: what the strategy "
+            "says.",
+        ),
+    ] = None,
     on_miss: Annotated[
         str, typer.Option("--on-miss", help="A cost that the prediction lacks: measure, estimate or fail.")
     ] = "measure",
@@ -116,6 +126,7 @@ def run(
     from app.services.costs.operator_costs import ON_MISS
     from app.services.models.models import requested_model
     from app.services.run.run import RunRequest, run_strategy
+    from graph.synchronization import read_synchronization
 
     if on_miss not in ON_MISS:
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
@@ -138,6 +149,7 @@ def run(
         recorded=RECORDED_STEPS if profile else 0,
         recompute=recompute,
         compile_stretches=compile,
+        synchronization=None if policy is None else read_synchronization(policy, "--policy"),
     )
     with TerminalProgress(quiet=as_json) as progress:
         report = run_strategy(request, database, progress)
@@ -192,6 +204,7 @@ def _print(report: RunReport) -> None:
     if report.compiled:
         print_lines(compiled_line(report.compiled))
     print_lines(*all_reduce_lines(report.all_reduces))
+    print_lines(*synchronization_lines(report.synchronization))
     if report.fullest is not None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"

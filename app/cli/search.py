@@ -19,6 +19,7 @@ from app.cli.output import (
     print_lines,
     print_table,
     recomputation_line,
+    synchronization_lines,
 )
 from graph.errors import UsageError
 
@@ -133,6 +134,15 @@ def search(
             "that are measured to be faster so; on this machine's devices.",
         ),
     ] = False,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="How the best strategy sums gradients: fifo (in buckets), p3 (in slices, the first layers' first, "
+            "into the next step's forward), either with a size in bytes as in p3:200000, or auto: whatever is "
+            "predicted to be the fastest.",
+        ),
+    ] = "fifo",
     confirm: Annotated[
         bool,
         typer.Option(
@@ -191,6 +201,7 @@ def search(
 
     # Beside the import: these load compiled kernels and the database.
     from app.services.costs.operator_costs import ON_MISS
+    from app.services.search.policies import checked_policy
     from app.services.search.request import SearchRequest
     from app.services.search.search import run_search
 
@@ -221,6 +232,7 @@ def search(
         recompute=recompute,
         confirm=confirm,
         compile_stretches=compile,
+        policy=checked_policy(policy),
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
@@ -373,6 +385,7 @@ def _print(report: SearchReport) -> None:
         print_lines(recomputation_line(report.recomputation))
     if report.compiled:
         print_lines(compiled_line(report.compiled))
+    print_lines(*synchronization_lines(report.synchronization))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
         print_lines(

@@ -19,6 +19,7 @@ from app.cli.output import (
     print_lines,
     print_table,
     recomputation_line,
+    synchronization_lines,
 )
 from graph.errors import UsageError
 
@@ -197,6 +198,7 @@ def show_strategy(
     if shown.compiled:
         print_lines(compiled_line(shown.compiled))
     print_lines(*all_reduce_lines(shown.all_reduces or ()))
+    print_lines(*synchronization_lines(shown.synchronization))
     chosen = sorted(shown.operators, key=lambda operator: -(operator.cost.total_s if operator.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
@@ -247,7 +249,8 @@ def diff_strategies(
             print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
         if shown.compiled:
             print_lines(f"{side}: {compiled_line(shown.compiled)}")
-        print_lines(*(f"{side}: {line}" for line in all_reduce_lines(shown.all_reduces or ())))
+        sums = [*all_reduce_lines(shown.all_reduces or ()), *synchronization_lines(shown.synchronization)]
+        print_lines(*(f"{side}: {line}" for line in sums))
     if not difference.operators:
         print_lines("no operator differs")
         return

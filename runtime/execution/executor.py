@@ -89,7 +89,9 @@ class Executor(StepRunner):
         self._state.update = self._update_in_forward
 
     def _unit(self, weights: tuple[str, ...]) -> _Unit:
-        parts = tuple(self._state.parts[part.number] for name in weights for part in self._program.parts[name])
+        parts = tuple(
+            self._state.parts[part.number] for name in weights for part in self._program.parts[name]
+        )
         return _Unit(weights, parts, initial_state(self._optimizer, parts))
 
     @property
@@ -154,9 +156,7 @@ class Executor(StepRunner):
         self._due.difference_update(weights)
 
     def _update_unit(self, unit: _Unit) -> None:
-        gradients = [
-            self._gradient(part) for name in unit.weights for part in self._program.parts[name]
-        ]
+        gradients = [self._gradient(part) for name in unit.weights for part in self._program.parts[name]]
         apply_update(self._optimizer, unit.parts, gradients, unit.optimizer, self._learning_rate)
 
     def _begin_step(self) -> None:

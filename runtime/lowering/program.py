@@ -24,8 +24,8 @@ from graph.operators import FLOATING, Operator, ValueKind
 from graph.plan import Bucket, Plan
 from graph.rules import local_calls
 from graph.strategy import Sharding
-from graph.synchronization import slice_bounds
 from graph.stretches import check_compiled
+from graph.synchronization import slice_bounds
 from profiler.operators import compile_call
 from runtime.instructions.base import Instruction, Slots
 from runtime.instructions.compute import (

@@ -50,7 +50,7 @@ class Segment:
 
 def cuts(plan: Plan, slots: TensorSlots) -> tuple[int, ...]:
     """Return the operators before which the rank cuts, ascending."""
-    operators = set()
+    operators: set[int] = set()
     for operator, collectives in plan.gradient_collectives.items():
         for back in collectives:
             if slots.rank in plan.collectives[back.value][back.number].devices:

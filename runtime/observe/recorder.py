@@ -274,7 +274,11 @@ class _Names:
                 waiting = Label("wait", WEIGHT_GRADIENTS, f"wait for all-reduce bucket {bucket}")
                 return Label("copy", WEIGHT_GRADIENTS, name), waiting, None
             case UpdateFirst():
-                return Label("update", WEIGHTS, f"update device {self._rank}"), _waiting(WEIGHT_GRADIENTS), None
+                return (
+                    Label("update", WEIGHTS, f"update device {self._rank}"),
+                    _waiting(WEIGHT_GRADIENTS),
+                    None,
+                )
             case StartReduceScatter():
                 return Label("copy", WEIGHT_GRADIENTS, "pack gradients to share"), _SUMS, None
             case FinishReduceScatter():

@@ -41,7 +41,7 @@ import numpy as np
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
 from graph.strategy import Sharding, Strategy
-from graph.synchronization import BUCKET_BYTES, Synchronization
+from graph.synchronization import BUCKET_BYTES, BY_DEFAULT
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
 from search.cost.calls_to_profile import LocalCalls, rule_calls
@@ -302,9 +302,9 @@ class TaskGraphBuilder:
 
     def build(self, strategy: Strategy) -> TaskGraph:
         """Return the task graph of a validated strategy, of its own step (see `search.simulate.steady_state`)."""
-        plain = replace(strategy, collective_algorithms=(), synchronization=Synchronization())
+        plain = replace(strategy, collective_algorithms=(), synchronization=BY_DEFAULT)
         if plain != strategy:
-            by_default = strategy.synchronization == Synchronization()
+            by_default = strategy.synchronization == BY_DEFAULT
             size_bytes = self.bucket_bytes if by_default else strategy.synchronization.size_bytes
             return self._changed(self.links.choosing(strategy), size_bytes).build(plain)
         layout = self.layout(strategy)

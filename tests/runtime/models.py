@@ -389,7 +389,8 @@ class Integers(nn.Module):
                 parameter.copy_(torch.randint(-1, 2, parameter.shape))
 
     def forward(self, x: Tensor, factors: Tensor) -> Tensor:
-        return (self.second(self.first(x)) * factors).sum()
+        loss: Tensor = (self.second(self.first(x)) * factors).sum()
+        return loss
 
 
 def integers(batch_size: int = 8) -> Built:

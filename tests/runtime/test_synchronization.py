@@ -1,4 +1,4 @@
-"""Slices of gradients and late updates (p3) on real processes: sums, order, weights bit by bit, whole training steps."""
+"""Slices of gradients and late updates (p3) on real processes: sums, order, weights bit by bit, whole steps."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_weights_are_those_of_plain_sgd_bit_by_bit(pool: LocalPool, policy: str,
         with torch.no_grad():
             for parameter in module.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.25 * parameter.grad
+                parameter.sub_(0.25 * parameter.grad)
     # The loss has more digits than float32.
     assert found.losses == pytest.approx(tuple(losses), rel=1e-6)
     assert found.weights is not None
@@ -111,7 +111,9 @@ def test_weights_are_those_of_plain_sgd_bit_by_bit(pool: LocalPool, policy: str,
 def test_steps_in_succession_have_a_time_each_and_lost_time_with_it(pool: LocalPool) -> None:
     graph, model = graph_of("perceptron"), reference("perceptron")
     strategy = replace(data_parallel(graph, 2), synchronization=p3(100))
-    job = replace(make_job(graph, strategy, model), iterations=5, warmup=2, collect=False, recorded=1, peak=True)
+    job = replace(
+        make_job(graph, strategy, model), iterations=5, warmup=2, collect=False, recorded=1, peak=True
+    )
     result = pool.run(job)
     assert len(result.step_times_s) == 5
     assert min(result.step_times_s) > 0

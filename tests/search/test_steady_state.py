@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def test_chains_take_what_a_slow_channel_takes_and_near_the_limit_with_small_sli
     layers = int(rng.integers(2, 6))
     widths = rng.choice(np.arange(3, 40), layers + 1, replace=False).tolist()
     f, b = (rng.integers(0, 9, layers).tolist() for _ in range(2))
-    elements = [inner * out for inner, out in zip(widths[:-1], widths[1:], strict=True)]
+    elements = [inner * out for inner, out in pairwise(widths)]
     c = [4 * count / UNIT_BYTES for count in elements]
     assert step_ns(widths, f, b, Synchronization(Policy.FIFO, 1)) == pytest.approx(
         fifo_units(f, b, c) * UNIT_NS, abs=layers
@@ -177,7 +178,9 @@ def test_chains_take_what_a_slow_channel_takes_and_near_the_limit_with_small_sli
         assert sliced <= fifo_units(f, b, c) * UNIT_NS + slice_ns + 1e4
 
 
-def window_of(name: str, topology_name: str, seed: int, size_bytes: int) -> tuple[Strategy, TaskGraph, TaskGraph]:
+def window_of(
+    name: str, topology_name: str, seed: int, size_bytes: int
+) -> tuple[Strategy, TaskGraph, TaskGraph]:
     """Return a random strategy of p3, the task graph of one step, and the window."""
     graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
     rng = np.random.default_rng(seed)
@@ -185,6 +188,12 @@ def window_of(name: str, topology_name: str, seed: int, size_bytes: int) -> tupl
     builder: TaskGraphBuilder = builder_of(graph, topology)
     tasks = builder.build(strategy)
     return strategy, tasks, in_steady_state(tasks, strategy, builder)
+
+
+def updates_ns(tasks: TaskGraph) -> np.ndarray:
+    """Return how long each device updates weights."""
+    updates = tasks.kind_T == TaskKind.UPDATE
+    return np.bincount(tasks.resource_set_T[updates], tasks.run_ns_T[updates], minlength=9)
 
 
 @pytest.mark.parametrize("topology_name", TOPOLOGIES)
@@ -199,10 +208,7 @@ def test_a_window_has_the_work_of_a_step_in_another_order(name: str, topology_na
             assert step.size_bytes_T[own].sum() == window.size_bytes_T[moved].sum()
         slices = window.kind_T == TaskKind.SYNCHRONIZE
         assert (window.size_bytes_T[slices] <= BUCKET_BYTES).all()
-        own, moved = (
-            np.bincount(tasks.resource_set_T[tasks.kind_T == TaskKind.UPDATE], tasks.run_ns_T[tasks.kind_T == TaskKind.UPDATE], minlength=9)
-            for tasks in (step, window)
-        )
+        own, moved = (updates_ns(tasks) for tasks in (step, window))
         assert np.abs(own - moved).max() <= len(strategy.configurations)  # rounded once a unit
         for order in ("program", "fifo", "priority"):
             simulation = simulate_tasks(window, order)
@@ -232,7 +238,9 @@ def test_an_update_waits_for_its_slices_and_a_forward_for_the_updates_of_what_it
 def test_all_slices_are_in_the_order_and_start_once_their_buckets_are_full() -> None:
     strategy, _, window = window_of("branches", "two nodes", 1, 40)
     order = slice_order(window)
-    plan = build_plan(GRAPHS["branches"], strategy, [d.node for d in TOPOLOGIES["two nodes"].devices], slice_order=order)
+    plan = build_plan(
+        GRAPHS["branches"], strategy, [d.node for d in TOPOLOGIES["two nodes"].devices], slice_order=order
+    )
     assert plan.slice_order == order
     started = [entry for of in plan.sums_after for entry in of]
     assert [bucket for bucket, _ in started] == list(order)

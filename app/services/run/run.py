@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +25,7 @@ from app.services.progress import Progress
 from app.services.timeline.store import write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
 from graph.strategy import Strategy
-from graph.synchronization import Policy
+from graph.synchronization import Policy, Synchronization, synchronization_to_json
 from graph.topology import Processor
 from graph.training import Training
 from runtime.ranks.ranks import is_rank
@@ -51,6 +51,7 @@ class RunRequest:
     """The options of `app run`. `recompute`: one of `recomputation_report.CHOICES`; None: as the strategy says.
 
     compile_stretches: compile whatever is between one communication and the next; else what the strategy says.
+    synchronization: in which pieces and in which order gradients are summed; None: as the strategy says.
     """
 
     model: ModelRequest
@@ -71,6 +72,7 @@ class RunRequest:
     recompute: str | None = None
     gpus: str | None = None
     compile_stretches: bool = False
+    synchronization: Synchronization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class RunReport:
     `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
     empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
     `recomputed`, `compiled`: the first and the last operator of each group that was made again in the backward, and of
-    each stretch that was compiled. `all_reduces`: those that were not the library's alone.
+    each stretch that was compiled. `all_reduces`: those that were not the library's alone. `synchronization`: in which
+    pieces and in which order gradients were summed, where not as by default.
     """
 
     execution_id: int
@@ -116,6 +119,7 @@ class RunReport:
     recomputed: tuple[tuple[str, str], ...] = ()
     compiled: tuple[tuple[str, str], ...] = ()
     all_reduces: tuple[ShownAllReduce, ...] = ()
+    synchronization: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def relative_error(self) -> float:
@@ -157,6 +161,7 @@ class RunReport:
             "recomputed": [list(pair) for pair in self.recomputed],
             "compiled": [list(pair) for pair in self.compiled],
             "all_reduces": [asdict(entry) for entry in self.all_reduces],
+            "synchronization": dict(self.synchronization),
             "memory_account": self.memory_account,
             "memory": [
                 {
@@ -331,6 +336,8 @@ def run_on(
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
         strategy = with_choice(model.graph, strategy, request.recompute)
+        if request.synchronization is not None:
+            strategy = replace(strategy, synchronization=request.synchronization)
         if request.compile_stretches:
             strategy = with_all_stretches(model.graph, strategy, target.topology)
         if strategy.compiled:
@@ -463,4 +470,5 @@ def _finish(
         recomputed=tuple((names[group.first], names[group.last]) for group in strategy.recomputation),
         compiled=tuple((names[stretch.first], names[stretch.last]) for stretch in strategy.compiled),
         all_reduces=shown_all_reduces(job.all_reduces),
+        synchronization=synchronization_to_json(strategy.synchronization),
     )

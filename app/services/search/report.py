@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.services.predict.recomputation_report import RecomputationReport
@@ -74,7 +74,8 @@ class SearchReport:
     """The result of a search. `predictions` holds the best strategy first, then the baselines.
 
     confirmations: of this search and those that it goes on from, in their order. searched_s: the best step by the
-    costs of the search, where they were measured again since or part of it is compiled. unconfirmed: confirming was
+    costs of the search, where they were measured again since, part of it is compiled, or gradients are summed otherwise
+    than by default, as `synchronization` says. unconfirmed: confirming was
     interrupted. compiled: the first and the last operator of each stretch of the best strategy that is compiled.
     """
 
@@ -100,6 +101,7 @@ class SearchReport:
     searched_s: float | None = None
     unconfirmed: bool = False
     compiled: tuple[tuple[str, str], ...] = ()
+    synchronization: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def estimate_error(self) -> float | None:
@@ -151,5 +153,6 @@ class SearchReport:
             "recomputation": None if self.recomputation is None else asdict(self.recomputation),
             "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
             "compiled": [list(pair) for pair in self.compiled],
+            "synchronization": dict(self.synchronization),
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }

@@ -33,6 +33,7 @@ class SearchRequest:
     `share_weights`: chains start also from data parallelism that shares its weights, and the best strategy is searched
     for weights to share. `recompute`: where a strategy does not fit, it is searched for activations to recompute, for a
     start of a chain and at the end. `confirm`: what decides between the best strategies is measured again at the end.
+    `policy`: how the best strategy sums gradients: POLICY_AUTO, or as `graph.synchronization` names it.
     `compile_stretches`: of the best strategy, what is faster so is compiled between one communication and the next.
     """
 
@@ -60,6 +61,7 @@ class SearchRequest:
     confirm: bool = True
     gpus: str | None = None
     compile_stretches: bool = False
+    policy: str = "fifo"
 
 
 def search_options(request: SearchRequest) -> SearchOptions:

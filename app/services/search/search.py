@@ -24,6 +24,7 @@ from app.services.progress import Progress
 from app.services.search.confirmation import Confirmation, Confirmed, Finalist, confirm, finalists
 from app.services.search.fitting_starts import fitting_starts, recomputed_starts, sharded_starts
 from app.services.search.lower_bound import LowerBoundTask
+from app.services.search.policies import with_policy
 from app.services.search.predictions import SearchPredictions
 from app.services.search.report import AlgorithmReport, SearchReport
 from app.services.search.request import (
@@ -38,6 +39,7 @@ from app.services.search.run_algorithms import SearchPlan, run_algorithms, worke
 from app.services.search.start_strategies import StartStrategy, given_starts, known_starts, start_of
 from app.services.trace.replay import TraceReader, resumed_chains
 from graph.errors import RuntimeFailure
+from graph.synchronization import Policy
 from graph.training import Training
 from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmResult
@@ -245,6 +247,8 @@ def _search_and_confirm(
         progress.say(f"search {plan.search_id}: {confirmed.confirmation.says()}; searching on")
         plan = replace(plan, search_id=search_id, options=options, starts=starts, resumed=())
     report = replace(report, confirmations=tuple(confirmations))
+    if request.policy != Policy.FIFO and not (report.interrupted or report.unconfirmed):
+        report = with_policy(store, setting, plan, report, request.policy, progress)
     if request.compile_stretches and not (report.interrupted or report.unconfirmed):
         report = _with_stretches_compiled(store, setting, plan, report, progress)
     return report

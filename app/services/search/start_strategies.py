@@ -20,7 +20,7 @@ from app.services.predict.predict import Setting
 from app.services.stored import strategy_of
 from graph.errors import StrategyError
 from graph.strategy import Strategy
-from graph.synchronization import Synchronization
+from graph.synchronization import BY_DEFAULT
 from search.space.strategy_transfer import adapt
 
 MOST = 2
@@ -87,7 +87,7 @@ def start_of(
             strategy_of(record, graph, count),
             compiled=(),
             collective_algorithms=(),
-            synchronization=Synchronization(),
+            synchronization=BY_DEFAULT,
         )
     else:
         strategy = adapt(document, record.device_count, graph, count)

@@ -76,7 +76,8 @@ class ShownStrategy:
     shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
     recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
     compiled: the first and the last operator of each stretch that is compiled. all_reduces: the algorithms of those
-    that are not the library's alone; None where nothing was ever simulated.
+    that are not the library's alone; None where nothing was ever simulated. synchronization: how gradients are summed,
+    where not as by default.
     """
 
     record: StrategyRecord
@@ -90,6 +91,7 @@ class ShownStrategy:
     recomputation: RecomputationReport | None = None
     compiled: Sequence[Sequence[str]] = ()
     all_reduces: tuple[ShownAllReduce, ...] | None = None
+    synchronization: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the strategy as a JSON document."""
@@ -112,6 +114,7 @@ class ShownStrategy:
             "all_reduces": None
             if self.all_reduces is None
             else [asdict(entry) for entry in self.all_reduces],
+            "synchronization": dict(self.synchronization),
         }
 
 
@@ -362,6 +365,7 @@ def _shown(
             recomputation,
             document.get("compiled", ()),
             all_reduces,
+            document.get("synchronization", {}),
         ),
         graph,
     )

@@ -1,0 +1,76 @@
+"""The policy of a found strategy's sums of gradients (`graph.synchronization`): the one asked for, or the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.db.store import Store
+from app.services.predict.predict import Setting
+from app.services.progress import Progress
+from app.services.search.predictions import SearchPredictions
+from app.services.search.report import SearchReport
+from app.services.search.run_algorithms import SearchPlan
+from app.services.search.start_strategies import start_of
+from graph.synchronization import (
+    BUCKET_BYTES,
+    BY_DEFAULT,
+    SLICE_BYTES,
+    Policy,
+    Synchronization,
+    p3,
+    read_synchronization,
+    synchronization_to_json,
+)
+
+AUTO = "auto"
+# Buckets and slices of which `auto` predicts the step: from a quarter of the usual size to many times it.
+BUCKETS = tuple(BUCKET_BYTES * 4**power // 16 for power in range(4))
+SLICES = tuple(SLICE_BYTES * 4**power // 4 for power in range(5))
+
+
+def checked_policy(text: str) -> str:
+    """Return a policy that a user names, `auto` among them.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if text != AUTO:
+        read_synchronization(text, "--policy")
+    return text
+
+
+def with_policy(
+    store: Store, setting: Setting, plan: SearchPlan, report: SearchReport, policy: str, progress: Progress
+) -> SearchReport:
+    """Return the report with the best strategy's gradients summed by a policy: `auto` takes the fastest predicted.
+
+    Of `auto` the fastest baseline may become the best strategy, where it is faster so. Strategies with weights that are
+    shared keep to fifo.
+    """
+    predictions = SearchPredictions(store, setting, plan)
+    found = [report.best] if policy != AUTO else [report.best, report.best_baseline]
+    best = report.best
+    chosen = BY_DEFAULT
+    with progress.stage("simulating sums of gradients"):
+        for prediction in found:
+            strategy = start_of(setting, store.strategy(prediction.digest)).strategy
+            for synchronization in _candidates(policy):
+                if strategy.sharding and synchronization.policy is Policy.P3:
+                    continue
+                predicted = predictions.predict(replace(strategy, synchronization=synchronization))
+                if policy != AUTO or predicted.rank < best.rank:
+                    best, chosen = predicted, synchronization
+    if best is report.best:
+        return report
+    return replace(
+        report,
+        predictions=(replace(best, name="found"), *report.predictions[1:]),
+        searched_s=report.best.step_time_s if report.searched_s is None else report.searched_s,
+        synchronization=synchronization_to_json(chosen),
+    )
+
+
+def _candidates(policy: str) -> list[Synchronization]:
+    if policy != AUTO:
+        return [read_synchronization(policy, "--policy")]
+    return [*(Synchronization(Policy.FIFO, size) for size in BUCKETS), *map(p3, SLICES)]
