@@ -50,12 +50,12 @@ resnet50, vgg16, transformer = (partial(_network, name) for name in SIZES)
 
 
 @dataclass(frozen=True, slots=True)
-class AlgorithmRun:
-    """Steps by one algorithm, in seconds; what they were predicted to take."""
+class WireRun:
+    """Steps in one of several ways, in seconds; what they were predicted to take."""
 
     network: str
     bandwidth: str
-    algorithm: str
+    way: str
     predicted_s: float
     measured_s: float
 
@@ -74,12 +74,10 @@ def run(*, quick: bool) -> BenchmarkResult:
         runs = [
             ran for bandwidth in bandwidths for ran in _measured(command, Path(folder), bandwidth, networks)
         ]
-    return summary(runs)
+    return gains("collectives", "algorithm", LIBRARY, runs)
 
 
-def _measured(
-    command: Command, folder: Path, bandwidth: str, networks: tuple[str, ...]
-) -> Iterator[AlgorithmRun]:
+def _measured(command: Command, folder: Path, bandwidth: str, networks: tuple[str, ...]) -> Iterator[WireRun]:
     name = f"wire-{bandwidth}"
     with hosts(bandwidth, devices=DEVICES) as on_hosts:
         on_hosts(command, "topology", "probe", "--device", "cpu", "--name", name)
@@ -91,9 +89,7 @@ def _measured(
                     command, "run", "--model", f"{__name__}:{network}", "--topology", name,
                     "--strategy", str(file), "--iterations", str(ITERATIONS),
                 )  # fmt: skip
-                yield AlgorithmRun(
-                    network, bandwidth, algorithm, ran["predicted_step_time_s"], ran["median_s"]
-                )
+                yield WireRun(network, bandwidth, algorithm, ran["predicted_step_time_s"], ran["median_s"])
 
 
 def _write(file: Path, network: str, algorithm: str) -> None:
@@ -113,19 +109,22 @@ def _write(file: Path, network: str, algorithm: str) -> None:
     file.write_text(json.dumps(strategy.to_json(graph)))
 
 
-def summary(runs: list[AlgorithmRun]) -> BenchmarkResult:
-    """Return the gains of some runs over the library's, beside their targets, and a row for each run."""
+def gains(benchmark: str, what: str, base: str, runs: list[WireRun]) -> BenchmarkResult:
+    """Return the gains of some runs over those in the way `base`, beside their targets, and a row for each run.
+
+    what: the name of the ways' column.
+    """
     measurements: list[MeasuredValue] = []
     rows: list[Row] = []
-    of_library = {(ran.network, ran.bandwidth): ran for ran in runs if ran.algorithm == LIBRARY}
+    of_base = {(ran.network, ran.bandwidth): ran for ran in runs if ran.way == base}
     for ran in runs:
-        base = of_library[ran.network, ran.bandwidth]
-        predicted, measured = 1 - ran.predicted_s / base.predicted_s, 1 - ran.measured_s / base.measured_s
+        whole = of_base[ran.network, ran.bandwidth]
+        predicted, measured = 1 - ran.predicted_s / whole.predicted_s, 1 - ran.measured_s / whole.measured_s
         rows.append(
             {
                 "network": ran.network,
                 "wire": ran.bandwidth,
-                "algorithm": ran.algorithm,
+                what: ran.way,
                 "predicted ms": ran.predicted_s * 1e3,
                 "measured ms": ran.measured_s * 1e3,
                 "error": ran.predicted_s / ran.measured_s - 1,
@@ -133,17 +132,17 @@ def summary(runs: list[AlgorithmRun]) -> BenchmarkResult:
                 "measured gain": measured,
             }
         )
-        if ran.algorithm != LIBRARY:
+        if ran.way != base:
             measurements.append(
                 measurement(
-                    f"{ran.network}, {ran.bandwidth}, {ran.algorithm}: gain, error",
+                    f"{ran.network}, {ran.bandwidth}, {ran.way}: gain, error",
                     100 * abs(predicted - measured),
                     "points",
                     at_most=GAIN_POINTS,
                 )
             )
     return BenchmarkResult(
-        benchmark="collectives",
+        benchmark=benchmark,
         conditions={"hosts": HOSTS, "devices a host": DEVICES},
         measurements=measurements,
         table=rows,
