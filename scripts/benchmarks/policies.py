@@ -1,4 +1,4 @@
-"""Policies of gradients' sums between hosts: steps of data parallelism with buckets and with P3, predicted and measured.
+"""Policies of gradients' sums between hosts: data parallelism with buckets and with P3, predicted and measured.
 
 On two hosts of two devices joined by a wire (`scripts/testbed`, so it needs root), with whatever all-reduce is the
 cheapest there. A gain is the share of the step with buckets that a policy saves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from graph.calls import call_from_json
 from graph.errors import ImportFailure
 from graph.importer import import_module
 from graph.operators import OperatorGraph
+from graph.rules import whole_call
 from profiler.operators import ExecutionContext
 from tests.reference.interpreter import interpret
 from tests.reference.rules import random_degrees
@@ -168,3 +171,25 @@ def test_running_statistics_of_instance_norm_are_refused() -> None:
     )
     with pytest.raises(ImportFailure, match=r"updates running statistics.*set track_running_stats=False"):
         import_module(module, (torch.randn(2, 3, 4),), name="test")
+
+
+def test_the_steps_of_a_recurrent_layer_read_weights_that_are_in_the_caches() -> None:
+    torch.manual_seed(0)
+    module = _Module(
+        lambda self, x: self.head(self.layer(x)[0][:, -1]).square().mean(),
+        layer=nn.GRU(4, 5, num_layers=2, batch_first=True),
+        head=nn.Linear(5, 3),
+    )
+    graph = import_module(module, (torch.randn(2, 3, 4),), name="test")
+    warm = {
+        operator.name for operator, again in zip(graph.operators, graph.rereads_weights, strict=True) if again
+    }
+    cells = {operator.name for operator in graph.operators if "gru_cell" in operator.target}
+    assert len(cells) == 6
+    assert warm == cells
+    for operator in graph.operators:
+        call = whole_call(graph, operator)
+        assert call.warm == (operator.name in cells)
+        assert call_from_json(call.document) == replace(call, bindings=())
+        assert ('"warm":true' in call.key) == call.warm
+        assert replace(call, warm=not call.warm).digest != call.digest

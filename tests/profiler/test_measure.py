@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from profiler.measure import (
     Measurement,
     MeasureOptions,
     PhaseOutcome,
+    _Session,
     describe_error,
     failed,
     measure_call,
@@ -196,3 +198,13 @@ def test_gpu_measures_with_events() -> None:
     assert backward.peak_bytes >= 4 * 512 * 512 * 6
     outcomes = measure_call(matrix_product(2**20, 2**20, 2**20), device, QUICK)
     assert all(isinstance(outcome, FailedMeasurement) for outcome in outcomes)
+
+
+def test_a_warm_call_has_one_set_of_inputs_and_holds_no_results(device: PhysicalDevice) -> None:
+    for warm in (False, True):
+        session = _Session(replace(matrix_product(64, 32, 16), warm=warm), device, QUICK)
+        forward, backward = _measured(session.run())
+        assert session.subject.sets == (1 if warm else MOST_SETS)
+        assert {forward.digest, backward.digest} == {session.call.digest}
+        held = [session.subject.forward().inputs[0] for _ in range(3)]
+        assert (held[0] is held[1]) == warm

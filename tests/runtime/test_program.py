@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from runtime.instructions.sharded_weights import (
 )
 from runtime.jobs.models import tensors_of
 from runtime.lowering.program import Program, compile_program
+from runtime.lowering.tensor_slots import TensorSlots
 from runtime.observe.memory_trace import SilentWorld
 from search.space.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
@@ -169,6 +171,28 @@ def test_messages_match_and_nothing_deadlocks(name: str, devices: int) -> None:
         assert model.sent == model.received
         assert model.groups_agree()
         assert {group for group, _ in model.issued} <= set(plan.device_groups)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "blocked"])
+def test_a_backward_waits_for_no_gradient_but_that_of_its_last_operator(name: str) -> None:
+    """Else a recurrent layer's steps on one device would wait for all those of the next layer on another."""
+    graph, devices, waits = graph_of(name), 3, 0
+    for seed in range(8):
+        plan = build_plan(graph, random_strategy(graph, devices, seed), (0,) * devices)
+        for rank in range(devices):
+            slots = TensorSlots(plan, rank)
+            maker = {slot: operator for (operator, _, _), slot in slots.outputs.items()}
+            program = compile_program(plan, rank, CPU)
+            instructions = [one for one in program.instructions if not isinstance(one, Release)]
+            for waiting, following in pairwise(instructions):
+                if not isinstance(waiting, ReceiveGradients):
+                    continue
+                waits += 1
+                awaited = {maker[source] for _, source, _ in waiting.parts}
+                assert len(awaited) == 1
+                if isinstance(following, Differentiate):
+                    assert max(maker.get(slot, -1) for slot in following.outputs) <= max(awaited)
+    assert waits
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,0 +1,84 @@
+"""How gradients are summed, as a user has it: run, searched, stored, shown, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import Command
+
+NETWORK = (
+    "--model",
+    "mlp",
+    "--preset",
+    "small",
+    "--device",
+    "cpu",
+    "--devices",
+    "2",
+    "--on-miss",
+    "estimate",
+)
+RUN = ("run", *NETWORK, "--strategy", "data-parallel", "--iterations", "3", "--warmup", "1", "--json")
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_sums_in_slices_and_updates_in_the_next_forward(command: Command) -> None:
+    done = command(*RUN, "--policy", "p3:1024", "--verify", "--profile", "--optimizer", "adam")
+    assert done.code == 0, done
+    assert done.document["verified"]
+    said = {"policy": "p3", "slice_bytes": 1024}
+    assert done.document["synchronization"] == said
+    assert len(done.document["step_times_s"]) == 3
+    plain = command(*RUN, "--optimizer", "adam")
+    assert plain.document["synchronization"] == {}
+    assert plain.document["digest"] != done.document["digest"]
+    assert done.document["losses"] == pytest.approx(plain.document["losses"], rel=1e-5)
+    shown = command("strategy", "show", done.document["digest"], "--json").document
+    assert shown["synchronization"] == said
+    assert "p3, slices of 1,024 bytes" in command("strategy", "show", done.document["digest"]).output
+    assert command("strategy", "export", done.document["digest"], "sliced.json").code == 0
+    stored = Path("sliced.json")
+    assert json.loads(stored.read_text())["synchronization"] == said
+    again = command(*RUN, "--strategy", str(stored), "--optimizer", "adam")
+    stored.unlink()
+    assert again.document["digest"] == done.document["digest"]
+    compared = command("compare", "--execution", str(done.document["execution"]), "--json")
+    assert compared.code == 0, compared
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_search_takes_the_policy_that_is_asked_for_or_the_fastest(command: Command) -> None:
+    search = ("search", *NETWORK, "--proposals", "20", "--no-confirm", "--json")
+    plain = command(*search)
+    assert plain.document["synchronization"] == {}
+    sliced = command(*search, "--policy", "p3:4096")
+    assert sliced.code == 0, sliced
+    assert sliced.document["synchronization"] == {"policy": "p3", "slice_bytes": 4096}
+    best = sliced.document["predictions"][0]
+    shown = command("strategy", "show", best["digest"], "--json").document
+    assert shown["synchronization"] == sliced.document["synchronization"]
+    assert shown["simulated_step_time_s"] == pytest.approx(best["predicted_step_time_s"])
+    auto = command(*search, "--policy", "auto")
+    assert auto.code == 0, auto
+    fastest = [found.document["predictions"][0]["predicted_step_time_s"] for found in (auto, plain)]
+    assert fastest[0] <= fastest[1]
+
+
+@pytest.mark.parametrize("words", [RUN, ("search", *NETWORK)])
+def test_a_policy_that_is_none_is_refused_before_anything_is_begun(
+    command: Command, words: tuple[str, ...]
+) -> None:
+    refused = command(*words, "--policy", "p4")
+    assert refused.code == 2
+    assert "--policy: is p4, must be fifo or p3" in refused.errors
+    assert refused.errors.count("\n") == 1
+
+
+@pytest.mark.usefixtures("known_links")
+def test_weights_that_are_shared_are_not_summed_in_slices(command: Command) -> None:
+    refused = command(*RUN, "--strategy", "zero", "--policy", "p3")
+    assert refused.code == 2
+    assert "policy p3 is for weights that every holder keeps whole" in refused.errors
