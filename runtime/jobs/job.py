@@ -76,7 +76,7 @@ class JobResult:
     """The result of a job.
 
     step_times_s: for each measured iteration, the longest time of any rank after a barrier; where weights are updated
-        in the next step's forward, from the end of one backward to the end of the next.
+        in the next step's forward, from the end of one backward, on the last rank, to the end of the next.
     rank_times_s: the same by rank and iteration.
     losses: of every step, warm-up included.
     verification: where asked for.

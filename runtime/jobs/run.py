@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Steps:
-    """Seconds of the measured steps on this rank, and those lost to other processes; of every step the loss."""
+    """Seconds of the measured steps on this rank, and those lost to other processes; of every step the loss.
+
+    ends_s: of steps in succession, when the first one began and each one ended, since a barrier of all ranks.
+    """
 
     times_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
     lost_s: list[float | None] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     gradients: Arrays | None = None
@@ -77,12 +81,19 @@ class JobRun:
             weights, buffers = self._collect_state()
         recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
         peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
-        measured = self._world.gather((tuple(steps.times_s), tuple(steps.lost_s), peak, recorded))
+        measured = self._world.gather(
+            (tuple(steps.times_s), tuple(steps.ends_s), tuple(steps.lost_s), peak, recorded)
+        )
         if measured is None:
             return None
-        rank_times, rank_lost, peaks, rank_recorded = zip(*measured, strict=True)
+        rank_times, rank_ends, rank_lost, peaks, rank_recorded = zip(*measured, strict=True)
+        longest = [max(times_of_step) for times_of_step in zip(*rank_times, strict=True)]
+        if steps.ends_s:
+            # The slowest rank is another in each step: what one is late in a step it has less to wait in the next.
+            latest = [max(ends) for ends in zip(*rank_ends, strict=True)]
+            longest = [end - begin for begin, end in pairwise(latest)]
         return JobResult(
-            step_times_s=tuple(max(times_of_step) for times_of_step in zip(*rank_times, strict=True)),
+            step_times_s=tuple(longest),
             rank_times_s=rank_times,
             losses=tuple(steps.losses),
             verification=None if self._verified is None else self._verified.with_run(steps.losses[0]),
@@ -117,6 +128,7 @@ class JobRun:
         marks: list[Any] = []
         losses = []
         self._world.barrier(self._device)
+        together = timer.mark()
         lost = LostTime()
         for number in range(job.steps):
             heartbeat(f"in step {number}")
@@ -136,7 +148,8 @@ class JobRun:
                 steps.gradients = self._collect_gradients()
         self._executor.finish()
         self._world.wait_for_device(self._device)
-        steps.times_s = [timer.elapsed_s(start, end) for start, end in pairwise(marks)]
+        steps.ends_s = [timer.elapsed_s(together, mark) for mark in marks]
+        steps.times_s = [end - begin for begin, end in pairwise(steps.ends_s)]
         steps.losses = self._world.sum(torch.stack(losses)).tolist()
         return steps
 
