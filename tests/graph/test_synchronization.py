@@ -58,7 +58,7 @@ def test_strategies_keep_their_policy_and_the_default_is_no_part_of_the_digest()
     [
         ("p3", "policy is p3, must be one of fifo, p3"),
         ({"policy": "tac"}, "policy is tac, must be one of fifo, p3"),
-        ({"slice_bytes": 4096}, "policy is None, must be one of fifo, p3"),
+        ({"slice_bytes": 4096}, "policy is nothing, must be one of fifo, p3"),
         (
             {"policy": "p3", "bucket_bytes": 4096},
             "key bucket_bytes is unknown, must be policy or, of p3, slice_bytes",
