@@ -235,7 +235,7 @@ class OperatorGraph:
 
     @cached_property
     def rereads_weights(self) -> tuple[bool, ...]:
-        """For each operator: whether the one before or after it, of those that read weights, reads the same ones.
+        """For each operator: whether the reader of weights before or after it reads the same weights.
 
         As the steps of a recurrent layer do: what the one has read is still in the caches for the other, as far as it
         fits.

@@ -109,7 +109,7 @@ def started_after(order: Sequence[int], buckets: int) -> list[list[tuple[int, in
 
 
 def synchronization_to_json(synchronization: Synchronization) -> dict[str, Any]:
-    """Return what differs from the default as a document; nothing where nothing does."""
+    """Return a policy and its size as a document, which is empty for the default."""
     if synchronization == BY_DEFAULT:
         return {}
     policy = synchronization.policy

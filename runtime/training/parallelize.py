@@ -13,6 +13,7 @@ module.load_state_dict(trainer.state_dict())
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,15 @@ def parallelize(
 
     from graph.plan import build_plan
     from runtime.communication import World
-    from runtime.ranks.ranks import everywhere, join_ranks, nodes_of, own_device, own_host, prepare_groups
+    from runtime.ranks.ranks import (
+        everywhere,
+        join_ranks,
+        nodes_of,
+        own_device,
+        own_host,
+        prepare_groups,
+        rank_variable,
+    )
     from runtime.training.batches import require_free, require_kind
     from runtime.training.optimizer_state import require_factory
     from runtime.training.trainer import Trainer
@@ -144,6 +153,12 @@ def parallelize(
     hosts = _agree(graph, chosen, agreed, own_host())
     options = TrainingOptions(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))
     plan = build_plan(graph, chosen, options.node_of, every_element=True)
+    if plan.updates_late and rank_variable("RANK", 0) == 0:
+        warnings.warn(
+            "strategy: its policy p3 is executed by app run alone; here the backward waits for all sums of gradients, "
+            "as the optimizer, clipping and loss scaling are yours",
+            stacklevel=2,
+        )
     all_reduces = chosen_algorithms(chosen.collective_algorithms)
     prepare_groups(plan, size, timeout_s, all_reduces)
     return Trainer(

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmarks.on_testbed import Command, app, hosts
+from scripts.benchmarks.on_testbed import app, hosts
 from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, Row, measurement
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ resnet50, vgg16, transformer = (partial(_network, name) for name in SIZES)
 
 @dataclass(frozen=True, slots=True)
 class WireRun:
-    """Steps in one of several ways, in seconds; what they were predicted to take."""
+    """Seconds of a network's step over a wire, as predicted and as measured, in one of the ways that are compared."""
 
     network: str
     bandwidth: str
@@ -66,34 +67,43 @@ def run(*, quick: bool) -> BenchmarkResult:
     Raises:
         RuntimeFailure: a command failed; the message holds what it said.
     """
+    with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
+        runs = on_wires(ALGORITHMS, lambda *way: ("--strategy", _written(Path(folder), *way)), quick=quick)
+    return gains("collectives", "algorithm", LIBRARY, runs)
+
+
+def on_wires(
+    ways: Sequence[str], arguments: Callable[[str, str], Sequence[str]], *, quick: bool
+) -> list[WireRun]:
+    """Run all networks over all wires in several ways; in quick mode one network, at one bandwidth.
+
+    arguments: of `app run`, for a network and one of the ways.
+
+    Raises:
+        RuntimeFailure: a command failed; the message holds what it said.
+    """
     networks, bandwidths = (QUICK, BANDWIDTHS[:1]) if quick else (tuple(SIZES), BANDWIDTHS)
+    runs = []
     with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
         command = partial(app, f"sqlite:///{folder}/x.sqlite")
         for network in networks:
             command("profile", "--model", f"{__name__}:{network}", "--device", "cpu", "--devices", "2")
-        runs = [
-            ran for bandwidth in bandwidths for ran in _measured(command, Path(folder), bandwidth, networks)
-        ]
-    return gains("collectives", "algorithm", LIBRARY, runs)
+        for bandwidth in bandwidths:
+            name = f"wire-{bandwidth}"
+            with hosts(bandwidth, devices=DEVICES) as on_hosts:
+                on_hosts(command, "topology", "probe", "--device", "cpu", "--name", name)
+                for network, way in product(networks, ways):
+                    ran = on_hosts(
+                        command, "run", "--model", f"{__name__}:{network}", "--topology", name,
+                        "--iterations", str(ITERATIONS), *arguments(network, way),
+                    )  # fmt: skip
+                    times = ran["predicted_step_time_s"], ran["median_s"]
+                    runs.append(WireRun(network, bandwidth, way, *times))
+    return runs
 
 
-def _measured(command: Command, folder: Path, bandwidth: str, networks: tuple[str, ...]) -> Iterator[WireRun]:
-    name = f"wire-{bandwidth}"
-    with hosts(bandwidth, devices=DEVICES) as on_hosts:
-        on_hosts(command, "topology", "probe", "--device", "cpu", "--name", name)
-        for network in networks:
-            for algorithm in ALGORITHMS:
-                file = folder / f"{network}-{algorithm}.json"
-                _write(file, network, algorithm)
-                ran = on_hosts(
-                    command, "run", "--model", f"{__name__}:{network}", "--topology", name,
-                    "--strategy", str(file), "--iterations", str(ITERATIONS),
-                )  # fmt: skip
-                yield WireRun(network, bandwidth, algorithm, ran["predicted_step_time_s"], ran["median_s"])
-
-
-def _write(file: Path, network: str, algorithm: str) -> None:
-    """Write data parallelism with an algorithm of its all-reduces."""
+def _written(folder: Path, network: str, algorithm: str) -> str:
+    """Write data parallelism with an algorithm of its all-reduces; return the path of the file."""
     from app.services.models.models import import_graph, requested_model
     from graph.collective_algorithms import read_algorithm
     from search.space.baselines import data_parallel
@@ -106,7 +116,9 @@ def _write(file: Path, network: str, algorithm: str) -> None:
     if algorithm != CHEAPEST:
         chosen = ((tuple(range(count)), read_algorithm(algorithm, count)),)
         strategy = replace(strategy, collective_algorithms=chosen)
+    file = folder / f"{network}-{algorithm}.json"
     file.write_text(json.dumps(strategy.to_json(graph)))
+    return str(file)
 
 
 def gains(benchmark: str, what: str, base: str, runs: list[WireRun]) -> BenchmarkResult:

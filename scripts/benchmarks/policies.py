@@ -6,19 +6,12 @@ cheapest there. A gain is the share of the step with buckets that a policy saves
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
-from scripts.benchmarks import collectives
-from scripts.benchmarks.collectives import BANDWIDTHS, DEVICES, ITERATIONS, QUICK, SIZES, WireRun, gains
-from scripts.benchmarks.on_testbed import Command, app, hosts
+from scripts.benchmarks.collectives import gains, on_wires
 
 if TYPE_CHECKING:
     from scripts.benchmarks.result import BenchmarkResult
-
-NETWORKS = collectives.__name__
 
 BUCKETS = "fifo"
 # P3's slices as in the paper, and five times as large.
@@ -31,23 +24,7 @@ def run(*, quick: bool) -> BenchmarkResult:
     Raises:
         RuntimeFailure: a command failed; the message holds what it said.
     """
-    networks, bandwidths = (QUICK, BANDWIDTHS[:1]) if quick else (tuple(SIZES), BANDWIDTHS)
-    with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
-        command = partial(app, f"sqlite:///{folder}/x.sqlite")
-        for network in networks:
-            command("profile", "--model", f"{NETWORKS}:{network}", "--device", "cpu", "--devices", "2")
-        runs = [ran for bandwidth in bandwidths for ran in _measured(command, bandwidth, networks)]
+    runs = on_wires(
+        POLICIES, lambda _, policy: ("--strategy", "data-parallel", "--policy", policy), quick=quick
+    )
     return gains("policies", "policy", BUCKETS, runs)
-
-
-def _measured(command: Command, bandwidth: str, networks: tuple[str, ...]) -> Iterator[WireRun]:
-    name = f"wire-{bandwidth}"
-    with hosts(bandwidth, devices=DEVICES) as on_hosts:
-        on_hosts(command, "topology", "probe", "--device", "cpu", "--name", name)
-        for network in networks:
-            for policy in POLICIES:
-                ran = on_hosts(
-                    command, "run", "--model", f"{NETWORKS}:{network}", "--topology", name,
-                    "--strategy", "data-parallel", "--policy", policy, "--iterations", str(ITERATIONS),
-                )  # fmt: skip
-                yield WireRun(network, bandwidth, policy, ran["predicted_step_time_s"], ran["median_s"])

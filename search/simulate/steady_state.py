@@ -56,7 +56,7 @@ def slice_order(tasks: TaskGraph) -> tuple[int, ...]:
 
 
 def _starts_by_priority(tasks: TaskGraph) -> IntArray:
-    """Return when each task starts where links take first what a computation waits for first."""
+    """Return the start of each task where a link takes first the communication that a computation waits for first."""
     from search.kernels.priority_order import run_priority_order
     from search.kernels.records import Timeline
 
@@ -83,7 +83,7 @@ def _first_waiting(tasks: TaskGraph) -> IntArray:
 
 @dataclass(slots=True)
 class _Tasks:
-    """Tasks of the window so far, and what they wait for."""
+    """The columns of the tasks of a window that are made so far, and the tasks that each waits for."""
 
     columns: list[tuple[int, int, int, int, int, int, int, int]] = field(default_factory=list)
     preds: list[list[int]] = field(default_factory=list)

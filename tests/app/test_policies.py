@@ -67,6 +67,20 @@ def test_a_search_takes_the_policy_that_is_asked_for_or_the_fastest(command: Com
     assert fastest[0] <= fastest[1]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("known_links")
+def test_what_is_compiled_keeps_the_policy(command: Command) -> None:
+    search = ("search", *NETWORK[:-1], "measure", "--proposals", "20", "--no-confirm", "--json")
+    done = command(*search, "--policy", "p3:4096", "--compile")
+    assert done.code == 0, done
+    digest = done.document["predictions"][0]["digest"]
+    shown = command("strategy", "show", digest, "--json").document
+    assert (
+        shown["synchronization"] == done.document["synchronization"] == {"policy": "p3", "slice_bytes": 4096}
+    )
+    assert shown["compiled"] == done.document["compiled"]
+
+
 @pytest.mark.parametrize("words", [RUN, ("search", *NETWORK)])
 def test_a_policy_that_is_none_is_refused_before_anything_is_begun(
     command: Command, words: tuple[str, ...]

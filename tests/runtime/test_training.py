@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import runtime
 from graph.errors import ImportFailure, RuntimeFailure, StrategyError, UsageError
 from graph.importer import import_module
 from graph.strategy import Sharding, Strategy, strategy_text
+from graph.synchronization import p3
 from runtime.training.optimizer_state import make_optimizer
 from tests.runtime.models import secretive
 from tests.runtime.oracle import graph_of, reference
@@ -225,6 +228,18 @@ def test_the_modules_own_state_stays(tmp_path: Path) -> None:
     assert not any(part.training for part in module.modules())
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert not torch.equal(trainer.state_dict()["first.weight"], before["first.weight"])
+
+
+def test_late_updates_are_fallen_back_from_with_a_warning() -> None:
+    module, strategy, args, kwargs = perceptron()
+    losses = []
+    for synchronization in (strategy.synchronization, p3(1024)):
+        chosen = replace(strategy, synchronization=synchronization)
+        late = pytest.warns(UserWarning, match=r"^strategy: its policy p3 is executed by app run alone; ")
+        with late if chosen != strategy else nullcontext():
+            trainer = runtime.parallelize(module, chosen, args, kwargs, optimizer=sgd)
+        losses.append([float(trainer.step(*args)) for _ in range(3)])
+    assert losses[0] == losses[1]
 
 
 def test_a_fused_optimizer_is_refused_for_parts_that_it_would_update_wrongly() -> None:

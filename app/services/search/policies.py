@@ -10,7 +10,7 @@ from app.services.progress import Progress
 from app.services.search.predictions import SearchPredictions
 from app.services.search.report import SearchReport
 from app.services.search.run_algorithms import SearchPlan
-from app.services.search.start_strategies import start_of
+from app.services.stored import strategy_of
 from graph.synchronization import (
     BUCKET_BYTES,
     BY_DEFAULT,
@@ -48,12 +48,13 @@ def with_policy(
     shared keep to fifo.
     """
     predictions = SearchPredictions(store, setting, plan)
+    graph, count = setting.model.graph, len(setting.topology.devices)
     found = [report.best] if policy != AUTO else [report.best, report.best_baseline]
     best = report.best
     chosen = BY_DEFAULT
     with progress.stage("simulating sums of gradients"):
         for prediction in found:
-            strategy = start_of(setting, store.strategy(prediction.digest)).strategy
+            strategy = strategy_of(store.strategy(prediction.digest), graph, count)
             for synchronization in _candidates(policy):
                 if strategy.sharding and synchronization.policy is Policy.P3:
                     continue

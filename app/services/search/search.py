@@ -37,6 +37,7 @@ from app.services.search.request import (
 )
 from app.services.search.run_algorithms import SearchPlan, run_algorithms, worker_count
 from app.services.search.start_strategies import StartStrategy, given_starts, known_starts, start_of
+from app.services.stored import strategy_of
 from app.services.trace.replay import TraceReader, resumed_chains
 from graph.errors import RuntimeFailure
 from graph.synchronization import Policy
@@ -262,7 +263,7 @@ def _with_stretches_compiled(
     Missing costs are measured; of devices that this machine does not have, the database's costs are all there is.
     """
     graph, topology = setting.model.graph, setting.topology
-    strategy = start_of(setting, store.strategy(report.best.digest)).strategy
+    strategy = strategy_of(store.strategy(report.best.digest), graph, len(topology.devices))
     with progress.stage("measuring what is faster compiled"):
         ranges = faster_stretches(graph, strategy, topology, setting.table)
     compiled = report.best
