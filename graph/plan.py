@@ -43,6 +43,9 @@ from graph.weight_placement import (
     with_every_element,
 )
 
+# Of late gathers: each has a tensor of its own beside the weights, and a second one keeps the link busy.
+GATHERS_UNDER_WAY = 2
+
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
@@ -113,6 +116,7 @@ class Plan:
     gradient_transfers: for each operator, the other assemblies' transfers, to issue after those.
     buckets: in the order of their all-reduces; `after` is the operator whose backward completes them.
     slice_order: for each slice of a bucket, in the order in which their sums start, the bucket.
+    gather_order: the buckets whose update is shared, in the order in which their updated weights are gathered.
     forward_gathers, backward_gathers: by the operator before which they must be there, in the order in which these
         operators come.
     """
@@ -131,6 +135,7 @@ class Plan:
     gradient_transfers: dict[int, tuple[GradientTransfer, ...]]
     buckets: tuple[Bucket, ...]
     slice_order: tuple[int, ...]
+    gather_order: tuple[int, ...]
     forward_gathers: Gathers
     backward_gathers: Gathers
 
@@ -189,7 +194,7 @@ class Plan:
 
     @cached_property
     def updated_before(self) -> dict[int, tuple[str, ...]]:
-        """For each operator, the weights that policy p3 updates before its forward, which reads them first."""
+        """For each operator, the weights that a step updates whose forward is the first to read them."""
         place = {index: place for place, index in enumerate(self.graph.order.of_loss)}
         result: dict[int, list[str]] = {}
         for weight in self.graph.weights:
@@ -202,6 +207,38 @@ class Plan:
     def updates_late(self) -> bool:
         """Whether weights are updated in the forward of the next step."""
         return self.strategy.synchronization.policy is Policy.P3
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether updated weights are gathered in the forward of the next step."""
+        return self.strategy.synchronization.orders_gathers and bool(self.gather_order)
+
+    @cached_property
+    def gathers_awaited(self) -> dict[int, tuple[int, ...]]:
+        """For each operator, the buckets whose late gathers are awaited before its forward, in their order.
+
+        It is the first that reads any of a bucket's weights, or of those of a bucket that follows in the order: a
+        gather is awaited no later than those behind it, so that on all devices all starts and waits stand in one order.
+        """
+        place = {index: place for place, index in enumerate(self.graph.order.of_loss)}
+        first = {name: index for index, names in self.updated_before.items() for name in names}
+        result: dict[int, list[int]] = {}
+        soonest = len(place)
+        for number in reversed(self.gather_order):
+            readers = [first[entry.weight] for entry in self.buckets[number].entries]
+            soonest = min(soonest, *(place[index] for index in readers))
+            result.setdefault(self.graph.order.of_loss[soonest], []).append(number)
+        return {index: tuple(reversed(numbers)) for index, numbers in reversed(result.items())}
+
+    @property
+    def first_gathers(self) -> tuple[int, ...]:
+        """The buckets whose late gathers start right after the updates."""
+        return self.gather_order[:GATHERS_UNDER_WAY]
+
+    def gather_after(self, awaited: int) -> int | None:
+        """Return the bucket whose late gather starts once that of the bucket `awaited` is there."""
+        place = self.gather_order.index(awaited) + GATHERS_UNDER_WAY
+        return self.gather_order[place] if place < len(self.gather_order) else None
 
     @cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -222,6 +259,7 @@ def build_plan(
     *,
     every_element: bool = False,
     slice_order: Sequence[int] = (),
+    gather_order: Sequence[int] = (),
 ) -> Plan:
     """Return the plan of a validated strategy.
 
@@ -234,9 +272,10 @@ def build_plan(
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
         slice_order: see `Plan`; without one, buckets follow each other as they become full.
+        gather_order: see `Plan`; without one, gathers are in the order of the buckets.
 
     Raises:
-        ValueError: `slice_order` is of other slices.
+        ValueError: `slice_order` is of other slices, or `gather_order` of other buckets.
     """
     cache: ExchangeCache = {}
     exchanges = {
@@ -268,6 +307,9 @@ def build_plan(
         raise ValueError(
             f"slice_order: is of {len(slice_order)} slices, must be of {len(in_order)}, {counts} by bucket"
         )
+    gathered = [number for number, bucket in enumerate(buckets) if bucket.sharding is Sharding.OPTIMIZER]
+    if gather_order and sorted(gather_order) != gathered:
+        raise ValueError(f"gather_order: is {list(gather_order)}, must be of the buckets {gathered}")
     return Plan(
         graph=graph,
         strategy=strategy,
@@ -286,6 +328,7 @@ def build_plan(
         gradient_transfers=alone,
         buckets=buckets,
         slice_order=tuple(slice_order) or tuple(in_order),
+        gather_order=tuple(gather_order) or tuple(gathered),
         forward_gathers=forward_gathers,
         backward_gathers=backward_gathers,
     )

@@ -76,7 +76,7 @@ class Strategy:
     recomputation: the groups of operators whose activations are made again in the backward.
     compiled: the ranges of operators that each device executes as one function compiled by torch.compile.
     collective_algorithms: the algorithm of all-reduces over some groups of devices; of others the cheapest counts.
-    synchronization: in which pieces and in which order gradients are summed.
+    synchronization: in which pieces and in which order gradients are summed, and updated weights gathered.
     """
 
     graph_digest: str
@@ -189,8 +189,8 @@ class Strategy:
         check_algorithms(self.collective_algorithms, device_count)
         if self.sharding and self.synchronization.policy is Policy.P3:
             raise StrategyError(
-                "synchronization: policy p3 is for weights that every holder keeps whole, must be fifo where weights "
-                "are shared; correct the strategy"
+                "synchronization: policy p3 is for weights that every holder keeps whole, must be fifo, tic or tac "
+                "where weights are shared; correct the strategy"
             )
 
 

@@ -1,14 +1,18 @@
-"""How the gradients of weights that several devices hold are summed: in which pieces, in which order, and until when.
+"""How weights that several devices hold are synchronized: in which pieces, in which order, and until when.
 
-    fifo   buckets of DistributedDataParallel's kind, in the order in which the backward fills them; all weights are
-           updated when all sums are there
-    p3     P3: slices. Those of the weights that the next forward reads first go first, and each weight is updated just
-           before the first operator that reads it, so that sums last into the next forward
+    fifo      buckets of DistributedDataParallel's kind, in the order in which the backward fills them; all weights are
+              updated when all sums are there, and gathered where their update was shared
+    p3        P3: slices. Those of the weights that the next forward reads first go first, and each weight is updated
+              just before the first operator that reads it, so that sums last into the next forward
+    tic, tac  TicTac, for weights whose update is shared: sums as with fifo, but the gathers of updated weights last
+              into the next forward, in which an operator waits for the weights that it reads. They go in the order of
+              the timing-independent policy TIC, or of the timing-aware TAC
 
-All devices start the sums in one static order (`Plan.slice_order`), never by a queue of their own.
+All devices start sums and gathers in one static order (`Plan.slice_order`, `Plan.gather_order`), never by a queue of
+their own.
 
-Source: P3, priority-based parameter propagation (SysML 2019): slices of at most 50,000 parameters, priority by the
-position of the layer in the forward.
+Sources: P3, priority-based parameter propagation (SysML 2019): slices of at most 50,000 parameters, priority by the
+position of the layer in the forward. TicTac (SysML 2019): the order of parameter transfers.
 """
 
 from __future__ import annotations
@@ -34,15 +38,23 @@ class Policy(StrEnum):
 
     FIFO = "fifo"
     P3 = "p3"
+    TIC = "tic"
+    TAC = "tac"
 
+    @property
+    def size_key(self) -> str:
+        """The key of its size in documents."""
+        return "slice_bytes" if self is Policy.P3 else "bucket_bytes"
 
-_SIZE_KEYS = {Policy.FIFO: "bucket_bytes", Policy.P3: "slice_bytes"}
-_SIZES = {Policy.FIFO: BUCKET_BYTES, Policy.P3: SLICE_BYTES}
+    @property
+    def usual_bytes(self) -> int:
+        """Its size where none is given."""
+        return SLICE_BYTES if self is Policy.P3 else BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Synchronization:
-    """The policy of gradients' sums; a bucket is full, and a slice complete, with `size_bytes`."""
+    """The policy of sums and gathers; a bucket is full, and a slice complete, with `size_bytes`."""
 
     policy: Policy = Policy.FIFO
     size_bytes: int = BUCKET_BYTES
@@ -55,7 +67,12 @@ class Synchronization:
 
     def slice_count(self, bucket_bytes: int) -> int:
         """Return in how many slices a bucket is summed."""
-        return 1 if self.policy is Policy.FIFO else max(1, -(-bucket_bytes // self.size_bytes))
+        return max(1, -(-bucket_bytes // self.size_bytes)) if self.policy is Policy.P3 else 1
+
+    @property
+    def orders_gathers(self) -> bool:
+        """Whether gathers of updated weights last into the next step's forward."""
+        return self.policy in (Policy.TIC, Policy.TAC)
 
 
 BY_DEFAULT = Synchronization()
@@ -67,7 +84,7 @@ def p3(slice_bytes: int = SLICE_BYTES) -> Synchronization:
 
 
 def read_synchronization(text: str, option: str) -> Synchronization:
-    """Return the policy that a user names: fifo, p3, or either with a size in bytes, as in p3:200000.
+    """Return the policy that a user names, alone or with a size in bytes, as in p3:200000.
 
     Raises:
         UsageError: it is none; the message begins with the `option`.
@@ -75,11 +92,11 @@ def read_synchronization(text: str, option: str) -> Synchronization:
     name, _, size = text.partition(":")
     if name in tuple(Policy) and (":" not in text or size.isdecimal()):
         policy = Policy(name)
-        size_bytes = int(size) if size else _SIZES[policy]
+        size_bytes = int(size) if size else policy.usual_bytes
         if LEAST_BYTES <= size_bytes <= MOST_BYTES:
             return Synchronization(policy, size_bytes)
     raise UsageError(
-        f"{option}: is {shown(text)}, must be {' or '.join(Policy)}, or one of them with {LEAST_BYTES:,} bytes or more "
+        f"{option}: is {shown(text)}, must be {', '.join(Policy)}, or one of them with {LEAST_BYTES:,} bytes or more "
         f"of a bucket or slice, as in p3:{SLICE_BYTES}; choose one"
     )
 
@@ -113,7 +130,7 @@ def synchronization_to_json(synchronization: Synchronization) -> dict[str, Any]:
     if synchronization == BY_DEFAULT:
         return {}
     policy = synchronization.policy
-    return {"policy": policy.value, _SIZE_KEYS[policy]: synchronization.size_bytes}
+    return {"policy": policy.value, policy.size_key: synchronization.size_bytes}
 
 
 def synchronization_from_json(document: object) -> Synchronization:
@@ -130,14 +147,14 @@ def synchronization_from_json(document: object) -> Synchronization:
             f"synchronization: policy is {shown(of)}, must be one of {', '.join(Policy)}; correct the strategy"
         )
     policy = Policy(document["policy"])
-    key = _SIZE_KEYS[policy]
+    key = policy.size_key
     unknown = sorted(str(name) for name in document if name not in ("policy", key))
     if unknown:
         raise StrategyError(
             f"synchronization: key {shown(unknown[0])} is unknown, must be policy or, of {policy}, {key}; correct the "
             "strategy"
         )
-    size = document.get(key, _SIZES[policy])
+    size = document.get(key, policy.usual_bytes)
     if type(size) is not int or not LEAST_BYTES <= size <= MOST_BYTES:
         raise StrategyError(
             f"synchronization: {key} is {shown(size)}, must be a whole number from {LEAST_BYTES:,} to {MOST_BYTES:,}; "

@@ -193,12 +193,12 @@ def all_reduce_lines(entries: Sequence[ShownAllReduce]) -> list[str]:
 
 
 def synchronization_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return a line on how gradients are summed (`synchronization_to_json`), where not as by default."""
+    """Return a line on how weights are synchronized (`synchronization_to_json`), where not as by default."""
     if not document:
         return []
     from graph.synchronization import synchronization_from_json
 
-    return [f"sums of gradients: {synchronization_from_json(document).text}"]
+    return [f"synchronization: {synchronization_from_json(document).text}"]
 
 
 def recomputation_line(report: RecomputationReport) -> str:

@@ -82,9 +82,10 @@ def run(
         str | None,
         typer.Option(
             "--policy",
-            help="How gradients are summed: fifo (in buckets, as they become full) or p3 (in slices, the first layers' "
-            "first, into the next step's forward), or with a size in bytes as in p3:200000. Default: what the strategy "
-            "says.",
+            help="How weights are synchronized: fifo (gradients are summed in buckets, as they become full), p3 (in "
+            "slices, the first layers' first, into the next step's forward), tic or tac (where updates are shared: "
+            "weights are gathered in this order, into the next step's forward), each alone or with a size in bytes as "
+            "in p3:200000. Default: what the strategy says.",
         ),
     ] = None,
     on_miss: Annotated[

@@ -138,9 +138,8 @@ def search(
         str,
         typer.Option(
             "--policy",
-            help="How the best strategy sums gradients: fifo (in buckets), p3 (in slices, the first layers' first, "
-            "into the next step's forward), either with a size in bytes as in p3:200000, or auto: whatever is "
-            "predicted to be the fastest.",
+            help="How the best strategy synchronizes weights: fifo, p3, tic or tac, as in `app run --policy`, or auto: "
+            "whatever is predicted to be the fastest.",
         ),
     ] = "fifo",
     confirm: Annotated[

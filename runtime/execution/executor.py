@@ -11,7 +11,7 @@ from graph.plan import Plan
 from graph.training import Training
 from profiler.updates import UpdateState, apply_update, initial_state
 from runtime.communication import World
-from runtime.execution.step import Held, StepRunner, whole_parts
+from runtime.execution.step import CopiedRead, Held, StepRunner, whole_parts
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ class Executor(StepRunner):
             learning_rate: of the optimizer.
             device: of this rank.
         """
-        super().__init__(plan, world, seed=seed, device=device, updates_late=plan.updates_late)
+        super().__init__(plan, world, seed=seed, device=device, in_succession=True)
         self.load_weights(whole_parts(tensors.parameters))
         self.load_buffers(whole_parts(tensors.buffers))
         self.set_inputs(whole_parts(tensors.inputs))
@@ -81,12 +81,13 @@ class Executor(StepRunner):
             weights: self._unit(weights)
             for weights in (together if plan.updates_late else [self._program.updated])
         }
+        self._copies: dict[str, list[CopiedRead]] = {}
+        for copy in self._refreshed:
+            self._copies.setdefault(copy.weight, []).append(copy)
         # Weights whose update by the last step's gradients is left to the next step's forward.
         self._due: set[str] = set()
-        self._copies = {
-            weights: [copy for copy in self._refreshed if copy.weight in weights] for weights in self._units
-        }
         self._state.update = self._update_in_forward
+        self._state.copy_reads = self._copy_reads_of
 
     def _unit(self, weights: tuple[str, ...]) -> _Unit:
         parts = tuple(
@@ -109,16 +110,20 @@ class Executor(StepRunner):
     def step(self, number: int) -> None:
         """Execute one training step: forward, backward, gradient synchronization, update. `number` seeds dropout.
 
-        Where weights are updated late, their update by this step's gradients is left to the next step, or to `finish`.
+        Where weights are updated late, their update by this step's gradients is left to the next step, or to `finish`;
+        so are gathers of updated weights where these are late.
         """
         self.differentiate(number)
-        if self.updates_late:
+        if self._plan.updates_late:
             self._due.update(self._program.updated)
         else:
-            self.update()
+            self.update_own()
+            super().make_weights_whole()
 
     def finish(self) -> None:
-        """Update the weights whose update was left to the next step. Gradients stay."""
+        """Do what was left to the next step: updates of weights, gathers of updated ones. Gradients stay."""
+        for gather in self._program.late_gathers:
+            gather.run(self._state)
         if self._due:
             for unit in self._program.late_updates:
                 for waiting in unit.finishes:
@@ -127,18 +132,23 @@ class Executor(StepRunner):
             self._due.clear()
 
     @property
-    def updates_late(self) -> bool:
-        """Whether a step leaves its updates to the next one."""
-        return self._plan.updates_late
+    def in_succession(self) -> bool:
+        """Whether a step leaves a part of its work to the next one."""
+        return self._plan.updates_late or self._plan.gathers_late
 
     def update(self) -> None:
         """Update the weights by the gradients of the last `differentiate`; all-gather shares of other ranks."""
         self.update_own()
         self.make_weights_whole()
 
+    def make_weights_whole(self) -> None:
+        """All-gather, after an update, the shares of weights that other ranks have updated, late ones too."""
+        super().make_weights_whole()
+        self.finish()
+
     def update_own(self) -> None:
         """Update this rank's parts of the weights."""
-        if self.updates_late:
+        if self._plan.updates_late:
             self._due.update(self._program.updated)
             self.finish()
             return
@@ -152,8 +162,11 @@ class Executor(StepRunner):
         self._update_unit(self._units[weights])
         for name in weights:
             self._state.gradients.pop(self._program.held[name][0])
-        self._copy_reads(self._copies[weights])
+        self._copy_reads_of(weights)
         self._due.difference_update(weights)
+
+    def _copy_reads_of(self, weights: tuple[str, ...]) -> None:
+        self._copy_reads([copy for name in weights for copy in self._copies.get(name, ())])
 
     def _update_unit(self, unit: _Unit) -> None:
         gradients = [self._gradient(part) for name in unit.weights for part in self._program.parts[name]]

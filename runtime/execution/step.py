@@ -44,7 +44,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _CopiedRead:
+class CopiedRead:
     """A read of a part of a weight that is no view of it: its slot, the rank's tensor of the weight, and the part."""
 
     weight: str
@@ -70,7 +70,7 @@ class StepRunner:
         device: torch.device,
         kept: frozenset[str] = frozenset(),
         weights_of: StepRunner | None = None,
-        updates_late: bool = False,
+        in_succession: bool = False,
     ) -> None:
         """Compile the rank's program and make room for its parts of the weights.
 
@@ -81,13 +81,13 @@ class StepRunner:
             device: where this rank computes.
             kept: values of the graph that stay after a step (`whole_value`).
             weights_of: has the same parts of the weights, which this one is to use as well, at other times.
-            updates_late: steps end without their sums of gradients (`compile_program`).
+            in_succession: steps leave to the next one what the plan leaves to it (`compile_program`).
         """
         self._plan = plan
         self._seed = seed
         self._device = device
         self._world = world
-        self._program = compile_program(plan, world.rank, device, kept, updates_late=updates_late)
+        self._program = compile_program(plan, world.rank, device, kept, in_succession=in_succession)
         self._state = StepState(world, self._program.shapes)
         self._held: dict[str, torch.Tensor] = {}
         # The parts of each weight that the rank updates, in one tensor.
@@ -102,7 +102,7 @@ class StepRunner:
                 held.untyped_storage().resize_(held.numel() * held.element_size())
             self._state.weights[slot] = self._held[name]
             self._make_parts(name, None if weights_of is None else weights_of._own.get(name))
-        self._refreshed: list[_CopiedRead] = []
+        self._refreshed: list[CopiedRead] = []
         self._input_selections: dict[tuple[int, torch.device], Selection] = {}
         for read in self._program.reads:
             value = plan.graph.value_by_name[read.value]
@@ -140,7 +140,7 @@ class StepRunner:
         if selection.is_view:
             self._state.values[read.slot] = selection.take(weight).detach().requires_grad_(differentiable)
         elif read.value not in self._program.sharded:
-            self._refreshed.append(_CopiedRead(read.value, read.slot, weight, selection, differentiable))
+            self._refreshed.append(CopiedRead(read.value, read.slot, weight, selection, differentiable))
 
     def load_weights(self, parts: Parts) -> None:
         """Copy values into the rank's weights; each part must cover the region that the rank holds."""
@@ -225,7 +225,7 @@ class StepRunner:
         self._forget_gradients()
         self._copy_reads(self._refreshed)
 
-    def _copy_reads(self, reads: Sequence[_CopiedRead]) -> None:
+    def _copy_reads(self, reads: Sequence[CopiedRead]) -> None:
         for read in reads:
             part = read.part.take(read.held).detach()
             self._state.values[read.slot] = part.requires_grad_(read.differentiable)

@@ -274,6 +274,48 @@ class FinishAllGather(Communication):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginGathers(Communication):
+    """Notes the all-gathers that are due after an update, and starts the first ones: the forward does the others."""
+
+    groups: tuple[ShardGroup, ...]
+    first: tuple[ShardGroup, ...]
+
+    def run(self, state: StepState) -> None:
+        state.gathers_due.update(group.number for group in self.groups)
+        for group in self.first:
+            _start_due(group, state)
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitGathers(Communication):
+    """Waits for all-gathers of updated weights before an operator reads these, and starts those that follow.
+
+    In a first step, and where all weights are whole already, it does nothing.
+
+    gathers: for each that is awaited, this rank's groups of it, and its groups of the one that starts then.
+    weights: the names of the weights that are whole then.
+    """
+
+    gathers: tuple[tuple[tuple[ShardGroup, ...], tuple[ShardGroup, ...]], ...]
+    weights: tuple[str, ...]
+
+    def run(self, state: StepState) -> None:
+        for awaited, following in self.gathers:
+            for group in awaited:
+                if group.number in state.all_gathers:
+                    FinishAllGather(group).run(state)
+            for group in following:
+                _start_due(group, state)
+        state.copy_reads(self.weights)
+
+
+def _start_due(group: ShardGroup, state: StepState) -> None:
+    if group.number in state.gathers_due:
+        state.gathers_due.remove(group.number)
+        StartAllGather(group).run(state)
+
+
+@dataclass(frozen=True, slots=True)
 class AllocateWeights(Instruction):
     """Allocates the memory of sharded weights before their all-gather is finished."""
 

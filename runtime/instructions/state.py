@@ -94,6 +94,8 @@ class StepState:
         # By number of a group: the work to wait for, and the flat tensor that must stay alive until then.
         self.reduce_scatters: dict[int, tuple[Any, torch.Tensor]] = {}
         self.all_gathers: dict[int, tuple[Any, torch.Tensor]] = {}
+        # By number of a group: the gathers that the last update has left to the next forward.
+        self.gathers_due: set[int] = set()
         # By number of a part of a weight: its value, and the sum of its gradients. By slot: the rank's weights.
         self.parts: dict[int, torch.Tensor] = {}
         self.shard_gradients: dict[int, torch.Tensor] = {}
@@ -101,6 +103,8 @@ class StepState:
         self.renewed: dict[int, torch.Tensor] = {}
         # Updates weights by the gradients that the step before has left, where it has; who executes steps sets it.
         self.update: Callable[[tuple[str, ...]], None] = lambda _weights: None
+        # Copies the parts of weights that are read as copies; who executes steps sets it, too.
+        self.copy_reads: Callable[[tuple[str, ...]], None] = lambda _weights: None
         self.loss: torch.Tensor | None = None
         # Gradients are those of the loss times this.
         self.loss_scale = 1.0

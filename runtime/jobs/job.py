@@ -20,6 +20,7 @@ from runtime.observe.spans import Recorded
 if TYPE_CHECKING:
     import numpy as np
 
+    from graph.plan import Plan
     from runtime.observe.measured_peak import MeasuredPeak
 
     Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
@@ -42,7 +43,8 @@ class Job:
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
     peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
     all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
-    slice_order: in which order slices of buckets are summed (`graph.plan.Plan`); without one, as they become full.
+    slice_order, gather_order: in which order slices of buckets are summed, and updated weights gathered
+        (`graph.plan.Plan`); without one, as buckets become full.
     """
 
     graph: OperatorGraph
@@ -60,11 +62,25 @@ class Job:
     peak: bool = False
     all_reduces: Mapping[tuple[int, ...], Choices] = field(default_factory=dict)
     slice_order: tuple[int, ...] = ()
+    gather_order: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
         """Steps to execute; at least one."""
         return max(self.warmup + self.iterations, 1)
+
+    def plan(self, graph: OperatorGraph | None = None, bucket_bytes: int | None = None) -> Plan:
+        """Return the plan of the strategy in the job's orders; of another graph, or with other buckets, where given."""
+        from graph.plan import build_plan
+
+        return build_plan(
+            self.graph if graph is None else graph,
+            self.strategy,
+            self.node_of,
+            bucket_bytes,
+            slice_order=self.slice_order,
+            gather_order=self.gather_order,
+        )
 
     def without_caches(self) -> Job:
         """Return an equal job that is small to send: without the caches of a search on its graph."""
@@ -75,8 +91,8 @@ class Job:
 class JobResult:
     """The result of a job.
 
-    step_times_s: for each measured iteration, the longest time of any rank after a barrier; where weights are updated
-        in the next step's forward, from the end of one backward, on the last rank, to the end of the next.
+    step_times_s: for each measured iteration, the longest time of any rank after a barrier; of steps that
+        leave work to the next one, from the end of one step, on the last rank, to the end of the next.
     rank_times_s: the same by rank and iteration.
     losses: of every step, warm-up included.
     verification: where asked for.
@@ -141,7 +157,6 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
     """
     import torch.distributed as dist
 
-    from graph.plan import build_plan
     from profiler.operators.dtypes import multiply_in_tf32
     from runtime.jobs.run import JobRun
     from runtime.ranks.ranks import prepare_groups
@@ -152,7 +167,7 @@ def run_job(job: Job, device: str = "cpu", timeout_s: float = 1800.0) -> JobResu
         raise RuntimeFailure(
             f"run: there are {available} processes, must be {size}, one for each device of the strategy; start more"
         )
-    plan = build_plan(job.graph, job.strategy, job.node_of, slice_order=job.slice_order)
+    plan = job.plan()
     prepare_groups(plan, size, timeout_s, job.all_reduces)
     if dist.is_initialized() and dist.get_rank() >= size:
         return None

@@ -74,7 +74,7 @@ class JobRun:
     def result(self) -> JobResult | None:
         """Execute all steps; return the result on rank 0."""
         job = self._job
-        steps = self._steps_in_succession() if self._executor.updates_late else self._steps_apart()
+        steps = self._steps_in_succession() if self._executor.in_succession else self._steps_apart()
         weights: Arrays | None = None
         buffers: Arrays | None = None
         if job.collect:
@@ -121,7 +121,7 @@ class JobRun:
     def _steps_in_succession(self) -> _Steps:
         """Execute the steps one behind the other: a barrier, or a sum of losses, would wait for the last one's sums.
 
-        A step's time is that from the end of the backward before it to the end of its own.
+        A step's time is that from the end of the step before it, which leaves a part of its work to it, to its own end.
         """
         job, steps = self._job, _Steps()
         timer = timer_for(self._device)

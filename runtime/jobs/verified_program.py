@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graph.operators import FLOATING, ITEM_BYTES, Operator, OperatorGraph, TensorSpec
-from graph.plan import Plan, build_plan
+from graph.plan import Plan
 from profiler.operators import ExecutionContext
 from profiler.updates import apply_update, initial_state
 from runtime.execution.executor import Executor, InitialTensors
@@ -100,7 +100,7 @@ def verify_strategy(
     factor = ITEM_BYTES[DOUBLE] // ITEM_BYTES[job.training.dtype]
     graph = in_double(job.graph)
     size_bytes = job.strategy.synchronization.size_bytes
-    plan = build_plan(graph, job.strategy, job.node_of, factor * size_bytes, slice_order=job.slice_order)
+    plan = job.plan(graph, factor * size_bytes)
     doubled = tensors.map(in_double_on(torch.device("cpu")))
     differing = differing_tensors(world, tensors)
     with _double_by_default():
@@ -192,7 +192,7 @@ def _run_gradients(
     job: Job, world: World, tensors: InitialTensors, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return, on rank 0, the gradients of one step as the run itself makes it; all ranks must call it."""
-    plan = build_plan(job.graph, job.strategy, job.node_of, slice_order=job.slice_order)
+    plan = job.plan()
     return collect_gradients(plan, world, _executed(job, plan, world, tensors, device), tensors, device)
 
 

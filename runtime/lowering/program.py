@@ -21,7 +21,7 @@ from graph.calls import LocalCall
 from graph.intervals import Region, shape
 from graph.operator_ranges import group_numbers
 from graph.operators import FLOATING, Operator, ValueKind
-from graph.plan import Bucket, Plan
+from graph.plan import Plan
 from graph.rules import local_calls
 from graph.strategy import Sharding
 from graph.stretches import check_compiled
@@ -52,6 +52,8 @@ from runtime.instructions.messages import ReceiveGradients
 from runtime.instructions.region_assembly import Recipe
 from runtime.instructions.selections import Selection
 from runtime.instructions.sharded_weights import (
+    AwaitGathers,
+    BeginGathers,
     CopyBack,
     FinishAllGather,
     FinishReduceScatter,
@@ -85,6 +87,7 @@ class Program:
     sharded: the weights that the rank holds in these parts, and whole only while they are read.
     after_update: the all-gathers of weights whose shares other ranks have updated.
     late_updates: of the instructions those that update weights, each before the first operator that reads it.
+    late_gathers: of the instructions those that wait for updated weights, likewise.
     kept: for each value that stays after the step, the regions of it that the rank makes, and their slots.
     """
 
@@ -98,6 +101,7 @@ class Program:
     sharded: frozenset[str]
     after_update: tuple[Instruction, ...]
     late_updates: tuple[UpdateFirst, ...]
+    late_gathers: tuple[AwaitGathers, ...]
     kept: dict[str, tuple[tuple[Region, int], ...]]
 
 
@@ -107,22 +111,23 @@ def compile_program(
     device: torch.device,
     kept: frozenset[str] = frozenset(),
     *,
-    updates_late: bool = False,
+    in_succession: bool = False,
 ) -> Program:
     """Return `rank`'s program of a plan, for tensors on `device`.
 
-    kept: values that stay after the step. updates_late: the program does not wait for sums of gradients at its end,
-        but before it updates weights, each before the first operator that reads it: in the step after.
+    kept: values that stay after the step. in_succession: what the plan leaves to the next step's forward (late updates,
+        late gathers) is left to it; otherwise a step, with its `after_update`, is whole in itself.
     """
-    return _Lowering(plan, rank, device, kept, updates_late=updates_late).compile()
+    return _Lowering(plan, rank, device, kept, in_succession=in_succession).compile()
 
 
 class _Lowering:
     def __init__(
-        self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str], *, updates_late: bool
+        self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str], *, in_succession: bool
     ) -> None:
         self.plan = plan
-        self.updates_late = updates_late
+        self.updates_late = in_succession and plan.updates_late
+        self.gathers_late = in_succession and plan.gathers_late
         self.kept = kept
         self.graph = plan.graph
         self.rank = rank
@@ -138,8 +143,8 @@ class _Lowering:
         # For each leaf, the groups of the operators that read it; -1 stands for those of no group.
         self._leaf_readers: dict[int, set[int]] = {}
         self._last_scattered: ShardGroup | None = None
-        self._updated_groups: list[ShardGroup] = []
         # By number of the bucket.
+        self._updated_groups: dict[int, list[ShardGroup]] = {}
         self._flats: dict[int, list[FlatBucket]] = {}
 
     def compile(self) -> Program:
@@ -153,9 +158,14 @@ class _Lowering:
                     self._leaf_readers.setdefault(read, set()).add(self._group_of[node.operator])
         self._expect_messages()
         self._make_flat_buckets()
+        for number in self.plan.gather_order:
+            bucket = self.plan.buckets[number]
+            if self.rank in bucket.devices:
+                self._updated_groups[number] = self.prefetch.groups(bucket.devices, bucket.entries)
         late_updates = self._late_updates() if self.updates_late else {}
+        late_gathers = self._late_gathers() if self.gathers_late else {}
         # Operators that only renew buffers come last: no rank waits for their messages (statistics of all devices).
-        self._forward(self.graph.order.of_loss, nodes, inputs, late_updates)
+        self._forward(self.graph.order.of_loss, nodes, inputs, {**late_updates, **late_gathers})
         self._loss()
         finished = self._backward(nodes, inputs)
         self._forward(self.graph.order.of_buffers, nodes, inputs)
@@ -177,6 +187,7 @@ class _Lowering:
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
             late_updates=tuple(late_updates.values()),
+            late_gathers=tuple(late_gathers.values()),
             kept={name: tuple(self.slots.made(name)) for name in sorted(self.kept)},
         )
 
@@ -282,11 +293,11 @@ class _Lowering:
         operators: Sequence[int],
         nodes: list[list[tuple[Node, Make]]],
         inputs: dict[Node, tuple[int, ...]],
-        late_updates: Mapping[int, UpdateFirst] = MappingProxyType({}),
+        late: Mapping[int, Instruction] = MappingProxyType({}),
     ) -> None:
         for index in operators:
-            if index in late_updates:
-                self.instructions.append(late_updates[index])
+            if index in late:
+                self.instructions.append(late[index])
             self.instructions.extend(self.prefetch.before_forward(index))
             for local in self.slots.assemblies.get(index, ()):
                 if local.assembly.remote_pieces:
@@ -360,7 +371,7 @@ class _Lowering:
             for number in self.plan.buckets_after.get(index, ()):
                 bucket = self.plan.buckets[number]
                 if bucket.sharding is not Sharding.NONE and self.rank in bucket.devices:
-                    self._reduce_scatter(bucket, finishing)
+                    self._reduce_scatter(number, finishing)
                 self.instructions.extend(FillBucket(flat) for flat in self._flats.get(number, ()))
                 for started, part in self.plan.sums_after[number]:
                     self._start_sums(started, part)
@@ -396,6 +407,23 @@ class _Lowering:
                 result[index] = UpdateFirst(own, tuple(FinishAllReduce(flat) for flat in flats))
         return result
 
+    def _late_gathers(self) -> dict[int, AwaitGathers]:
+        """Return, for each operator, the wait for the rank's weights that are gathered before it."""
+        result = {}
+        for index, awaited in self.plan.gathers_awaited.items():
+            gathers, names = [], {}
+            for number in awaited:
+                following = self.plan.gather_after(number)
+                own = tuple(self._updated_groups.get(number, ()))
+                started = () if following is None else tuple(self._updated_groups.get(following, ()))
+                if own or started:
+                    gathers.append((own, started))
+                if own:
+                    names.update(dict.fromkeys(entry.weight for entry in self.plan.buckets[number].entries))
+            if gathers:
+                result[index] = AwaitGathers(tuple(gathers), tuple(names))
+        return result
+
     def _recompute(self, nodes: list[tuple[Node, Make]], inputs: dict[Node, tuple[int, ...]]) -> None:
         """Append the nodes of an operator once more, recorded by autograd."""
         for node, make in nodes:
@@ -406,14 +434,14 @@ class _Lowering:
             if pairs:
                 self.instructions.append(Recompute(Detach(pairs), tuple(leaf for _, leaf in pairs)))
 
-    def _reduce_scatter(self, bucket: Bucket, finishing: list[Instruction]) -> None:
+    def _reduce_scatter(self, number: int, finishing: list[Instruction]) -> None:
         """Append the reduce-scatters of a bucket, and to `finishing` the waits for them."""
-        for group in self.prefetch.groups(bucket.devices, bucket.entries):
+        bucket = self.plan.buckets[number]
+        groups = self._updated_groups.get(number) or self.prefetch.groups(bucket.devices, bucket.entries)
+        for group in groups:
             self.instructions.append(StartReduceScatter(group, self._last_scattered))
             self._last_scattered = group
             finishing.append(FinishReduceScatter(group))
-            if bucket.sharding is Sharding.OPTIMIZER:
-                self._updated_groups.append(group)
 
     def _after_update(self) -> tuple[Instruction, ...]:
         """Return the copies of own parts into their weights, and the all-gathers of shares, the next one under way."""
@@ -424,8 +452,12 @@ class _Lowering:
                     selection = Selection(part.region, self.held[name], self.device)
                     if part.alone and is_copied(own, selection):
                         result.append(CopyBack(self.slots.held[name], selection, part.number))
-        starts = [StartAllGather(group) for group in self._updated_groups]
-        ends = [FinishAllGather(group) for group in self._updated_groups]
+        groups = [group for of in self._updated_groups.values() for group in of]
+        if self.gathers_late:
+            first = [g for number in self.plan.first_gathers for g in self._updated_groups.get(number, ())]
+            return (*result, BeginGathers(tuple(groups), tuple(first))) if groups else tuple(result)
+        starts = [StartAllGather(group) for group in groups]
+        ends = [FinishAllGather(group) for group in groups]
         result.extend(starts[:1])
         for number, end in enumerate(ends):
             result.extend(starts[number + 1 : number + 2])

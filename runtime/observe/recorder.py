@@ -40,6 +40,7 @@ from runtime.instructions.gradient_synchronization import (
 from runtime.instructions.messages import Exchange, Receive, ReceiveGradients, SendGradients
 from runtime.instructions.sharded_weights import (
     AllocateWeights,
+    AwaitGathers,
     FillWeights,
     FinishAllGather,
     FinishReduceScatter,
@@ -285,7 +286,7 @@ class _Names:
                 return Label("copy", WEIGHT_GRADIENTS, "end of a shared sum"), _SUMS, None
             case StartAllGather():
                 return Label("copy", WEIGHTS, "pack shares of weights"), _END, None
-            case FinishAllGather() | AllocateWeights() | FillWeights():
+            case FinishAllGather() | AwaitGathers() | AllocateWeights() | FillWeights():
                 return Label("copy", WEIGHTS, "write gathered weights"), _GATHERS, None
             case Reshard():
                 return Label("copy", WEIGHTS, "drop gathered weights"), _END, None

@@ -153,10 +153,16 @@ def parallelize(
     hosts = _agree(graph, chosen, agreed, own_host())
     options = TrainingOptions(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))
     plan = build_plan(graph, chosen, options.node_of, every_element=True)
-    if plan.updates_late and rank_variable("RANK", 0) == 0:
+    if (plan.updates_late or plan.gathers_late) and rank_variable("RANK", 0) == 0:
+        policy = chosen.synchronization.policy
+        what = (
+            "backward waits for all sums of gradients"
+            if plan.updates_late
+            else "update waits for all gathers"
+        )
         warnings.warn(
-            "strategy: its policy p3 is executed by app run alone; here the backward waits for all sums of gradients, "
-            "as the optimizer, clipping and loss scaling are yours",
+            f"strategy: its policy {policy} is executed by app run alone; here the {what}, as the optimizer, clipping "
+            "and loss scaling are yours",
             stacklevel=2,
         )
     all_reduces = chosen_algorithms(chosen.collective_algorithms)

@@ -69,7 +69,7 @@ def run(*, quick: bool) -> BenchmarkResult:
     """
     with tempfile.TemporaryDirectory(prefix="soapstone-bench-") as folder:
         runs = on_wires(ALGORITHMS, lambda *way: ("--strategy", _written(Path(folder), *way)), quick=quick)
-    return gains("collectives", "algorithm", LIBRARY, runs)
+    return gains("collectives", "algorithm", lambda _: LIBRARY, runs)
 
 
 def on_wires(
@@ -121,16 +121,16 @@ def _written(folder: Path, network: str, algorithm: str) -> str:
     return str(file)
 
 
-def gains(benchmark: str, what: str, base: str, runs: list[WireRun]) -> BenchmarkResult:
-    """Return the gains of some runs over those in the way `base`, beside their targets, and a row for each run.
+def gains(benchmark: str, what: str, base_of: Callable[[str], str], runs: list[WireRun]) -> BenchmarkResult:
+    """Return the gains of some runs beside their targets, and a row for each run.
 
-    what: the name of the ways' column.
+    what: the name of the ways' column. base_of: the way that each is compared with, itself of such a one.
     """
     measurements: list[MeasuredValue] = []
     rows: list[Row] = []
-    of_base = {(ran.network, ran.bandwidth): ran for ran in runs if ran.way == base}
+    by_way = {(ran.network, ran.bandwidth, ran.way): ran for ran in runs}
     for ran in runs:
-        whole = of_base[ran.network, ran.bandwidth]
+        whole = by_way[ran.network, ran.bandwidth, base_of(ran.way)]
         predicted, measured = 1 - ran.predicted_s / whole.predicted_s, 1 - ran.measured_s / whole.measured_s
         rows.append(
             {
@@ -144,7 +144,7 @@ def gains(benchmark: str, what: str, base: str, runs: list[WireRun]) -> Benchmar
                 "measured gain": measured,
             }
         )
-        if ran.way != base:
+        if ran is not whole:
             measurements.append(
                 measurement(
                     f"{ran.network}, {ran.bandwidth}, {ran.way}: gain, error",

@@ -13,9 +13,11 @@ from scripts.benchmarks.collectives import gains, on_wires
 if TYPE_CHECKING:
     from scripts.benchmarks.result import BenchmarkResult
 
-BUCKETS = "fifo"
-# P3's slices as in the paper, and five times as large.
-POLICIES = (BUCKETS, "p3:200000", "p3:1000000")
+# Strategies with the policies of their synchronization; the first of each is what its others are compared with. P3's
+# slices are as in the paper, and five times as large.
+WAYS = (
+    "data-parallel fifo", "data-parallel p3:200000", "data-parallel p3:1000000", "zero fifo", "zero tic"
+)  # fmt: skip
 
 
 def run(*, quick: bool) -> BenchmarkResult:
@@ -24,7 +26,10 @@ def run(*, quick: bool) -> BenchmarkResult:
     Raises:
         RuntimeFailure: a command failed; the message holds what it said.
     """
-    runs = on_wires(
-        POLICIES, lambda _, policy: ("--strategy", "data-parallel", "--policy", policy), quick=quick
-    )
-    return gains("policies", "policy", BUCKETS, runs)
+    runs = on_wires(WAYS, lambda _, way: _arguments(way), quick=quick)
+    return gains("policies", "policy", lambda way: f"{way.split()[0]} fifo", runs)
+
+
+def _arguments(way: str) -> tuple[str, ...]:
+    strategy, policy = way.split()
+    return ("--strategy", strategy, "--policy", policy)

@@ -1,8 +1,8 @@
-"""The task graph of a step of which the sums of gradients last into the next one (policy p3, `graph.synchronization`).
+"""The task graph of a step that leaves a part of its work to the next one's forward (`graph.synchronization`).
 
-A step alone does not show what p3 brings: the next forward begins while sums are still under way. So the window is
-rotated: from where the backward begins, at which all sums of the step before are done, since the loss has waited for
-all weights, to where the next backward begins. In program order:
+A step alone does not show what that brings: the next forward begins while communication is still under way. So the
+window is rotated: from where the backward begins, at which all communication of the step before is done, since the
+loss has waited for all weights, to where the next backward begins. In program order, of p3:
 
     backward and exchanges of gradients; each slice where the plan starts it (`Plan.sums_after`)
     forward of the operators that only renew buffers, and renewals
@@ -12,12 +12,25 @@ all weights, to where the next backward begins. In program order:
 The order of the slices is found by a first simulation: computations in program order; a link takes, of the
 communications that are ready, that for which a computation waits first. All devices then keep to that order.
 
-Source: P3 (SysML 2019), sections 3 and 4: slices, and priority by the position of the layer in the forward.
+Of tic and tac, where updates are shared:
+
+    backward, exchanges and sums of gradients, what renews buffers, updates, as in a step alone
+    gathers of the first updated weights (`Plan.first_gathers`)
+    forward of the next step; before the first operator that reads some weights, the wait for their gathers, each with
+        the start of the one that follows it (`Plan.gather_after`)
+
+The order of the gathers is that of TIC or TAC over what follows the updates, where gathers wait for nothing, as the
+parameter transfers in TicTac's setting. Computations are in program order there, and each waits for those before it on
+its device.
+
+Sources: P3 (SysML 2019), sections 3 and 4: slices, and priority by the position of the layer in the forward. TicTac
+(SysML 2019): TIC and TAC.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -35,24 +48,44 @@ _OF_BACKWARD = (
     TaskKind.SYNCHRONIZE,
 )
 _RENEWALS = (TaskKind.BUFFER_TRANSFER, TaskKind.BUFFER_COLLECTIVE)
+_COMPUTE = [int(kind) for kind in COMPUTE_KINDS]
+
+# Kind, duration, resource set, origin, subject, part and bytes of a task, as in `TaskGraph`.
+Column = tuple[int, int, int, int, int, int, int]
 
 
 def in_steady_state(tasks: TaskGraph, strategy: Strategy, builder: TaskGraphBuilder) -> TaskGraph:
-    """Return the task graph that predicts a strategy's step, from that of one step: of p3 the window, else itself."""
-    if strategy.synchronization.policy is not Policy.P3:
+    """Return the task graph that predicts a strategy's step, from that of one step: the window, where work is left.
+
+    Raises:
+        UsageError: policy tac is for fewer tasks.
+    """
+    policy = strategy.synchronization.policy
+    if policy is Policy.FIFO:
         return tasks
     plan = build_plan(tasks.graph, strategy, [device.node for device in tasks.topology.devices])
-    as_ready = _Window(tasks, plan, builder).rotated()
-    start_ns_T = _starts_by_priority(as_ready)
-    slices = np.flatnonzero(as_ready.kind_T == TaskKind.SYNCHRONIZE)
-    order = slices[np.argsort(start_ns_T[slices], kind="stable")]
-    ordered = replace(plan, slice_order=tuple(as_ready.subject_T[order].tolist()))
-    return _Window(tasks, ordered, builder).rotated()
+    if policy is Policy.P3:
+        as_ready = _SlicesWindow(tasks, plan, builder).rotated()
+        start_ns_T = _starts_by_priority(as_ready)
+        slices = np.flatnonzero(as_ready.kind_T == TaskKind.SYNCHRONIZE)
+        by_start = slices[np.argsort(start_ns_T[slices], kind="stable")]
+        ordered = replace(plan, slice_order=tuple(as_ready.subject_T[by_start].tolist()))
+        return _SlicesWindow(tasks, ordered, builder).rotated()
+    if not plan.gathers_late:
+        return tasks
+    number_T = _numbers_of_gathers(_GathersWindow(tasks, plan).rotated(), policy)
+    ordered = replace(plan, gather_order=tuple(sorted(plan.gather_order, key=number_T.__getitem__)))
+    return _GathersWindow(tasks, ordered).rotated()
 
 
 def slice_order(tasks: TaskGraph) -> tuple[int, ...]:
     """Return, for each sum of gradients in the order in which they start, its bucket."""
     return tuple(tasks.subject_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist())
+
+
+def gather_order(tasks: TaskGraph) -> tuple[int, ...]:
+    """Return, for each gather of updated weights in the order in which they start, its bucket."""
+    return tuple(tasks.subject_T[tasks.kind_T == TaskKind.UPDATE_GATHER].tolist())
 
 
 def _starts_by_priority(tasks: TaskGraph) -> IntArray:
@@ -72,100 +105,113 @@ def _starts_by_priority(tasks: TaskGraph) -> IntArray:
 def _first_waiting(tasks: TaskGraph) -> IntArray:
     """Return, for each communication, the first computation that waits for it, directly or through others."""
     count = tasks.task_count
-    first_T = np.full(count, count, np.int64)
-    compute_T = np.isin(tasks.kind_T, [int(kind) for kind in COMPUTE_KINDS])
+    first_T = [count] * count
+    is_compute_T = np.isin(tasks.kind_T, _COMPUTE)
+    computes, preds = is_compute_T.tolist(), tasks.pred_E.tolist()
+    bounds = tasks.pred_ptr_T1.tolist()
     for task in range(count - 1, -1, -1):
-        number = task if compute_T[task] else first_T[task]
-        preds = tasks.pred_E[tasks.pred_ptr_T1[task] : tasks.pred_ptr_T1[task + 1]]
-        first_T[preds] = np.minimum(first_T[preds], number)
-    return np.where(compute_T, 0, first_T)
+        number = task if computes[task] else first_T[task]
+        for pred in preds[bounds[task] : bounds[task + 1]]:
+            if number < first_T[pred]:
+                first_T[pred] = number
+    return np.where(is_compute_T, 0, np.array(first_T, np.int64))
+
+
+def _numbers_of_gathers(window: TaskGraph, policy: Policy) -> dict[int, int]:
+    """Return, for each bucket, the number of its gather by TIC or TAC, in a window of any order."""
+    from search.simulate.priorities import tac_of, tic_of
+
+    gathers = np.flatnonzero(window.kind_T == TaskKind.UPDATE_GATHER)
+    first, count = int(gathers[0]), window.task_count - int(gathers[0])
+    # What stands before the first gather is done, and gathers wait for nothing.
+    waiting_E = np.repeat(np.arange(window.task_count), np.diff(window.pred_ptr_T1))
+    kept_E = (waiting_E >= first) & (window.pred_E >= first) & ~np.isin(waiting_E, gathers)
+    counts = np.bincount(waiting_E[kept_E] - first, minlength=count)
+    forward = window.flat._replace(
+        pred_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        pred=window.pred_E[kept_E] - first,
+        resource_set=window.resource_set_T[first:],
+        run_ns=window.run_ns_T[first:],
+    )
+    number_of = {Policy.TIC: tic_of, Policy.TAC: tac_of}[policy]
+    number_T = number_of(forward, count, len(window.topology.devices))
+    return dict(zip(window.subject_T[gathers].tolist(), number_T[gathers - first].tolist(), strict=True))
 
 
 @dataclass(slots=True)
 class _Tasks:
     """The columns of the tasks of a window that are made so far, and the tasks that each waits for."""
 
-    columns: list[tuple[int, int, int, int, int, int, int, int]] = field(default_factory=list)
+    columns: list[Column] = field(default_factory=list)
+    launched_ns: list[int] = field(default_factory=list)
     preds: list[list[int]] = field(default_factory=list)
 
 
 class _Window:
-    """The rotated window of one plan, made of the task graph of a step with the same buckets."""
+    """A rotated window that is being made of the task graph of a step with the same buckets."""
 
-    def __init__(self, tasks: TaskGraph, plan: Plan, builder: TaskGraphBuilder) -> None:
+    def __init__(self, tasks: TaskGraph, plan: Plan) -> None:
         self.tasks = tasks
         self.plan = plan
-        self.builder = builder
         kinds = tasks.kind_T
         of_backward = np.flatnonzero(np.isin(kinds, [int(kind) for kind in _OF_BACKWARD]))
         updates = np.flatnonzero(kinds == TaskKind.UPDATE)
-        self.end = int(updates[0]) if len(updates) else tasks.task_count
-        self.begin = int(of_backward[0]) if len(of_backward) else self.end
+        # Where updates begin and end, and the backward begins.
+        self.updates = int(updates[0]) if len(updates) else tasks.task_count
+        self.updated = int(updates[-1]) + 1 if len(updates) else tasks.task_count
+        self.begin = int(of_backward[0]) if len(of_backward) else self.updates
         self.made = _Tasks()
-        # The number in the window of each task of the step.
-        self.number_T = np.full(tasks.task_count, -1, np.int64)
-        self.slices: list[list[int]] = [[] for _ in plan.buckets]
+        # The number in the window of each task of the step; before it is made, -1.
+        self.number_T = [-1] * tasks.task_count
+        self.step: list[Column] = list(
+            zip(
+                kinds.tolist(), tasks.run_ns_T.tolist(), tasks.resource_set_T.tolist(), tasks.origin_T.tolist(),
+                tasks.subject_T.tolist(), tasks.part_T.tolist(), tasks.size_bytes_T.tolist(), strict=True,
+            )
+        )  # fmt: skip
+        self.bounds, self.preds = tasks.pred_ptr_T1.tolist(), tasks.pred_E.tolist()
         devices = len(tasks.topology.devices)
         self.latest_D = [-1] * devices
-        self.renewals: list[list[int]] = [[] for _ in range(devices)]
+        # What the next forward on each device waits for beside what its task in the step does.
+        self.awaited_D: list[list[int]] = [[] for _ in range(devices)]
         self.host_ns_D = [0] * devices
         self.launch_ns_T = self._launches()
-        # The sum of each bucket in the step; and for each weight, the buckets that its cells are in.
-        self.sums = np.flatnonzero(kinds == TaskKind.SYNCHRONIZE).tolist()
-        self.buckets_of: dict[str, set[int]] = {}
-        for number, bucket in enumerate(plan.buckets):
-            for entry in bucket.entries:
-                self.buckets_of.setdefault(entry.weight, set()).add(number)
 
-    def _launches(self) -> IntArray:
+    def _launches(self) -> list[int]:
         """Return how long the host of each task's device takes to issue it."""
         launch_ns_T = np.zeros(self.tasks.task_count, np.int64)
         launched = self.tasks.launched_ns_T
         for device in range(len(self.latest_D)):
             own = np.flatnonzero((self.tasks.resource_set_T == device) & (launched > 0))
             launch_ns_T[own] = np.diff(launched[own], prepend=0)
-        return launch_ns_T
+        return launch_ns_T.tolist()
 
-    def rotated(self) -> TaskGraph:
-        """Return the window."""
-        for task in range(self.begin, self.end):
-            if self.tasks.kind_T[task] == TaskKind.SYNCHRONIZE:
-                self._start_slices(task)
-            else:
-                self._move(task)
+    def _forward(self) -> None:
+        """Move the forward of the next step; before an operator's first task `_before` adds what stands there."""
         operator = -1
         for task in range(self.begin):
-            if self.tasks.kind_T[task] == TaskKind.FORWARD and self.tasks.subject_T[task] != operator:
-                operator = int(self.tasks.subject_T[task])
-                self._update(self.plan.updated_before.get(operator, ()))
+            kind, subject = self.step[task][0], self.step[task][4]
+            if kind == TaskKind.FORWARD and subject != operator:
+                operator = subject
+                self._before(operator)
             self._move(task)
-        return self._graph()
+
+    def _before(self, operator: int) -> None:
+        raise NotImplementedError
+
+    def _waits(self, task: int) -> list[int]:
+        """Return what a task of the step waits for in the window; what the step before has done is there."""
+        of_step = self.preds[self.bounds[task] : self.bounds[task + 1]]
+        return [number for number in map(self.number_T.__getitem__, of_step) if number >= 0]
 
     def _move(self, task: int) -> None:
-        tasks = self.tasks
-        preds = self.number_T[tasks.pred_E[tasks.pred_ptr_T1[task] : tasks.pred_ptr_T1[task + 1]]]
-        # What the step before has done is there.
-        waits = preds[preds >= 0].tolist()
-        self.number_T[task] = self._add(
-            (
-                int(tasks.kind_T[task]),
-                int(tasks.run_ns_T[task]),
-                int(tasks.resource_set_T[task]),
-                int(tasks.origin_T[task]),
-                int(tasks.subject_T[task]),
-                int(tasks.part_T[task]),
-                int(tasks.size_bytes_T[task]),
-            ),
-            waits,
-            int(self.launch_ns_T[task]),
-        )
-        if tasks.kind_T[task] in _RENEWALS:
-            for device in tasks.ends(task):
-                self.renewals[device].append(int(self.number_T[task]))
+        number = self._add(self.step[task], self._waits(task), self.launch_ns_T[task])
+        self.number_T[task] = number
+        if self.step[task][0] in _RENEWALS:
+            for device in self.tasks.ends(task):
+                self.awaited_D[device].append(number)
 
-    def _add(
-        self, column: tuple[int, int, int, int, int, int, int], waits: list[int], launch_ns: int = 0
-    ) -> int:
+    def _add(self, column: Column, waits: list[int], launch_ns: int = 0) -> int:
         """Add a task; a computation waits for the one before it on its device, as where one host issues them."""
         number, device = len(self.made.columns), column[2]
         launched_ns = 0
@@ -175,34 +221,64 @@ class _Window:
             self.latest_D[device] = number
             self.host_ns_D[device] += launch_ns
             launched_ns = self.host_ns_D[device] if launch_ns else 0
-            if column[0] == TaskKind.FORWARD and self.renewals[device]:
-                waits = [*waits, *self.renewals[device]]
-                self.renewals[device] = []
-        self.made.columns.append((*column, launched_ns))
+            if column[0] == TaskKind.FORWARD and self.awaited_D[device]:
+                waits = [*waits, *self.awaited_D[device]]
+                self.awaited_D[device] = []
+        self.made.columns.append(column)
+        self.made.launched_ns.append(launched_ns)
         self.made.preds.append(waits)
         return number
 
+    def _graph(self) -> TaskGraph:
+        columns = np.array(self.made.columns, np.int64).reshape(-1, 7).T.copy()
+        return replace(
+            self.tasks,
+            kind_T=columns[0],
+            run_ns_T=columns[1],
+            resource_set_T=columns[2],
+            origin_T=columns[3],
+            subject_T=columns[4],
+            part_T=columns[5],
+            size_bytes_T=columns[6],
+            launched_ns_T=np.array(self.made.launched_ns, np.int64),
+            pred_ptr_T1=np.cumsum([0, *map(len, self.made.preds)]).astype(np.int64),
+            pred_E=np.array(list(chain.from_iterable(self.made.preds)), np.int64),
+        )
+
+
+class _SlicesWindow(_Window):
+    """Of p3: slices of sums, and updates before the first operator that reads a weight."""
+
+    def __init__(self, tasks: TaskGraph, plan: Plan, builder: TaskGraphBuilder) -> None:
+        super().__init__(tasks, plan)
+        self.builder = builder
+        self.slices: list[list[int]] = [[] for _ in plan.buckets]
+        # The sum of each bucket in the step; and for each weight, the buckets that its cells are in.
+        self.sums = np.flatnonzero(tasks.kind_T == TaskKind.SYNCHRONIZE).tolist()
+        self.buckets_of: dict[str, set[int]] = {}
+        for number, bucket in enumerate(plan.buckets):
+            for entry in bucket.entries:
+                self.buckets_of.setdefault(entry.weight, set()).add(number)
+
+    def rotated(self) -> TaskGraph:
+        """Return the window."""
+        for task in range(self.begin, self.updates):
+            if self.step[task][0] == TaskKind.SYNCHRONIZE:
+                self._start_slices(task)
+            else:
+                self._move(task)
+        self._forward()
+        return self._graph()
+
     def _start_slices(self, task: int) -> None:
         """Add the sums that start once the bucket of a sum of the step is full."""
-        tasks = self.tasks
-        for bucket, part in self.plan.sums_after[int(tasks.subject_T[task])]:
+        for bucket, part in self.plan.sums_after[self.step[task][4]]:
             whole = self.sums[bucket]
-            resource_set, size_bytes = int(tasks.resource_set_T[whole]), int(tasks.size_bytes_T[whole])
+            kind, _, resource_set, origin, _, _, size_bytes = self.step[whole]
             first, last = slice_bounds(size_bytes, self.plan.slice_counts[bucket])[part]
-            preds = tasks.pred_E[tasks.pred_ptr_T1[whole] : tasks.pred_ptr_T1[whole + 1]]
-            added = self._add(
-                (
-                    int(TaskKind.SYNCHRONIZE),
-                    self._sum_ns(resource_set, last - first),
-                    resource_set,
-                    int(tasks.origin_T[whole]),
-                    bucket,
-                    part,
-                    last - first,
-                ),
-                self.number_T[preds].tolist(),
-            )
-            self.slices[bucket].append(added)
+            run_ns = self._sum_ns(resource_set, last - first)
+            column = (kind, run_ns, resource_set, origin, bucket, part, last - first)
+            self.slices[bucket].append(self._add(column, self._waits(whole)))
 
     def _sum_ns(self, resource_set: int, size_bytes: int) -> int:
         from search.kernels.collective_formulas import collectives_ns
@@ -213,8 +289,9 @@ class _Window:
         )
         return int(run_ns[0])
 
-    def _update(self, weights: tuple[str, ...]) -> None:
-        """Add the updates of some weights, one a device that holds any of them."""
+    def _before(self, operator: int) -> None:
+        """Add the updates of the weights that an operator is the first to read, one a device that holds any."""
+        weights = self.plan.updated_before.get(operator, ())
         if not weights:
             return
         elements_D = np.zeros(len(self.latest_D), np.int64)
@@ -232,19 +309,38 @@ class _Window:
             )  # fmt: skip
             self._add(column, waits_D[device])
 
-    def _graph(self) -> TaskGraph:
-        columns = np.array(self.made.columns, np.int64).reshape(-1, 8).T.copy()
-        counts = [len(preds) for preds in self.made.preds]
-        return replace(
-            self.tasks,
-            kind_T=columns[0],
-            run_ns_T=columns[1],
-            resource_set_T=columns[2],
-            origin_T=columns[3],
-            subject_T=columns[4],
-            part_T=columns[5],
-            size_bytes_T=columns[6],
-            launched_ns_T=columns[7],
-            pred_ptr_T1=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            pred_E=np.array([pred for preds in self.made.preds for pred in preds], np.int64),
-        )
+
+class _GathersWindow(_Window):
+    """Of tic and tac: gathers of updated weights, which the forward waits for and starts, two under way."""
+
+    def __init__(self, tasks: TaskGraph, plan: Plan) -> None:
+        super().__init__(tasks, plan)
+        gathers = np.flatnonzero(tasks.kind_T == TaskKind.UPDATE_GATHER)
+        # By bucket, its gather in the step.
+        self.gathers = dict(zip(tasks.subject_T[gathers].tolist(), gathers.tolist(), strict=True))
+
+    def rotated(self) -> TaskGraph:
+        """Return the window."""
+        for task in range(self.begin, self.updated):
+            self._move(task)
+        for number in self.plan.first_gathers:
+            self._gather(number)
+        self._forward()
+        return self._graph()
+
+    def _gather(self, number: int) -> None:
+        """Add a gather, which starts when all of its devices have come to this place in the order."""
+        waits: list[int] = []
+        for device in self.plan.buckets[number].devices:
+            waits += [*self.awaited_D[device], self.latest_D[device]]
+        task = self.gathers[number]
+        self.number_T[task] = self._add(self.step[task], [wait for wait in waits if wait >= 0])
+
+    def _before(self, operator: int) -> None:
+        """Wait for the gathers that an operator is the first to need, and start those that follow them."""
+        for number in self.plan.gathers_awaited.get(operator, ()):
+            for device in self.plan.buckets[number].devices:
+                self.awaited_D[device].append(self.number_T[self.gathers[number]])
+            following = self.plan.gather_after(number)
+            if following is not None:
+                self._gather(following)

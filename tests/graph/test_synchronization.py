@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph.errors import StrategyError, UsageError
+from graph.plan import Plan, build_plan
 from graph.strategy import Sharding, strategy_from_json
 from graph.synchronization import (
     BY_DEFAULT,
@@ -23,7 +25,7 @@ from graph.synchronization import (
     synchronization_to_json,
 )
 from search.space.baselines import data_parallel, shared
-from tests.search.builders import random_mesh, two_layers
+from tests.search.builders import branches, random_mesh, two_layers
 
 SIZES = st.integers(1024, 2**40)
 
@@ -44,9 +46,13 @@ def test_strategies_keep_their_policy_and_the_default_is_no_part_of_the_digest()
     assert sliced.to_json(graph)["synchronization"] == {"policy": "p3", "slice_bytes": 4096}
     digests = {
         replace(plain, synchronization=of).digest
-        for of in (p3(4096), p3(), Synchronization(Policy.FIFO, 4096))
+        for of in (
+            p3(4096),
+            p3(),
+            *(Synchronization(of, 4096) for of in (Policy.FIFO, Policy.TIC, Policy.TAC)),
+        )
     }
-    assert len({plain.digest, *digests}) == 4
+    assert len({plain.digest, *digests}) == 6
     assert strategy_from_json(sliced.to_json(graph), graph, 4) == sliced
     # What a person leaves out is as usual.
     document = {**plain.to_json(graph), "synchronization": {"policy": "p3"}}
@@ -56,9 +62,13 @@ def test_strategies_keep_their_policy_and_the_default_is_no_part_of_the_digest()
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ("p3", "policy is p3, must be one of fifo, p3"),
-        ({"policy": "tac"}, "policy is tac, must be one of fifo, p3"),
-        ({"slice_bytes": 4096}, "policy is nothing, must be one of fifo, p3"),
+        ("p3", "policy is p3, must be one of fifo, p3, tic, tac"),
+        ({"policy": "p4"}, "policy is p4, must be one of fifo, p3, tic, tac"),
+        ({"slice_bytes": 4096}, "policy is nothing, must be one of fifo, p3, tic, tac"),
+        (
+            {"policy": "tic", "slice_bytes": 4096},
+            "key slice_bytes is unknown, must be policy or, of tic, bucket_bytes",
+        ),
         (
             {"policy": "p3", "bucket_bytes": 4096},
             "key bucket_bytes is unknown, must be policy or, of p3, slice_bytes",
@@ -78,7 +88,7 @@ def test_malformed_policies_are_refused_in_one_line(document: object, message: s
 @pytest.mark.parametrize("text", ["", "p4", "p3:", "p3:1", "p3:x", "p3:-5", "fifo:1e6", "p3:99999999999999"])
 def test_names_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(
-        UsageError, match=r"^--policy: is .*, must be fifo or p3, or one of them with 1,024 bytes"
+        UsageError, match=r"^--policy: is .*, must be fifo, p3, tic, tac, or one of them with 1,024 bytes"
     ):
         read_synchronization(text, "--policy")
 
@@ -93,10 +103,44 @@ def test_weights_that_are_shared_are_not_summed_in_slices() -> None:
     graph = two_layers()
     sharded = shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER)
     sharded.validate(graph, 2)
+    replace(sharded, synchronization=Synchronization(Policy.TIC)).validate(graph, 2)
     with pytest.raises(
         StrategyError, match=r"^synchronization: policy p3 is for weights that every holder keeps"
     ):
         replace(sharded, synchronization=p3()).validate(graph, 2)
+
+
+def plan_in_order(seed: int, gather_order: Sequence[int] = ()) -> Plan:
+    graph = branches()
+    strategy = random_mesh(graph, 4, np.random.default_rng(seed))
+    strategy = replace(
+        shared(graph, strategy, Sharding.OPTIMIZER), synchronization=Synchronization(Policy.TIC)
+    )
+    return build_plan(graph, strategy, [0] * 4, 64, gather_order=gather_order)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_late_gathers_are_awaited_by_the_first_reader_and_in_their_order(seed: int) -> None:
+    buckets = list(plan_in_order(seed).gather_order)
+    np.random.default_rng(seed).shuffle(buckets)
+    plan = plan_in_order(seed, buckets)
+    awaited = [number for numbers in plan.gathers_awaited.values() for number in numbers]
+    assert awaited == buckets
+    order = plan.graph.order.of_loss
+    places = {number: order.index(index) for index, of in plan.gathers_awaited.items() for number in of}
+    assert [places[number] for number in buckets] == sorted(places.values())
+    for number in buckets:
+        weights = {entry.weight for entry in plan.buckets[number].entries}
+        first = min(order.index(index) for name in weights for index, _ in plan.graph.consumers[name])
+        # Or by an operator before, which needs a gather behind it in the order.
+        assert places[number] <= first
+    started = [*plan.first_gathers, *filter(lambda one: one is not None, map(plan.gather_after, awaited))]
+    assert started == buckets
+
+
+def test_an_order_of_other_gathers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^gather_order: is \[0\], must be of the buckets \["):
+        plan_in_order(0, (0,))
 
 
 @given(st.integers(0, 10**7), st.integers(1, 300))

@@ -1,4 +1,4 @@
-"""Slices of gradients and late updates (p3) on real processes: sums, order, weights bit by bit, whole steps."""
+"""Slices and late updates (p3), and late gathers (tic), on real processes: order, weights bit by bit, whole steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.strategy import Strategy
+from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3
 from graph.training import Training
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
-from search.space.baselines import data_parallel
+from search.space.baselines import data_parallel, shared
 from tests.gpu.ranks import run_ranks
 from tests.runtime.oracle import SEED, assert_equal, graph_of, make_job, reference, train_plain
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import random_strategy, seeds
+from tests.runtime.strategies import random_strategy, randomly_shared, seeds
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -28,14 +29,26 @@ POLICIES = {
     "buckets of 64 bytes": Synchronization(Policy.FIFO, 64),
     "p3": p3(64),
     "p3, whole layers": p3(1024),
+    "tic": Synchronization(Policy.TIC, 64),
 }
 
 
+def tic(bucket_bytes: int) -> Synchronization:
+    return Synchronization(Policy.TIC, bucket_bytes)
+
+
+def with_shared_updates(graph: OperatorGraph, devices: int) -> Strategy:
+    """Return data parallelism of which all updates are shared."""
+    return shared(graph, data_parallel(graph, devices), Sharding.OPTIMIZER)
+
+
 def shuffled(strategy: Strategy, job: Job, seed: int) -> Job:
-    """Return the job with its slices in a random order, which is one of those that a simulation may find."""
-    order = list(build_plan(job.graph, strategy, job.node_of).slice_order)
-    random.Random(seed).shuffle(order)
-    return replace(job, slice_order=tuple(order))
+    """Return the job with its slices and gathers in a random order, which is one that a simulation may find."""
+    plan = build_plan(job.graph, strategy, job.node_of)
+    slices, gathers = list(plan.slice_order), list(plan.gather_order)
+    random.Random(seed).shuffle(slices)
+    random.Random(seed).shuffle(gathers)
+    return replace(job, slice_order=tuple(slices), gather_order=tuple(gathers))
 
 
 def with_optimizer(job: Job, optimizer: str) -> Job:
@@ -67,9 +80,37 @@ def test_random_strategies_with_late_updates_give_what_the_plain_module_gives(
     assert_equal(pool.run(job), train_plain(model))
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
+def test_late_gathers_give_what_the_plain_module_gives(pool: LocalPool, name: str, optimizer: str) -> None:
+    model, graph = reference(name), graph_of(name)
+    for seed, devices in enumerate((2, 4)):
+        strategy = replace(with_shared_updates(graph, devices), synchronization=tic(100))
+        assert len(build_plan(graph, strategy, (0,) * devices).gather_order) > 1
+        job = shuffled(strategy, make_job(graph, strategy, model, optimizer), seed)
+        result = pool.run(job)
+        assert result.verification is not None
+        assert result.verification.ok, result.verification.worst
+        assert_equal(result, train_plain(model, optimizer))
+
+
+@pytest.mark.parametrize("seed", seeds(4, 20))
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "viewed"])
+def test_random_strategies_with_late_gathers_give_what_the_plain_module_gives(
+    pool: LocalPool, name: str, seed: int
+) -> None:
+    """Weights that are whole and weights that are kept in shares, and read as copies of parts, among them."""
+    model, graph = reference(name), graph_of(name)
+    strategy = randomly_shared(random_strategy(graph, 4, seed), graph, seed)
+    strategy = replace(strategy, synchronization=tic(60))
+    job = shuffled(strategy, make_job(graph, strategy, model), seed)
+    assert_equal(pool.run(job), train_plain(model))
+
+
 def integers(pool: LocalPool, synchronization: Synchronization, devices: int) -> JobResult:
     graph = graph_of("integers")
-    strategy = replace(data_parallel(graph, devices), synchronization=synchronization)
+    whole = with_shared_updates if synchronization.orders_gathers else data_parallel
+    strategy = replace(whole(graph, devices), synchronization=synchronization)
     job = Job(
         graph=graph,
         strategy=strategy,
@@ -108,9 +149,12 @@ def test_weights_are_those_of_plain_sgd_bit_by_bit(pool: LocalPool, policy: str,
         assert torch.equal(torch.as_tensor(found.weights[name]), parameter.detach())
 
 
-def test_steps_in_succession_have_a_time_each_and_lost_time_with_it(pool: LocalPool) -> None:
+@pytest.mark.parametrize("policy", ["p3", "tic"])
+def test_steps_in_succession_have_a_time_each_and_lost_time_with_it(pool: LocalPool, policy: str) -> None:
     graph, model = graph_of("perceptron"), reference("perceptron")
     strategy = replace(data_parallel(graph, 2), synchronization=p3(100))
+    if policy == "tic":
+        strategy = replace(with_shared_updates(graph, 2), synchronization=tic(100))
     job = replace(
         make_job(graph, strategy, model), iterations=5, warmup=2, collect=False, recorded=1, peak=True
     )

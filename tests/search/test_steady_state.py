@@ -1,4 +1,4 @@
-"""The steady state of p3: the paper's recurrences, a slow channel, and what a window of any strategy must hold."""
+"""The steady state of p3, tic and tac: recurrences, a slow channel, and what a window of any strategy must hold."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from graph.calls import LocalCall
+from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import build_plan
-from graph.strategy import Strategy
+from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3, slice_bounds, started_after
 from graph.training import Training
 from search.cost.cost_table import CostTable, OperatorCost, Origin
 from search.cost.link_costs import Curve
 from search.simulate.simulator import simulate, simulate_tasks
-from search.simulate.steady_state import in_steady_state, slice_order
+from search.simulate.steady_state import gather_order, in_steady_state, slice_order
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
-from search.space.baselines import data_parallel
+from search.space.baselines import data_parallel, shared
 from tests.search.builders import GraphBuilder, all_reduces, devices, local_calls, random_mesh
 from tests.search.test_delta import BUCKET_BYTES, GRAPHS, TOPOLOGIES, builder_of
 
@@ -270,3 +271,151 @@ def test_buckets_of_another_size_are_those_of_the_plan(size_bytes: int) -> None:
     sums = tasks.size_bytes_T[tasks.kind_T == TaskKind.SYNCHRONIZE].tolist()
     assert sums == [bucket.size_bytes for bucket in build_plan(graph, strategy, [0] * 3).buckets]
     assert in_steady_state(tasks, strategy, builder) is tasks
+
+
+# ---- late gathers
+
+
+def gathers_ns(
+    widths: Sequence[int], f: Sequence[int], b: Sequence[int], policy: Policy, bucket_bytes: int
+) -> int:
+    """Return the step of data parallelism with shared updates over two devices that communication does not slow."""
+    graph = chain(widths)
+    strategy = replace(
+        shared(graph, data_parallel(graph, 2), Sharding.OPTIMIZER),
+        synchronization=Synchronization(policy, bucket_bytes),
+    )
+    return simulate(
+        graph, strategy, devices(2, contention=0.0), CostTable(ChainCosts(f, b, widths)), TRAINING,
+        links=GATHERS, local_calls=local_calls,
+    ).step_time_ns  # fmt: skip
+
+
+# Half an all-reduce each: a unit of 16 elements takes half a millisecond.
+GATHERS = replace(
+    LINKS,
+    by_size={
+        (kind, 2): Curve.line(0.0, 0.5e-3 / UNIT_BYTES)
+        for kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER)
+    },
+)
+
+
+def late_gathers_ns(f: Sequence[int], b: Sequence[int], sent_ns: Sequence[int]) -> tuple[int, int]:
+    """A slow channel, by layers: reduce-scatters as layers are ready, then gathers; these early, and before the loss.
+
+    Of the sums that of a layer waits for that before it, and the next layer's backward for that of the one before.
+    """
+    layers = len(f)
+    compute, ends = 0, [0]
+    for layer in reversed(range(layers)):
+        # Two sums are in a device's hands at most.
+        compute = max(compute, ends[-2] if len(ends) > 1 else 0) + b[layer] * UNIT_NS
+        ends.append(max(compute, ends[-1]) + sent_ns[layer])
+    updated = max(compute, ends[-1])
+    fifo = updated + sum(sent_ns) + sum(f) * UNIT_NS
+    free, forward, awaited = updated, updated, [updated] * (layers + 2)
+    for layer in range(layers):
+        gathered = max(free, awaited[layer]) + sent_ns[layer]
+        free = gathered
+        # The gather after the next one starts once this layer's forward, and its gather, are waited for.
+        awaited[layer + 2] = max(forward, gathered)
+        forward = max(forward, gathered) + f[layer] * UNIT_NS
+    return fifo, forward
+
+
+@pytest.mark.parametrize("policy", [Policy.TIC, Policy.TAC])
+@pytest.mark.parametrize("seed", range(8))
+def test_late_gathers_take_what_a_slow_channel_takes_and_never_more_than_early_ones(
+    seed: int, policy: Policy
+) -> None:
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(2, 7))
+    # Even widths: the two shares of a weight are equal.
+    widths = (2 * rng.choice(np.arange(2, 30), layers + 1, replace=False)).tolist()
+    f, b = (rng.integers(0, 9, layers).tolist() for _ in range(2))
+    sent_ns = [int(4 * inner * out * 0.5e-3 / UNIT_BYTES * 1e9 + 0.5) for inner, out in pairwise(widths)]
+    fifo, late = late_gathers_ns(f, b, sent_ns)
+    assert gathers_ns(widths, f, b, Policy.FIFO, 1) == fifo
+    assert gathers_ns(widths, f, b, policy, 1) == late <= fifo
+
+
+def late_window(
+    name: str, topology_name: str, seed: int, policy: Policy
+) -> tuple[Strategy, TaskGraph, TaskGraph]:
+    graph, topology = GRAPHS[name], TOPOLOGIES[topology_name]
+    rng = np.random.default_rng(seed)
+    strategy = shared(graph, random_mesh(graph, len(topology.devices), rng), Sharding.OPTIMIZER)
+    strategy = replace(strategy, synchronization=Synchronization(policy, BUCKET_BYTES))
+    builder = builder_of(graph, topology)
+    tasks = builder.build(strategy)
+    return strategy, tasks, in_steady_state(tasks, strategy, builder)
+
+
+@pytest.mark.parametrize("policy", [Policy.TIC, Policy.TAC])
+@pytest.mark.parametrize("topology_name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_window_of_late_gathers_has_the_tasks_of_a_step(
+    name: str, topology_name: str, policy: Policy
+) -> None:
+    for seed in range(3):
+        strategy, step, window = late_window(name, topology_name, seed, policy)
+        columns = [
+            sorted(zip(of.kind_T, of.subject_T, of.part_T, of.run_ns_T, of.resource_set_T, strict=True))
+            for of in (step, window)
+        ]
+        assert columns[0] == columns[1]
+        nodes = [device.node for device in TOPOLOGIES[topology_name].devices]
+        order = gather_order(window)
+        plan = build_plan(GRAPHS[name], strategy, nodes, gather_order=order)
+        assert plan.gather_order == order
+        for of in ("program", "fifo", "priority"):
+            simulation = simulate_tasks(window, of)
+            least_ns, most_ns = simulation.bounds_ns
+            assert least_ns <= simulation.step_time_ns <= most_ns
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_forward_waits_for_the_gathers_of_what_it_reads(name: str) -> None:
+    strategy, _, window = late_window(name, "one node", 2, Policy.TIC)
+    plan = build_plan(GRAPHS[name], strategy, [0] * 3, gather_order=gather_order(window))
+    simulation = simulate_tasks(window)
+    gathers = window.kind_T == TaskKind.UPDATE_GATHER
+    ended = dict(zip(window.subject_T[gathers].tolist(), simulation.end_ns[gathers].tolist(), strict=True))
+    assert ended
+    for task in np.flatnonzero(window.kind_T == TaskKind.FORWARD).tolist():
+        reads = GRAPHS[name].operators[int(window.subject_T[task])].inputs
+        for number, end_ns in ended.items():
+            bucket = plan.buckets[number]
+            if int(window.resource_set_T[task]) in bucket.devices and any(
+                entry.weight in reads for entry in bucket.entries
+            ):
+                assert simulation.start_ns[task] >= end_ns
+
+
+@pytest.mark.parametrize("policy", [Policy.TIC, Policy.TAC])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_with_computations_in_program_order_tic_and_tac_gather_first_what_is_read_first(
+    name: str, policy: Policy
+) -> None:
+    graph, topology = GRAPHS[name], TOPOLOGIES["one node"]
+    strategy = replace(
+        shared(graph, data_parallel(graph, 3), Sharding.OPTIMIZER), synchronization=Synchronization(policy, 8)
+    )
+    builder = builder_of(graph, topology)
+    order = gather_order(in_steady_state(builder.build(strategy), strategy, builder))
+    plan = build_plan(graph, strategy, [0] * 3, gather_order=order)
+    places = {index: place for place, index in enumerate(graph.order.of_loss)}
+    first = {weight: places[index] for index, names in plan.updated_before.items() for weight in names}
+    needed = [min(first[entry.weight] for entry in plan.buckets[number].entries) for number in order]
+    assert len(order) > 1
+    assert needed == sorted(needed)
+
+
+def test_strategies_that_share_no_update_have_nothing_to_gather() -> None:
+    graph = GRAPHS["branches"]
+    strategy = replace(data_parallel(graph, 3), synchronization=Synchronization(Policy.TIC, 64))
+    builder = builder_of(graph, TOPOLOGIES["one node"])
+    tasks = builder.build(strategy)
+    assert in_steady_state(tasks, strategy, builder) is tasks
+    assert not build_plan(graph, strategy, [0] * 3).gathers_late

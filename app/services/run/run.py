@@ -387,9 +387,9 @@ def _stored_failure(store: Store, execution_id: int, cause: Cause) -> Iterator[N
 def _job(request: RunRequest, setting: Setting, strategy: Strategy, simulation: Simulation) -> Job:
     from runtime.jobs.job import Job
     from runtime.jobs.models import ModelReference
-    from search.simulate.steady_state import slice_order
+    from search.simulate.steady_state import gather_order, slice_order
 
-    late = strategy.synchronization.policy is Policy.P3
+    synchronization = strategy.synchronization
     return Job(
         graph=setting.model.graph,
         strategy=strategy,
@@ -405,7 +405,8 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy, simulation: 
         all_reduces=all_reduce_choices(
             setting.model.graph, strategy, setting.topology, setting.target.link_costs
         ),
-        slice_order=slice_order(simulation.tasks) if late else (),
+        slice_order=slice_order(simulation.tasks) if synchronization.policy is Policy.P3 else (),
+        gather_order=gather_order(simulation.tasks) if synchronization.orders_gathers else (),
     )
 
 

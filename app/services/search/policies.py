@@ -1,4 +1,4 @@
-"""The policy of a found strategy's sums of gradients (`graph.synchronization`): the one asked for, or the fastest."""
+"""The synchronization of a found strategy's weights (`graph.synchronization`): the one asked for, or the fastest."""
 
 from __future__ import annotations
 
@@ -42,22 +42,20 @@ def checked_policy(text: str) -> str:
 def with_policy(
     store: Store, setting: Setting, plan: SearchPlan, report: SearchReport, policy: str, progress: Progress
 ) -> SearchReport:
-    """Return the report with the best strategy's gradients summed by a policy: `auto` takes the fastest predicted.
+    """Return the report with the best strategy's weights synchronized by a policy: `auto` takes the fastest predicted.
 
-    Of `auto` the fastest baseline may become the best strategy, where it is faster so. Strategies with weights that are
-    shared keep to fifo.
+    Of `auto` the fastest baseline may become the best strategy, where it is faster so. p3 passes by strategies with
+    weights that are shared, and of `auto` tic those without.
     """
     predictions = SearchPredictions(store, setting, plan)
     graph, count = setting.model.graph, len(setting.topology.devices)
     found = [report.best] if policy != AUTO else [report.best, report.best_baseline]
     best = report.best
     chosen = BY_DEFAULT
-    with progress.stage("simulating sums of gradients"):
+    with progress.stage("simulating policies of synchronization"):
         for prediction in found:
             strategy = strategy_of(store.strategy(prediction.digest), graph, count)
-            for synchronization in _candidates(policy):
-                if strategy.sharding and synchronization.policy is Policy.P3:
-                    continue
+            for synchronization in candidates(policy, shared=bool(strategy.sharding)):
                 predicted = predictions.predict(replace(strategy, synchronization=synchronization))
                 if policy != AUTO or predicted.rank < best.rank:
                     best, chosen = predicted, synchronization
@@ -71,7 +69,11 @@ def with_policy(
     )
 
 
-def _candidates(policy: str) -> list[Synchronization]:
+def candidates(policy: str, *, shared: bool) -> list[Synchronization]:
+    """Return what a policy that a user names stands for, of a strategy of which updates are shared or none is."""
     if policy != AUTO:
-        return [read_synchronization(policy, "--policy")]
-    return [*(Synchronization(Policy.FIFO, size) for size in BUCKETS), *map(p3, SLICES)]
+        named = read_synchronization(policy, "--policy")
+        return [] if shared and named.policy is Policy.P3 else [named]
+    # TAC's order is TIC's where computations are in program order, and takes longer to find.
+    late = [Synchronization(Policy.TIC, size) for size in BUCKETS] if shared else [*map(p3, SLICES)]
+    return [*(Synchronization(Policy.FIFO, size) for size in BUCKETS), *late]

@@ -1,0 +1,86 @@
+"""What it is worth that a walk knows of the policy of synchronization, which a search chooses after its walks.
+
+On models of FlexFlow's P100 cluster, steps by data sheets. One search walks by default buckets; then its strategy takes
+the policy and size that are predicted to be the fastest, as `app search --policy auto` does. Others walk by buckets of
+each size, from the same seed, and choose likewise; the best of them all is the least that moves of the policy within a
+walk could find with as many times the proposals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from scripts.benchmarks.result import BenchmarkResult, MeasuredValue, measurement
+from scripts.benchmarks.simulator import Datasheet
+from scripts.benchmarks.zoo import QUICK, zoo_graph
+
+if TYPE_CHECKING:
+    from graph.operators import OperatorGraph
+    from graph.strategy import Strategy
+    from search.simulate.task_graph import TaskGraphBuilder
+
+TOPOLOGY, NODES = "p100-cluster", 4
+# Samples of a GPU.
+NETWORKS = {"alexnet": 16, "inception": 8, "resnet101": 8, "nmt": 16, "bert-large": 2, "dlrm": 64}
+PROPOSALS = 4000
+
+
+def run(*, quick: bool) -> BenchmarkResult:
+    """Search; in quick mode a small network on four GPUs."""
+    measurements: list[MeasuredValue] = []
+    rows: list[dict[str, str]] = []
+    for name, samples in (QUICK if quick else NETWORKS).items():
+        row, gain = _row(name, samples, quick=quick)
+        rows.append({"network": name, **row})
+        measurements.append(measurement(f"{name}: gain of walks of all sizes", 100 * gain, "%"))
+    return BenchmarkResult(
+        benchmark="policy_moves",
+        conditions={"topology": TOPOLOGY, "nodes": NODES, "proposals a walk": 50 if quick else PROPOSALS},
+        measurements=measurements,
+        table=rows,
+    )
+
+
+def _row(name: str, samples: int, *, quick: bool) -> tuple[dict[str, str], float]:
+    """Return a row of milliseconds, and the share that the best walk saves of the default one, policies chosen."""
+    from app.services.search.policies import BUCKETS
+    from graph.synchronization import BUCKET_BYTES
+    from graph.topology import load_topology
+    from graph.training import Training
+    from search.algorithms.mcmc import SearchOptions, search
+    from search.algorithms.moves import shares_for
+    from search.cost.cost_table import CostTable
+    from search.simulate.task_graph import TaskGraphBuilder
+
+    topology = load_topology(TOPOLOGY, 1 if quick else NODES)
+    count = len(topology.devices)
+    graph = zoo_graph(name, "small" if quick else "paper", samples * count)
+    costs, training = CostTable(Datasheet(topology.kinds)), Training(samples * count)
+    options = SearchOptions(proposals=50 if quick else PROPOSALS, shares=shares_for(count))
+    chosen_s: dict[int, float] = {}
+    row: dict[str, str] = {}
+    for size in (BUCKET_BYTES, *(size for size in BUCKETS if size != BUCKET_BYTES)):
+        builder = TaskGraphBuilder(graph, topology, costs, training, bucket_bytes=size)
+        found = search(graph, topology, costs, training, options, builder=builder, workers=2).strategy
+        plain = TaskGraphBuilder(graph, topology, costs, training)
+        policy, chosen_s[size] = _fastest(graph, found, plain)
+        row[f"walk by {size / 2**20:g} MiB"] = f"{chosen_s[size] * 1e3:.2f} ({policy})"
+    by_default = chosen_s[BUCKET_BYTES]
+    return row, 1 - min(chosen_s.values()) / by_default
+
+
+def _fastest(graph: OperatorGraph, strategy: Strategy, builder: TaskGraphBuilder) -> tuple[str, float]:
+    """Return the policy of the shortest step of a strategy, and its seconds."""
+    from app.services.search.policies import candidates
+    from search.simulate.simulator import simulate_tasks
+    from search.simulate.steady_state import in_steady_state
+
+    steps = {}
+    for synchronization in candidates("auto", shared=bool(strategy.sharding)):
+        changed = replace(strategy, synchronization=synchronization)
+        changed.validate(graph, len(builder.topology.devices))
+        tasks = in_steady_state(builder.build(changed), changed, builder)
+        steps[synchronization.text] = simulate_tasks(tasks).step_time_s
+    fastest = min(steps, key=steps.__getitem__)
+    return fastest, steps[fastest]
