@@ -220,15 +220,19 @@ class Plan:
         It is the first that reads any of a bucket's weights, or of those of a bucket that follows in the order: a
         gather is awaited no later than those behind it, so that on all devices all starts and waits stand in one order.
         """
-        place = {index: place for place, index in enumerate(self.graph.order.of_loss)}
-        first = {name: index for index, names in self.updated_before.items() for name in names}
         result: dict[int, list[int]] = {}
-        soonest = len(place)
+        soonest = len(self.graph.order.of_loss)
         for number in reversed(self.gather_order):
-            readers = [first[entry.weight] for entry in self.buckets[number].entries]
-            soonest = min(soonest, *(place[index] for index in readers))
+            soonest = min(soonest, self.first_read[number])
             result.setdefault(self.graph.order.of_loss[soonest], []).append(number)
         return {index: tuple(reversed(numbers)) for index, numbers in reversed(result.items())}
+
+    @cached_property
+    def first_read(self) -> tuple[int, ...]:
+        """For each bucket, the place in the forward of the first operator that reads any of its weights."""
+        place = {index: place for place, index in enumerate(self.graph.order.of_loss)}
+        first = {name: place[index] for index, names in self.updated_before.items() for name in names}
+        return tuple(min(first[entry.weight] for entry in bucket.entries) for bucket in self.buckets)
 
     @property
     def first_gathers(self) -> tuple[int, ...]:
@@ -272,7 +276,7 @@ def build_plan(
         every_element: a weight of which some elements are never read is held whole by its first holder, so that an
             optimizer which changes weights without gradients (weight decay) reaches these elements too.
         slice_order: see `Plan`; without one, buckets follow each other as they become full.
-        gather_order: see `Plan`; without one, gathers are in the order of the buckets.
+        gather_order: see `Plan`; without one, gathers are in the order of the buckets, late ones of their first reads.
 
     Raises:
         ValueError: `slice_order` is of other slices, or `gather_order` of other buckets.
@@ -310,7 +314,7 @@ def build_plan(
     gathered = [number for number, bucket in enumerate(buckets) if bucket.sharding is Sharding.OPTIMIZER]
     if gather_order and sorted(gather_order) != gathered:
         raise ValueError(f"gather_order: is {list(gather_order)}, must be of the buckets {gathered}")
-    return Plan(
+    plan = Plan(
         graph=graph,
         strategy=strategy,
         exchanges=exchanges,
@@ -332,6 +336,9 @@ def build_plan(
         forward_gathers=forward_gathers,
         backward_gathers=backward_gathers,
     )
+    if gather_order or not plan.gathers_late:
+        return plan
+    return replace(plan, gather_order=tuple(sorted(gathered, key=plan.first_read.__getitem__)))
 
 
 def gathers_begun(gathers: Gathers, index: int) -> list[tuple[int, Gather]]:

@@ -200,8 +200,14 @@ class JobRun:
 
         heartbeat(f"in step {number}, whose memory is measured")
         self._executor.forget_step()
+
+        def whole_step() -> None:
+            self._executor.step(number)
+            # Sums under way in threads of gloo, where torch's profiler ends, would write to memory that it has freed.
+            self._executor.finish()
+
         with self._world.settling():
-            return measure_peak(lambda: self._executor.step(number), self._device)
+            return measure_peak(whole_step, self._device)
 
 
 def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:

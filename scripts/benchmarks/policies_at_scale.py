@@ -2,7 +2,7 @@
 
 Models of FlexFlow's P100 cluster with 16 and 256 nodes, steps by data sheets; nothing is measured. Of data parallelism:
 the all-reduce of two levels and P3, against one ring or halving over all devices and buckets. Of data parallelism with
-shared updates (ZeRO-2): late gathers in the order of TIC, against gathers before the next step. Memory is not looked at.
+shared updates (ZeRO-2): late gathers in the order of TIC, against gathers before the next step. Memory is not limited.
 """
 
 from __future__ import annotations

@@ -118,7 +118,10 @@ def _first_waiting(tasks: TaskGraph) -> IntArray:
 
 
 def _numbers_of_gathers(window: TaskGraph, policy: Policy) -> dict[int, int]:
-    """Return, for each bucket, the number of its gather by TIC or TAC, in a window of any order."""
+    """Return, for each bucket, the number of its gather by TIC or TAC.
+
+    In a window in which gathers go in the order of their first reads: each is awaited by its own reader alone.
+    """
     from search.simulate.priorities import tac_of, tic_of
 
     gathers = np.flatnonzero(window.kind_T == TaskKind.UPDATE_GATHER)

@@ -87,7 +87,7 @@ def test_a_policy_that_is_none_is_refused_before_anything_is_begun(
 ) -> None:
     refused = command(*words, "--policy", "p4")
     assert refused.code == 2
-    assert "--policy: is p4, must be fifo or p3" in refused.errors
+    assert "--policy: is p4, must be fifo, p3, tic, tac, or" in refused.errors
     assert refused.errors.count("\n") == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from graph.plan import build_plan
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3
 from graph.training import Training
+from runtime.instructions.state import StepState
 from runtime.jobs.job import Job, JobResult
 from runtime.jobs.models import ModelReference
 from search.space.baselines import data_parallel, shared
@@ -214,3 +216,41 @@ def test_delays_leave_the_order_of_the_sums_as_it_is() -> None:
     for group in {group for steps in ranks for group, _ in steps[0]}:
         of_members = [[sum_ for sum_ in ranks[rank][0] if sum_[0] == group] for rank in group]
         assert all(of_rank == of_members[0] for of_rank in of_members)
+
+
+def _under_way_at_the_peak(rank: int, count: int, meeting: str) -> list[bool]:
+    """Return, for p3 and tic, whether anything is under way where the measurement of a step's memory ends."""
+    import torch.distributed as dist
+
+    from runtime.communication import make_groups
+    from runtime.jobs.run import JobRun
+    from runtime.launch.processes import join_group
+    from runtime.observe import measured_peak
+
+    join_group("cpu", 60.0, store=dist.FileStore(meeting, count), rank=rank, size=count)  # type: ignore[attr-defined]
+    graph, model = graph_of("perceptron"), reference("perceptron")
+    measure, found = measured_peak.measure_peak, []
+    for strategy in (
+        replace(data_parallel(graph, count), synchronization=p3(60)),
+        replace(with_shared_updates(graph, count), synchronization=tic(60)),
+    ):
+        job = replace(make_job(graph, strategy, model), collect=False, verify=False, peak=True)
+        plan = job.plan()
+        make_groups(plan.device_groups, 60.0)
+        run = JobRun(job, plan, "cpu")
+        state = run._executor._state
+
+        def measured(step: Callable[[], None], device: torch.device, state: StepState = state) -> Any:
+            peak = measure(step, device)
+            found.append(bool(state.all_reduces or state.all_gathers or state.gathers_due))
+            return peak
+
+        measured_peak.measure_peak = measured
+        run.result()
+        measured_peak.measure_peak = measure
+    return found
+
+
+def test_the_memory_of_a_step_is_measured_until_nothing_is_under_way() -> None:
+    """Where torch's profiler ends beside a thread of gloo, that thread writes to memory that it has freed."""
+    assert run_ranks(_under_way_at_the_peak, 2) == [[False, False]] * 2
