@@ -22,22 +22,20 @@ operators of this one, so that one is always under way. Who reads a view of a we
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graph.axes import operand_regions, tasks
+from graph.buckets import Bucket, Gathers, gradient_buckets, weight_gathers
 from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
-from graph.recomputation import needed_at
 from graph.strategy import Sharding, Strategy
-from graph.synchronization import Policy, started_after
+from graph.synchronization import Policy, Synchronization, started_after
 from graph.weight_placement import (
-    WeightCell,
     cells,
-    gathered_elements,
     held_regions,
     shares,
     with_every_element,
@@ -45,41 +43,6 @@ from graph.weight_placement import (
 
 # Of late gathers: each has a tensor of its own beside the weights, and a second one keeps the link busy.
 GATHERS_UNDER_WAY = 2
-
-
-@dataclass(frozen=True, slots=True)
-class BucketEntry:
-    """A cell of one weight inside a bucket."""
-
-    weight: str
-    cell: WeightCell
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients of cells with the same holders, summed over them after backward of `after`.
-
-    By one all-reduce; where the holders share the cells, by one reduce-scatter of as many equal slices, of
-    `size_bytes` together.
-    """
-
-    devices: tuple[int, ...]
-    entries: tuple[BucketEntry, ...]
-    size_bytes: int
-    after: int
-    sharding: Sharding = Sharding.NONE
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Cells of weights that are kept in shares, gathered by their holders before an operator needs them."""
-
-    devices: tuple[int, ...]
-    entries: tuple[BucketEntry, ...]
-    size_bytes: int
-
-
-Gathers = dict[int, tuple[Gather, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +207,47 @@ class Plan:
         place = self.gather_order.index(awaited) + GATHERS_UNDER_WAY
         return self.gather_order[place] if place < len(self.gather_order) else None
 
+    def with_synchronization(
+        self,
+        synchronization: Synchronization,
+        slice_order: Sequence[int] = (),
+        gather_order: Sequence[int] = (),
+    ) -> Plan:
+        """Return the plan of the same strategy with its weights synchronized otherwise.
+
+        Raises:
+            ValueError: `slice_order` is of other slices, or `gather_order` of other buckets.
+        """
+        strategy = replace(self.strategy, synchronization=synchronization)
+        return replace(self, strategy=strategy)._synchronized(synchronization, slice_order, gather_order)
+
+    def _synchronized(
+        self, synchronization: Synchronization, slice_order: Sequence[int], gather_order: Sequence[int]
+    ) -> Plan:
+        parts = (self.graph, self.strategy, self.held, self.active, synchronization.size_bytes)
+        buckets = gradient_buckets(*parts)
+        forward_gathers, backward_gathers = weight_gathers(*parts)
+        counts = [synchronization.slice_count(bucket.size_bytes) for bucket in buckets]
+        in_order = [number for number, count in enumerate(counts) for _ in range(count)]
+        if slice_order and sorted(slice_order) != in_order:
+            raise ValueError(
+                f"slice_order: is of {len(slice_order)} slices, must be of {len(in_order)}, {counts} by bucket"
+            )
+        gathered = [number for number, bucket in enumerate(buckets) if bucket.sharding is Sharding.OPTIMIZER]
+        if gather_order and sorted(gather_order) != gathered:
+            raise ValueError(f"gather_order: is {list(gather_order)}, must be of the buckets {gathered}")
+        plan = replace(
+            self,
+            buckets=buckets,
+            slice_order=tuple(slice_order) or tuple(in_order),
+            gather_order=tuple(gather_order) or tuple(gathered),
+            forward_gathers=forward_gathers,
+            backward_gathers=backward_gathers,
+        )
+        if gather_order or not plan.gathers_late:
+            return plan
+        return replace(plan, gather_order=tuple(sorted(gathered, key=plan.first_read.__getitem__)))
+
     @cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
         """The sets of devices that communicate together, in the same order on all ranks: all devices first."""
@@ -299,21 +303,6 @@ def build_plan(
         held = {
             weight.name: with_every_element(held[weight.name], weight.spec.shape) for weight in graph.weights
         }
-    synchronization = strategy.synchronization
-    if bucket_bytes is not None:
-        synchronization = replace(synchronization, size_bytes=bucket_bytes)
-    size_bytes = synchronization.size_bytes
-    forward_gathers, backward_gathers = _gathers(graph, strategy, held, active, size_bytes)
-    buckets = _buckets(graph, strategy, held, active, size_bytes)
-    counts = [synchronization.slice_count(bucket.size_bytes) for bucket in buckets]
-    in_order = [number for number, count in enumerate(counts) for _ in range(count)]
-    if slice_order and sorted(slice_order) != in_order:
-        raise ValueError(
-            f"slice_order: is of {len(slice_order)} slices, must be of {len(in_order)}, {counts} by bucket"
-        )
-    gathered = [number for number, bucket in enumerate(buckets) if bucket.sharding is Sharding.OPTIMIZER]
-    if gather_order and sorted(gather_order) != gathered:
-        raise ValueError(f"gather_order: is {list(gather_order)}, must be of the buckets {gathered}")
     plan = Plan(
         graph=graph,
         strategy=strategy,
@@ -330,31 +319,16 @@ def build_plan(
         held=held,
         gradient_collectives=together,
         gradient_transfers=alone,
-        buckets=buckets,
-        slice_order=tuple(slice_order) or tuple(in_order),
-        gather_order=tuple(gather_order) or tuple(gathered),
-        forward_gathers=forward_gathers,
-        backward_gathers=backward_gathers,
+        buckets=(),
+        slice_order=(),
+        gather_order=(),
+        forward_gathers={},
+        backward_gathers={},
     )
-    if gather_order or not plan.gathers_late:
-        return plan
-    return replace(plan, gather_order=tuple(sorted(gathered, key=plan.first_read.__getitem__)))
-
-
-def gathers_begun(gathers: Gathers, index: int) -> list[tuple[int, Gather]]:
-    """Return the gathers that begin before an operator's forward (or backward), with the operator that needs each.
-
-    They are those of the next operator that needs some; before the first, its own as well.
-    """
-    if index not in gathers:
-        return []
-    operators = list(gathers)
-    position = operators.index(index)
-    return [
-        (other, gather)
-        for other in operators[(0 if position == 0 else position + 1) : position + 2]
-        for gather in gathers[other]
-    ]
+    synchronization = strategy.synchronization
+    if bucket_bytes is not None:
+        synchronization = replace(synchronization, size_bytes=bucket_bytes)
+    return plan._synchronized(synchronization, slice_order, gather_order)
 
 
 def consumers_of(graph: OperatorGraph, strategy: Strategy, value: str) -> list[Consumer]:
@@ -479,118 +453,4 @@ def _gradient_exchanges(
     return (
         {operator: tuple(exchanges) for operator, exchanges in together.items()},
         {operator: tuple(exchanges) for operator, exchanges in alone.items()},
-    )
-
-
-def _buckets(
-    graph: OperatorGraph,
-    strategy: Strategy,
-    held: dict[str, dict[int, Region]],
-    active: tuple[tuple[bool, ...], ...],
-    bucket_bytes: int,
-) -> tuple[Bucket, ...]:
-    """Return the gradient buckets, one series a set of holders and kind of sharing, as gradients become complete.
-
-    A bucket's synchronization starts after the operator whose backward fills it: this is its overlap with the backward.
-    """
-    complete: dict[int, list[tuple[str, Sharding]]] = {}
-    for number, weight in enumerate(graph.weights):
-        users = [index for index, _ in graph.consumers[weight.name] if any(active[index])]
-        if users:
-            complete.setdefault(min(users), []).append((weight.name, strategy.sharding_of(number)))
-    buckets: list[Bucket] = []
-    filling: dict[tuple[tuple[int, ...], Sharding], tuple[list[BucketEntry], int]] = {}
-    for index in range(len(graph.operators) - 1, -1, -1):
-        for name, level in complete.get(index, ()):
-            item_bytes = graph.value_by_name[name].spec.item_bytes
-            for cell in cells(held[name]):
-                if len(cell.devices) < 2:
-                    continue
-                entries, size = filling.get((cell.devices, level), ([], 0))
-                entries.append(BucketEntry(name, cell))
-                size += _sent_elements(cell, level) * item_bytes
-                if size >= bucket_bytes:
-                    buckets.append(Bucket(cell.devices, tuple(entries), size, index, level))
-                    filling.pop((cell.devices, level), None)
-                else:
-                    filling[cell.devices, level] = (entries, size)
-    buckets.extend(
-        Bucket(devices, tuple(entries), size, 0, level)
-        for (devices, level), (entries, size) in filling.items()
-    )
-    return tuple(buckets)
-
-
-def _sent_elements(cell: WeightCell, level: Sharding) -> int:
-    return volume(cell.region) if level is Sharding.NONE else gathered_elements(cell)
-
-
-def _gathers(
-    graph: OperatorGraph,
-    strategy: Strategy,
-    held: dict[str, dict[int, Region]],
-    active: tuple[tuple[bool, ...], ...],
-    least_bytes: int,
-) -> tuple[Gathers, Gathers]:
-    """Return the gathers before operators' forward and backward: one gather a set of holders."""
-    forward: dict[int, list[str]] = {}
-    backward: dict[int, list[str]] = {}
-    for number, weight in enumerate(graph.weights):
-        readers = graph.weight_readers[weight.name]
-        if strategy.sharding_of(number) is not Sharding.PARAMETERS or not readers:
-            continue
-        if all(len(cell.devices) == 1 for cell in cells(held[weight.name])):
-            continue
-        forward.setdefault(min(readers), []).append(weight.name)
-        reached = [index for index in readers if any(active[index])]
-        if reached:
-            backward.setdefault(needed_at(strategy.recomputation, max(reached)), []).append(weight.name)
-    return (
-        _merged_gathers(graph, held, {index: forward[index] for index in sorted(forward)}, least_bytes),
-        _merged_gathers(
-            graph, held, {index: backward[index] for index in sorted(backward, reverse=True)}, least_bytes
-        ),
-    )
-
-
-def _merged_gathers(
-    graph: OperatorGraph,
-    held: dict[str, dict[int, Region]],
-    weights: Mapping[int, Sequence[str]],
-    least_bytes: int,
-) -> Gathers:
-    """Gather the weights of successive operators together, before the first, in gathers of at least `least_bytes`.
-
-    Smaller gathers would cost latency, and where each begins a segment of the backward, what crosses its end is kept.
-    """
-    gathers: Gathers = {}
-    together: list[str] = []
-    first = -1
-    for index, names in weights.items():
-        first = index if not together else first
-        together += names
-        gathers[first] = _gathers_of(graph, held, together)
-        if sum(gather.size_bytes for gather in gathers[first]) >= least_bytes:
-            together = []
-    return gathers
-
-
-def _gathers_of(
-    graph: OperatorGraph, held: dict[str, dict[int, Region]], weights: Sequence[str]
-) -> tuple[Gather, ...]:
-    entries: dict[tuple[int, ...], list[BucketEntry]] = {}
-    for name in weights:
-        for cell in cells(held[name]):
-            if len(cell.devices) > 1:
-                entries.setdefault(cell.devices, []).append(BucketEntry(name, cell))
-    return tuple(
-        Gather(
-            devices,
-            tuple(of_devices),
-            sum(
-                gathered_elements(entry.cell) * graph.value_by_name[entry.weight].spec.item_bytes
-                for entry in of_devices
-            ),
-        )
-        for devices, of_devices in entries.items()
     )

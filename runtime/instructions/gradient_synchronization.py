@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from graph.buckets import Bucket, BucketEntry
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph
-from graph.plan import Bucket, BucketEntry
 from runtime.instructions.base import Communication, Instruction
 from runtime.instructions.selections import Selection
 from runtime.instructions.state import StepState

@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from graph.plan import Plan, gathers_begun
+from graph.buckets import gathers_begun
+from graph.plan import Plan
 from runtime.lowering.tensor_slots import TensorSlots
 
 

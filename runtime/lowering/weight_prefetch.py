@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from graph.buckets import BucketEntry, Gather, Gathers, gathers_begun
 from graph.intervals import Region, shape
-from graph.plan import BucketEntry, Gather, Gathers, Plan, gathers_begun
+from graph.plan import Plan
 from graph.strategy import Sharding
 from graph.weight_placement import share_elements, shares
 from runtime.instructions.base import Instruction

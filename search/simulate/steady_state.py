@@ -35,7 +35,7 @@ from itertools import chain
 import numpy as np
 
 from graph.intervals import volume
-from graph.plan import Plan, build_plan
+from graph.plan import Plan
 from graph.strategy import Strategy
 from graph.synchronization import Policy, slice_bounds
 from search.simulate.task_graph import COMPUTE_KINDS, IntArray, TaskGraph, TaskGraphBuilder, TaskKind
@@ -63,7 +63,7 @@ def in_steady_state(tasks: TaskGraph, strategy: Strategy, builder: TaskGraphBuil
     policy = strategy.synchronization.policy
     if policy is Policy.FIFO:
         return tasks
-    plan = build_plan(tasks.graph, strategy, [device.node for device in tasks.topology.devices])
+    plan = builder.plan(strategy)
     if policy is Policy.P3:
         as_ready = _SlicesWindow(tasks, plan, builder).rotated()
         start_ns_T = _starts_by_priority(as_ready)

@@ -40,6 +40,7 @@ import numpy as np
 
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph
+from graph.plan import Plan, build_plan
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import BUCKET_BYTES, BY_DEFAULT
 from graph.topology import Topology
@@ -243,6 +244,15 @@ class TaskGraphBuilder:
             [topology.kind_of(device.index).memory_bytes for device in topology.devices], np.int64
         )
         self.costs = costs
+        # Of the last strategy that was planned; most of a plan is the same whatever the policy of synchronization.
+        self._planned: Plan | None = None
+
+    def plan(self, strategy: Strategy) -> Plan:
+        """Return the plan of a validated strategy, in default orders."""
+        plain = replace(strategy, synchronization=BY_DEFAULT)
+        if self._planned is None or self._planned.strategy != plain:
+            self._planned = build_plan(self.graph, plain, [device.node for device in self.topology.devices])
+        return self._planned.with_synchronization(strategy.synchronization)
 
     def _changed(self, links: LinkCosts, bucket_bytes: int) -> TaskGraphBuilder:
         """Return a builder with other costs of links and other buckets."""

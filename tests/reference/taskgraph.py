@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from math import prod
 
 from graph.axes import Degrees
+from graph.buckets import Gather
 from graph.calls import LocalCall
 from graph.collectives import BACKWARD, Collective, CollectiveKind, moved, sent
 from graph.exchange import Assembly
 from graph.intervals import volume
 from graph.operators import Operator, OperatorGraph, ValueKind
-from graph.plan import Gather, Plan, build_plan, weight_placement
+from graph.plan import Plan, build_plan, weight_placement
 from graph.strategy import Sharding, Strategy
 from graph.topology import Topology
 from graph.training import OPTIMIZER_STATE, Training
