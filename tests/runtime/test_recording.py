@@ -134,10 +134,8 @@ def test_all_ends_of_a_communication_record_it(pool: LocalPool, name: str, seed:
     """Each message at both its ends, each collective on all members, as many of the same on each; within the step."""
     graph, model = graph_of(name), reference(name)
     strategy = random_strategy(graph, 2 + seed % 3, seed)
-    job = replace(make_job(graph, strategy, model), recorded=2, communications=True, peak=True, verify=False)
+    job = replace(make_job(graph, strategy, model), recorded=2, communications=True, verify=False)
     result = pool.run(job)
-    # The step after the recorded ones finds nothing undone.
-    assert len(result.peaks) == strategy.device_count
     assert len(result.communications) == len(result.recorded) == 2
     for by_rank, spans in zip(result.communications, result.recorded, strict=True):
         counts = [Counter((item.operation, item.ranks) for item in items) for items in by_rank]
