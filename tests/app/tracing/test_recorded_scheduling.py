@@ -124,6 +124,12 @@ def test_what_is_under_way_on_one_link_at_once_does_not_count_twice() -> None:
     assert found(recorded) == Scheduling(10, 10, 1 + 10 + 10)
 
 
+def test_a_collective_waits_for_what_holds_any_of_its_links() -> None:
+    both = {rank: seen("all-reduce", (0, 1), 1, 12) for rank in range(2)}
+    recorded = step(12, [(), ()], message(0, 1, 0, 10), message(1, 0, 2, 4), both)
+    assert found(recorded) == Scheduling(12, 10 + 2, 10 + 2 + 2)
+
+
 def test_messages_share_what_their_routes_share() -> None:
     topology = cluster()
     pairs = [
