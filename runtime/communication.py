@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 from graph.collective_algorithms import BY_LIBRARY, Choices, algorithm_for
+from graph.collectives import CollectiveKind
 from graph.errors import RuntimeFailure
 from profiler.composed_all_reduce import (
     CommunicationThread,
@@ -36,6 +37,15 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+KIND_OF: Mapping[Callable[..., Any], CollectiveKind] = {
+    dist.all_reduce: CollectiveKind.ALL_REDUCE,
+    _all_gather: CollectiveKind.ALL_GATHER,
+    _reduce_scatter: CollectiveKind.REDUCE_SCATTER,
+    dist.all_to_all_single: CollectiveKind.ALL_TO_ALL,
+    dist.broadcast: CollectiveKind.BROADCAST,
+    dist.reduce: CollectiveKind.REDUCE,
+}
+"""The kind of collective that each of torch's functions executes."""
 # The dtypes of all of torch's communication libraries; other dtypes travel as bytes.
 _SUPPORTED = frozenset(
     {

@@ -235,6 +235,21 @@ CATALOG: dict[str, ViewText] = {
             **_SETTING_IDS,
         },
     ),
+    "recorded_steps": ViewText(
+        "one recorded step of a run (app run --profile), with TicTac's measures of its schedule",
+        {
+            "execution": "the run, see executions",
+            **_RUN,
+            "step": "number of the recorded step",
+            "step_s": "how long it took; recording makes it longer than others",
+            "busiest_s": "the time of all operations of its busiest device or link",
+            "total_s": "the time of all operations, and that in which nothing ran",
+            "scheduling_efficiency": "(total_s - step_s) / (total_s - busiest_s), and 1 where these are equal",
+            "speedup_potential": "(total_s - busiest_s) / busiest_s",
+            **_STRATEGY_ID,
+            **_SETTING_IDS,
+        },
+    ),
     "traces": ViewText(
         "one Parquet file of a search's proposals",
         {

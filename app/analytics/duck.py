@@ -13,7 +13,7 @@ import importlib.util
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from app.db.chunks import chunk_file
 from app.db.engine import Database
 from app.db.failures import damaged, database_failure, is_damage
 from app.db.reading import reading
+from app.db.recordings import FOLDER, SCHEDULING
 from app.db.records import TraceKind, TraceRecord
 from app.db.rows import ADDED_COLUMNS, TRACE_COLUMNS
 from app.db.store import Store
@@ -91,6 +92,7 @@ def _connected(
         connection.execute("SET allow_persistent_secrets = false")
         _attach(connection, database)
         files = _create_trace_views(connection, database, traces)
+        _create_recordings(connection, database)
         for signature, body in MACROS.items():
             connection.execute(f"CREATE MACRO {signature} AS {body}")
         for name, query in VIEWS.items():
@@ -220,6 +222,27 @@ def _create_trace_view(
         nothing = ", ".join(f"NULL::{type_} AS {column}" for column, type_ in columns.items())
         query = f"SELECT {nothing} WHERE false"
     connection.execute(f"CREATE VIEW {name} AS {query}")
+
+
+def _create_recordings(connection: duckdb.DuckDBPyConnection, database: Database) -> None:
+    """Create the table of what the files of recorded steps say of their schedules; a damaged file is left out."""
+    connection.execute("CREATE TABLE recordings (name VARCHAR, scheduling VARCHAR)")
+    folder = database.trace_folder / FOLDER
+    files = [] if folder.is_symlink() else sorted(folder.glob("execution-*.parquet"))
+    try:
+        _read_recordings(connection, files)
+    except _duckdb_error():
+        for file in files:
+            with suppress(_duckdb_error()):
+                _read_recordings(connection, [file])
+
+
+def _read_recordings(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
+    if files:
+        connection.execute(
+            "INSERT INTO recordings SELECT parse_filename(file_name), decode(value) "
+            f"FROM parquet_kv_metadata({_listed(files)}) WHERE key = '{SCHEDULING}'::BLOB"
+        )
 
 
 def _older(connection: duckdb.DuckDBPyConnection, kind: TraceKind, files: list[Path]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from app.analytics.accuracy import accuracy_query
 from app.analytics.decoding import PROPOSAL_DEVICES
+from app.db.recordings import DIGITS
 from app.db.records import TraceKind
 
 TRACE_VIEWS: dict[str, TraceKind] = {
@@ -132,6 +133,24 @@ FROM store.executions AS run {_RUN_JOINS}
 JOIN store.environments AS environment ON environment.id = run.environment_id
 """
 
+# Of each file's list of steps (`app.db.recordings`), whose name says which execution it is of.
+_RECORDED_STEPS = f"""
+WITH parts AS (
+    SELECT name, unnest(json_extract(scheduling, '$[*]')) AS part,
+           generate_subscripts(json_extract(scheduling, '$[*]'), 1) - 1 AS step
+    FROM recordings
+    WHERE json_valid(scheduling)
+)
+SELECT run.id AS execution, {_RUN_NAMES}, parts.step,
+       TRY_CAST(part->>'$.step_s' AS DOUBLE) AS step_s, TRY_CAST(part->>'$.busiest_s' AS DOUBLE) AS busiest_s,
+       TRY_CAST(part->>'$.total_s' AS DOUBLE) AS total_s,
+       TRY_CAST(part->>'$.scheduling_efficiency' AS DOUBLE) AS scheduling_efficiency,
+       TRY_CAST(part->>'$.speedup_potential' AS DOUBLE) AS speedup_potential, run.strategy_id, run.topology_id,
+       run.training_id
+FROM store.executions AS run {_RUN_JOINS}
+JOIN parts ON parts.name = printf('execution-%06d-%s.parquet', run.id, strategy.digest[:{DIGITS}])
+"""
+
 _TRACES = """
 SELECT trace.search_id AS search, trace.kind, trace.path, trace.rows, trace.created_at,
        trace.path IN (SELECT path FROM present_chunks) AS present
@@ -218,6 +237,7 @@ VIEWS = {
     "strategies": _STRATEGIES,
     "simulations": _SIMULATIONS,
     "executions": _EXECUTIONS,
+    "recorded_steps": _RECORDED_STEPS,
     "traces": _TRACES,
     "proposal_devices": PROPOSAL_DEVICES,
     "predicted_vs_measured": _PREDICTED_VS_MEASURED,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from app.services.predict.all_reduces import ShownAllReduce
     from app.services.predict.recomputation_report import RecomputationReport
+    from app.services.timeline.recorded_scheduling import RecordedScheduling
+    from search.simulate.scheduling import Scheduling
 
 
 # Below so many letters a column of a table says nothing; a table in a file or a pipe is as wide as a wide terminal.
@@ -199,6 +201,15 @@ def synchronization_lines(document: Mapping[str, Any]) -> list[str]:
     from graph.synchronization import synchronization_from_json
 
     return [f"synchronization: {synchronization_from_json(document).text}"]
+
+
+def scheduling_line(predicted: Scheduling, recorded: RecordedScheduling | None = None) -> str:
+    """Return TicTac's scheduling efficiency and speed-up potential of a step in a line, as predicted and recorded."""
+    efficiency, potential = percent(predicted.efficiency), ratio(predicted.speedup_potential)
+    if recorded is not None:
+        efficiency += f" predicted, {percent(recorded.efficiency)} recorded"
+        potential += f" predicted, {ratio(recorded.speedup_potential)} recorded"
+    return f"scheduling efficiency {efficiency}; speed-up potential {potential}"
 
 
 def recomputation_line(report: RecomputationReport) -> str:

@@ -17,6 +17,7 @@ from app.cli.output import (
     print_json,
     print_lines,
     print_table,
+    scheduling_line,
     synchronization_lines,
 )
 from graph.errors import RuntimeFailure, UsageError
@@ -199,6 +200,7 @@ def _print(report: RunReport) -> None:
         f"prediction error {percent(report.relative_error)}; loss {report.result.losses[0]:.4f} in the first step, "
         f"{report.result.losses[-1]:.4f} in the last"
     )
+    print_lines(scheduling_line(report.scheduling, report.recorded_scheduling))
     if report.recomputed:
         groups = f"{len(report.recomputed)} group{'' if len(report.recomputed) == 1 else 's'}"
         print_lines(f"activations of {groups} of operators were made again in the backward")

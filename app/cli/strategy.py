@@ -19,6 +19,7 @@ from app.cli.output import (
     print_lines,
     print_table,
     recomputation_line,
+    scheduling_line,
     synchronization_lines,
 )
 from graph.errors import UsageError
@@ -192,6 +193,8 @@ def show_strategy(
         print_json(shown.to_json())
         return
     print_lines(_headline(shown))
+    if shown.scheduling is not None:
+        print_lines(scheduling_line(shown.scheduling))
     if shown.recomputation is not None:
         print_lines(recomputation_line(shown.recomputation))
         print_lines(*(f"  {first} to {last}" for first, last in shown.recomputation.groups[: rows or None]))
@@ -245,6 +248,8 @@ def diff_strategies(
         return
     for side, shown in (("A", difference.first), ("B", difference.second)):
         print_lines(f"{side}: {_headline(shown)}")
+        if shown.scheduling is not None:
+            print_lines(f"{side}: {scheduling_line(shown.scheduling)}")
         if shown.recomputation is not None:
             print_lines(f"{side}: {recomputation_line(shown.recomputation)}")
         if shown.compiled:

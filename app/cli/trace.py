@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.cli import options
-from app.cli.output import TerminalProgress, milliseconds, percent, print_json, print_lines, print_table
+from app.cli.output import (
+    TerminalProgress,
+    milliseconds,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    scheduling_line,
+)
 
 if TYPE_CHECKING:
     from app.services.timeline.attribution import Attribution
@@ -70,6 +78,8 @@ def _print(report: TraceReport, rows: int) -> None:
     if report.attribution is not None:
         print_attribution(report.attribution, rows)
     step = report.step
+    if report.attribution is None:
+        print_lines(scheduling_line(step.simulation.scheduling))
     print_lines(
         f"{step.graph.name} on {len(step.topology.devices)} devices of {step.topology.name}, strategy "
         f"{step.record.digest[:12]}, simulated step {milliseconds(step.simulation.step_time_s)}",
@@ -109,4 +119,7 @@ def print_attribution(attribution: Attribution, rows: int) -> None:
             ],
             title="largest differences",
         )
-    print_lines("means over the devices; the differences of all rows add up to that of the step")
+    print_lines(
+        "means over the devices; the differences of all rows add up to that of the step",
+        scheduling_line(attribution.predicted, attribution.recorded),
+    )

@@ -15,7 +15,7 @@ from graph.strategy import Strategy
 from graph.training import Training
 from runtime.jobs.models import ModelReference
 from runtime.jobs.verify import Verification
-from runtime.observe.spans import Recorded
+from runtime.observe.spans import Communications, Recorded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +41,7 @@ class Job:
     verify: compare loss and every gradient with the graph on one device (`runtime.jobs.verified_program`), before the
     run. collect: return gradients of the first step, and weights and buffers after the last one.
     recorded: steps after the measured ones whose timeline is recorded (`runtime.observe.recorder`).
+    communications: whether recorded steps have messages and collectives, too; these make waits a little longer.
     peak: measure the peak memory of one more step, the last (`runtime.observe.measured_peak`).
     all_reduces: by ranks, the algorithms of all-reduces over them; of others the library's own.
     slice_order, gather_order: in which order slices of buckets are summed, and updated weights gathered
@@ -59,6 +60,7 @@ class Job:
     verify: bool = False
     collect: bool = False
     recorded: int = 0
+    communications: bool = False
     peak: bool = False
     all_reduces: Mapping[tuple[int, ...], Choices] = field(default_factory=dict)
     slice_order: tuple[int, ...] = ()
@@ -98,7 +100,7 @@ class JobResult:
     verification: where asked for.
     peaks: the peak memory of a step, by rank, where asked for.
     gradients, weights, buffers: whole tensors, where asked for.
-    recorded: the timelines of the recorded steps.
+    recorded: the timelines of the recorded steps. communications: those of each, where asked for.
     lost_s: for each measured iteration, the seconds that each rank lost to other processes; None: not counted.
     """
 
@@ -111,6 +113,7 @@ class JobResult:
     weights: Arrays | None = None
     buffers: Arrays | None = None
     recorded: Recorded = ()
+    communications: Communications = ()
     lost_s: tuple[tuple[float, ...], ...] | None = None
 
     @property

@@ -25,7 +25,7 @@ from runtime.ranks.watchdog import heartbeat
 if TYPE_CHECKING:
     from runtime.jobs.job import Arrays
     from runtime.observe.measured_peak import MeasuredPeak
-    from runtime.observe.spans import Span
+    from runtime.observe.spans import RecordedStep
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class JobRun:
         buffers: Arrays | None = None
         if job.collect:
             weights, buffers = self._collect_state()
-        recorded = [self._recorded_step(job.steps + number) for number in range(job.recorded)]
+        recorded = self._recorded_steps()
         peak = self._peak_of_step(job.steps + job.recorded) if job.peak else None
         measured = self._world.gather(
             (tuple(steps.times_s), tuple(steps.ends_s), tuple(steps.lost_s), peak, recorded)
@@ -87,6 +87,7 @@ class JobRun:
         if measured is None:
             return None
         rank_times, rank_ends, rank_lost, peaks, rank_recorded = zip(*measured, strict=True)
+        recorded_steps = tuple(zip(*rank_recorded, strict=True))
         longest = [max(times_of_step) for times_of_step in zip(*rank_times, strict=True)]
         if steps.ends_s:
             # The slowest rank is another in each step: what one is late in a step it has less to wait in the next.
@@ -102,7 +103,10 @@ class JobRun:
             gradients=steps.gradients,
             weights=weights,
             buffers=buffers,
-            recorded=tuple(zip(*rank_recorded, strict=True)),
+            recorded=tuple(tuple(step.spans for step in ranks) for ranks in recorded_steps),
+            communications=tuple(
+                tuple(step.communications for step in ranks) for ranks in recorded_steps if job.communications
+            ),
         )
 
     def _steps_apart(self) -> _Steps:
@@ -168,12 +172,32 @@ class JobRun:
         self._world.wait_for_device(self._device)
         return timer.elapsed_s(start, end), lost.seconds()
 
-    def _recorded_step(self, number: int) -> tuple[Span, ...]:
+    def _recorded_steps(self) -> list[RecordedStep]:
+        if not self._job.recorded:
+            return []
+        from runtime.observe.communication_clock import CommunicationClock
         from runtime.observe.recorder import record_step
 
-        heartbeat(f"in recorded step {number}")
-        gc.collect()
-        return tuple(record_step(self._executor, self._plan, self._world, self._device, number))
+        communications = CommunicationClock(self._device) if self._job.communications else None
+        steps = []
+        try:
+            for number in range(self._job.steps, self._job.steps + self._job.recorded):
+                heartbeat(f"in recorded step {number}")
+                gc.collect()
+                steps.append(
+                    record_step(
+                        self._executor,
+                        self._plan,
+                        self._world,
+                        self._device,
+                        number,
+                        communications=communications,
+                    )
+                )
+        finally:
+            if communications is not None:
+                communications.close()
+        return steps
 
     def _verify(self) -> Verification | None:
         heartbeat("verifying")

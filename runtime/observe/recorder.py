@@ -3,21 +3,24 @@
 The clock is the profiler's (CUDA events on a GPU), set to zero behind a barrier of all ranks, as for a measured step.
 A mark is recorded wherever the rank begins something else, so that the spans fill the step. The world marks waits
 within instructions; hooks on the autograd nodes of an operator's forward mark its backward within that of a segment.
-Marks cost time of their own, so a recorded step is somewhat longer than others.
+Marks cost time of their own, so a recorded step is somewhat longer than others. So does taking down when messages and
+collectives are done (`runtime.observe.communication_clock`), which is for those alone who ask for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graph.collective_algorithms import BY_LIBRARY, algorithm_for
+from graph.collectives import CollectiveKind
 from graph.plan import Plan
 from graph.strategy import Sharding
 from profiler.timers import synchronize, timer_for
-from runtime.communication import World
+from runtime.communication import KIND_OF, LIBRARY_ONLY, Message, World
 from runtime.execution.executor import Executor
 from runtime.instructions.base import Instruction, Slots, WrappedInstruction
 from runtime.instructions.collectives import StartCollective, StartGradientCollective
@@ -51,7 +54,16 @@ from runtime.instructions.sharded_weights import (
 from runtime.instructions.state import StepState
 from runtime.lowering.program import Program
 from runtime.lowering.tensor_slots import TensorSlots
-from runtime.observe.spans import LATE_MESSAGES, WEIGHT_GRADIENTS, WEIGHTS, Label, Span
+from runtime.observe.communication_clock import CommunicationClock
+from runtime.observe.spans import (
+    LATE_MESSAGES,
+    MESSAGE,
+    WEIGHT_GRADIENTS,
+    WEIGHTS,
+    Label,
+    RecordedStep,
+    Span,
+)
 
 _PREPARE = Label("runtime", "start of the step", "start of the step")
 _RELEASE = Label("runtime", "releases", "release tensors")
@@ -64,26 +76,39 @@ _GATHERS = Label("wait", WEIGHTS, "wait for weights")
 
 
 def record_step(
-    executor: Executor, plan: Plan, world: World, device: torch.device, number: int
-) -> list[Span]:
-    """Execute step `number` and return this rank's spans; all ranks must call it."""
+    executor: Executor,
+    plan: Plan,
+    world: World,
+    device: torch.device,
+    number: int,
+    *,
+    communications: CommunicationClock | None = None,
+) -> RecordedStep:
+    """Execute step `number` and return this rank's spans; all ranks must call it.
+
+    communications: takes them down, too. Who gives it closes it.
+    """
     clock = _Clock(device)
     names = _Names(plan, world.rank, executor.program)
     observed = tuple(
         _Observed(instruction, *names.labels(instruction), _outputs(instruction), clock)
         for instruction in executor.program.instructions
     )
+    listening = _ListeningWorld(world, clock, communications)
     world.barrier(device)
     clock.start(_PREPARE)
-    with executor.running((*observed, _Tail(clock)), _ListeningWorld(world, clock)):
+    with executor.running((*observed, _Tail(clock)), listening):
         executor.differentiate(number)
     clock.begin(Label("update", WEIGHTS, f"update device {world.rank}"))
     executor.update_own()
     if executor.program.after_update:
         clock.begin(_GATHERS)
-    executor.make_weights_whole()
+        clock.waits_for = _GATHERS
+    with executor.running((), listening):
+        executor.make_weights_whole()
     synchronize(device)
-    return clock.stop()
+    spans = tuple(clock.stop())
+    return RecordedStep(spans, () if communications is None else communications.since(clock.origin))
 
 
 class _Clock:
@@ -108,6 +133,11 @@ class _Clock:
     def now(self) -> Label:
         """The label of the present span."""
         return self._moments[-1][1]
+
+    @property
+    def origin(self) -> Any:
+        """The mark at which the step began."""
+        return self._moments[0][0]
 
     def hook(self, outputs: Sequence[object], label: Label) -> None:
         """Mark when autograd differentiates the nodes of `outputs`, but those that an earlier operator has hooked."""
@@ -134,7 +164,7 @@ class _Clock:
         """End the step; return its spans, neighbours of one label as one."""
         end = self._timer.mark()
         self._hooked.clear()
-        origin = self._moments[0][0]
+        origin = self.origin
         moments = [round(self._timer.elapsed_s(origin, mark) * 1e9) for mark, _ in self._moments]
         moments.append(round(self._timer.elapsed_s(origin, end) * 1e9))
         spans: list[Span] = []
@@ -149,11 +179,12 @@ class _Clock:
 
 
 class _ListeningWorld(World):
-    """A world that marks the waits of the rank."""
+    """A world that marks the waits of the rank and, where there is a clock for them, its communications."""
 
-    def __init__(self, world: World, clock: _Clock) -> None:
+    def __init__(self, world: World, clock: _Clock, communications: CommunicationClock | None) -> None:
         self.__dict__.update(world.__dict__)
         self._clock = clock
+        self._communications = communications
 
     def wait(self, work: Any) -> None:
         """Wait for a work in a span of its own."""
@@ -161,6 +192,37 @@ class _ListeningWorld(World):
         self._clock.begin(self._clock.waits_for)
         super().wait(work)
         self._clock.begin(before)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
+        """Start all messages of one event, and take them down."""
+        clock = self._communications
+        if clock is None:
+            return super().exchange(sends, receives)
+        start, subject = clock.mark(), self._clock.now.subject
+        sent, received = super().exchange(sends, receives)
+        for message in sends:
+            clock.send((self.rank, message.peer), subject, start)
+        return sent, [
+            clock.watch(work, MESSAGE, (message.peer, self.rank), subject, start)
+            for message, work in zip(receives, received, strict=True)
+        ]
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start a sum, and take it down also where it is not by the library's own algorithm."""
+        start = None if self._communications is None else self._communications.mark()
+        work = super().all_reduce(tensor, ranks)
+        by_library = algorithm_for(self._all_reduces.get(ranks, LIBRARY_ONLY), tensor.nbytes) == BY_LIBRARY
+        if self._communications is None or by_library:
+            return work
+        subject = self._clock.now.subject
+        return self._communications.watch(work, CollectiveKind.ALL_REDUCE, ranks, subject, start)
+
+    def _start(self, operation: Callable[..., Any], ranks: tuple[int, ...], *arguments: Any) -> Any:
+        start = None if self._communications is None else self._communications.mark()
+        work = super()._start(operation, ranks, *arguments)
+        if self._communications is None:
+            return work
+        return self._communications.watch(work, KIND_OF[operation], ranks, self._clock.now.subject, start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Spans of a recorded step: intervals of a rank's time with their labels. No torch here."""
+"""Spans of a recorded step: intervals of a rank's time with their labels, and its communications. No torch here."""
 
 from __future__ import annotations
 
@@ -36,5 +36,34 @@ class Span:
     end_ns: int
 
 
-# By recorded step and rank: the spans of the rank, in order; they fill the rank's step without a gap.
+MESSAGE = "message"
+"""The operation of a `Communication` that is no collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """A message or collective, beside what the rank does meanwhile, in nanoseconds from the rank's start of the step.
+
+    operation: `MESSAGE`, or the kind of a collective. ranks: sender and receiver, or the members in ascending order.
+    start_ns: when this rank had it started. end_ns: when it was done here; a sender does not see the end of its
+    message, and has its start there.
+    """
+
+    operation: str
+    ranks: tuple[int, ...]
+    subject: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One rank's step. Spans, in order, fill it without a gap; communications are in the order of their starts."""
+
+    spans: tuple[Span, ...]
+    communications: tuple[Communication, ...] = ()
+
+
+# By recorded step and rank.
 Recorded = tuple[tuple[tuple[Span, ...], ...], ...]
+Communications = tuple[tuple[tuple[Communication, ...], ...], ...]

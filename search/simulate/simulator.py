@@ -37,6 +37,7 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import ORIGINS, CostTable, Origin
 from search.cost.link_costs import LinkCosts
 from search.orders import Order
+from search.simulate.scheduling import Scheduling
 from search.simulate.steady_state import in_steady_state
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder
 
@@ -126,22 +127,19 @@ class Simulation:
         return max(int(busy_ns_R.max(initial=0)), launched_ns), int(self.busy_ns.sum()) + launched_ns
 
     @property
-    def efficiency(self) -> float:
-        """How much of what a good order can save is saved: 1 where the busiest resource never stands still.
+    def scheduling(self) -> Scheduling:
+        """Makespan and bounds of the order, of which follow efficiency and potential."""
+        return Scheduling(self.step_time_ns, *self.bounds_ns)
 
-        Source: TicTac (SysML 2019), scheduling efficiency E = (U - m) / (U - L).
-        """
-        least_ns, most_ns = self.bounds_ns
-        return (most_ns - self.step_time_ns) / (most_ns - least_ns) if most_ns > least_ns else 1.0
+    @property
+    def efficiency(self) -> float:
+        """Scheduling efficiency E of TicTac, see `search.simulate.scheduling`."""
+        return self.scheduling.efficiency
 
     @property
     def speedup_potential(self) -> float:
-        """By how much running side by side can speed up what runs one after the other at most.
-
-        Source: TicTac (SysML 2019), S = (U - L) / L.
-        """
-        least_ns, most_ns = self.bounds_ns
-        return (most_ns - least_ns) / least_ns if least_ns else 0.0
+        """Speed-up potential S of TicTac, see `search.simulate.scheduling`."""
+        return self.scheduling.speedup_potential
 
     @cached_property
     def bytes_moved(self) -> int:

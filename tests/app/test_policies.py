@@ -47,6 +47,7 @@ def test_a_run_sums_in_slices_and_updates_in_the_next_forward(command: Command) 
     assert again.document["digest"] == done.document["digest"]
     compared = command("compare", "--execution", str(done.document["execution"]), "--json")
     assert compared.code == 0, compared
+    assert 0 <= compared.document["recorded_scheduling_efficiency"] <= 1
 
 
 @pytest.mark.usefixtures("known_links")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from graph.axes import AxisKind
+from graph.collectives import CollectiveKind
 from graph.plan import Plan, build_plan
-from graph.strategy import Configuration, Strategy
+from graph.strategy import Configuration, Sharding, Strategy
 from runtime.communication import World
 from runtime.execution.executor import Executor
 from runtime.jobs.models import tensors_of
 from runtime.lowering.program import compile_program
 from runtime.observe.recorder import _Names, record_step
-from runtime.observe.spans import KINDS, WEIGHT_GRADIENTS, Span
+from runtime.observe.spans import KINDS, MESSAGE, WEIGHT_GRADIENTS, WEIGHTS, Span
+from search.space.baselines import shared
 from tests.runtime.oracle import SEED, graph_of, make_job, reference
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import in_turn, random_strategy, seeds
+from tests.runtime.strategies import by_kind, in_turn, random_strategy, seeds
 
 CPU = torch.device("cpu")
 NETWORKS = ("perceptron", "convolutions", "recurrent", "branches")
@@ -70,7 +74,7 @@ def test_recorded_steps_train_as_other_steps_do(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_task_of_a_device_has_its_spans(name: str) -> None:
     executor, plan = executor_of(name)
-    spans = record_step(executor, plan, World(1), CPU, 0)
+    spans = record_step(executor, plan, World(1), CPU, 0).spans
     assert_filled(spans)
     assert named(spans, "forward") == tasks_of(plan, 0, backward=False)
     assert named(spans, "backward") == tasks_of(plan, 0, backward=True)
@@ -81,7 +85,7 @@ def test_every_task_of_a_device_has_its_spans(name: str) -> None:
 def test_a_step_after_a_recorded_one_is_not_recorded_any_more() -> None:
     executor, plan = executor_of("perceptron")
     instructions = executor.program.instructions
-    first = record_step(executor, plan, World(1), CPU, 0)
+    first = record_step(executor, plan, World(1), CPU, 0).spans
     count = len(first)
     executor.step(1)
     assert executor.program.instructions is instructions
@@ -124,6 +128,49 @@ def test_two_ranks_record_what_they_do_and_what_they_wait_for(pool: LocalPool) -
     assert len(result.step_times_s) == job.iterations
 
 
+@pytest.mark.parametrize("name", ["perceptron", "branches"])
+@pytest.mark.parametrize("seed", seeds(4, 40))
+def test_all_ends_of_a_communication_record_it(pool: LocalPool, name: str, seed: int) -> None:
+    """Each message at both its ends, each collective on all members, as many of the same on each; within the step."""
+    graph, model = graph_of(name), reference(name)
+    strategy = random_strategy(graph, 2 + seed % 3, seed)
+    job = replace(make_job(graph, strategy, model), recorded=2, communications=True, verify=False)
+    result = pool.run(job)
+    assert len(result.communications) == len(result.recorded) == 2
+    for by_rank, spans in zip(result.communications, result.recorded, strict=True):
+        counts = [Counter((item.operation, item.ranks) for item in items) for items in by_rank]
+        for rank, items in enumerate(by_rank):
+            assert_filled(spans[rank])
+            for item in items:
+                assert 0 <= item.start_ns <= item.end_ns <= spans[rank][-1].end_ns
+                assert rank in item.ranks
+                assert len({counts[member][item.operation, item.ranks] for member in item.ranks}) == 1
+                if item.operation == MESSAGE and rank == item.ranks[0]:
+                    assert item.start_ns == item.end_ns
+                else:
+                    assert item.operation in (MESSAGE, *CollectiveKind)
+    plan = build_plan(graph, strategy, job.node_of)
+    among = {item.ranks for by_rank in result.communications for items in by_rank for item in items}
+    assert {bucket.devices for bucket in plan.buckets if len(bucket.devices) > 1} <= among
+
+
+@pytest.mark.parametrize("level", [Sharding.OPTIMIZER, Sharding.PARAMETERS])
+def test_gathers_after_the_update_are_recorded(pool: LocalPool, level: Sharding) -> None:
+    graph = graph_of("perceptron")
+    strategy = shared(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), level)
+    job = make_job(graph, strategy, reference("perceptron"))
+    (by_rank,) = pool.run(replace(job, recorded=1, communications=True, verify=False)).communications
+    for items in by_rank:
+        assert WEIGHTS in {item.subject for item in items}
+        assert WEIGHT_GRADIENTS in {item.subject for item in items}
+
+
+def test_communications_are_recorded_for_those_alone_who_ask(pool: LocalPool) -> None:
+    graph = graph_of("perceptron")
+    job = make_job(graph, by_kind(graph, [AxisKind.SAMPLE], [0, 1]), reference("perceptron"))
+    assert pool.run(replace(job, recorded=1, verify=False)).communications == ()
+
+
 @pytest.mark.cuda
 def test_a_gpu_is_recorded_by_its_own_clock() -> None:
     device = torch.device("cuda", 0)
@@ -140,7 +187,7 @@ def test_a_gpu_is_recorded_by_its_own_clock() -> None:
         device=device,
     )
     executor.step(0)
-    spans = record_step(executor, plan, World(1), device, 1)
+    spans = record_step(executor, plan, World(1), device, 1).spans
     assert_filled(spans)
     assert named(spans, "forward") <= tasks_of(plan, 0, backward=False)
     assert named(spans, "backward") <= tasks_of(plan, 0, backward=True)

@@ -25,11 +25,12 @@ from app.db.chunk_files import CHECKPOINT, GROUPS, read_table, read_text
 from app.db.engine import Database, connect_engines, resolve_url
 from app.db.failures import as_written
 from app.db.models import TABLES
+from app.db.recordings import FOLDER, recording_name
 from app.db.records import GraphRecord, StrategyRecord, TopologyRecord, TraceRecord
 from app.db.salvage import LostRow, Source, reading_only
 from app.db.validation import Fault, values_of
 from app.services.stored import strategy_in, topology_of
-from app.services.timeline.store import FOLDER, read_file, recording_name
+from app.services.timeline.store import read_file
 from app.services.trace.recorder import groups_of, snapshots_of
 from graph.errors import DamagedDataError, DatabaseError, SoapstoneError, UsageError
 from graph.texts import shown

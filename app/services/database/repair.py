@@ -23,9 +23,9 @@ from sqlalchemy import exc
 from app.db import models, schema
 from app.db.engine import Database, connect_engines, migration_engine, resolve_url
 from app.db.failures import database_failure, unwritable
+from app.db.recordings import FOLDER
 from app.db.records import utc_now
 from app.services.database.check import Findings, Row, check
-from app.services.timeline.store import FOLDER
 from graph.errors import DatabaseError, UsageError
 
 BATCH_ROWS = 1000

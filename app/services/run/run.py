@@ -22,7 +22,12 @@ from app.services.predict.compiled_stretches import check_compiler, with_all_str
 from app.services.predict.predict import Setting, Target, find_target, named_strategy, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
-from app.services.timeline.store import write_recording
+from app.services.timeline.recorded_scheduling import (
+    RecordedScheduling,
+    recorded_scheduling,
+    scheduling_json,
+)
+from app.services.timeline.store import read_recording, write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
 from graph.strategy import Strategy
 from graph.synchronization import Policy, Synchronization, synchronization_to_json
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from runtime.jobs.job import Job, JobResult
     from runtime.jobs.verify import Deviation
     from runtime.launch.rank_leader import LaunchedRanks
+    from search.simulate.scheduling import Scheduling
     from search.simulate.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
@@ -100,7 +106,8 @@ class RunReport:
     empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
     `recomputed`, `compiled`: the first and the last operator of each group that was made again in the backward, and of
     each stretch that was compiled. `all_reduces`: those that were not the library's alone. `synchronization`: in which
-    pieces and in which order gradients were summed, where not as by default.
+    pieces and in which order gradients were summed, where not as by default. `scheduling`: as predicted;
+    `recorded_scheduling`: of the recorded steps, where there are any.
     """
 
     execution_id: int
@@ -112,6 +119,7 @@ class RunReport:
     result: JobResult
     throughput: float
     predicted_s: float
+    scheduling: Scheduling
     deviations: tuple[Deviation, ...] | None
     failure: str | None
     memory: tuple[DeviceMemory, ...]
@@ -120,6 +128,7 @@ class RunReport:
     compiled: tuple[tuple[str, str], ...] = ()
     all_reduces: tuple[ShownAllReduce, ...] = ()
     synchronization: Mapping[str, Any] = field(default_factory=dict)
+    recorded_scheduling: RecordedScheduling | None = None
 
     @property
     def relative_error(self) -> float:
@@ -157,6 +166,7 @@ class RunReport:
             "predicted_step_time_s": self.predicted_s,
             "relative_error": self.relative_error,
             "undisturbed_s": self.result.undisturbed_s,
+            **scheduling_json(self.scheduling, self.recorded_scheduling),
             "losses": [self.result.losses[0], self.result.losses[-1]],
             "recomputed": [list(pair) for pair in self.recomputed],
             "compiled": [list(pair) for pair in self.compiled],
@@ -401,6 +411,7 @@ def _job(request: RunRequest, setting: Setting, strategy: Strategy, simulation: 
         warmup=request.warmup,
         verify=request.verify,
         recorded=request.recorded,
+        communications=True,
         peak=True,
         all_reduces=all_reduce_choices(
             setting.model.graph, strategy, setting.topology, setting.target.link_costs
@@ -445,8 +456,10 @@ def _finish(
         lost_s=result.most_lost_s,
         undisturbed_s=result.undisturbed_s,
     )
+    recorded = None
     if result.recorded:
-        write_recording(store, record, result.recorded)
+        write_recording(store, record, result.recorded, result.communications, setting.topology)
+        recorded = recorded_scheduling(read_recording(store, record), setting.topology)
     if failure is not None:
         # Its times stay: it did run.
         store.fail_execution(execution_id, failure)
@@ -460,6 +473,7 @@ def _finish(
         result=result,
         throughput=record.throughput_samples_per_s or setting.training.batch_size / result.median_s,
         predicted_s=simulation.step_time_s,
+        scheduling=simulation.scheduling,
         deviations=deviations,
         failure=failure,
         # A strategy may leave the last devices out.
@@ -472,4 +486,5 @@ def _finish(
         compiled=tuple((names[stretch.first], names[stretch.last]) for stretch in strategy.compiled),
         all_reduces=shown_all_reduces(job.all_reduces),
         synchronization=synchronization_to_json(strategy.synchronization),
+        recorded_scheduling=recorded,
     )

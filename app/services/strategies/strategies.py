@@ -27,6 +27,7 @@ from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.strategy import Configuration, read_document, strategy_from_json, strategy_text
 from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
+from search.simulate.scheduling import Scheduling
 
 MOST_DEVICES = 2**16
 """More than any topology has; a file that names a higher one is refused before anything is made of it."""
@@ -71,7 +72,7 @@ class ShownOperator:
 
 @dataclass(frozen=True, slots=True)
 class ShownStrategy:
-    """A stored strategy. `step_s` and costs are None where nothing of its graph was ever simulated.
+    """A stored strategy. `step_s`, `scheduling` and costs are None where nothing of its graph was ever simulated.
 
     shared: costs that belong to no one operator. sharding: of weights that their holders share, what.
     recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
@@ -92,6 +93,7 @@ class ShownStrategy:
     compiled: Sequence[Sequence[str]] = ()
     all_reduces: tuple[ShownAllReduce, ...] | None = None
     synchronization: Mapping[str, Any] = field(default_factory=dict)
+    scheduling: Scheduling | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the strategy as a JSON document."""
@@ -106,6 +108,8 @@ class ShownStrategy:
             "batch_size": None if self.setting is None else self.setting.batch_size,
             "simulated_step_time_s": self.step_s,
             "measured_median_s": self.measured_s,
+            "scheduling_efficiency": None if self.scheduling is None else self.scheduling.efficiency,
+            "speedup_potential": None if self.scheduling is None else self.scheduling.speedup_potential,
             "operators": [asdict(operator) for operator in self.operators],
             "shared": {name: asdict(cost) for name, cost in self.shared.items()},
             "sharding": dict(self.sharding),
@@ -326,6 +330,7 @@ def _shown(
     costs: Mapping[str, SimulatedCost] = {}
     shared: Mapping[str, SimulatedCost] = {}
     step_s = None
+    scheduling = None
     recomputation = None
     all_reduces = None
     if setting is None:
@@ -344,6 +349,7 @@ def _shown(
             graph=graph,
         )
         graph, strategy, step_s = step.graph, step.strategy, step.simulation.step_time_s
+        scheduling = step.simulation.scheduling
         costs, shared = operator_costs(step)
         all_reduces = shown_all_reduces(all_reduce_choices(graph, strategy, step.topology, step.links))
         if step.kept is not None:
@@ -366,6 +372,7 @@ def _shown(
             document.get("compiled", ()),
             all_reduces,
             document.get("synchronization", {}),
+            scheduling,
         ),
         graph,
     )

@@ -5,7 +5,8 @@ comes from other devices, and, measured alone, copies and the runtime's own work
 step, so their means over the devices do, and the differences of all rows add up to the error of the step.
 
 What is measured is the mean of the recorded steps. A transfer shows where somebody waits for it: one that is hidden
-behind computation costs nothing in either timeline.
+behind computation costs nothing in either timeline. How much of what could be hidden is hidden, scheduling efficiency
+says beside it (`app.services.timeline.recorded_scheduling`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.services.timeline.recorded_scheduling import RecordedScheduling, recorded_scheduling, scheduling_json
 from app.services.timeline.timeline import END_OF_STEP, StepTimeline, simulated_timeline, wait, with_waits
 
 if TYPE_CHECKING:
     from app.services.timeline.store import Recording
+    from search.simulate.scheduling import Scheduling
     from search.simulate.simulator import Simulation
 
 
@@ -43,13 +46,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """A step's error and its parts, the largest difference first."""
+    """A step's error and its parts, the largest difference first; its scheduling, predicted and recorded.
+
+    recorded: None where the run did not record its communications.
+    """
 
     execution_id: int
     recorded_steps: int
     predicted_s: float
     measured_s: float
     rows: tuple[Difference, ...]
+    predicted: Scheduling
+    recorded: RecordedScheduling | None
 
     @property
     def by_kind(self) -> tuple[Difference, ...]:
@@ -67,6 +75,7 @@ class Attribution:
             "recorded_steps": self.recorded_steps,
             "predicted_s": self.predicted_s,
             "measured_s": self.measured_s,
+            **scheduling_json(self.predicted, self.recorded),
             "kinds": [row.to_json() for row in self.by_kind],
             "rows": [row.to_json() for row in self.rows],
         }
@@ -88,6 +97,8 @@ def attribute(simulation: Simulation, recording: Recording) -> Attribution:
         predicted_s=simulation.step_time_s,
         measured_s=sum(step.step_ns for step in steps) / len(steps) / 1e9,
         rows=_sorted(Difference(*key, *both) for key, both in sums.items()),
+        predicted=simulation.scheduling,
+        recorded=recorded_scheduling(recording, simulation.tasks.topology),
     )
 
 

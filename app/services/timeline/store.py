@@ -1,35 +1,46 @@
 """Recorded steps of executions, as Parquet files beside the database.
 
+A row is a span of a rank, or a message or collective as a rank saw it, which has an operation and ranks; spans have ""
+there. Files of earlier versions lack both columns, and have spans alone.
+
 A file is named after its execution's number and its strategy, so nothing needs to be looked up to find it, and one
 that another database left behind is not taken for this one's. It is written whole under another name, then renamed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.db.chunk_files import readable
 from app.db.chunks import check_no_link
 from app.db.failures import unwritable
+from app.db.recordings import FOLDER, SCHEDULING, recording_name
 from app.db.records import ExecutionRecord
 from app.db.store import Store
+from app.services.timeline.recorded_scheduling import step_schedulings
 from app.services.timeline.timeline import Slice, StepTimeline
+from graph.collectives import CollectiveKind
 from graph.errors import UsageError
+from graph.topology import Topology
+from runtime.observe.spans import MESSAGE, Communication
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from runtime.observe.spans import Recorded
+    from runtime.observe.spans import Communications, Recorded
 
-FOLDER = "executions"
-_DIGITS = 12
+# Columns that earlier versions did not write.
+_ADDED = ("operation", "ranks")
+_COLLECTIVES = frozenset(kind.value for kind in CollectiveKind)
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,17 @@ class Recording:
         return next(step for step in self.steps if step.step_ns == median)
 
 
-def write_recording(store: Store, execution: ExecutionRecord, recorded: Recorded) -> Path:
+def write_recording(
+    store: Store,
+    execution: ExecutionRecord,
+    recorded: Recorded,
+    communications: Communications = (),
+    topology: Topology | None = None,
+) -> Path:
     """Store the recorded steps of an execution; return the file.
+
+    communications: those of the steps. topology: where they ran; then efficiency and potential are in the file, too,
+    for queries.
 
     Raises:
         DatabaseError: it cannot be written.
@@ -57,27 +77,45 @@ def write_recording(store: Store, execution: ExecutionRecord, recorded: Recorded
 
     path = recording_path(store, execution)
     rows: dict[str, list[Any]] = {name: [] for name in _schema().names}
-    for step, ranks in enumerate(recorded):
-        for rank, spans in enumerate(ranks):
-            for span in spans:
-                label = span.label
-                values = (step, rank, label.kind, label.subject, label.name, span.start_ns, span.end_ns)
-                for column, value in zip(rows.values(), values, strict=True):
-                    column.append(value)
+    for values in chain(_span_rows(recorded), _communication_rows(communications)):
+        for column, value in zip(rows.values(), values, strict=True):
+            column.append(value)
+    table = pa.table(rows, schema=_schema())
+    if topology is not None:
+        steps = [step.to_json() for step in step_schedulings(_timelines(rows), topology)]
+        table = table.replace_schema_metadata({SCHEDULING: json.dumps(steps)})
     check_no_link(store.database, path.parent)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            parquet.write_table(
-                pa.table(rows, schema=_schema()), file, compression="zstd", write_page_checksum=True
-            )
+            parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         raise unwritable(path.parent, error) from None
     return path
+
+
+def _span_rows(recorded: Recorded) -> Iterator[tuple[Any, ...]]:
+    for step, ranks in enumerate(recorded):
+        for rank, spans in enumerate(ranks):
+            for span in spans:
+                label = span.label
+                yield step, rank, label.kind, label.subject, label.name, span.start_ns, span.end_ns, "", ""
+
+
+def _communication_rows(communications: Communications) -> Iterator[tuple[Any, ...]]:
+    for step, ranks in enumerate(communications):
+        for rank, items in enumerate(ranks):
+            for item in items:
+                kind = "transfer" if item.operation == MESSAGE else "collective"
+                members = ",".join(str(member) for member in item.ranks)
+                yield (
+                    step, rank, kind, item.subject, f"{item.operation} {item.subject}", item.start_ns, item.end_ns,
+                    item.operation, members,
+                )  # fmt: skip
 
 
 def read_recording(store: Store, execution: ExecutionRecord) -> Recording:
@@ -110,11 +148,6 @@ def recording_path(store: Store, execution: ExecutionRecord) -> Path:
     return store.database.trace_folder / FOLDER / recording_name(execution.id, digest)
 
 
-def recording_name(execution_id: int, strategy_digest: str) -> str:
-    """Return the name of the file with the recorded steps of an execution."""
-    return f"execution-{execution_id:06d}-{strategy_digest[:_DIGITS]}.parquet"
-
-
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
@@ -128,6 +161,8 @@ def _schema() -> pa.Schema:
             pa.field("name", text, nullable=False),
             pa.field("start_ns", pa.int64(), nullable=False),
             pa.field("end_ns", pa.int64(), nullable=False),
+            pa.field("operation", text, nullable=False),
+            pa.field("ranks", text, nullable=False),
         ]
     )
 
@@ -138,10 +173,13 @@ def read_file(path: Path) -> tuple[StepTimeline, ...]:
     Raises:
         DamagedDataError: it cannot be read.
     """
+    import pyarrow as pa
     from pyarrow import parquet
 
     with readable(path):
-        table = parquet.read_table(path, schema=_schema(), page_checksum_verification=True)
+        stored = parquet.read_schema(path).names
+        schema = pa.schema([field for field in _schema() if field.name in stored or field.name not in _ADDED])
+        table = parquet.read_table(path, schema=schema, page_checksum_verification=True)
         table.validate()
         if any(column.null_count for column in table.columns):
             raise ValueError("a value is missing")
@@ -153,13 +191,28 @@ def read_file(path: Path) -> tuple[StepTimeline, ...]:
 
 def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[StepTimeline, ...]:
     steps: dict[int, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
-    for step, rank, *values in zip(*(columns[name] for name in _schema().names), strict=True):
-        steps[step][rank].append(Slice(*values))
+    communications: dict[tuple[int, int], list[Communication]] = defaultdict(list)
+    has_communications = set(_ADDED) <= set(columns)
+    nothing, last_rank = [""] * len(columns["rank"]), max(columns["rank"])
+    values = (columns.get(name, nothing) for name in _schema().names)
+    for step, rank, kind, subject, name, start_ns, end_ns, operation, members in zip(*values, strict=True):
+        if operation:
+            ranks = tuple(int(member) for member in members.split(","))
+            if min(ranks) < 0 or max(ranks) > last_rank:
+                raise ValueError("it has a message or collective of a rank that has no step")
+            if len(ranks) != 2 if operation == MESSAGE else operation not in _COLLECTIVES:
+                raise ValueError(f"it has an operation {operation!r} of {len(ranks)} ranks")
+            communications[step, rank].append(Communication(operation, ranks, subject, start_ns, end_ns))
+        else:
+            steps[step][rank].append(Slice(kind, subject, name, start_ns, end_ns))
     return tuple(
         StepTimeline(
             max(slices[-1].end_ns for slices in ranks.values()),
             # A rank that had nothing to do has no row.
             tuple(tuple(ranks.get(rank, ())) for rank in range(max(ranks) + 1)),
+            communications=tuple(tuple(communications[step, rank]) for rank in range(max(ranks) + 1))
+            if has_communications
+            else None,
         )
-        for _, ranks in sorted(steps.items())
+        for step, ranks in sorted(steps.items())
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
+from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS, Communication
 
 if TYPE_CHECKING:
     from search.simulate.simulator import Simulation
@@ -40,11 +40,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One training step. Slices of a device, or of a link, are in order and do not overlap."""
+    """One training step. Slices of a device, or of a link, are in order and do not overlap.
+
+    communications: of a recorded step, messages and collectives as each device saw them; None where none were recorded.
+    """
 
     step_ns: int
     devices: tuple[tuple[Slice, ...], ...]
     links: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
+    communications: tuple[tuple[Communication, ...], ...] | None = None
 
 
 def simulated_timeline(simulation: Simulation) -> StepTimeline:

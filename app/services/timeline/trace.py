@@ -48,6 +48,8 @@ class TraceReport:
             "execution": self.execution_id,
             "events": self.events,
             "simulated_step_time_s": self.step.simulation.step_time_s,
+            "scheduling_efficiency": self.step.simulation.efficiency,
+            "speedup_potential": self.step.simulation.speedup_potential,
             "attribution": None if self.attribution is None else self.attribution.to_json(),
         }
 

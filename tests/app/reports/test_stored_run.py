@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.cli.output import percent, ratio
 from app.db.store import Store
 from app.services.timeline.store import read_recording, recording_path
 from tests.app.conftest import Command, Outcome, store_results
@@ -90,6 +92,38 @@ def test_compare_attributes_the_error_as_trace_does(run: Command, tmp_path: Path
     traced = run("trace", "--execution", "1", "--output", str(tmp_path / "t.json"), "--json")
     assert compared.document == traced.document["attribution"]
     assert "largest differences" in run("compare", "--execution", "1").output
+
+
+def test_scheduling_stands_beside_simulated_and_recorded_steps(run: Command) -> None:
+    keys = ("scheduling_efficiency", "speedup_potential")
+    found = run("compare", "--execution", "1", "--json").document
+    for efficiency, potential in (keys, tuple(f"recorded_{key}" for key in keys)):
+        assert 0 <= found[efficiency] <= 1
+        assert found[potential] >= 0
+    said = run("compare", "--execution", "1").output
+    assert f"scheduling efficiency {percent(found[keys[0]])} predicted" in said
+    assert f"{percent(found['recorded_' + keys[0]])} recorded" in said
+    assert f"{ratio(found['recorded_' + keys[1]])} recorded" in said
+    # The same of the stored strategy, and of each step in a query.
+    shown = run("strategy", "show", "1", "--json").document
+    assert all(shown[key] >= 0 for key in keys)
+    assert "scheduling efficiency" in run("strategy", "show", "1").output
+    steps = run("query", "FROM recorded_steps", "--format", "json").document
+    assert len(steps) == found["recorded_steps"]
+    for key in keys:
+        assert statistics.median(step[key] for step in steps) == pytest.approx(found[f"recorded_{key}"])
+
+
+def test_a_run_that_is_profiled_prints_its_scheduling(command: Command, database: Path, probed: Path) -> None:
+    shutil.copy(probed, database)
+    arguments = ("run", *MLP, "--strategy", "data-parallel", "--iterations", "1", "--on-miss", "estimate")
+    recorded = command(*arguments, "--profile")
+    assert recorded.code == 0, recorded
+    assert "% predicted" in recorded.output
+    assert "recorded; speed-up potential" in recorded.output
+    alone = command(*arguments, "--json").document
+    assert 0 <= alone["scheduling_efficiency"] <= 1
+    assert alone["recorded_scheduling_efficiency"] is None
 
 
 def test_compare_says_how_good_the_predictions_are(run: Command) -> None:
