@@ -51,6 +51,23 @@ def test_a_run_sums_in_slices_and_updates_in_the_next_forward(command: Command) 
 
 
 @pytest.mark.usefixtures("known_links")
+def test_a_run_gathers_shared_updates_in_the_next_forward(command: Command) -> None:
+    zero = (*RUN, "--strategy", "zero")
+    plain = command(*zero)
+    done = command(*zero, "--policy", "tac:1024", "--verify", "--profile")
+    assert done.code == 0, done
+    assert done.document["verified"]
+    assert done.document["synchronization"] == {"policy": "tac", "bucket_bytes": 1024}
+    assert done.document["losses"] == pytest.approx(plain.document["losses"], rel=1e-5)
+    refused = command(*zero, "--policy", "p3")
+    assert refused.code == 2
+    assert refused.errors.startswith(
+        "error: synchronization: policy p3 is for weights that every holder keeps whole"
+    )
+    assert len(refused.errors.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("known_links")
 def test_a_search_takes_the_policy_that_is_asked_for_or_the_fastest(command: Command) -> None:
     search = ("search", *NETWORK, "--proposals", "20", "--no-confirm", "--json")
     plain = command(*search)
