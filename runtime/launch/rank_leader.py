@@ -39,9 +39,9 @@ POLL_S = 0.2
 SIGNAL_GRACE_S = 2.0
 # Rank 0 prepares for as long as it takes; the others wait for it.
 LONGEST_PREPARATION_S = 30 * 24 * 3600.0
-# Where a host is gone: until the main thread sees it while it checks its work, else is interrupted, and until it has
-# stored and printed the reason.
-SEEING_S, ENDING_S = 1.0, 15.0
+# Where a host is gone, the time for the main thread to see it while it checks its work, to see it after an interrupt,
+# and then to store and print the reason.
+SEEING_S, INTERRUPT_S, ENDING_S = 1.0, 5.0, 15.0
 FAILED, LOST, ENDED, DONE, GONE = "failed", "lost", "ended", "done", "gone"
 
 
@@ -250,10 +250,7 @@ class LaunchedRanks:
     def _end_without(self, rank: int, reason: str) -> NoReturn:
         """End this process in every case, since the host of `rank` is gone; the watch's thread stays here."""
         self._gone = Report(rank, GONE, reason, 1)
-        if self._joined:
-            if not self._seen.wait(SEEING_S) and callable(signal.getsignal(signal.SIGTERM)):
-                # Outside of `execute`: as torchrun would, had it noticed.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._joined and (self._seen.wait(SEEING_S) or (_interrupt() and self._seen.wait(INTERRUPT_S))):
             time.sleep(ENDING_S)
         # The main thread is in a call that does not return, that of another host's database perhaps.
         if self._speaks_for_host:
@@ -333,8 +330,23 @@ def _report(rank: int, message: str) -> Report:
 
 
 def _words(report: Report) -> str:
-    # A refusal of rank 0 is about the command, not about a rank.
-    return report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
+    if report.code == 2:
+        # A refusal of rank 0 is about the command, not about a rank.
+        return report.text
+    reach = " in reach" if report.kind == GONE else ""
+    return f"rank {report.rank}: {report.text}; all processes{reach} were ended"
+
+
+def _interrupt() -> bool:
+    """Interrupt the main thread where it may be outside of `execute`; return whether it can be.
+
+    By Ctrl-C's signal first: a user's factory may be called just then, whose SystemExit is taken for its own.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(number)):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            return True
+    return False
 
 
 def _ignore_signals() -> None:

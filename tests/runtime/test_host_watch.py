@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graph.errors import RuntimeFailure
 from runtime.launch.bounded_store import PATIENCE_S, BoundedStore
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SERVER = """
 import sys, time
 from datetime import timedelta
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 print(store.port, flush=True)
 time.sleep(600)
@@ -34,7 +34,7 @@ time.sleep(600)
 PEER = """
 import sys, time
 from datetime import timedelta
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 from runtime.launch.host_watch import watch_hosts
 port = int(sys.argv[1])
 store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
