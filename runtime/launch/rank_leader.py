@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from graph.errors import RankFailure, RuntimeFailure
 from profiler.process_groups import communicate_from
-from runtime.communication import PeerFailure
+from runtime.communication import PeerFailure, is_of_messages, lost_peer
 from runtime.launch.bounded_store import BoundedStore
 from runtime.launch.host_watch import HostWatch, watch_hosts
 from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
@@ -197,6 +197,7 @@ class LaunchedRanks:
         """
         # torchrun sends several; the first one is being handled, after which this process ends.
         _ignore_signals()
+        self._seen.set()
         if self._gone is None:
             self._post(ENDED, "interrupted")
         report = self._cause(SIGNAL_GRACE_S)
@@ -204,6 +205,7 @@ class LaunchedRanks:
 
     def refuse(self, error: BaseException, code: int) -> None:
         """Let the others end too, silently, since rank 0 refuses to go on."""
+        self._seen.set()
         self._post(FAILED, str(error), code)
 
     def _note_silence(self, reason: str) -> None:
@@ -218,6 +220,9 @@ class LaunchedRanks:
 
     def _explain(self, error: BaseException) -> None:
         """End with the cause of an error of this rank's work."""
+        if isinstance(error, RuntimeError) and is_of_messages(error):
+            # Of a probe, which does not name peers.
+            error = lost_peer(self.rank, error)
         if not isinstance(error, PeerFailure):
             self._fail(error_line(f"{type(error).__name__}: {error}", self.rank))
         self._post(LOST, str(error))
