@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -259,7 +258,7 @@ class LaunchedRanks:
             time.sleep(ENDING_S)
         # The main thread is in a call that does not return, that of another host's database perhaps.
         if self._speaks_for_host:
-            sys.stderr.flush()
+            # Not through Python's buffer: the main thread may be within it.
             os.write(2, f"error: {_words(self._gone)}\n".encode())
         os._exit(1)
 

@@ -184,11 +184,11 @@ def test_a_run_in_the_middle_of_messages_ends_on_both_sides_and_keeps_what_was_s
     def runs() -> bool:
         return len(executions(database)) == 2 and sent_bytes(name, 1) > before + 5 * MANY_BYTES
 
-    first, second = after_cut(name, folder, run_of("fine", database), when=runs).values()
-    assert (len(first), len(second)) == (1, 1)
-    assert first[0].startswith(gone(1, 1, seen_from=0))
-    assert second[0].startswith(gone(0, 0, seen_from=1))
-    assert executions(database) == [("finished", None), ("failed", first[0])]
+    said_by = after_cut(name, folder, run_of("fine", database), when=runs)
+    assert {host: len(lines) for host, lines in said_by.items()} == {0: 1, 1: 1}
+    assert said_by[0][0].startswith(gone(1, 1, seen_from=0))
+    assert said_by[1][0].startswith(gone(0, 0, seen_from=1))
+    assert executions(database) == [("finished", None), ("failed", said_by[0][0])]
     assert is_sound(database)
 
 
