@@ -10,7 +10,7 @@
     |-- TrainingError         a training description
     |-- CostError             an operator cost that is missing or unusable
     |-- RuntimeFailure        an execution that failed on a rank
-    |   `-- RankFailure       the same among processes that torchrun started: rank 0 alone says it
+    |   `-- RankFailure       the same among processes that torchrun started: one of those within reach says it
     |-- QueryFailure          a query that took more time or memory than it may, or whose process ended
     `-- DatabaseError         the database, its schema or its location
         `-- DatabaseFailure       an operation on it that failed
@@ -67,11 +67,15 @@ class RuntimeFailure(SoapstoneError):
 
 
 class RankFailure(RuntimeFailure):
-    """A rank failed among those that torchrun started. `exit_code` is due on all of them."""
+    """A rank failed among those that torchrun started. `exit_code` is due on all of them.
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    said_here: this process says it, though it is not rank 0, which is out of reach.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, *, said_here: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.said_here = said_here
 
 
 class QueryFailure(SoapstoneError):

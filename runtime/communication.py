@@ -80,11 +80,21 @@ def naming_lost_peers(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()
-        raise PeerFailure(
-            f"rank {rank}: lost contact with another rank ({reason[0] if reason else type(error).__name__}), "
-            "all ranks must stay alive; see that rank's own message"
-        ) from error
+        raise lost_peer(rank, error) from error
+
+
+def lost_peer(rank: int, error: RuntimeError) -> PeerFailure:
+    """Return the failure of a rank that stands for torch's error for a peer that is gone or silent."""
+    reason = str(error).strip().splitlines()
+    return PeerFailure(
+        f"rank {rank}: lost contact with another rank ({reason[0] if reason else type(error).__name__}), "
+        "all ranks must stay alive; see that rank's own message"
+    )
+
+
+def is_of_messages(error: BaseException) -> bool:
+    """Return whether an error came from messages between ranks, for torch raises RuntimeErrors of all kinds."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ FIRST = [
         "app/test_main_job", "runtime/test_training", "app/test_run_ranks", "runtime/test_huggingface",
         "gpu/test_commands", "runtime/test_zoo", "graph/test_importer", "graph/test_huggingface",
         "search/test_taskgraph", "runtime/test_dtensor_run", "app/test_signals", "testbeds/test_testbed",
+        "testbeds/test_gone_hosts",
         "gpu/test_torchrun", "packaging/test_environment", "runtime/test_parallel", "app/test_export",
         "studies/test_study", "runtime/test_random_graphs", "app/db/test_reading", "runtime/test_examples",
         "search/test_compiling", "profiler/test_links", "runtime/test_sharding", "gpu/test_host_waits",

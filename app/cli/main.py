@@ -62,7 +62,7 @@ def _invoke() -> int:
 def _explained(error: BaseException) -> int:
     """Print in a line why the command ends, and return its exit code. What is a bug of ours is raised again."""
     if isinstance(error, RankFailure):
-        return _fail(str(error), error.exit_code, silent=not _speaks())
+        return _fail(str(error), error.exit_code, silent=not (error.said_here or _speaks()))
     number = ending.came()
     if isinstance(error, KeyboardInterrupt):
         number = number or ending.INTERRUPTED - 128

@@ -2,7 +2,8 @@
 
 Besides the process group, which is for tensors, the ranks share the launcher's store. There the first rank that fails
 writes its reason, so that rank 0 can print and store it, and all others end at once. A rank's work runs in a thread of
-its own, so that neither a signal nor another rank's failure has to wait for a message that never arrives.
+its own, so that neither a signal nor another rank's failure has to wait for a message that never arrives. A host that
+goes away takes its store and its messages with it: `runtime.launch.host_watch` notices, and each rank ends by itself.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from graph.errors import RankFailure, RuntimeFailure
 from profiler.process_groups import communicate_from
-from runtime.communication import PeerFailure
+from runtime.communication import PeerFailure, is_of_messages, lost_peer
+from runtime.launch.bounded_store import BoundedStore
+from runtime.launch.host_watch import HostWatch, watch_hosts
 from runtime.launch.processes import PEER_GRACE_S, error_line, join_group, leave_group
 from runtime.ranks.ranks import from_rank_0, rank_variable
 from runtime.ranks.watchdog import under_watchdog
@@ -35,12 +38,15 @@ POLL_S = 0.2
 SIGNAL_GRACE_S = 2.0
 # Rank 0 prepares for as long as it takes; the others wait for it.
 LONGEST_PREPARATION_S = 30 * 24 * 3600.0
-FAILED, LOST, ENDED, DONE = "failed", "lost", "ended", "done"
+# Where a host is gone, the time for the main thread to see it while it checks its work, to see it after an interrupt,
+# and then to store and print the reason.
+SEEING_S, INTERRUPT_S, ENDING_S = 1.0, 5.0, 15.0
+FAILED, LOST, ENDED, DONE, GONE = "failed", "lost", "ended", "done", "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of a rank that ended: of a failure the reason, of a lost peer the symptom."""
+    """The report of a rank that ended: of a failure or a host that is gone the reason, of a lost peer the symptom."""
 
     rank: int
     kind: str
@@ -51,24 +57,40 @@ class Report:
 class LaunchedRanks:
     """All ranks of this run, as one of them sees them."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: str, timeout_s: float) -> None:
-        """Use `LaunchedRanks.join`."""
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: str,
+        timeout_s: float,
+        master: tuple[str, int] | None = None,
+    ) -> None:
+        """Use `LaunchedRanks.join`; `master` is where the store is, of ranks on several hosts."""
         from torch.distributed.distributed_c10d import PrefixStore
 
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
+        self._gone: Report | None = None
+        self._seen = threading.Event()
+        self._joined = False
+        self._hosts: HostWatch | None = None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"soapstone/{attempt}"
         clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
         # A connection of its own: other clones may block for long.
-        self._board = PrefixStore(f"{prefix}/board", clone())
+        self._board = BoundedStore(PrefixStore(f"{prefix}/board", clone()), self._nobody_answers)
         self._orders = PrefixStore(f"{prefix}/orders", clone())
         self._given = 0
         self._reported = False
         self._silent: str | None = None
         self._device = device
+        if master is not None:
+            hosts = PrefixStore(f"{prefix}/hosts", clone())
+            self._hosts = watch_hosts(hosts, rank, size, timeout_s, master, self._end_without)
         join_group(device, timeout_s, store=PrefixStore(f"{prefix}/group", store), rank=rank, size=size)
+        self._joined = True
 
     @classmethod
     def join(cls, device: str, timeout_s: float) -> LaunchedRanks:
@@ -81,8 +103,10 @@ class LaunchedRanks:
 
         try:
             store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-            return cls(store, rank, size, device, timeout_s)
-        except (RuntimeError, ValueError) as error:
+            alone = rank_variable("LOCAL_WORLD_SIZE", 1) >= size
+            master = None if alone else (os.environ["MASTER_ADDR"], rank_variable("MASTER_PORT", 0))
+            return cls(store, rank, size, device, timeout_s, master)
+        except (RuntimeError, ValueError, OSError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeFailure(
                 f"rank {rank_variable('RANK', 0)}: cannot meet the others ({reason}), must; start all "
@@ -97,6 +121,9 @@ class LaunchedRanks:
     def leave(self) -> None:
         """Leave the process group; all ranks call it at the end of a run that did not fail."""
         self._post(DONE, "")
+        if self._hosts is not None:
+            self._hosts.close()
+        self._board.close()
         leave_group()
 
     # ---- orders
@@ -106,6 +133,12 @@ class LaunchedRanks:
         self._orders.set(str(self._given), "given")
         self._given += 1
         from_rank_0(order)
+
+    def dismiss(self, order: object) -> None:
+        """Give all other ranks their last order; rank 0 alone. It needs their hosts no more."""
+        self.give(order)
+        if self._hosts is not None:
+            self._hosts.stop()
 
     def take(self) -> Any:
         """Wait for the next order of rank 0, however long it prepares; return it."""
@@ -139,13 +172,17 @@ class LaunchedRanks:
 
         thread = threading.Thread(target=run, name="work", daemon=True)
         thread.start()
-        while thread.is_alive():
+        while True:
             thread.join(POLL_S)
+            if not thread.is_alive():
+                break
+            if self._gone is not None:
+                raise self._failure(self._gone)
             if self._silent is not None:
                 self._fail(self._silent)
             report = self._first()
             if report is not None:
-                raise _failure(report)
+                raise self._failure(report)
         if "error" in outcome:
             self._explain(outcome["error"])
         result: Result = outcome["result"]
@@ -159,12 +196,15 @@ class LaunchedRanks:
         """
         # torchrun sends several; the first one is being handled, after which this process ends.
         _ignore_signals()
-        self._post(ENDED, "interrupted")
+        self._seen.set()
+        if self._gone is None:
+            self._post(ENDED, "interrupted")
         report = self._cause(SIGNAL_GRACE_S)
-        return None if report is None else _failure(report)
+        return None if report is None else self._failure(report)
 
     def refuse(self, error: BaseException, code: int) -> None:
         """Let the others end too, silently, since rank 0 refuses to go on."""
+        self._seen.set()
         self._post(FAILED, str(error), code)
 
     def _note_silence(self, reason: str) -> None:
@@ -175,17 +215,52 @@ class LaunchedRanks:
         self._post(FAILED, reason, code)
         # Another one may have been first.
         report = self._first() or Report(self.rank, FAILED, reason, code)
-        raise _failure(report)
+        raise self._failure(report)
 
     def _explain(self, error: BaseException) -> None:
         """End with the cause of an error of this rank's work."""
+        if isinstance(error, RuntimeError) and is_of_messages(error):
+            # Of a probe, which does not name peers.
+            error = lost_peer(self.rank, error)
         if not isinstance(error, PeerFailure):
             self._fail(error_line(f"{type(error).__name__}: {error}", self.rank))
         self._post(LOST, str(error))
         report = self._cause(PEER_GRACE_S)
         if report is not None:
-            raise _failure(report) from error
-        raise _ending(RankFailure(str(error))) from error
+            raise self._failure(report) from error
+        _ignore_signals()
+        raise RankFailure(str(error)) from error
+
+    def _failure(self, report: Report) -> RankFailure:
+        """Return the end of this rank because of a report; no signal of torchrun's, which follow, may interrupt it."""
+        _ignore_signals()
+        self._seen.set()
+        if report is self._gone and self.leads:
+            self._post(FAILED, report.text)
+        return RankFailure(
+            _words(report), report.code, said_here=report is self._gone and self._speaks_for_host
+        )
+
+    # ---- a host that is gone
+
+    @property
+    def _speaks_for_host(self) -> bool:
+        """True on the rank that says what rank 0 cannot be told, or say, since its host is out of reach."""
+        return self.leads or rank_variable("LOCAL_RANK", 0) == 0
+
+    def _nobody_answers(self) -> bool:
+        return self._gone is not None or (self._hosts is not None and self._hosts.leader_ended)
+
+    def _end_without(self, rank: int, reason: str) -> NoReturn:
+        """End this process in every case, since the host of `rank` is gone; the watch's thread stays here."""
+        self._gone = Report(rank, GONE, reason, 1)
+        if self._joined and (self._seen.wait(SEEING_S) or (_interrupt() and self._seen.wait(INTERRUPT_S))):
+            time.sleep(ENDING_S)
+        # The main thread is in a call that does not return, that of another host's database perhaps.
+        if self._speaks_for_host:
+            # Not through Python's buffer: the main thread may be within it.
+            os.write(2, f"error: {_words(self._gone)}\n".encode())
+        os._exit(1)
 
     # ---- the board
 
@@ -206,12 +281,14 @@ class LaunchedRanks:
 
     def _first(self) -> Report | None:
         """Return the first failure that any rank reported."""
+        if self._gone is not None:
+            return self._gone
         try:
             if not self._board.check(["first"]):
                 return None
             rank, message = json.loads(self._board.get("first"))
         except RuntimeError:
-            return Report(0, FAILED, "its store is gone, must be there; see its own message", 1)
+            return self._gone or Report(0, FAILED, "its store is gone, must be there; see its own message", 1)
         return _report(rank, message)
 
     def _reports(self) -> dict[int, Report]:
@@ -232,10 +309,12 @@ class LaunchedRanks:
             try:
                 reports = self._reports()
             except RuntimeError:
-                return None
+                return self._gone
             if len(reports) == self.size:
                 break
             time.sleep(POLL_S)
+        if self._gone is not None:
+            return self._gone
         silent = [rank for rank in range(self.size) if rank not in reports]
         if not silent:
             return None
@@ -254,16 +333,24 @@ def _report(rank: int, message: str) -> Report:
     return Report(rank, fields["kind"], fields["text"], fields["code"])
 
 
-def _failure(report: Report) -> RankFailure:
-    # A refusal of rank 0 is about the command, not about a rank.
-    text = report.text if report.code == 2 else f"rank {report.rank}: {report.text}; all processes were ended"
-    return _ending(RankFailure(text, report.code))
+def _words(report: Report) -> str:
+    if report.code == 2:
+        # A refusal of rank 0 is about the command, not about a rank.
+        return report.text
+    reach = " in reach" if report.kind == GONE else ""
+    return f"rank {report.rank}: {report.text}; all processes{reach} were ended"
 
 
-def _ending(failure: RankFailure) -> RankFailure:
-    # The rank ends by itself now: torchrun's signals, which follow, must not interrupt the report of the reason.
-    _ignore_signals()
-    return failure
+def _interrupt() -> bool:
+    """Interrupt the main thread where it may be outside of `execute`; return whether it can be.
+
+    By Ctrl-C's signal first: a user's factory may be called just then, whose SystemExit is taken for its own.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(number)):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            return True
+    return False
 
 
 def _ignore_signals() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,9 +15,8 @@ import pytest
 from scripts.testbeds.__main__ import main
 from scripts.testbeds.hosts import bits_per_s, divided_cores, state_file
 from scripts.testbeds.network import burst_bytes, namespaces_of, processes_in
+from tests.testbeds.commands import WAIT_S, is_alive, outcome, start, wait_for
 
-ROOT = Path(__file__).parents[2]
-WAIT_S = 240.0
 # Receives from so many senders; prints when the first may send, and when the last byte is there.
 RECEIVE = """
 import socket, sys, time
@@ -49,63 +46,8 @@ with ThreadPoolExecutor(8) as pool:
 """
 
 
-def start(*arguments: str, folder: Path = ROOT, path: str | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "scripts.testbeds", "--folder", str(folder), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **({} if path is None else {"PATH": path})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def outcome(*arguments: str, folder: Path = ROOT, path: str | None = None) -> tuple[int, str, str]:
-    """Return exit code, output and errors of a command."""
-    with start(*arguments, folder=folder, path=path) as process:
-        output, errors = process.communicate(timeout=WAIT_S)
-    return process.returncode, output, errors
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def is_written(path: Path) -> bool:
     return path.exists() and path.read_text().endswith("\n")
-
-
-def is_alive(process: int) -> bool:
-    try:
-        # A process that has ended, and that nobody has waited for, is none.
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.fixture(scope="module")
-def name() -> Iterator[str]:
-    """A name for a testbed of this test alone; what is up under it is taken away."""
-    chosen = f"test{os.getpid()}"
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("no iproute2")
-    made = subprocess.run(["ip", "netns", "add", chosen], capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no network namespaces: {made.stderr.strip()}")
-    subprocess.run(["ip", "netns", "delete", chosen], check=True)
-    yield chosen
-    main(["down", "--name", chosen])
-
-
-@pytest.fixture
-def absent(name: str) -> Iterator[str]:
-    """A name under which nothing is up."""
-    main(["down", "--name", name])
-    yield name
-    main(["down", "--name", name])
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ def probe_cluster(
             warn_if_besides(probe, progress)
             topology = measured_topology(name, ranks, probe)
             links = put_measured(store, topology, probe, machine.environment_id)
-        launched.execute(lambda: launched.give(Leaving()))
+        launched.execute(lambda: launched.dismiss(Leaving()))
         return NamedTopology(topology, links)
 
     return as_rank(devices, timeout_s, lead)
@@ -413,7 +413,7 @@ def lead(launched: LaunchedRanks, job: Job, device: PhysicalDevice, timeout_s: f
     def ordered() -> JobResult | None:
         launched.give(JobOrder(job.without_caches(), timeout_s))
         result = _execute(job, device, timeout_s)
-        launched.give(Leaving())
+        launched.dismiss(Leaving())
         return result
 
     return launched.execute(ordered)
