@@ -192,9 +192,8 @@ def test_a_run_in_the_middle_of_messages_ends_on_both_sides_and_keeps_what_was_s
     assert is_sound(database)
 
 
-@pytest.mark.parametrize(
-    "rank", [pytest.param(0, id="with the store"), pytest.param(1, id="cut off", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [pytest.param(0, id="with the store"), pytest.param(1, id="cut off")])
 def test_a_run_in_the_middle_of_computing_ends_on_both_sides(
     up: Callable[[int, int], str], folder: Path, rank: int
 ) -> None:
