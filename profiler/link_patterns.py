@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from graph.collective_algorithms import read_algorithm
+from graph.collective_algorithms import BY_LIBRARY, read_algorithm
 
 if TYPE_CHECKING:
     import torch
 
-# "p2p", one of the collectives, or all_reduce/ALGORITHM: by another algorithm than the library's.
+# "p2p", one of the collectives, all_reduce/ALGORITHM: by another algorithm than the library's, or successive/ALGORITHM:
+# of several all-reduces that are started one behind the other, as slices of gradients are.
 Pattern = str
 COLLECTIVE_PATTERNS: tuple[Pattern, ...] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"
 )  # fmt: skip
 ALGORITHM = "all_reduce/"
+SUCCESSIVE, SUCCESSIVE_SUMS = "successive/", 8
 # An exchanged piece is the right half of a tensor of so many rows; tensors take turns, unless no cache holds one.
 ROWS = 8
 SOURCES, LARGEST_IN_TURNS = 3, 16 * 2**20
@@ -65,6 +67,8 @@ def prepare(pattern: Pattern, participant: Participant, size_bytes: int) -> Repe
     """Return the work of one rank in one repetition of a pattern over N = `size_bytes`, with its tensors allocated."""
     if pattern.startswith(ALGORITHM):
         return _all_reduce_by(pattern.removeprefix(ALGORITHM), participant, size_bytes)
+    if pattern.startswith(SUCCESSIVE):
+        return _successive_sums(pattern.removeprefix(SUCCESSIVE), participant, size_bytes)
     return _PREPARE[pattern](participant, size_bytes)
 
 
@@ -96,6 +100,34 @@ def _all_reduce(participant: Participant, size_bytes: int) -> Repetition:
 
 
 def _all_reduce_by(algorithm_text: str, participant: Participant, size_bytes: int) -> Repetition:
+    start = _starting(algorithm_text, participant)
+    return _bucket(participant, size_bytes, lambda bucket: start(bucket).wait())
+
+
+def _successive_sums(algorithm_text: str, participant: Participant, size_bytes: int) -> Repetition:
+    """Return the sums of so many slices of a full bucket, one behind the other."""
+    flat = participant.zeros(SUCCESSIVE_SUMS * max(1, size_bytes // ITEM_BYTES))
+    start = _starting(algorithm_text, participant)
+
+    def work(_repetition: int) -> torch.Tensor:
+        for started in [start(part) for part in flat.chunk(SUCCESSIVE_SUMS)]:
+            started.wait()
+        return flat
+
+    return work
+
+
+class _Done:
+    """The work of what is ordered by a GPU's stream."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+def _starting(algorithm_text: str, participant: Participant) -> Callable[[torch.Tensor], Any]:
+    """Return the function that starts an all-reduce by an algorithm and returns its work."""
+    import torch.distributed as dist
+
     from profiler.composed_all_reduce import (
         CommunicationThread,
         all_reduce_by_collectives,
@@ -104,21 +136,20 @@ def _all_reduce_by(algorithm_text: str, participant: Participant, size_bytes: in
 
     members, rank = participant.members, participant.rank
     algorithm = read_algorithm(algorithm_text, len(members))
+    if algorithm == BY_LIBRARY:
+        return lambda tensor: dist.all_reduce(tensor, group=participant.group, async_op=True)
     if participant.device_name != "cpu":
         groups = participant.rings.__getitem__
-        return _bucket(
-            participant,
-            size_bytes,
-            lambda bucket: all_reduce_by_collectives(bucket, algorithm, members, rank, groups),
-        )
+
+        def on_stream(tensor: torch.Tensor) -> _Done:
+            all_reduce_by_collectives(tensor, algorithm, members, rank, groups)
+            return _Done()
+
+        return on_stream
     thread = CommunicationThread()
-
-    def by_thread(bucket: torch.Tensor) -> None:
-        thread.start(
-            partial(all_reduce_by_messages, bucket, algorithm, members, rank, participant.group)
-        ).wait()
-
-    return _bucket(participant, size_bytes, by_thread)
+    return lambda tensor: thread.start(
+        partial(all_reduce_by_messages, tensor, algorithm, members, rank, participant.group)
+    )
 
 
 def _bucket(

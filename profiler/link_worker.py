@@ -15,11 +15,19 @@ from typing import Any
 
 import psutil
 
-from graph.collective_algorithms import AllReduceAlgorithm
+from graph.collective_algorithms import BY_LIBRARY, AllReduceAlgorithm
 from profiler.call_inputs import cache_bytes
 from profiler.contention import Computation, Seconds, measure_overlaps
 from profiler.devices import PhysicalDevice
-from profiler.link_patterns import ALGORITHM, COLLECTIVE_PATTERNS, Participant, Pattern, prepare
+from profiler.link_patterns import (
+    ALGORITHM,
+    COLLECTIVE_PATTERNS,
+    SUCCESSIVE,
+    SUCCESSIVE_SUMS,
+    Participant,
+    Pattern,
+    prepare,
+)
 from profiler.measure import describe_error, interval
 from profiler.others import OthersMeter
 from profiler.process_groups import join_process_group, new_process_group
@@ -246,8 +254,11 @@ class ProbeRank:
 
     def _measure_group(self, members: Members, group: Any, rings: Mapping[Members, Any]) -> None:
         participant = Participant(self.plan.rank, members, group, self.device.torch_name, rings)
-        others = [ALGORITHM + algorithm.text for algorithm in self.plan.algorithms.get(members, ())]
-        self._measure_patterns((*COLLECTIVE_PATTERNS, *others), participant)
+        others = self.plan.algorithms.get(members, ())
+        patterns = [ALGORITHM + algorithm.text for algorithm in others]
+        if len(members) == self.plan.world_size and self.plan.sizes.get("successive"):
+            patterns += [SUCCESSIVE + algorithm.text for algorithm in (BY_LIBRARY, *others)]
+        self._measure_patterns((*COLLECTIVE_PATTERNS, *patterns), participant)
 
     def _measure_patterns(self, patterns: Sequence[Pattern], participant: Participant) -> None:
         """Time some patterns of all sizes; those that other processes disturbed again, when all are timed.
@@ -313,7 +324,7 @@ class ProbeRank:
                 lambda condition: self._everywhere(condition, pattern, participant),
                 before=disturb,
             )
-            times.append(seconds)
+            times.append(seconds / (SUCCESSIVE_SUMS if pattern.startswith(SUCCESSIVE) else 1))
             return time.perf_counter() - start
 
         self.clock.restart()

@@ -41,20 +41,25 @@ COLLECTIVES_S = 8.0
 LARGE_S = 24.0
 
 
+# Of slices of gradients; larger ones take what they take alone.
+SUCCESSIVE_SIZES = (64 * KIB, 256 * KIB, MIB)
+
+
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     """Sizes in bytes, the seconds after which a probe of two devices is given up, and the rounds of contention.
 
     most_again: how often a size is timed again that other processes disturbed.
 
-    The sizes of a message; of an all-reduce; and of the other collectives, which are exchanges of operators' values
-    (see `profiler.link_patterns` for what counts); ascending. The largest are left out where they would take too long
-    or too much memory (`profiler.link_worker`).
+    The sizes of a message; of an all-reduce; of the other collectives, which are exchanges of operators' values (see
+    `profiler.link_patterns` for what counts); and of all-reduces over all devices that follow each other; ascending.
+    The largest are left out where they would take too long or too much memory (`profiler.link_worker`).
     """
 
     p2p_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(10))  # 1 KiB to 256 MiB
     all_reduce_sizes: tuple[int, ...] = tuple(KIB * 4**power for power in range(11))  # to 1 GiB
     exchange_sizes: tuple[int, ...] = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+    successive_sizes: tuple[int, ...] = ()
     limit_s: float = 300.0
     overlap_rounds: int = OVERLAP_ROUNDS
     most_again: int = MOST_AGAIN
@@ -85,7 +90,11 @@ class LinkOptions:
         algorithms: of some groups, by which others than the library's all-reduces are measured.
         """
         sizes: dict[Pattern, tuple[int, ...]] = dict.fromkeys(COLLECTIVE_PATTERNS, self.exchange_sizes)
-        sizes |= {"p2p": self.p2p_sizes, "all_reduce": self.all_reduce_sizes}
+        sizes |= {
+            "p2p": self.p2p_sizes,
+            "all_reduce": self.all_reduce_sizes,
+            "successive": self.successive_sizes,
+        }
         further = sum(len(of_group) for of_group in (algorithms or {}).values())
         measured = self._series(0, len(groups), further)
         return ProbePlan(

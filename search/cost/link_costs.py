@@ -120,6 +120,7 @@ class LinkCosts:
     transfers: what the topology's links rest on (MEASURED where they were probed).
     messages: messages measured, by source and destination; they take precedence over the topology's links.
     algorithms: all-reduces measured between just these devices, ascending, by algorithms other than the library's.
+    successive: one of several all-reduces between just these devices that follow each other, by algorithm.
     chosen: the algorithm of some groups' all-reduces, ascending; of others the cheapest counts.
     """
 
@@ -128,6 +129,7 @@ class LinkCosts:
     transfers: Origin = Origin.DATASHEET
     messages: Mapping[Pair, Curve] = field(default_factory=dict)
     algorithms: Mapping[tuple[int, ...], Mapping[AllReduceAlgorithm, Curve]] = field(default_factory=dict)
+    successive: Mapping[tuple[int, ...], Mapping[AllReduceAlgorithm, Curve]] = field(default_factory=dict)
     chosen: Mapping[tuple[int, ...], AllReduceAlgorithm] = field(default_factory=dict)
 
     def choosing(self, strategy: Strategy) -> LinkCosts:

@@ -34,10 +34,13 @@ from itertools import chain
 
 import numpy as np
 
+from graph.collective_algorithms import Choices, algorithm_for
 from graph.intervals import volume
 from graph.plan import Plan
 from graph.strategy import Strategy
 from graph.synchronization import Policy, slice_bounds
+from search.cost.collective_cost import Prices
+from search.cost.cost_table import nanoseconds
 from search.simulate.task_graph import COMPUTE_KINDS, IntArray, TaskGraph, TaskGraphBuilder, TaskKind
 
 _OF_BACKWARD = (
@@ -255,6 +258,9 @@ class _SlicesWindow(_Window):
     def __init__(self, tasks: TaskGraph, plan: Plan, builder: TaskGraphBuilder) -> None:
         super().__init__(tasks, plan)
         self.builder = builder
+        self.links = builder.links.choosing(plan.strategy)
+        # By devices, the algorithms of their all-reduces.
+        self.choices: dict[tuple[int, ...], Choices] = {}
         self.slices: list[list[int]] = [[] for _ in plan.buckets]
         # The sum of each bucket in the step; and for each weight, the buckets that its cells are in.
         self.sums = np.flatnonzero(tasks.kind_T == TaskKind.SYNCHRONIZE).tolist()
@@ -279,17 +285,25 @@ class _SlicesWindow(_Window):
             whole = self.sums[bucket]
             kind, _, resource_set, origin, _, _, size_bytes = self.step[whole]
             first, last = slice_bounds(size_bytes, self.plan.slice_counts[bucket])[part]
-            run_ns = self._sum_ns(resource_set, last - first)
+            run_ns = self._sum_ns(whole, last - first)
             column = (kind, run_ns, resource_set, origin, bucket, part, last - first)
             self.slices[bucket].append(self._add(column, self._waits(whole)))
 
-    def _sum_ns(self, resource_set: int, size_bytes: int) -> int:
+    def _sum_ns(self, task: int, size_bytes: int) -> int:
+        """Return how long a slice of a sum takes: one of several behind each other, where that was measured."""
         from search.kernels.collective_formulas import collectives_ns
 
         run_ns = np.empty(1, np.int64)
-        collectives_ns(
-            self.tasks.resource_sets, np.array([resource_set]), np.array([size_bytes], np.int64), run_ns
-        )
+        resource_set = np.array([self.step[task][2]])
+        collectives_ns(self.tasks.resource_sets, resource_set, np.array([size_bytes], np.int64), run_ns)
+        members = self.tasks.ends(task)
+        successive = self.links.successive.get(members)
+        if successive is not None:
+            if members not in self.choices:
+                self.choices[members] = Prices(self.tasks.topology, self.links).choices(members)
+            curve = successive.get(algorithm_for(self.choices[members], size_bytes))
+            if curve is not None:
+                return min(int(run_ns[0]), nanoseconds(curve.seconds(size_bytes)))
         return int(run_ns[0])
 
     def _before(self, operator: int) -> None:

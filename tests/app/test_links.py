@@ -34,14 +34,14 @@ from app.services.predict.predict import Target
 from app.services.progress import Progress
 from graph.collectives import CollectiveKind
 from graph.topology import DeviceKind, local_topology
-from profiler.link_patterns import COLLECTIVE_PATTERNS, Pattern
+from profiler.link_patterns import COLLECTIVE_PATTERNS, SUCCESSIVE, Pattern
 from profiler.links import MIB, LinkProbe, measurement
 from search.cost.collective_cost import Prices
 from search.cost.cost_table import Origin
 from search.cost.link_costs import Curve
 from tests.app.conftest import Command
 
-PATTERNS: tuple[Pattern, ...] = ("p2p", *COLLECTIVE_PATTERNS)
+PATTERNS: tuple[Pattern, ...] = ("p2p", *COLLECTIVE_PATTERNS, SUCCESSIVE + "library")
 PAIR = ("--device", "cpu", "--devices", "2")
 
 
@@ -54,7 +54,7 @@ def test_what_a_probe_measured_is_what_predictions_take(probed: Path) -> None:
         medians: dict[str, dict[int, float]] = {pattern: {} for pattern in PATTERNS}
         for row in store.link_costs(machine.links_kind_id, machine.environment_id):
             medians[row.pattern][row.size_bytes] = row.median_s
-    assert set(fits) == {"p2p", "contention", "exchange", *COLLECTIVE_PATTERNS}
+    assert set(fits) == {"p2p", "contention", "exchange", *COLLECTIVE_PATTERNS, SUCCESSIVE + "library"}
     costs = Target(topology_of(machine, links), machine, links).link_costs
     assert links.unmeasured == ()
     assert (costs.transfers, costs.by_members) == (Origin.MEASURED, {})
@@ -90,7 +90,7 @@ def test_residuals_are_those_of_the_raw_samples_that_are_kept(probed: Path) -> N
         assert len(errors) >= 2
         assert fit.residual == pytest.approx(statistics.mean(errors))
         checked += 1
-    assert checked == 1 + len(COLLECTIVE_PATTERNS)
+    assert checked == len(PATTERNS)
 
 
 @pytest.mark.usefixtures("known_links")

@@ -152,7 +152,9 @@ def test_a_probe_of_all_ranks_is_stored_and_found_by_its_name(folder: Path, data
     assert [device["node"] for device in topology["devices"]] == [0, 0, 1, 1]
     patterns = {fit["pattern"] for fit in topology["measured"]}
     assert {"p2p 0,1", "p2p 0,2", "all_reduce 0,1", "all_gather 0-3"} <= patterns
-    assert {"all_reduce/halving-doubling", "all_reduce/leaders-2x2"} <= patterns
+    algorithms = ("halving-doubling", "leaders-2x2")
+    assert {f"all_reduce/{algorithm}" for algorithm in algorithms} <= patterns
+    assert {f"successive/{algorithm}" for algorithm in ("library", *algorithms)} <= patterns
     on_wire = ("--model", "networks:fine", "--topology", "wire", "--verify", "--json")
     first, second = run_hosts(folder, 2, 2, *on_wire)
     assert (first.code, second) == (0, Agent(0, "", ())), first

@@ -21,7 +21,14 @@ from graph.topology import local_topology
 from profiler.devices import PhysicalDevice, available_devices, cpu_devices
 from profiler.fits import LinkFit, fit_link
 from profiler.kinds import datasheet_kind
-from profiler.link_patterns import COLLECTIVE_PATTERNS, Participant, Pattern, prepare
+from profiler.link_patterns import (
+    COLLECTIVE_PATTERNS,
+    SUCCESSIVE,
+    SUCCESSIVE_SUMS,
+    Participant,
+    Pattern,
+    prepare,
+)
 from profiler.link_worker import (
     FEWEST,
     HUGE_BYTES,
@@ -277,7 +284,8 @@ def moved_by_patterns(device: PhysicalDevice) -> float | None:
     whole, part = size // 4, size // 4 // count
     ranks = [float(one + 1) for one in range(count)]
     right = []
-    for pattern in COLLECTIVE_PATTERNS:
+    successive = [SUCCESSIVE + text for text in ("library", "ring")]
+    for pattern in (*COLLECTIVE_PATTERNS, *successive):
         place = Ones(rank, tuple(range(count)), None, device.torch_name)
         result = prepare(pattern, place, size)(0)
         assert isinstance(result, torch.Tensor)
@@ -288,6 +296,7 @@ def moved_by_patterns(device: PhysicalDevice) -> float | None:
             "all_to_all": [one for one in ranks for _ in range(part)],
             "broadcast": [1.0] * whole,
             "reduce": [sum(ranks)] * whole,
+            **dict.fromkeys(successive, [sum(ranks)] * whole * SUCCESSIVE_SUMS),
         }[pattern]
         right.append((pattern == "reduce" and rank > 0) or sorted(result.flatten().tolist()) == expected)
     agreed = torch.tensor([float(all(right))])

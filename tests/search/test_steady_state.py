@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from graph.calls import LocalCall
+from graph.collective_algorithms import BY_LIBRARY, read_algorithm
 from graph.collectives import CollectiveKind
 from graph.operators import OperatorGraph, ValueKind
 from graph.plan import build_plan
@@ -15,7 +16,7 @@ from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, p3, slice_bounds, started_after
 from graph.training import Training
 from search.cost.cost_table import CostTable, OperatorCost, Origin
-from search.cost.link_costs import Curve
+from search.cost.link_costs import Curve, LinkCosts
 from search.simulate.simulator import simulate, simulate_tasks
 from search.simulate.steady_state import gather_order, in_steady_state, slice_order
 from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
@@ -67,7 +68,11 @@ def chain(widths: Sequence[int]) -> OperatorGraph:
 
 
 def step_ns(
-    widths: Sequence[int], f: Sequence[int], b: Sequence[int], synchronization: Synchronization
+    widths: Sequence[int],
+    f: Sequence[int],
+    b: Sequence[int],
+    synchronization: Synchronization,
+    links: LinkCosts = LINKS,
 ) -> int:
     """Return the step of data parallelism over two devices that communication does not slow."""
     graph = chain(widths)
@@ -75,7 +80,7 @@ def step_ns(
     costs = CostTable(ChainCosts(f, b, widths))
     topology = devices(2, contention=0.0)
     return simulate(
-        graph, strategy, topology, costs, TRAINING, links=LINKS, local_calls=local_calls
+        graph, strategy, topology, costs, TRAINING, links=links, local_calls=local_calls
     ).step_time_ns
 
 
@@ -177,6 +182,22 @@ def test_chains_take_what_a_slow_channel_takes_and_near_the_limit_with_small_sli
         # Each layer may wait for one slice that is under way; and times are rounded, slice by slice.
         assert limit_ns - 1e4 <= sliced <= limit_ns + layers * slice_ns + 1e4
         assert sliced <= fifo_units(f, b, c) * UNIT_NS + slice_ns + 1e4
+
+
+def test_a_slice_takes_what_sums_that_follow_each_other_were_measured_to_take() -> None:
+    """By the algorithm that its size has; and never more than it takes alone."""
+    widths, (f, b, c), layers, _ = ROWS["1, 1, 2 on 3 layers"]
+    alone_s, half_s = 1e-3, 0.5e-3
+    ring = read_algorithm("ring", 2)
+    for successive, unit_ms in (
+        ({BY_LIBRARY: Curve.line(half_s, 0.0), ring: Curve.line(0.0, 0.0)}, 0.5),
+        ({BY_LIBRARY: Curve.line(2 * alone_s, 0.0)}, 1.0),
+        ({ring: Curve.line(half_s, 0.0)}, 1.0),
+    ):
+        links = replace(LINKS, successive={(0, 1): successive})
+        # A unit of sums in half the time: as if the layers had half the bytes.
+        expected = fluid_units([f] * layers, [b] * layers, [c * unit_ms] * layers)
+        assert step_ns(widths, [f] * layers, [b] * layers, p3(UNIT_BYTES), links) == expected * UNIT_NS
 
 
 def window_of(

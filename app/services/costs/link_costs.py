@@ -24,7 +24,7 @@ from graph.collectives import CollectiveKind
 from graph.errors import StrategyError, UsageError
 from graph.topology import Pair, Topology, local_topology
 from profiler.contention import Computation
-from profiler.link_patterns import ALGORITHM
+from profiler.link_patterns import ALGORITHM, SUCCESSIVE
 from profiler.link_worker import DISTURBED_SHARE
 from search.cost.cost_table import Origin
 from search.cost.link_costs import Curve, LinkCosts
@@ -148,6 +148,7 @@ def links_of(
     by_size: dict[tuple[CollectiveKind, int], Curve] = {}
     by_members: dict[tuple[CollectiveKind, tuple[int, ...]], Curve] = {}
     algorithms: dict[AllReduceAlgorithm, Curve] = {}
+    successive: dict[AllReduceAlgorithm, Curve] = {}
     for (pattern, size), fit in chosen.items():
         name, _, named = pattern.partition(" ")
         members = places_named(named, indices) if named else ()
@@ -172,10 +173,11 @@ def links_of(
                 by_members[kind, members] = curve
             else:
                 by_size[kind, size] = curve
-        elif name.startswith(ALGORITHM) and size == count:
+        elif name.startswith((ALGORITHM, SUCCESSIVE)) and size == count:
             with suppress(StrategyError):  # another version's
-                algorithm = read_algorithm(name.removeprefix(ALGORITHM), size)
-                algorithms[algorithm] = _curve(line, points.get((pattern, size)), 0.0)
+                algorithm = read_algorithm(name.partition("/")[2], size)
+                of_kind = algorithms if name.startswith(ALGORITHM) else successive
+                of_kind[algorithm] = _curve(line, points.get((pattern, size)), 0.0)
     slowest = _curve(point, points.get((P2P, 2)), exchange.latency_s)
     return LocalLinks(
         count,
@@ -190,6 +192,7 @@ def links_of(
             Origin.MEASURED,
             _all_messages(messages, slowest, count, nodes),
             {tuple(range(count)): algorithms} if algorithms else {},
+            {tuple(range(count)): successive} if successive else {},
         ),
         tuple(chosen.values()),
     )
@@ -281,9 +284,9 @@ def warn_if_besides(result: LinkProbe, progress: Progress) -> None:
 def probe(store: Store, machine: LocalMachine, progress: Progress) -> LocalLinks:
     """Measure the links between the machine's devices, store raw samples and fits, and return the fits."""
     from app.services.costs.exchange_overhead import overhead_jobs
-    from profiler.links import LinkOptions, probe_links
+    from profiler.links import SUCCESSIVE_SIZES, LinkOptions, probe_links
 
-    options = LinkOptions()
+    options = LinkOptions(successive_sizes=SUCCESSIVE_SIZES)
     exercise = overhead_jobs(options.limit_s)
     result = probe_links(machine.devices, options, exercise)
     warn_if_disturbed(result, progress)

@@ -179,7 +179,7 @@ def probe_cluster(
         UsageError: the name is that of another topology, or there is one rank.
         RankFailure: a rank failed.
     """
-    from profiler.links import LinkOptions
+    from profiler.links import SUCCESSIVE_SIZES, LinkOptions
 
     check_new_name(name)
     devices = own_devices(processor, gpus)
@@ -192,7 +192,8 @@ def probe_cluster(
         with Store.open(database) as store:
             machine = describe(store, devices)
             nodes = nodes_of([member.host for member in ranks])
-            probe = _probe(launched, nodes, device, LinkOptions(), progress)
+            options = LinkOptions(successive_sizes=SUCCESSIVE_SIZES)
+            probe = _probe(launched, nodes, device, options, progress)
             warn_if_disturbed(probe, progress)
             warn_if_besides(probe, progress)
             topology = measured_topology(name, ranks, probe)
