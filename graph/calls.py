@@ -76,15 +76,18 @@ class LocalCall:
 
 def _text(argument: Argument) -> str:
     """Return the canonical text of an argument, as the encoder has it: a search makes thousands of calls."""
+    kind = type(argument)
+    if kind is int:
+        return str(argument)
+    if kind is Slot:
+        return f'{{"slot":{argument.index}}}'
+    if kind is tuple:
+        return f"[{','.join([_text(item) for item in argument])}]"
     if argument is None:
         return "null"
-    if isinstance(argument, bool):
+    if kind is bool:
         return "true" if argument else "false"
-    if isinstance(argument, Slot):
-        return f'{{"slot":{argument.index}}}'
-    if isinstance(argument, tuple):
-        return f"[{','.join([_text(item) for item in argument])}]"
-    return str(argument) if type(argument) is int else canonical_json(argument_to_json(argument))
+    return canonical_json(argument_to_json(argument))
 
 
 def _specs_text(specs: tuple[TensorSpec, ...]) -> str:

@@ -136,7 +136,12 @@ def volume(region: Region) -> int:
 
 def shape(region: Region) -> tuple[int, ...]:
     """Return the shape of the dense tensor that holds a region."""
-    return tuple([count(indexes) for indexes in region])
+    return tuple(
+        [
+            indexes[0][1] - indexes[0][0] if len(indexes) == 1 else count(indexes)  # nearly always
+            for indexes in region
+        ]
+    )
 
 
 def intersect_regions(left: Region, right: Region) -> Region | None:

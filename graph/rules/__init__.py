@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from graph.axes import Degrees, coordinates, operand_region, operand_regions, task_points, tasks
+from graph.axes import Degrees, coordinates, operand_region, operand_regions, part_of, task_points, tasks
 from graph.calls import LocalCall
 from graph.operators import Operator, OperatorGraph
 from graph.rules.base import Signature, TaskPart
@@ -68,11 +68,11 @@ def parts(operator: Operator, degrees: Degrees) -> tuple[TaskPart, ...]:
 
 def part(operator: Operator, degrees: Degrees, task_index: int) -> TaskPart:
     """Return the part of one task of a configuration."""
-    coordinate: list[int] = []
-    for degree in reversed(degrees):
+    backwards = []
+    for axis, degree in zip(reversed(operator.space.axes), reversed(degrees), strict=True):
         task_index, index = divmod(task_index, degree)
-        coordinate.append(index)
-    points = task_points(operator.space, degrees, coordinate[::-1])
+        backwards.append(part_of(axis, degree, index))
+    points = tuple(reversed(backwards))
     return TaskPart(
         operator.space,
         points,

@@ -139,7 +139,13 @@ def slots_in(argument: Argument) -> list[int]:
 
 def used_slots(arguments: Sequence[tuple[str, Argument]]) -> set[int]:
     """Return the inputs that a call with these arguments reads; the gradient of others is zero."""
-    return {slot for _, value in arguments if isinstance(value, Slot | tuple) for slot in slots_in(value)}
+    used: set[int] = set()
+    for _, value in arguments:
+        if type(value) is Slot:
+            used.add(value.index)
+        elif type(value) is tuple:
+            used.update(slots_in(value))
+    return used
 
 
 def whole_axis(part: TaskPart, axis: int) -> bool:
@@ -175,7 +181,7 @@ def local_call(
     An input whose slot no argument names any more is unused: its gradient is zero, and its flag is cleared.
     """
     replace = replace or {}
-    arguments = (*((name, replace.get(name, value)) for name, value in signature.arguments), *extra)
+    arguments = (*[(name, replace.get(name, value)) for name, value in signature.arguments], *extra)
     used = used_slots(arguments)
     return LocalCall(
         target=target or signature.target,
@@ -189,13 +195,12 @@ def local_call(
 
 def is_whole(signature: Signature, part: TaskPart) -> bool:
     """True where a part is the whole operator: every operand's region is full."""
-    return all(
-        region == intervals.full_region(spec.shape)
-        for region, spec in (
-            *zip(part.inputs, signature.inputs, strict=True),
-            *zip(part.outputs, signature.outputs, strict=True),
-        )
-    )
+    for regions, specs in ((part.outputs, signature.outputs), (part.inputs, signature.inputs)):
+        for region, spec in zip(regions, specs, strict=True):
+            for indexes, size in zip(region, spec.shape, strict=True):
+                if indexes != intervals.full(size):
+                    return False
+    return True
 
 
 class BaseRule(ABC):

@@ -118,6 +118,25 @@ def await_gradients(emission: Emission, value: int, part: int, e: int) -> int:
 
 
 @inner
+def sort_by_source(arena: Array, fragment: int) -> None:
+    """Write the pieces of a value by source task, unless they are: a walk in program order never asks for them."""
+    first_pieces, by_source = first_pieces_of(arena, fragment), pieces_by_source_of(arena, fragment)
+    if first_pieces[0] >= 0:
+        return
+    pieces, sources = pieces_of(arena, fragment), len(first_pieces) - 1
+    first_pieces[:] = 0
+    for number in range(len(pieces)):
+        first_pieces[pieces[number].source] += 1
+    for task in range(1, sources + 1):
+        first_pieces[task] += first_pieces[task - 1]
+    # From each task's end backwards, to where it begins.
+    for number in range(len(pieces) - 1, -1, -1):
+        task = pieces[number].source
+        first_pieces[task] -= 1
+        by_source[first_pieces[task]] = number
+
+
+@inner
 def emit_operator_backward(emission: Emission, operator: int) -> None:
     """Emit the backward tasks of one operator."""
     derivation = emission.derivation
@@ -125,6 +144,8 @@ def emit_operator_backward(emission: Emission, operator: int) -> None:
     n, e = scratch.counts[0], scratch.counts[1]
     parts = tasks_of(emission.arena, emission.fragments.operator_at[operator])
     recomputed = emission.groups.of_O[operator] >= 0
+    for output in range(graph.output_ptr[operator], graph.output_ptr[operator + 1]):
+        sort_by_source(emission.arena, emission.fragments.value_at[graph.output_value[output]])
     for part in range(len(parts)):
         flat = derivation.active_at[operator] + part
         if not derivation.pool[flat]:

@@ -18,7 +18,7 @@ from search.kernels.fragments import (
     tasks_of,
     value_header,
 )
-from search.kernels.memory_accounting import account_memory, find_peak_memory
+from search.kernels.memory_accounting import account_statics, account_tensors, find_peak_memory
 from search.kernels.records import ACTIVE, PARTLY_ACTIVE, Array, Derivation, Fragments, GraphArrays, Groups
 
 
@@ -42,7 +42,8 @@ def derive(
     find_changed_fragments(graph, nothing, fragments, arena, derivation, dirty)
     if derivation.counts[0] <= len(derivation.pool):
         find_backwards(graph, fragments, arena, derivation, dirty)
-        account_memory(graph, nothing, fragments, arena, groups, state_tensors, derivation, derivation)
+        account_statics(graph, nothing, fragments, arena, state_tensors, derivation, derivation)
+        account_tensors(graph, nothing, fragments, arena, groups, derivation, derivation)
         find_peak_memory(derivation)
     return int(derivation.counts[0])
 
@@ -149,6 +150,7 @@ def find_last_readers(
         readers_of(arena, fragment),
     )
     is_partial = False
+    unmarked = value_header(arena, fragment).sources
     for number in range(len(assemblies) - 1):
         assembly, following = assemblies[number], assemblies[number + 1]
         last = -1
@@ -167,9 +169,12 @@ def find_last_readers(
                         perhaps = is_partial = True
                         break
         pool[last_at + number] = last
-        if last >= 0 or perhaps:
+        # Where everybody reads all of it, the first assembly marks all tasks.
+        if unmarked > 0 and (last >= 0 or perhaps):
             for index in range(assembly.first_piece, following.first_piece):
-                pool[active_at + pieces[index].source] = 1
+                at = active_at + pieces[index].source
+                unmarked -= pool[at] == 0
+                pool[at] = 1
     find_gradient_collectives(arena, fragment, new, value)
     if is_partial:
         # What goes back with what is not known is left out as well.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.kernels.cache import entry, inner, inner_with_arrays, quick_entry
+from search.kernels.cache import entry, inner, inner_with_arrays
 from search.kernels.collective_formulas import curve_s
 from search.kernels.fragments import (
     ASSEMBLY_WORDS,
@@ -19,12 +19,10 @@ from search.kernels.fragments import (
     first_pieces_of,
     first_readers_of,
     loads_of,
-    pieces_by_source_of,
     pieces_of,
     read_assemblies_of,
     readers_of,
     served_assemblies_of,
-    served_sources_of,
     value_header,
 )
 from search.kernels.records import (
@@ -78,7 +76,8 @@ def write_exchange(
     remote_pieces = write_pieces(arena, at, sources, readers, overlaps, links, item_bytes, first_reader)
     value.remote_pieces = value.transfers = remote_pieces
     write_readers(arena, at, readers, assembly_of)
-    sort_by_source(arena, at)
+    # Sorted where a task graph is emitted.
+    first_pieces_of(arena, at)[0] = -1
     words = collectives_at
     if remote_pieces >= FEWEST_DEVICES - 1:
         region = readers.region[first_reader]
@@ -238,23 +237,6 @@ def write_readers(arena: Array, at: int, readers: Readers, assembly_of: Array) -
             following[assembly] += 1
 
 
-@inner_with_arrays
-def sort_by_source(arena: Array, at: int) -> None:
-    """Write the pieces by source task."""
-    pieces, by_source = pieces_of(arena, at), pieces_by_source_of(arena, at)
-    first_pieces = first_pieces_of(arena, at)
-    first_pieces[:] = 0
-    for number in range(len(pieces)):
-        first_pieces[pieces[number].source + 1] += 1
-    for task in range(1, len(first_pieces)):
-        first_pieces[task] += first_pieces[task - 1]
-    following = first_pieces.copy()
-    for number in range(len(pieces)):
-        task = pieces[number].source
-        by_source[following[task]] = number
-        following[task] += 1
-
-
 @inner
 def find(leader: Array, node: int) -> int:
     """Return what stands for the connected nodes of `node`."""
@@ -303,6 +285,8 @@ def write_collectives(
                 continue
             served_assemblies[member] = index
             member += 1
+            if task == collective.first_source + len(source_device):
+                continue  # all tasks are sources already
             for piece in range(assemblies[index].first_piece, assemblies[index + 1].first_piece):
                 source = pieces[piece].source
                 if last_in[source] != number:
@@ -311,6 +295,10 @@ def write_collectives(
                     task += 1
         measure_collective(arena, at, number, member, source_device)
     collectives[collective_count].first_source = task
+    if served == len(members):
+        # All that travels is served: it is ranked already.
+        value.transfers = 0
+        return int(task_at + task - at)
     rank = 0
     for covered in range(2):
         for piece in pieces:
@@ -457,6 +445,10 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
         assembly, behind = assemblies[served[member]], assemblies[served[member] + 1]
         if kind == REDUCE_SCATTER:
             whole += assembly.copied_bytes
+            continue
+        # But for an all-to-all the first assembly's pieces tell all.
+        if member > collective.first_assembly and kind != ALL_TO_ALL:
+            continue
         for index in range(assembly.first_piece, behind.first_piece):
             piece = pieces[index]
             if kind == ALL_TO_ALL:
@@ -464,9 +456,8 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
                     whole += piece.size_bytes
                     largest = max(largest, piece.size_bytes)
             elif kind == ALL_GATHER:
-                if member == collective.first_assembly:
-                    whole += piece.size_bytes
-            elif kind != REDUCE_SCATTER:
+                whole += piece.size_bytes
+            else:
                 whole = piece.size_bytes
             if kind == BROADCAST:
                 root = source_device[piece.source]
@@ -475,32 +466,6 @@ def measure_collective(arena: Array, at: int, number: int, member_end: int, sour
     members = member_end - collective.first_assembly
     collective.root, collective.size_bytes = root, whole
     collective.priced_bytes = largest * members if kind == ALL_TO_ALL else whole
-
-
-@quick_entry
-def find_members(
-    arena: Array, at: int, source_device: Array, is_member_D: Array, member_ptr: Array, member: Array
-) -> None:
-    """Write the devices that take part in each collective of a value, ascending: pointers, and devices.
-
-    is_member_D: scratch, zeros before and after.
-    """
-    assemblies, collectives = assemblies_of(arena, at), collectives_of(arena, at)
-    served, sources = served_assemblies_of(arena, at), served_sources_of(arena, at)
-    end = 0
-    for number in range(len(collectives) - 1):
-        collective, following = collectives[number], collectives[number + 1]
-        for index in range(collective.first_assembly, following.first_assembly):
-            is_member_D[assemblies[served[index]].device] = 1
-        for index in range(collective.first_source, following.first_source):
-            is_member_D[source_device[sources[index]]] = 1
-        member_ptr[number] = end
-        for device in range(len(is_member_D)):
-            if is_member_D[device]:
-                is_member_D[device] = 0
-                member[end] = device
-                end += 1
-    member_ptr[len(collectives) - 1] = end
 
 
 @inner

@@ -81,12 +81,11 @@ def find_fragments(
     no_value_at: int,
     no_static_at: int,
     missing: Array,
-    entry: Array,
 ) -> int:
     """Write where the fragments of chosen subjects start; return how many are still to be derived.
 
     no_value_at, no_static_at: the fragment of a value that goes nowhere, and of a static tensor that nobody holds.
-    missing, entry: subjects without a fragment and their entries in the table, of equal ones each.
+    missing: pairs of a subject without a fragment and its entry in the table, of equal ones each.
     """
     count = 0
     for subject in chosen:
@@ -101,7 +100,7 @@ def find_fragments(
         slot = find_entry(table, write_key(subjects, table, keys, subject))
         keys.at_S[subject] = table.at[slot]
         if table.at[slot] < 0:
-            missing[count], entry[count] = subject, slot
+            missing[count, 0], missing[count, 1] = subject, slot
             count += 1
     return count
 

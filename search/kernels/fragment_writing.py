@@ -7,15 +7,20 @@ from typing import NamedTuple
 import numpy as np
 
 from search.kernels.cache import entry, inner, inner_with_arrays
+from search.kernels.collective_list import CollectiveList, list_collectives
 from search.kernels.fragment_table import WHOLE, FragmentKeys, FragmentSubjects, FragmentTable
-from search.kernels.fragments import OPERATOR_WORDS, TASK_WORDS, operator_header, tasks_of, value_header
+from search.kernels.fragments import OPERATOR_WORDS, TASK_WORDS, operator_header, tasks_of
 from search.kernels.records import Array, ExchangeLinks
 from search.kernels.regions import write_value
+from search.kernels.static_writing import write_static
 
-# What is known of the costs of a task: as in its record, but for the device.
+# What is known of the costs of a call: as in a task's record, but for the device. Of every task, replicas apart, it
+# stands there how far from there on the costs of its call are.
 COST_WORDS = TASK_WORDS - 1
 # Before the devices of a configuration stand their number and the replicas of each part.
 DEVICES_BEHIND = 2
+# How this writes a static tensor: not at all; who holds it alone; also the sums of its gradients.
+ELSEWHERE, HOLDERS, SUMS = range(3)
 
 
 class FragmentSources(NamedTuple):
@@ -25,8 +30,10 @@ class FragmentSources(NamedTuple):
     common_K3: Array
     port: Array  # beside the ports of subjects: the number of an operand, from the first value on
     operands: int  # how many there are; the classes of operators are numbered behind them
-    item_bytes_V: Array
-    summable_V: Array
+    item_bytes: Array  # beside subjects, from the first value on
+    form: (
+        Array  # likewise: whether a value may be summed; of a static tensor `ELSEWHERE`, `HOLDERS` or `SUMS`
+    )
     degrees_C: Array  # a configuration: the number of its degrees
     devices_at_C: Array
     # An operand, under given degrees: where its side is. A class of operators: where the costs of its tasks are, if
@@ -46,46 +53,63 @@ def write_fragments(
     keys: FragmentKeys,
     sources: FragmentSources,
     missing: Array,
-    entries: Array,
     arena: Array,
+    listed: CollectiveList,
     state: Array,
 ) -> int:
-    """Write the fragments of operators and values of which all is known; return how many subjects are left.
+    """Write the fragments of which all is known; return how many subjects are left.
 
-    missing, entries: as `find_fragments` leaves them; those that are left are moved to the front.
-    state: where the arena's fragments end; how many things are unknown; how many of the values written have
-    collectives, then their fragments and where the devices of their sources are.
+    missing: pairs, as `find_fragments` leaves them; those that are left are moved to the front.
+    listed: the collectives of what is written; their resource sets and durations are still to be written.
+    state: where the arena's fragments end; how many things are unknown; whether the arena is too short.
     """
     left = 0
     for index in range(len(missing)):
-        subject, number = missing[index], entries[index]
+        subject, number = missing[index, 0], missing[index, 1]
         at = table.at[number]
         if at < 0 and is_known(subjects, keys, sources, subject, state):
             at = state[0]
-            if subject < subjects.values_at:
-                words = write_operator(arena, at, keys, sources, subjects, subject)
-            else:
-                value = subject - subjects.values_at
-                words = write_value(
-                    arena, at, sources.words, sources.common_K3, ports_of(subjects, keys, sources, subject),
-                    sources.links, sources.item_bytes_V[value], sources.summable_V[value],
-                )  # fmt: skip
+            words = write_fragment(arena, at, subjects, keys, sources, listed, subject)
             if words > 0:
                 table.at[number] = at
                 state[0] += words
-                if subject >= subjects.values_at and value_header(arena, at).collectives:
-                    producer = subjects.port[subjects.port_ptr[subject]]
-                    state[3 + 2 * state[2]] = at
-                    state[4 + 2 * state[2]] = sources.devices_at_C[keys.configuration_O[producer]]
-                    state[2] += 1
             else:
                 at = -1
+                state[2] |= words < 0
         if at < 0:
-            missing[left], entries[left] = subject, number
+            missing[left, 0], missing[left, 1] = subject, number
             left += 1
         else:
             keys.at_S[subject] = at
     return left
+
+
+@inner_with_arrays
+def write_fragment(
+    arena: Array,
+    at: int,
+    subjects: FragmentSubjects,
+    keys: FragmentKeys,
+    sources: FragmentSources,
+    listed: CollectiveList,
+    subject: int,
+) -> int:
+    """Write a fragment at `at`; return its words.
+
+    Returns minus the words needed where the arena is too short, 0 where the list is full or it is written elsewhere.
+    """
+    if subject < subjects.values_at:
+        return write_operator(arena, at, keys, sources, subjects, subject)
+    ports, behind = ports_of(subjects, keys, sources, subject), subject - subjects.values_at
+    item_bytes, form = sources.item_bytes[behind], sources.form[behind]
+    if subject >= subjects.statics_at:
+        return write_static(
+            arena, at, sources.words, ports[0], ports[1], item_bytes, int(form == SUMS), listed
+        )
+    words = write_value(arena, at, sources.words, sources.common_K3, ports, sources.links, item_bytes, form)
+    if words > 0 and not list_collectives(arena, at, sources.words, ports[1], listed):
+        return 0
+    return words
 
 
 @inner
@@ -93,7 +117,9 @@ def is_known(
     subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, subject: int, state: Array
 ) -> bool:
     """Return whether all is known that the fragment of a subject is derived from; list what is not and can be."""
-    if subject >= subjects.statics_at:
+    if subject >= subjects.statics_at and (
+        keys.variant_S[subject] != 0 or sources.form[subject - subjects.values_at] == ELSEWHERE
+    ):
         return False
     if subject < subjects.values_at:
         if keys.code_O[subject] != WHOLE:
@@ -157,7 +183,7 @@ def write_operator(
         task = tasks[number]
         task.device = words[devices_at + number]
         if code == WHOLE:
-            row = costs + COST_WORDS * (number // replicas)
+            row = costs + words[costs + number // replicas]
             task.forward_ns, task.backward_ns, task.kept_bytes = words[row], words[row + 1], words[row + 2]
             task.origin, task.recomputed_bytes = words[row + 3], words[row + 4]
             task.forward_launch_ns, task.backward_launch_ns = words[row + 5], words[row + 6]
@@ -170,7 +196,7 @@ def write_operator(
 
 @inner_with_arrays
 def ports_of(subjects: FragmentSubjects, keys: FragmentKeys, sources: FragmentSources, subject: int) -> Array:
-    """Return, of a value's producer, then of every reading, where its side and the devices of its tasks are."""
+    """Return, of a value's producer and of every reading, where its side and the devices of its tasks are."""
     first, last = subjects.port_ptr[subject], subjects.port_ptr[subject + 1]
     ports = np.empty(2 * (last - first), np.int64)
     for index in range(first, last):

@@ -4,7 +4,8 @@ A fragment is addressed by the word where it starts. It is a header, and behind 
 
     operator    its tasks
     value       assemblies, and one more as a sentinel; pieces; readers; of every reading its first reader; of every
-                reader its assembly; of every source task its first piece, and one more; the pieces by source task;
+                reader its assembly; of every source task its first piece, and one more; the pieces by source task
+                (both once they are asked for, until then -1 comes first);
                 collectives, and one more as a sentinel; the assemblies that they serve; their source tasks; loads
     static      holders; cells
 

@@ -10,7 +10,7 @@ from search.kernels.fragments import operator_header, value_header
 from search.kernels.incremental_backward import bucket_ns, simulate_backward
 from search.kernels.incremental_forward import simulate_collectives, simulate_forward, simulate_transfers
 from search.kernels.machine import carry, compute, find_even, settle, settle_held, settle_links
-from search.kernels.memory_accounting import find_peak_memory
+from search.kernels.memory_accounting import account_tensors, find_peak_memory
 from search.kernels.records import (
     HELD,
     HELD_LEFT,
@@ -53,6 +53,10 @@ def evaluate_program_order(
     if makespan_ns < 0:
         return -1, 0
     derivation, excess_bytes = new.derivation, 0
+    # Of what takes too long nobody asks for the memory.
+    account_tensors(
+        step.graph, old_fragments, step.fragments, step.arena, step.groups, old.derivation, derivation
+    )
     find_peak_memory(derivation)
     for device in range(len(derivation.peak_D)):
         excess_bytes += max(derivation.peak_D[device] - machines.capacity_bytes_D[device], 0)

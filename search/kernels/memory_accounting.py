@@ -12,17 +12,19 @@ from search.kernels.records import Array, Derivation, Fragments, GraphArrays, Gr
 
 
 @inner
-def account_memory(
+def account_tensors(
     graph: GraphArrays,
     old_fragments: Fragments,
     fragments: Fragments,
     arena: Array,
     groups: Groups,
-    state_tensors: int,
     old: Derivation,
     new: Derivation,
 ) -> None:
-    """Bring memory and the elements to update from the old strategy's to the new one's; old fragments may be -1."""
+    """Bring memory, but for weights, buffers and inputs, from the old strategy's to the new one's.
+
+    Old fragments may be -1, here and in `account_statics`.
+    """
     for operator in range(len(fragments.operator_at)):
         was, now = old_fragments.operator_at[operator], fragments.operator_at[operator]
         if was != now or old.active_at[operator] != new.active_at[operator]:
@@ -37,6 +39,19 @@ def account_memory(
             if was >= 0:
                 account_value(arena, was, new, old.last_at[value], ended, -1)
             account_value(arena, now, new, new.last_at[value], ended, 1)
+
+
+@inner
+def account_statics(
+    graph: GraphArrays,
+    old_fragments: Fragments,
+    fragments: Fragments,
+    arena: Array,
+    state_tensors: int,
+    old: Derivation,
+    new: Derivation,
+) -> None:
+    """Bring the memory of weights, buffers and inputs, and the elements to update, to those of the new strategy."""
     for static in range(graph.static_count):
         was, now = old_fragments.static_at[static], fragments.static_at[static]
         trained_before = was >= 0 and is_trained(graph, static, old.operator_active)

@@ -67,7 +67,7 @@ def write_value(
         at,
         Sources(source_device, source_region, replicas),
         Readers(pointers, reader_device, region_T[:count], region_elements),
-        find_overlaps(words, common_K3, set_TD, first_R[:read], count),
+        find_overlaps(words, common_K3, set_TD, first_R[:read], region_elements, region_T[count:], source),
         links,
         item_bytes,
         summable,
@@ -134,23 +134,72 @@ def are_different(set_TD: Array, row: int, other: int) -> bool:
     return different
 
 
+@inner
+def are_apart(words: Array, side: int) -> bool:
+    """Return whether any two regions of a side are surely apart or equal: parts of its dims follow one another."""
+    at = side + SIDE_WORDS
+    for _ in range(words[side + 2]):
+        cut, axes = words[at], words[at + 1]
+        parts = 1
+        for axis in range(axes):
+            parts *= words[at + 2 * axis + 3]
+        for part in range(parts):
+            index_set = words[cut + part]
+            if words[index_set + 1] != 1:
+                return False
+            if part > 0 and words[index_set + 2] < words[words[cut + part - 1] + 3]:
+                return False
+        at += 2 + 2 * axes
+    return True
+
+
 @inner_with_arrays
-def find_overlaps(words: Array, common_K3: Array, set_TD: Array, row_R: Array, first_group: int) -> Overlaps:
-    """Return what regions (a row of each) have in common with those of groups of replicas (rows from the first on)."""
-    dims, groups = set_TD.shape[1], len(set_TD) - first_group
+def find_overlaps(
+    words: Array,
+    common_K3: Array,
+    set_TD: Array,
+    row_R: Array,
+    elements_R: Array,
+    region_G: Array,
+    side: int,
+) -> Overlaps:
+    """Return what regions have in common with those of groups of replicas.
+
+    row_R: of each region a row of set_TD, whose last rows are those of the groups. region_G: the region of each group,
+    beyond those of row_R where it is none of them. side: of the groups.
+    """
+    dims, groups = set_TD.shape[1], len(region_G)
+    first_group = len(set_TD) - groups
     pointers = np.zeros(len(row_R) + 1, np.int64)
     group_of, elements = np.empty(len(row_R) * groups, np.int64), np.empty(len(row_R) * groups, np.int64)
-    # Of the latest region: the groups that it meets in the first dims, and what it has in common with them there.
+    # Of regions that groups have: the first such group; of these groups the next one.
+    first_R, next_G = np.full(len(row_R), -1, np.int64), np.empty(groups, np.int64)
+    if are_apart(words, side):
+        for group in range(groups - 1, -1, -1):
+            region = region_G[group]
+            if region < len(row_R) and elements_R[region] > 0:
+                next_G[group], first_R[region] = first_R[region], group
+    # Of the latest region of no group: the groups that it meets in the first dims, and what it has in common with them
+    # there.
     met_DG, product_DG = np.empty((dims + 1, groups), np.int64), np.empty((dims + 1, groups), np.int64)
     count_D = np.full(dims + 1, groups, np.int64)
     for group in range(groups):
         met_DG[0, group], product_DG[0, group] = group, 1
     end = 0
+    latest = -1
     for region in range(len(row_R)):
-        is_other = region == 0
+        group = first_R[region]
+        while group >= 0:
+            group_of[end], elements[end] = group, elements_R[region]
+            end += 1
+            group = next_G[group]
+        if first_R[region] >= 0:
+            pointers[region + 1] = end
+            continue
+        is_other = latest < 0
         for dim in range(dims):
             mine = set_TD[row_R[region], dim]
-            is_other = is_other or mine != set_TD[row_R[region - 1], dim]
+            is_other = is_other or mine != set_TD[row_R[latest], dim]
             if is_other:
                 count = 0
                 for index in range(count_D[dim]):
@@ -167,6 +216,7 @@ def find_overlaps(words: Array, common_K3: Array, set_TD: Array, row_R: Array, f
             group_of[end], elements[end] = met_DG[dims, index], product_DG[dims, index]
             end += 1
         pointers[region + 1] = end
+        latest = region
     return Overlaps(pointers, group_of, elements)
 
 

@@ -19,7 +19,7 @@ from search.kernels.fragments import (
     value_header,
 )
 from search.kernels.gradient_buckets import fill_buckets
-from search.kernels.memory_accounting import account_memory
+from search.kernels.memory_accounting import account_statics
 from search.kernels.records import (
     LOCAL,
     MIXED,
@@ -40,7 +40,7 @@ from search.kernels.weight_gathers import find_gathers
 def derive_changes(
     old_fragments: Fragments, step: Step, old: Workload, new: Workload, machines: Machines
 ) -> int:
-    """Make `new` that of the strategy that has the step's fragments from `old`; and fill its buckets.
+    """Make `new` that of the strategy that has the step's fragments from `old`, but for tensors; and fill its buckets.
 
     old_fragments: -1 where nothing is known of an operator, a value or a static tensor.
     Returns -2 where the pool is too short, -3 where the buckets are, -4 where the gathers are, else 0.
@@ -53,8 +53,8 @@ def derive_changes(
     if derivation.counts[1] + derivation.counts[0] > len(derivation.pool):
         return -2
     find_backwards(graph, fragments, arena, derivation, dirty)
-    account_memory(
-        graph, old_fragments, fragments, arena, groups, machines.state_tensors, old.derivation, derivation
+    account_statics(
+        graph, old_fragments, fragments, arena, machines.state_tensors, old.derivation, derivation
     )
     account_work(old_fragments, step, old, new, dirty, np.empty(len(derivation.memory_D), np.int64))
     active, bucket_bytes = derivation.operator_active, machines.bucket_bytes

@@ -26,7 +26,6 @@ from graph import locks
 from graph.errors import UsageError
 from search.kernels.collective_formulas import collectives_ns, price_collectives
 from search.kernels.derivation import derive
-from search.kernels.exchange import find_members
 from search.kernels.fifo_order import run_fifo_order
 from search.kernels.fragment_table import find_fragments, find_touched
 from search.kernels.fragment_writing import write_fragments
@@ -72,6 +71,9 @@ UNUSUAL: Mapping[str, Mapping[str, Any]] = {
         "busy_2L": _INTS_2D,
     },
     "FragmentSources": {"common_K3": _INTS_2D, "at_PD": _INTS_2D, "unknown_N3": _INTS_2D},
+    "CollectiveList": {"row_K7": _INTS_2D},
+    "find_fragments": {"missing": _INTS_2D},
+    "write_fragments": {"missing": _INTS_2D},
     "price_all_reduce": {"leads": _FLAGS, "line_2": _NUMBERS},
     "price_collectives": {"line_KA2": _NUMBERS_3D, "used_KL": _FLAGS_2D},
 }
@@ -129,7 +131,6 @@ def needed_kernels(order: Order, algorithms: Collection[str]) -> tuple[Any, ...]
         (compact, walks),
         (number_by_position, order == "priority"),
         (find_touched, True),
-        (find_members, True),
         (fill_buckets, True),
         (find_fragments, True),
         (most_tasks, True),

@@ -199,6 +199,7 @@ class ResourceSetStore:
         self._origin = GrowingArray(np.int64)
         self._operation, self._flows = GrowingArray(np.int64), GrowingArray(np.int64)
         self._sets: dict[tuple[int, int, bytes], int] = {}
+        self._arrays: ResourceSets | None = None
         self._resource_ptr.extend([0])
         self._end_ptr.extend([0])
         self._add_devices_and_routes(ORIGIN_CODE[links.transfers])
@@ -207,7 +208,7 @@ class ResourceSetStore:
         """Return a store that has met no collective yet; this one stays as it is."""
         count = len(self.topology.devices) * (len(self.topology.devices) + 1)
         store = copy.copy(self)
-        store._sets = {}
+        store._sets, store._arrays = {}, None
         store._resource = self._resource.first(int(self._resource_ptr.items[count]))
         store._end = self._end.first(int(self._end_ptr.items[count]))
         store._resource_ptr, store._end_ptr = (
@@ -242,16 +243,16 @@ class ResourceSetStore:
         sets: of each the code of its kind (its place in `COLLECTIVE_KINDS`), its root or -1, its devices (ascending).
         """
         keys = [(code, root, members.tobytes()) for code, root, members in sets]
-        new: dict[tuple[int, int, bytes], tuple[int, int, Array]] = {}
-        for key, resource_set in zip(keys, sets, strict=True):
-            if key not in self._sets:
-                new.setdefault(key, resource_set)
+        new = {
+            key: resource_set for key, resource_set in zip(keys, sets, strict=True) if key not in self._sets
+        }
         if new:
             self._sets.update(zip(new, range(len(self._origin), len(self._origin) + len(new)), strict=True))
             self._add(list(new.values()))
         return [self._sets[key] for key in keys]
 
     def _add(self, sets: Sequence[tuple[int, int, Array]]) -> None:
+        self._arrays = None
         codes, roots, members = zip(*sets, strict=True)
         prices = self._prices.table(codes, roots, members)
         self._resource_ptr.extend(prices.link_ptr[1:] + len(self._resource))
@@ -284,10 +285,12 @@ class ResourceSetStore:
         )
         return PricedResourceSet(number, price)
 
-    def durations_ns(self, numbers: Sequence[int], size_bytes: Array) -> Array:
+    def durations_ns(self, numbers: Sequence[int] | Array, size_bytes: Array) -> Array:
         """Return the nanoseconds of collectives by their numbers, as `CollectivePrice.duration_ns` does."""
         durations_ns = np.empty(len(numbers), np.int64)
-        collectives_ns(self.arrays(), np.array(numbers, np.int64), size_bytes, durations_ns)
+        collectives_ns(
+            self.arrays(), np.asarray(numbers, np.int64), np.ascontiguousarray(size_bytes), durations_ns
+        )
         return durations_ns
 
     def member_counts(self, numbers: Array) -> Array:
@@ -303,19 +306,21 @@ class ResourceSetStore:
 
     def arrays(self) -> ResourceSets:
         """Return all resource sets so far as arrays; valid until the next one is added."""
-        return ResourceSets(
-            self._resource_ptr.items,
-            self._resource.items,
-            self._end_ptr.items,
-            self._end.items,
-            self._latency_s.items,
-            self._s_per_byte.items,
-            self._segments.items,
-            self._origin.items,
-            self._operation.items,
-            self._flows.items,
-            self._curves.segments.items,
-        )
+        if self._arrays is None:
+            self._arrays = ResourceSets(
+                self._resource_ptr.items,
+                self._resource.items,
+                self._end_ptr.items,
+                self._end.items,
+                self._latency_s.items,
+                self._s_per_byte.items,
+                self._segments.items,
+                self._origin.items,
+                self._operation.items,
+                self._flows.items,
+                self._curves.segments.items,
+            )
+        return self._arrays
 
 
 def contention_ppm(topology: Topology) -> Array:

@@ -30,7 +30,7 @@ class TaskCosts:
         self._costs = costs
         self._local_calls = local_calls
         self._kept = kept_outputs(graph)
-        self._of_calls: dict[tuple[int, Degrees, str, int], IntArray] = {}
+        self._of_calls: dict[tuple[int, Degrees, str, int], tuple[list[tuple[int, ...]], list[int]]] = {}
         self._rows: dict[tuple[int, str, str, int], tuple[int, ...]] = {}
         self.has_launches = False
         self._lasting: dict[OperatorRanges, tuple[Lasting | None, ...]] = {}
@@ -59,29 +59,33 @@ class TaskCosts:
         Raises:
             CostError: a local call has no cost on this kind of device.
         """
-        if degrees[-1] > 1:
-            return np.repeat(self.rows(index, (*degrees[:-1], 1), kind, lasting), degrees[-1], axis=0)
+        of_calls, call_of = self.of_calls(index, (*degrees[:-1], 1), kind, lasting)
+        return np.repeat(np.array(of_calls, np.int64)[call_of], degrees[-1], axis=0)
+
+    def of_calls(
+        self, index: int, degrees: Degrees, kind: str, lasting: Lasting | None
+    ) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Return the rows of distinct calls, and the number of the call that each task executes.
+
+        degrees: without replicas.
+
+        Raises:
+            CostError: a local call has no cost on this kind of device.
+        """
         key = (self._classes[index], degrees, kind, self._lasting_number[lasting])
-        rows_of_tasks = self._of_calls.get(key)
-        if rows_of_tasks is None:
+        of_calls = self._of_calls.get(key)
+        if of_calls is None:
             calls = self._local_calls(self._graph, self._graph.operators[index], degrees)
             # Equal calls are one object, as a rule.
             distinct = {id(call): call for call in calls}
             costs = self._costs.costs(list(distinct.values()), kind)
-            rows = np.array(
-                [
-                    self._row(index, call, cost, kind, lasting)
-                    for call, cost in zip(distinct.values(), costs, strict=True)
-                ],
-                np.int64,
-            )
-            if len(distinct) == 1:
-                rows_of_tasks = np.repeat(rows, len(calls), axis=0)
-            else:
-                row_of = {call_id: number for number, call_id in enumerate(distinct)}
-                rows_of_tasks = rows[[row_of[id(call)] for call in calls]]
-            self._of_calls[key] = rows_of_tasks
-        return rows_of_tasks
+            rows = [
+                self._row(index, call, cost, kind, lasting)
+                for call, cost in zip(distinct.values(), costs, strict=True)
+            ]
+            number_of = {call_id: number for number, call_id in enumerate(distinct)}
+            of_calls = self._of_calls[key] = rows, [number_of[id(call)] for call in calls]
+        return of_calls
 
     def _row(
         self, index: int, call: LocalCall, cost: CallCost, kind: str, lasting: Lasting | None

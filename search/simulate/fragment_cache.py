@@ -24,21 +24,25 @@ from search.cost.calls_to_profile import LocalCalls
 from search.cost.cost_table import CostTable
 from search.cost.link_costs import COLLECTIVE_KINDS, LinkCosts
 from search.cost.routes import route_table
-from search.kernels.exchange import find_members
+from search.kernels.collective_list import CollectiveList, list_collectives
 from search.kernels.fragment_table import FragmentKeys, FragmentTable, fill_slots, find_fragments
-from search.kernels.fragment_writing import DEVICES_BEHIND, FragmentSources, write_fragments
+from search.kernels.fragment_writing import (
+    COST_WORDS,
+    DEVICES_BEHIND,
+    ELSEWHERE,
+    HOLDERS,
+    SUMS,
+    FragmentSources,
+    write_fragments,
+)
 from search.kernels.fragments import (
     CELL,
     CELL_WORDS,
-    COLLECTIVE,
-    COLLECTIVE_WORDS,
     HOLDER_WORDS,
     OPERATOR_WORDS,
     STATIC_WORDS,
     TASK_WORDS,
-    VALUE,
     VALUE_WORDS,
-    word_of,
 )
 from search.kernels.records import ExchangeLinks
 from search.kernels.regions import write_value
@@ -63,11 +67,8 @@ BACKWARD_CODE = tuple(COLLECTIVE_KINDS.index(BACKWARD[kind]) for kind in COLLECT
 FEWEST_DEGREES = 64
 # Configurations after which it is forgotten which objects were met; equal ones keep their number.
 MOST_OBJECTS = 1 << 14
-COLLECTIVES_WORD, COLLECTIVES_AT_WORD = word_of(VALUE, "collectives"), word_of(VALUE, "collectives_at")
-KIND_WORD, ROOT_WORD = word_of(COLLECTIVE, "kind"), word_of(COLLECTIVE, "root")
-PRICED_BYTES_WORD = word_of(COLLECTIVE, "priced_bytes")
-RESOURCE_SET_WORDS = [word_of(COLLECTIVE, "resource_set"), word_of(COLLECTIVE, "back_resource_set")]
-RUN_NS_WORDS = [word_of(COLLECTIVE, "run_ns"), word_of(COLLECTIVE, "back_ns")]
+# Collectives of new fragments that are priced together; there is room for those of any one fragment at least.
+LISTED_COLLECTIVES = 1 << 12
 
 
 @dataclass(slots=True)
@@ -104,7 +105,6 @@ class UnitStore:
         kinds = [device.kind_name for device in topology.devices]
         self._kind_names = list(dict.fromkeys(kinds))
         self._kind_D = np.array([self._kind_names.index(kind) for kind in kinds], np.int64)
-        self._is_member_D = np.zeros(len(kinds), np.int64)
         node_D = np.array([device.node for device in topology.devices], np.int64)
         routes = route_table(topology)
         self._exchange_links = ExchangeLinks(
@@ -115,9 +115,12 @@ class UnitStore:
         # The words of the keys of all subjects: more than one look-up adds to the table.
         self._key_words = 2 * count + len(self.subjects.port)
         self._table = _new_table(count, self._key_words)
-        self._missing, self._entry = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._state = np.zeros(3 + 2 * count, np.int64)
+        self._missing = np.zeros((count, 2), np.int64)
+        self._state = np.zeros(3, np.int64)
         values, statics, none = self.classes.values, self.classes.statics, np.zeros(0, np.int64)
+        self._listed = _new_list(
+            max((len(value.readers) for value in values), default=1) * len(kinds), len(kinds)
+        )
         # Of static tensors that are read once, the number of the operand.
         self._only_reader = [
             static.readers[0].number if len(static.readers) == 1 else None for static in statics
@@ -129,8 +132,11 @@ class UnitStore:
             common_K3=self._regions.common_K3,
             port=np.array(operands, np.int64),
             operands=max(operands, default=-1) + 1,
-            item_bytes_V=np.array([value.item_bytes for value in values], np.int64),
-            summable_V=np.array([value.summable for value in values], np.int64),
+            item_bytes=np.array(
+                [*(value.item_bytes for value in values), *(static.item_bytes for static in statics)],
+                np.int64,
+            ),
+            form=np.array([*(value.summable for value in values), *map(self._form, statics)], np.int64),
             degrees_C=none,
             devices_at_C=none,
             at_PD=np.zeros((0, 0), np.int64),
@@ -232,52 +238,87 @@ class UnitStore:
         keys = chosen.keys
         self._make_entries(len(subjects))
         missing = find_fragments(
-            self.subjects, self._table, keys, subjects, self._no_value_at, self._no_static_at,
-            self._missing, self._entry,
-        )  # fmt: skip
+            self.subjects, self._table, keys, subjects, self._no_value_at, self._no_static_at, self._missing
+        )
         if missing and (left := self._write(keys, missing)):
-            self._prepare(chosen, left)
+            self._find_out()
             while left := self._write(keys, left):
-                self._grow(2 * len(self.arena))
+                self._derive(chosen, left)
+                if self._state[2]:
+                    self._grow(2 * len(self.arena))
 
     def _write(self, keys: FragmentKeys, missing: int) -> int:
         """Write missing fragments of which all is known; return how many are left."""
-        state, words = self._state, self._regions.words.items
-        state[:3] = self._end, 0, 0
+        state = self._state
+        state[:] = self._end, 0, 0
         sources = self._sources._replace(
-            words=words,
+            words=self._regions.words.items,
             degrees_C=self._degrees_of.items,
             devices_at_C=self._devices_at.items,
             at_PD=self._at_PD,
         )
         left: int = write_fragments(
-            self.subjects, self._table, keys, sources, self._missing[:missing], self._entry[:missing],
-            self.arena, state,
-        )  # fmt: skip
+            self.subjects,
+            self._table,
+            keys,
+            sources,
+            self._missing[:missing],
+            self.arena,
+            self._listed,
+            state,
+        )
         self._end = int(state[0])
-        if state[2]:
-            for at, devices_at in state[3 : 3 + 2 * state[2]].reshape(-1, 2).tolist():
-                self._write_collective_durations(
-                    at, words[devices_at : devices_at + words[devices_at - DEVICES_BEHIND]]
-                )
+        self._price_collectives()
         return left
 
-    def _prepare(self, chosen: Chosen, left: int) -> None:
-        """Find out what the fragments that are left are derived from, or write them.
+    def _price_collectives(self) -> None:
+        """Write resource sets and durations of the collectives that are listed, and empty the list."""
+        listed = self._listed
+        if not listed.counts[0]:
+            return
+        rows_K7, member = listed.row_K7[: listed.counts[0]], listed.member
+        numbers = np.array(
+            self.resource_sets.numbers(
+                [(kind, root, member[first:last]) for kind, root, first, last in rows_K7[:, 2:6].tolist()]
+            ),
+            np.int64,
+        )
+        self.arena[rows_K7[:, 0]] = numbers
+        is_timed = rows_K7[:, 1] >= 0
+        timed_K7 = rows_K7[is_timed]
+        self.arena[timed_K7[:, 1]] = self.resource_sets.durations_ns(numbers[is_timed], timed_K7[:, 6])
+        listed.counts[:] = 0
+
+    def _find_out(self) -> None:
+        """Find out sides of operands and costs of tasks, as listed.
 
         Raises:
             CostError: a local call has no cost on its device's kind.
         """
+        operands, write, side = self._sources.operands, self._regions.write, self._regions.side
+        at_PD, kind, unknown_N3 = self._at_PD, self._kind_names[0], self._sources.unknown_N3[: self._state[1]]
         try:
-            self._find_out()
-        finally:
-            # What an error leaves unknown is asked for again.
-            unknown_N3 = self._sources.unknown_N3[: self._state[1]]
-            self._at_PD[unknown_N3[:, 0], unknown_N3[:, 1]] = np.maximum(
-                self._at_PD[unknown_N3[:, 0], unknown_N3[:, 1]], -1
-            )
+            for row, column, operator in unknown_N3.tolist():
+                degrees = self._degrees_by_number[column]
+                if row < operands:
+                    at_PD[row, column] = side(row, degrees)
+                else:
+                    rows, call_of = self.task_costs.of_calls(operator, (*degrees[:-1], 1), kind, None)
+                    row_at = [len(call_of) + COST_WORDS * call for call in call_of]
+                    at_PD[row, column] = write([*row_at, *itertools.chain(*rows)])
+        except BaseException:
+            # What is still unknown is asked for again.
+            at_PD[at_PD == -2] = -1
+            raise
+
+    def _derive(self, chosen: Chosen, left: int) -> None:
+        """Write the fragments that kernels leave: operators of several costs, and static tensors.
+
+        Raises:
+            CostError: a local call has no cost on its device's kind.
+        """
         at, statics_at, values_at = self._table.at, self.subjects.statics_at, self.subjects.values_at
-        for subject, entry in zip(self._missing[:left].tolist(), self._entry[:left].tolist(), strict=True):
+        for subject, entry in self._missing[:left].tolist():
             if at[entry] >= 0:
                 continue
             if subject >= statics_at:
@@ -289,18 +330,6 @@ class UnitStore:
                 lasting = chosen.lasting[subject]
                 if lasting is not None or not self._sources.one_kind:
                     at[entry] = self.derive_operator(subject, chosen.configurations[subject], lasting)
-
-    def _find_out(self) -> None:
-        """Find out sides of operands and costs of tasks, as listed."""
-        operands, write, side = self._sources.operands, self._regions.write, self._regions.side
-        at_PD, kind = self._at_PD, self._kind_names[0]
-        for row, column, operator in self._sources.unknown_N3[: self._state[1]].tolist():
-            degrees = self._degrees_by_number[column]
-            if row < operands:
-                at_PD[row, column] = side(row, degrees)
-            else:
-                costs = self.task_costs.rows(operator, (*degrees[:-1], 1), kind, None)
-                at_PD[row, column] = write(costs.reshape(-1).tolist())
 
     def _make_entries(self, count: int) -> None:
         table = self._table
@@ -358,34 +387,18 @@ class UnitStore:
             self._grow(self._end - words)
             words = write_value(self.arena, self._end, *arguments)
         at = self._reserve(words)
-        if self.arena[at + COLLECTIVES_WORD]:
-            self._write_collective_durations(at, self._devices(self.configuration_number(made_by)))
+        devices_at = self._devices_at.items[self.configuration_number(made_by)]
+        list_collectives(self.arena, at, regions.words.items, devices_at, self._listed)
+        self._price_collectives()
         return at
 
-    def _write_collective_durations(self, at: int, source_devices: IntArray) -> None:
-        """Write resource sets and durations of a value fragment's collectives, forward and backward."""
-        arena = self.arena
-        count, start = int(arena[at + COLLECTIVES_WORD]), at + int(arena[at + COLLECTIVES_AT_WORD])
-        # Of every collective the distinct devices, ascending.
-        member_ptr, member = np.empty(count + 1, np.int64), np.empty(count * len(self._kind_D), np.int64)
-        find_members(arena, at, source_devices, self._is_member_D, member_ptr, member)
-        rows = arena[start : start + COLLECTIVE_WORDS * count].reshape(count, COLLECTIVE_WORDS)
-        sets = []
-        for code, root, (first, last) in zip(
-            rows[:, KIND_WORD].tolist(),
-            rows[:, ROOT_WORD].tolist(),
-            itertools.pairwise(member_ptr.tolist()),
-            strict=True,
-        ):
-            members = member[first:last]
-            sets += [(code, root, members), (BACKWARD_CODE[code], root, members)]
-        resource_sets = self.resource_sets.numbers(sets)
-        durations_ns = self.resource_sets.durations_ns(
-            resource_sets, np.repeat(rows[:, PRICED_BYTES_WORD], 2)
-        )
-        # Both forward and back.
-        rows[:, RESOURCE_SET_WORDS] = np.array(resource_sets, np.int64).reshape(count, 2)
-        rows[:, RUN_NS_WORDS] = durations_ns.reshape(count, 2)
+    def _form(self, of: StaticClass) -> int:
+        """Return whether kernels write a static tensor: one operator reads it, and regions of weights are apart."""
+        if len(of.readers) != 1:
+            return ELSEWHERE
+        if not of.synchronized:
+            return HOLDERS
+        return SUMS if self._regions.cutting_axes(of.readers[0].number) is not None else ELSEWHERE
 
     def _derive_static(
         self, of: StaticClass, configurations: Sequence[Configuration], sharding: Sharding
@@ -501,6 +514,17 @@ class UnitStore:
                 needed = self._needs[key] = _ascending(self._devices(key[1]) * REGIONS + region)
             needs.append(needed)
         return needs[0] if len(needs) == 1 else _ascending(np.concatenate(needs))
+
+
+def _new_list(members: int, devices: int) -> CollectiveList:
+    """Return room for the collectives of a fragment that has so many members, and for many of smaller ones."""
+    return CollectiveList(
+        np.zeros((max(LISTED_COLLECTIVES, 2 * members), 7), np.int64),
+        np.zeros(max(LISTED_COLLECTIVES * devices, members), np.int64),
+        np.zeros(2, np.int64),
+        np.array(BACKWARD_CODE, np.int64),
+        np.zeros(devices, np.int64),
+    )
 
 
 def _new_table(entries: int, words: int) -> FragmentTable:

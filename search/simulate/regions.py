@@ -129,14 +129,16 @@ class Regions:
             words = [tasks, degrees[-1], len(of.dims)]
             cuts = self._cuts
             for dim, (number, followed) in zip(of.operand, of.dims, strict=True):
-                key = number, tuple([degrees[axis] for axis in followed])
-                cut = cuts.get(key)
+                under = tuple([degrees[axis] for axis in followed])
+                cut = cuts.get((number, under))
                 if cut is None:
-                    cut = cuts[key] = self._cut(of.axes, dim, followed, key[1])
-                split = [axis for axis in followed if degrees[axis] > 1]
-                words += cut, len(split)
-                for axis in split:
-                    words += strides[axis], degrees[axis]
+                    cut = cuts[number, under] = self._cut(of.axes, dim, followed, under)
+                words.append(cut)
+                words.append(len(under) - under.count(1))
+                for axis, degree in zip(followed, under, strict=True):
+                    if degree > 1:
+                        words.append(strides[axis])
+                        words.append(degree)
             side_at = self._sides[port, degrees] = self.write(words)
         return side_at
 
