@@ -290,7 +290,10 @@ class _SlicesWindow(_Window):
             self.slices[bucket].append(self._add(column, self._waits(whole)))
 
     def _sum_ns(self, task: int, size_bytes: int) -> int:
-        """Return how long a slice of a sum takes: one of several behind each other, where that was measured."""
+        """Return how long a slice of a sum takes: one of several behind each other, where that was measured.
+
+        Then it takes no less than its share of the whole sum, which cutting makes no shorter.
+        """
         from search.kernels.collective_formulas import collectives_ns
 
         run_ns = np.empty(1, np.int64)
@@ -303,7 +306,8 @@ class _SlicesWindow(_Window):
                 self.choices[members] = Prices(self.tasks.topology, self.links).choices(members)
             curve = successive.get(algorithm_for(self.choices[members], size_bytes))
             if curve is not None:
-                return min(int(run_ns[0]), nanoseconds(curve.seconds(size_bytes)))
+                share_s = self.step[task][1] / 1e9 * size_bytes / self.step[task][6]
+                return min(int(run_ns[0]), nanoseconds(max(curve.seconds(size_bytes), share_s)))
         return int(run_ns[0])
 
     def _before(self, operator: int) -> None:

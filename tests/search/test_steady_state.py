@@ -185,19 +185,20 @@ def test_chains_take_what_a_slow_channel_takes_and_near_the_limit_with_small_sli
 
 
 def test_a_slice_takes_what_sums_that_follow_each_other_were_measured_to_take() -> None:
-    """By the algorithm that its size has; and never more than it takes alone."""
-    widths, (f, b, c), layers, _ = ROWS["1, 1, 2 on 3 layers"]
-    alone_s, half_s = 1e-3, 0.5e-3
+    """By the algorithm that its size has; no more than it takes alone, and no less than its share of the whole sum."""
+    widths, (f, b, _), layers, _ = ROWS["1, 1, 2 on 3 layers"]
+    # A unit alone takes 1 ms, a layer's two units together 1.5.
+    alone = replace(LINKS, by_size=all_reduces({2: (0.5e-3, 0.5e-3 / UNIT_BYTES)}).by_size)
     ring = read_algorithm("ring", 2)
-    for successive, unit_ms in (
-        ({BY_LIBRARY: Curve.line(half_s, 0.0), ring: Curve.line(0.0, 0.0)}, 0.5),
-        ({BY_LIBRARY: Curve.line(2 * alone_s, 0.0)}, 1.0),
-        ({ring: Curve.line(half_s, 0.0)}, 1.0),
+    for successive, unit_ns in (
+        ({BY_LIBRARY: Curve.line(0.8e-3, 0.0), ring: Curve.line(0.0, 0.0)}, 800_000),
+        ({BY_LIBRARY: Curve.line(0.5e-3, 0.0)}, 750_000),
+        ({BY_LIBRARY: Curve.line(2e-3, 0.0)}, 1_000_000),
+        ({ring: Curve.line(0.5e-3, 0.0)}, 1_000_000),
     ):
-        links = replace(LINKS, successive={(0, 1): successive})
-        # A unit of sums in half the time: as if the layers had half the bytes.
-        expected = fluid_units([f] * layers, [b] * layers, [c * unit_ms] * layers)
-        assert step_ns(widths, [f] * layers, [b] * layers, p3(UNIT_BYTES), links) == expected * UNIT_NS
+        links = replace(alone, successive={(0, 1): successive})
+        expected = sliced_ns([f * UNIT_NS] * layers, [b * UNIT_NS] * layers, [[unit_ns] * 2] * layers)
+        assert step_ns(widths, [f] * layers, [b] * layers, p3(UNIT_BYTES), links) == expected
 
 
 def window_of(
