@@ -39,7 +39,6 @@ from graph.intervals import volume
 from graph.plan import Plan
 from graph.strategy import Strategy
 from graph.synchronization import Policy, slice_bounds
-from search.cost.collective_cost import Prices
 from search.cost.cost_table import nanoseconds
 from search.simulate.task_graph import COMPUTE_KINDS, IntArray, TaskGraph, TaskGraphBuilder, TaskKind
 
@@ -294,6 +293,7 @@ class _SlicesWindow(_Window):
 
         Then it takes no less than its share of the whole sum, which cutting makes no shorter.
         """
+        from search.cost.collective_cost import Prices
         from search.kernels.collective_formulas import collectives_ns
 
         run_ns = np.empty(1, np.int64)
