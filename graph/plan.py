@@ -207,22 +207,16 @@ class Plan:
         place = self.gather_order.index(awaited) + GATHERS_UNDER_WAY
         return self.gather_order[place] if place < len(self.gather_order) else None
 
-    def with_synchronization(
+    def with_synchronization(self, synchronization: Synchronization) -> Plan:
+        """Return the plan of the same strategy with its weights synchronized otherwise, in default orders."""
+        strategy = replace(self.strategy, synchronization=synchronization)
+        return replace(self, strategy=strategy)._synchronized(synchronization)
+
+    def _synchronized(
         self,
         synchronization: Synchronization,
         slice_order: Sequence[int] = (),
         gather_order: Sequence[int] = (),
-    ) -> Plan:
-        """Return the plan of the same strategy with its weights synchronized otherwise.
-
-        Raises:
-            ValueError: `slice_order` is of other slices, or `gather_order` of other buckets.
-        """
-        strategy = replace(self.strategy, synchronization=synchronization)
-        return replace(self, strategy=strategy)._synchronized(synchronization, slice_order, gather_order)
-
-    def _synchronized(
-        self, synchronization: Synchronization, slice_order: Sequence[int], gather_order: Sequence[int]
     ) -> Plan:
         parts = (self.graph, self.strategy, self.held, self.active, synchronization.size_bytes)
         buckets = gradient_buckets(*parts)

@@ -225,7 +225,7 @@ def _create_trace_view(
 
 
 def _create_recordings(connection: duckdb.DuckDBPyConnection, database: Database) -> None:
-    """Create the table of what the files of recorded steps say of their schedules; a damaged file is left out."""
+    """Create the table of recorded steps' schedules from the recordings' files; a damaged file is left out."""
     connection.execute("CREATE TABLE recordings (name VARCHAR, scheduling VARCHAR)")
     folder = database.trace_folder / FOLDER
     files = [] if folder.is_symlink() else sorted(folder.glob("execution-*.parquet"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from profiler.timers import Timer, timer_for
-from runtime.observe.spans import MESSAGE, Communication
+from runtime.observe.spans import MESSAGE, TimedCommunication
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +113,7 @@ class CommunicationClock:
             works.put(None)
         self._watches.clear()
 
-    def since(self, origin: Any) -> tuple[Communication, ...]:
+    def since(self, origin: Any) -> tuple[TimedCommunication, ...]:
         """Return the communications of a step, with times from the mark `origin` on, and forget them.
 
         Waits for those that nobody has waited for.
@@ -124,7 +124,7 @@ class CommunicationClock:
                 started.work.wait()
                 started.end = started.work.end
         return tuple(
-            Communication(
+            TimedCommunication(
                 started.operation,
                 started.ranks,
                 started.subject,

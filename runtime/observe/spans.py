@@ -37,11 +37,11 @@ class Span:
 
 
 MESSAGE = "message"
-"""The operation of a `Communication` that is no collective."""
+"""The operation of a `TimedCommunication` that is no collective."""
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
+class TimedCommunication:
     """A message or collective, beside what the rank does meanwhile, in nanoseconds from the rank's start of the step.
 
     operation: `MESSAGE`, or the kind of a collective. ranks: sender and receiver, or the members in ascending order.
@@ -61,9 +61,9 @@ class RecordedStep:
     """One rank's step. Spans, in order, fill it without a gap; communications are in the order of their starts."""
 
     spans: tuple[Span, ...]
-    communications: tuple[Communication, ...] = ()
+    communications: tuple[TimedCommunication, ...] = ()
 
 
 # By recorded step and rank.
 Recorded = tuple[tuple[tuple[Span, ...], ...], ...]
-Communications = tuple[tuple[tuple[Communication, ...], ...], ...]
+Communications = tuple[tuple[tuple[TimedCommunication, ...], ...], ...]

@@ -29,6 +29,7 @@ Sources: P3 (SysML 2019), sections 3 and 4: slices, and priority by the position
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -152,7 +153,7 @@ class _Tasks:
     preds: list[list[int]] = field(default_factory=list)
 
 
-class _Window:
+class _Window(ABC):
     """A rotated window that is being made of the task graph of a step with the same buckets."""
 
     def __init__(self, tasks: TaskGraph, plan: Plan) -> None:
@@ -201,8 +202,9 @@ class _Window:
                 self._before(operator)
             self._move(task)
 
+    @abstractmethod
     def _before(self, operator: int) -> None:
-        raise NotImplementedError
+        """Add the tasks that stand before an operator's forward."""
 
     def _waits(self, task: int) -> list[int]:
         """Return what a task of the step waits for in the window; what the step before has done is there."""

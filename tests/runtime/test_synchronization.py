@@ -57,12 +57,24 @@ def with_optimizer(job: Job, optimizer: str) -> Job:
     return replace(job, training=replace(job.training, optimizer=optimizer))
 
 
+def late(whole: Strategy, shared_one: Strategy, kind: str, size_bytes: int) -> Strategy:
+    """Return the strategy with late updates, or the one that shares updates with late gathers."""
+    if kind == "updates":
+        return replace(whole, synchronization=p3(size_bytes))
+    return replace(shared_one, synchronization=tic(size_bytes))
+
+
+@pytest.mark.parametrize("kind", ["updates", "gathers"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
-def test_late_updates_give_what_the_plain_module_gives(pool: LocalPool, name: str, optimizer: str) -> None:
+def test_what_is_late_gives_what_the_plain_module_gives(
+    pool: LocalPool, name: str, optimizer: str, kind: str
+) -> None:
     model, graph = reference(name), graph_of(name)
     for seed, devices in enumerate((2, 4)):
-        strategy = replace(data_parallel(graph, devices), synchronization=p3(100))
+        strategy = late(data_parallel(graph, devices), with_shared_updates(graph, devices), kind, 100)
+        plan = build_plan(graph, strategy, (0,) * devices)
+        assert len(plan.gather_order) > 1 or kind == "updates"
         job = shuffled(strategy, make_job(graph, strategy, model, optimizer), seed)
         result = pool.run(job)
         assert result.verification is not None
@@ -70,41 +82,16 @@ def test_late_updates_give_what_the_plain_module_gives(pool: LocalPool, name: st
         assert_equal(result, train_plain(model, optimizer))
 
 
+@pytest.mark.parametrize("kind", ["updates", "gathers"])
 @pytest.mark.parametrize("seed", seeds(4, 20))
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "viewed"])
-def test_random_strategies_with_late_updates_give_what_the_plain_module_gives(
-    pool: LocalPool, name: str, seed: int
+def test_random_strategies_with_what_is_late_give_what_the_plain_module_gives(
+    pool: LocalPool, name: str, seed: int, kind: str
 ) -> None:
-    """Weights that are split, read as copies of parts, through views, or by several operators, among them."""
+    """Weights that are split, kept in shares, read as copies of parts, through views, or by several, among them."""
     model, graph = reference(name), graph_of(name)
-    strategy = replace(random_strategy(graph, 4, seed), synchronization=p3(60))
-    job = shuffled(strategy, make_job(graph, strategy, model), seed)
-    assert_equal(pool.run(job), train_plain(model))
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent"])
-def test_late_gathers_give_what_the_plain_module_gives(pool: LocalPool, name: str, optimizer: str) -> None:
-    model, graph = reference(name), graph_of(name)
-    for seed, devices in enumerate((2, 4)):
-        strategy = replace(with_shared_updates(graph, devices), synchronization=tic(100))
-        assert len(build_plan(graph, strategy, (0,) * devices).gather_order) > 1
-        job = shuffled(strategy, make_job(graph, strategy, model, optimizer), seed)
-        result = pool.run(job)
-        assert result.verification is not None
-        assert result.verification.ok, result.verification.worst
-        assert_equal(result, train_plain(model, optimizer))
-
-
-@pytest.mark.parametrize("seed", seeds(4, 20))
-@pytest.mark.parametrize("name", ["perceptron", "convolutions", "recurrent", "viewed"])
-def test_random_strategies_with_late_gathers_give_what_the_plain_module_gives(
-    pool: LocalPool, name: str, seed: int
-) -> None:
-    """Weights that are whole and weights that are kept in shares, and read as copies of parts, among them."""
-    model, graph = reference(name), graph_of(name)
-    strategy = randomly_shared(random_strategy(graph, 4, seed), graph, seed)
-    strategy = replace(strategy, synchronization=tic(60))
+    drawn = random_strategy(graph, 4, seed)
+    strategy = late(drawn, randomly_shared(drawn, graph, seed), kind, 60)
     job = shuffled(strategy, make_job(graph, strategy, model), seed)
     assert_equal(pool.run(job), train_plain(model))
 

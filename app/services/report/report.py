@@ -344,7 +344,7 @@ def _step_sections(drawn: DrawnStep | None, reason: str) -> tuple[Section, ...]:
 
 
 def _scheduling(drawn: DrawnStep) -> str:
-    """Return a sentence on how much of what a good order can save is saved."""
+    """Return a sentence on the scheduling efficiency of a step: the share of the time that a good order can save."""
     simulated = f"Scheduling efficiency {drawn.step.simulation.efficiency * 100:.1f} %"
     recorded = None if drawn.attribution is None else drawn.attribution.recorded
     return (

@@ -70,7 +70,7 @@ def with_policy(
 
 
 def candidates(policy: str, *, shared: bool) -> list[Synchronization]:
-    """Return what a policy that a user names stands for, of a strategy of which updates are shared or none is."""
+    """Return the policies to predict where a user names `policy`; `shared`: the strategy shares weights' updates."""
     if policy != AUTO:
         named = read_synchronization(policy, "--policy")
         return [] if shared and named.policy is Policy.P3 else [named]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from graph.collectives import CollectiveKind
 from graph.topology import Topology
-from runtime.observe.spans import MESSAGE, Communication
+from runtime.observe.spans import MESSAGE, TimedCommunication
 from search.simulate.scheduling import Scheduling
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def step_schedulings(steps: Iterable[StepTimeline], topology: Topology) -> list[
 
 
 def _step_scheduling(
-    step: StepTimeline, communications: Sequence[Sequence[Communication]], links: HeldLinks
+    step: StepTimeline, communications: Sequence[Sequence[TimedCommunication]], links: HeldLinks
 ) -> Scheduling:
     computing = [
         Operation((device,), span.start_ns, span.end_ns)
@@ -106,7 +106,7 @@ def scheduling(operations: Iterable[Operation], makespan_ns: int) -> Scheduling:
 
 
 def _own_ns(operation: Operation, held: Sequence[Sequence[Operation]]) -> int:
-    """Return the time of an operation in which nothing that ended before it was under way on what it holds."""
+    """Return the time of an operation in which no earlier-ended operation was under way on the resources it holds."""
     earlier = []
     for operations in held:
         for other in reversed(operations):
@@ -120,12 +120,12 @@ def _own_ns(operation: Operation, held: Sequence[Sequence[Operation]]) -> int:
     return own_ns + max(0, operation.end_ns - now)
 
 
-def _once(by_rank: Sequence[Sequence[Communication]]) -> list[Communication]:
+def _once(by_rank: Sequence[Sequence[TimedCommunication]]) -> list[TimedCommunication]:
     """Return each communication once, from its start on the last of its ranks to its end on the last.
 
     The n-th of some ranks is the n-th on each of them: all start theirs in one order.
     """
-    seen: dict[tuple[Any, ...], list[Communication]] = defaultdict(list)
+    seen: dict[tuple[Any, ...], list[TimedCommunication]] = defaultdict(list)
     for of_rank in by_rank:
         counts: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         for item in of_rank:
@@ -133,7 +133,7 @@ def _once(by_rank: Sequence[Sequence[Communication]]) -> list[Communication]:
             seen[*among, counts[among]].append(item)
             counts[among] += 1
     return [
-        Communication(
+        TimedCommunication(
             items[0].operation,
             items[0].ranks,
             items[0].subject,
@@ -155,8 +155,8 @@ class HeldLinks:
         self._prices = Prices(topology, LinkCosts())
         self._held: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
 
-    def of(self, item: Communication) -> tuple[int, ...]:
-        """Return the links of a message's route, or those that a simulated collective of the kind holds."""
+    def of(self, item: TimedCommunication) -> tuple[int, ...]:
+        """Return the links of a message's route, or the links that a simulated collective of the kind holds."""
         key = (item.operation, item.ranks)
         if key not in self._held:
             first = len(self._topology.devices)

@@ -31,7 +31,7 @@ from app.services.timeline.timeline import Slice, StepTimeline
 from graph.collectives import CollectiveKind
 from graph.errors import UsageError
 from graph.topology import Topology
-from runtime.observe.spans import MESSAGE, Communication
+from runtime.observe.spans import MESSAGE, TimedCommunication
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -191,7 +191,7 @@ def read_file(path: Path) -> tuple[StepTimeline, ...]:
 
 def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[StepTimeline, ...]:
     steps: dict[int, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
-    communications: dict[tuple[int, int], list[Communication]] = defaultdict(list)
+    communications: dict[tuple[int, int], list[TimedCommunication]] = defaultdict(list)
     has_communications = set(_ADDED) <= set(columns)
     nothing, last_rank = [""] * len(columns["rank"]), max(columns["rank"])
     values = (columns.get(name, nothing) for name in _schema().names)
@@ -202,7 +202,7 @@ def _timelines(columns: Mapping[str, Sequence[Any]]) -> tuple[StepTimeline, ...]
                 raise ValueError("it has a message or collective of a rank that has no step")
             if len(ranks) != 2 if operation == MESSAGE else operation not in _COLLECTIVES:
                 raise ValueError(f"it has an operation {operation!r} of {len(ranks)} ranks")
-            communications[step, rank].append(Communication(operation, ranks, subject, start_ns, end_ns))
+            communications[step, rank].append(TimedCommunication(operation, ranks, subject, start_ns, end_ns))
         else:
             steps[step][rank].append(Slice(kind, subject, name, start_ns, end_ns))
     return tuple(

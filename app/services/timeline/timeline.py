@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS, Communication
+from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS, TimedCommunication
 
 if TYPE_CHECKING:
     from search.simulate.simulator import Simulation
@@ -48,7 +48,7 @@ class StepTimeline:
     step_ns: int
     devices: tuple[tuple[Slice, ...], ...]
     links: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
-    communications: tuple[tuple[Communication, ...], ...] | None = None
+    communications: tuple[tuple[TimedCommunication, ...], ...] | None = None
 
 
 def simulated_timeline(simulation: Simulation) -> StepTimeline:

@@ -11,7 +11,7 @@ from app.analytics.duck import connect
 from app.db.recordings import FOLDER
 from app.db.store import Store
 from app.services.timeline.store import recording_path, write_recording
-from runtime.observe.spans import Communication, Label, Span
+from runtime.observe.spans import Label, Span, TimedCommunication
 from tests.app.db import samples
 from tests.app.db.samples import Scene
 from tests.search.builders import devices
@@ -35,7 +35,7 @@ def recorded(store: Store, scene: Scene, strategy: int) -> tuple[int, Path]:
         )
         for end in ends
     )
-    sums = tuple((Communication("all-reduce", (0, 1), "x", end, 5_000_000_000),) for end in ends)
+    sums = tuple((TimedCommunication("all-reduce", (0, 1), "x", end, 5_000_000_000),) for end in ends)
     write_recording(store, execution, (spans, spans), (sums, sums), devices(2))
     return execution.id, recording_path(store, execution)
 

@@ -18,7 +18,7 @@ from app.services.timeline.timeline import Slice, StepTimeline, simulated_timeli
 from graph.errors import DamagedDataError
 from graph.topology import Topology
 from graph.training import Training
-from runtime.observe.spans import MESSAGE, Communication, Label, Span
+from runtime.observe.spans import MESSAGE, Label, Span, TimedCommunication
 from search.cost.cost_table import CostTable
 from search.orders import Order
 from search.simulate.scheduling import Scheduling
@@ -48,11 +48,11 @@ def work(start_ns: int, end_ns: int, kind: str = "forward") -> Slice:
     return Slice(kind, "fc", "fc", start_ns, end_ns)
 
 
-def seen(operation: str, ranks: tuple[int, ...], start_ns: int, end_ns: int) -> Communication:
-    return Communication(operation, ranks, "x", start_ns, end_ns)
+def seen(operation: str, ranks: tuple[int, ...], start_ns: int, end_ns: int) -> TimedCommunication:
+    return TimedCommunication(operation, ranks, "x", start_ns, end_ns)
 
 
-def message(source: int, destination: int, start_ns: int, end_ns: int) -> dict[int, Communication]:
+def message(source: int, destination: int, start_ns: int, end_ns: int) -> dict[int, TimedCommunication]:
     """Return a message as its ends see it: the sender does not see its end."""
     ranks = (source, destination)
     return {
@@ -62,7 +62,7 @@ def message(source: int, destination: int, start_ns: int, end_ns: int) -> dict[i
 
 
 def step(
-    step_ns: int, by_device: list[tuple[Slice, ...]], *communications: dict[int, Communication]
+    step_ns: int, by_device: list[tuple[Slice, ...]], *communications: dict[int, TimedCommunication]
 ) -> StepTimeline:
     by_rank = tuple(
         tuple(by_end[rank] for by_end in communications if rank in by_end) for rank in range(len(by_device))
@@ -170,7 +170,7 @@ def test_medians_are_over_the_recorded_steps() -> None:
 def as_recorded(simulation: Simulation, rng: np.random.Generator) -> StepTimeline:
     """Return a simulated step as ranks would record it: of a collective one rank is the last, others wait for it."""
     tasks, timeline = simulation.tasks, with_waits(simulation, simulated_timeline(simulation))
-    by_rank: list[list[Communication]] = [[] for _ in timeline.devices]
+    by_rank: list[list[TimedCommunication]] = [[] for _ in timeline.devices]
     # Each rank has those of the same ranks in the order of their starts.
     for task in np.lexsort((simulation.end_ns, simulation.start_ns)).tolist():
         if tasks.kind_T[task] in COMPUTE_KINDS:
@@ -216,7 +216,9 @@ SPANS = (Span(Label("forward", "fc", "forward fc[0]"), 0, 9),)
 SEEN = (seen("all-reduce", (0, 1), 1, 5), seen(MESSAGE, (1, 0), 2, 7))
 
 
-def stored_step(path: Path, communications: tuple[tuple[Communication, ...], ...]) -> tuple[Store, Path, int]:
+def stored_step(
+    path: Path, communications: tuple[tuple[TimedCommunication, ...], ...]
+) -> tuple[Store, Path, int]:
     store = Store.open(path)
     scene = Scene.stored(store)
     strategy = store.put_strategy(samples.strategy(scene.graph_id, 1))
@@ -258,7 +260,7 @@ def test_a_recording_of_an_earlier_version_has_spans_alone(tmp_path: Path) -> No
     ],
 )
 def test_a_recording_that_no_run_leaves_is_damaged(
-    tmp_path: Path, damaged: Communication, reason: str
+    tmp_path: Path, damaged: TimedCommunication, reason: str
 ) -> None:
     store, _, number = stored_step(tmp_path / "test.sqlite", ((damaged,), ()))
     with store, pytest.raises(DamagedDataError, match=reason):
