@@ -17,6 +17,10 @@ Weights that are kept in shares are gathered before the first operator that read
 last one (or before that one's group is made again), several operators' together; the next gather begins before the
 operators of this one, so that one is always under way. Who reads a view of a weight reads the weight
 (`OperatorGraph.weight_readers`).
+
+With micro-batches (`graph.schedule`) the forwards and backwards of stages stand in `Plan.units`, each as above for its
+operators; buckets are synchronized in the backwards of the last micro-batch, and operators that only renew buffers
+come after all backwards, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from graph.collectives import SUMMABLE, Collective, recognize
 from graph.exchange import Assembly, Consumer, ExchangeCache, exchange, source_groups
 from graph.intervals import Region, volume
 from graph.operators import OperatorGraph, ValueKind
+from graph.schedule import Stage, Unit, common_order, in_flight, stages_of
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import Policy, Synchronization, started_after
 from graph.weight_placement import (
@@ -206,6 +211,23 @@ class Plan:
         """Return the bucket whose late gather starts once that of the bucket `awaited` is there."""
         place = self.gather_order.index(awaited) + GATHERS_UNDER_WAY
         return self.gather_order[place] if place < len(self.gather_order) else None
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline stages, in the order of the forward."""
+        return stages_of(self.graph, self.strategy.configurations, self.strategy.micro_batches.schedule)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The forwards and backwards of all stages on all micro-batches, in the common order."""
+        groups = 1 + max(stage.group for stage in self.stages)
+        micro_batches = self.strategy.micro_batches
+        return common_order(micro_batches.schedule, groups, len(self.stages) // groups, micro_batches.count)
+
+    def in_flight(self, device: int) -> int:
+        """Return how many micro-batches a device has begun and not ended at most, each stage of it counted."""
+        own = {number for number, stage in enumerate(self.stages) if device in stage.devices}
+        return in_flight([unit for unit in self.units if unit.stage in own])
 
     def with_synchronization(self, synchronization: Synchronization) -> Plan:
         """Return the plan of the same strategy with its weights synchronized otherwise, in default orders."""

@@ -1,6 +1,7 @@
 """Strategy S: every operator's configuration, every weight's sharding, recomputation, what is compiled, all-reduces.
 
-See `graph.recomputation`, `graph.stretches`, `graph.collective_algorithms` and `graph.synchronization` for the rest.
+See `graph.recomputation`, `graph.stretches`, `graph.collective_algorithms`, `graph.synchronization` and
+`graph.schedule` for the rest.
 
 Sources: FlexFlow (arXiv:1807.05358) section 4; any degrees whose parts are not empty, any device for each task. ZeRO
 (arXiv:1910.02054) and PyTorch FSDP (arXiv:2304.11277) for the sharding of weights.
@@ -27,6 +28,13 @@ from graph.collective_algorithms import (
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRanges, check_ranges, ranges_from_json, ranges_to_json
 from graph.operators import Operator, OperatorGraph
+from graph.schedule import (
+    ONE_BATCH,
+    MicroBatches,
+    check_micro_batches,
+    micro_batches_from_json,
+    micro_batches_to_json,
+)
 from graph.synchronization import (
     BY_DEFAULT,
     Policy,
@@ -77,6 +85,7 @@ class Strategy:
     compiled: the ranges of operators that each device executes as one function compiled by torch.compile.
     collective_algorithms: the algorithm of all-reduces over some groups of devices; of others the cheapest counts.
     synchronization: in which pieces and in which order gradients are summed, and updated weights gathered.
+    micro_batches: in how many parts a step goes through its batch, and in which order; the graph is of one part.
     """
 
     graph_digest: str
@@ -86,6 +95,7 @@ class Strategy:
     compiled: OperatorRanges = ()
     collective_algorithms: CollectiveAlgorithms = ()
     synchronization: Synchronization = BY_DEFAULT
+    micro_batches: MicroBatches = ONE_BATCH
 
     def __post_init__(self) -> None:
         if self.sharding and all(level is Sharding.NONE for level in self.sharding):
@@ -119,6 +129,7 @@ class Strategy:
             **{key: ranges_to_json(names, ranges) for key, ranges in self._ranges().items()},
             "collective_algorithms": algorithms_to_json(self.collective_algorithms),
             "synchronization": synchronization_to_json(self.synchronization),
+            "micro_batches": micro_batches_to_json(self.micro_batches),
         }
         return {
             **{key: said for key, said in optional.items() if said},
@@ -153,6 +164,8 @@ class Strategy:
             document.append({"collective_algorithms": algorithms_to_json(self.collective_algorithms)})
         if self.synchronization != BY_DEFAULT:
             document.append({"synchronization": synchronization_to_json(self.synchronization)})
+        if self.micro_batches != ONE_BATCH:
+            document.append({"micro_batches": micro_batches_to_json(self.micro_batches)})
         return digest(document)
 
     def _ranges(self) -> dict[str, OperatorRanges]:
@@ -191,6 +204,27 @@ class Strategy:
             raise StrategyError(
                 "synchronization: policy p3 is for weights that every holder keeps whole, must be fifo, tic or tac "
                 "where weights are shared; correct the strategy"
+            )
+        self._check_micro_batches(graph)
+
+    def _check_micro_batches(self, graph: OperatorGraph) -> None:
+        if self.micro_batches == ONE_BATCH:
+            return
+        check_micro_batches(self.micro_batches, graph, self.configurations)
+        if Sharding.PARAMETERS in self.sharding:
+            raise StrategyError(
+                f"strategy: has {self.micro_batches.text}, and weights that are kept in shares, must keep them whole "
+                "between steps; share their optimizer alone"
+            )
+        if self.synchronization.policy is not Policy.FIFO:
+            raise StrategyError(
+                f"synchronization: policy {self.synchronization.policy} is for a step in one batch, must be fifo with "
+                f"{self.micro_batches.text}; choose one of the two"
+            )
+        if self.compiled:
+            raise StrategyError(
+                f"strategy: has {self.micro_batches.text}, and compiled operators, must have one of the two; leave "
+                "compiled out"
             )
 
 
@@ -263,8 +297,8 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
     """
     check_format(document, "strategy file")
     keys = (
-        "collective_algorithms", "compiled", "format", "graph", "operators", "recomputation", "sharding",
-        "synchronization",
+        "collective_algorithms", "compiled", "format", "graph", "micro_batches", "operators", "recomputation",
+        "sharding", "synchronization",
     )  # fmt: skip
     _check_keys("strategy file", document, keys)
     if document.get("graph") != graph.digest:
@@ -297,6 +331,7 @@ def strategy_from_json(document: Mapping[str, Any], graph: OperatorGraph, device
         compiled,
         algorithms_from_json(document.get("collective_algorithms", [])),
         synchronization_from_json(document.get("synchronization", {})),
+        micro_batches_from_json(document.get("micro_batches", {})),
     )
     strategy.validate(graph, device_count)
     return strategy

@@ -12,6 +12,7 @@ from graph.collective_algorithms import algorithms_from_json
 from graph.errors import StrategyError, TopologyError
 from graph.operator_ranges import ranges_from_json
 from graph.operators import OperatorGraph, ValueKind
+from graph.schedule import micro_batches_from_json
 from graph.strategy import Configuration, Sharding, Strategy, strategy_from_json
 from graph.synchronization import synchronization_from_json
 from graph.topology import Topology
@@ -118,6 +119,7 @@ def strategy_in(graph: GraphRecord, described: dict[str, Any], record: StrategyR
             compiled,
             algorithms_from_json(document.get("collective_algorithms", [])),
             synchronization_from_json(document.get("synchronization", {})),
+            micro_batches_from_json(document.get("micro_batches", {})),
         )
     check_digest(record, strategy)
     return strategy

@@ -1,0 +1,132 @@
+"""Schedules of micro-batches: orders against published makespans and peaks; stages; what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph.errors import StrategyError
+from graph.schedule import (
+    MicroBatches,
+    Phase,
+    Schedule,
+    common_order,
+    group_orders,
+    in_flight,
+    micro_batches_from_json,
+    micro_batches_to_json,
+    waits_of,
+)
+
+
+def makespan(
+    schedule: Schedule,
+    groups: int,
+    count: int,
+    forward: float,
+    backward: float,
+    transfer: float = 0,
+    chunks: int = 1,
+) -> float:
+    """Return when the last unit ends, where a unit waits for its group and for results that take `transfer`."""
+    ended: dict[object, float] = {}
+    free = [0.0] * groups
+    for unit in common_order(schedule, groups, chunks, count):
+        group = unit.stage % groups
+        ready = [
+            ended[wait] + (transfer if wait.stage % groups != group else 0)
+            for wait in waits_of(unit, groups * chunks)
+        ]
+        taken = forward if unit.phase is Phase.FORWARD else backward
+        free[group] = ended[unit] = max([free[group], *ready]) + taken
+    return max(free)
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "gpipe", "in_turn"), [(2, 4, 15, 15), (4, 8, 33, 33), (4, 2, 15, 15)]
+)
+def test_makespan_is_that_of_the_papers(groups: int, count: int, gpipe: int, in_turn: int) -> None:
+    assert makespan(Schedule.GPIPE, groups, count, 1, 2) == gpipe == (count + groups - 1) * 3
+    assert makespan(Schedule.ONE_F_ONE_B, groups, count, 1, 2) == in_turn
+
+
+def test_transfers_cost_one_forward_one_backward_more_than_gpipe() -> None:
+    assert makespan(Schedule.GPIPE, 4, 8, 1, 2, transfer=1) == 39
+    assert makespan(Schedule.ONE_F_ONE_B, 4, 8, 1, 2, transfer=1) == 49
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "in_turn"), [(2, 4, (2, 1)), (4, 8, (4, 3, 2, 1)), (4, 2, (2, 2, 2, 1))]
+)
+def test_micro_batches_in_flight_are_those_of_the_papers(
+    groups: int, count: int, in_turn: tuple[int, ...]
+) -> None:
+    flights = {
+        schedule: tuple(in_flight(order) for order in group_orders(schedule, groups, 1, count))
+        for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+    }
+    assert flights == {Schedule.GPIPE: (count,) * groups, Schedule.ONE_F_ONE_B: in_turn}
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(
+    chunks: int, groups: int, rounds: int
+) -> None:
+    count = rounds * groups
+    # In units of a chunk: M v of work, and the idle time of K - 1 chunks in place of K - 1 stages.
+    assert makespan(Schedule.INTERLEAVED, groups, count, 1, 2, chunks=chunks) == 3 * (
+        count * chunks + groups - 1
+    )
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_common_order_has_each_unit_once_behind_all_that_it_waits_for(
+    schedule: Schedule, groups: int, rounds: int
+) -> None:
+    chunks = 3 if schedule is Schedule.INTERLEAVED else 1
+    count = rounds * groups
+    order = common_order(schedule, groups, chunks, count)
+    places = {unit: place for place, unit in enumerate(order)}
+    assert len(places) == len(order) == 2 * groups * chunks * count
+    for unit in order:
+        assert all(places[wait] < places[unit] for wait in waits_of(unit, groups * chunks))
+    for group, own in enumerate(group_orders(schedule, groups, chunks, count)):
+        assert own == tuple(unit for unit in order if unit.stage % groups == group)
+
+
+def test_gradients_of_the_last_micro_batch_come_last_in_every_stage() -> None:
+    for schedule in Schedule:
+        for order in group_orders(schedule, 3, 2 if schedule is Schedule.INTERLEAVED else 1, 6):
+            for stage in {unit.stage for unit in order}:
+                numbers = [
+                    unit.micro_batch for unit in order if unit.stage == stage and unit.phase is Phase.BACKWARD
+                ]
+                assert numbers == list(range(6))
+
+
+def test_document_comes_back_and_one_micro_batch_is_left_out() -> None:
+    micro_batches = MicroBatches(8, Schedule.GPIPE)
+    assert micro_batches_from_json(micro_batches_to_json(micro_batches)) == micro_batches
+    assert micro_batches_to_json(MicroBatches(1, Schedule.GPIPE)) == {}
+    assert MicroBatches(1, Schedule.GPIPE) == micro_batches_from_json({})
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "must map count and schedule"),
+        ({"count": 0}, "count is 0, must be a whole number from 1"),
+        ({"count": 2.0}, "count is 2.0, must be a whole number"),
+        (
+            {"count": 2, "schedule": "dualpipe"},
+            "schedule is dualpipe, must be one of gpipe, 1f1b, interleaved",
+        ),
+        ({"count": 2, "order": "gpipe"}, "key order is unknown"),
+    ],
+)
+def test_malformed_document_is_refused(document: object, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        micro_batches_from_json(document)
