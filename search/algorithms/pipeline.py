@@ -34,6 +34,9 @@ from search.space.pipelines import Split, stage_sizes
 MOST_DIVISIONS = 6
 """Divisions of a dynamic program that are simulated, by schedule and variant."""
 MOST_MOVES = 400
+"""Moves of a walk that are simulated."""
+MOVES_ASTRAY = 50
+"""Moves after which a walk goes on from its best."""
 MOST_DRAWS = 20
 """Draws of a move in a row that give nothing new, after which the walk ends."""
 TEMPERATURE = 0.01
@@ -112,29 +115,34 @@ class _PipelineSearch:
                     break
 
     def walk(self, rng: np.random.Generator) -> None:
-        """Walk from the best staging, by changes of one thing at a time."""
-        known = {staging: outcome for staging, outcome in self.outcomes.items() if outcome is not None}
-        if not known:
-            return
-        current = best = min(known, key=known.__getitem__)
+        """Walk from the best staging, and from the best of one stage a group of devices, by one change at a time."""
+        simulated = {staging: outcome for staging, outcome in self.outcomes.items() if outcome is not None}
+        in_turns = [staging for staging in simulated if staging.schedule is Schedule.INTERLEAVED]
+        others = [staging for staging in simulated if staging.schedule is not Schedule.INTERLEAVED]
+        # What another schedule can do is not near: stages of these have other sizes, and there are more of them.
+        for kind in (others, in_turns):
+            if kind:
+                start = min(kind, key=simulated.__getitem__)
+                self._walk_from(start, simulated[start], rng)
+
+    def _walk_from(self, start: Staging, cost: Outcome, rng: np.random.Generator) -> None:
         moves = _Moves(self.stagings, rng)
+        current = best = start
+        costs = {start: cost}
         taken = idle = 0
         while taken < MOST_MOVES and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
-            if proposal is None or proposal in self.outcomes:
-                idle += 1
-                continue
-            outcome = self.take(proposal)
-            if outcome is None:
+            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal)
+            if proposal is None or outcome is None:
                 idle += 1
                 continue
             taken, idle = taken + 1, 0
-            known[proposal] = outcome
-            if _accepts(known[current], outcome, rng):
+            costs[proposal] = outcome
+            if _accepts(costs[current], outcome, rng):
                 current = proposal
-            if outcome < known[best]:
+            if outcome < costs[best]:
                 best = proposal
-            elif taken % (MOST_MOVES // 8) == 0:
+            elif taken % MOVES_ASTRAY == 0:
                 current = best
 
 
