@@ -18,21 +18,22 @@ from math import exp
 
 import numpy as np
 
-from graph.errors import StrategyError
+from graph.errors import StrategyError, UsageError
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import BY_DEFAULT
 from search.algorithms.algorithm import Algorithm
 from search.algorithms.staging import Staging, Stagings
 from search.algorithms.trials import Trial, TrialSearch
-from search.bounds.pipeline_costs import VARIANTS
+from search.bounds.pipeline_costs import MEMORY_SAVINGS
 from search.outcome import Outcome
-from search.space.baselines import shared
+from search.problem import Problem
+from search.space.baselines import data_parallel, shared
 from search.space.configurations import configured, random_draw
 from search.space.pipelines import Split, stage_sizes
 
 MOST_DIVISIONS = 6
-"""Divisions of a dynamic program that are simulated, by schedule and variant."""
+"""Divisions of a dynamic program that are simulated, by schedule and saving of memory."""
 MOST_MOVES = 400
 """Moves of a walk that are simulated."""
 MOVES_ASTRAY = 50
@@ -52,6 +53,26 @@ def _pipeline(trial: Trial, starts: Sequence[Strategy], seed: int) -> None:
         search.take_fitting(staging)
     search.take_divisions()
     search.walk(np.random.default_rng(seed))
+    if trial.found is None:
+        _refuse(trial.problem)
+
+
+def _refuse(problem: Problem) -> None:
+    """Say why a problem has no pipelined strategy.
+
+    Raises:
+        StrategyError: its network cannot be trained in micro-batches.
+        UsageError: its devices and micro-batches do not go with its schedule.
+    """
+    strategy = data_parallel(problem.graph, problem.device_count)
+    replace(strategy, micro_batches=MicroBatches(problem.micro_batches)).validate(
+        problem.graph, problem.device_count
+    )
+    raise UsageError(
+        f"pipeline: schedule {problem.schedule or Schedule.ONE_F_ONE_B} with {problem.micro_batches} micro-batches "
+        f"has no strategy on {problem.device_count} devices, must have groups of devices whose number divides that of "
+        "the micro-batches; choose another schedule or number"
+    )
 
 
 class _PipelineSearch:
@@ -76,12 +97,12 @@ class _PipelineSearch:
     def take_fitting(self, staging: Staging) -> None:
         """Simulate a staging and, as long as it exceeds memories, one that shares its optimizer, or recomputes."""
         everything = frozenset(range(staging.stages))
-        for variant in VARIANTS:
+        for saving in MEMORY_SAVINGS:
             outcome = self.take(
                 replace(
                     staging,
-                    shares_optimizer=variant.shares_optimizer,
-                    recomputed=everything if variant.recomputes else frozenset(),
+                    shares_optimizer=saving.shares_optimizer,
+                    recomputed=everything if saving.recomputes else frozenset(),
                 )
             )
             if outcome is None or not outcome.excess_bytes:
@@ -105,11 +126,11 @@ class _PipelineSearch:
         self.trial.take(start)
 
     def take_divisions(self) -> None:
-        """Simulate the best that dynamic programming finds; of variants the first that fits the memories."""
+        """Simulate the best that dynamic programming finds; of savings of memory the first that fits the memories."""
         for schedule in self.stagings.schedules(self.stagings.most_stages):
-            for variant in VARIANTS:
+            for saving in MEMORY_SAVINGS:
                 outcomes = [
-                    self.take(staging) for staging in self.stagings.divided(schedule, variant, MOST_DIVISIONS)
+                    self.take(staging) for staging in self.stagings.divided(schedule, saving, MOST_DIVISIONS)
                 ]
                 if any(outcome is not None and not outcome.excess_bytes for outcome in outcomes):
                     break
