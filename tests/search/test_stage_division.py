@@ -11,10 +11,10 @@ import pytest
 from search.bounds.stage_division import (
     Array,
     Division,
-    StageOption,
-    StageTable,
     StageChoice,
     StageCosts,
+    StageOption,
+    StageTable,
     divided,
     divisions,
 )
