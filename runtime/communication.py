@@ -116,10 +116,6 @@ class _AllWorks:
         for work in self.works:
             work.wait()
 
-    def is_completed(self) -> bool:
-        """Return whether all are done."""
-        return all(work.is_completed() for work in self.works)
-
 
 class _LentTensors:
     """Tensors lent to gloo: aliases of the caller's tensors, to which only gloo has further references."""
@@ -156,10 +152,6 @@ class _SettledWork:
             time.sleep(0)
         self.lent = None
 
-    def is_completed(self) -> bool:
-        """Return whether it was waited for: before, gloo's thread may have references."""
-        return self.lent is None
-
 
 @dataclass(frozen=True, slots=True)
 class _CopyingWork:
@@ -174,10 +166,6 @@ class _CopyingWork:
         self.work.wait()
         self.result.copy_(self.part)
 
-    def is_completed(self) -> bool:
-        """Return False: it copies where it is waited for."""
-        return False
-
 
 @dataclass(frozen=True, slots=True)
 class DoneWork:
@@ -185,10 +173,6 @@ class DoneWork:
 
     def wait(self) -> None:
         """Return at once."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
 
 
 class World:

@@ -196,12 +196,18 @@ class Renew(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class EnterMicroBatch(Instruction):
-    """The turn to a micro-batch; sends that are done are let go, so that no more is in memory than is in flight."""
+    """The turn to a micro-batch, after the waits for what others have sent: their tensors are let go.
+
+    sent: micro-batches whose messages must be out by now.
+    """
 
     number: int
+    sent: tuple[int, ...] = ()
 
     def run(self, state: StepState) -> None:
-        state.forget_done_sends()
+        for number in self.sent:
+            state.enter(number)
+            state.wait_for_sends()
         state.enter(self.number)
 
 

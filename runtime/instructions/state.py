@@ -178,13 +178,6 @@ class StepState:
             state.context = context
         self.enter(0)
 
-    def forget_done_sends(self) -> None:
-        """Let go of tensors whose sends are done, in all micro-batches."""
-        for state in self.micro_batches:
-            state.pending_sends[:] = [
-                (work, tensor) for work, tensor in state.pending_sends if not work.is_completed()
-            ]
-
     def renew(self) -> None:
         """Give buffers their new values."""
         for slot, tensor in self.renewed.items():

@@ -332,10 +332,17 @@ class _Lowering:
             return
         runs = {(run.phase, run.stage): run.instructions for run in self._runs}
         yield BeginGradients(tuple(flat for flats in self._flats.values() for flat in flats))
+        # Micro-batches whose backward was the last one here, and the one before: their gradients are on their way.
+        on_their_way: list[int] = []
         for phase, stage, number in self.plan.units:
             own = runs.get((phase, stage), [])
+            sent: list[int] = []
+            if self.rank in self.plan.stages[stage].devices and phase is Phase.BACKWARD:
+                # What this one has sent forward was there before its gradient comes back.
+                sent = [number, *on_their_way[:-1]]
+                on_their_way = [*on_their_way[-1:], number]
             if own:
-                yield EnterMicroBatch(number)
+                yield EnterMicroBatch(number, tuple(dict.fromkeys(sent)))
             for instruction in own:
                 if number == count - 1 or not isinstance(instruction, _OF_LAST_MICRO_BATCH):
                     yield instruction

@@ -44,10 +44,6 @@ class TimedWork:
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
 
-    def is_completed(self) -> bool:
-        """Return whether it was waited for."""
-        return self._done.is_set()
-
     def look(self) -> None:
         """Wait for the work and mark its end, if nobody else does."""
         if not self._claim.acquire(blocking=False):

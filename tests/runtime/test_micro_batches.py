@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from graph.errors import RuntimeFailure, StrategyError
 from graph.operators import OperatorGraph
 from graph.plan import build_plan
-from graph.schedule import MicroBatches, Schedule
-from graph.strategy import Configuration, Sharding, Strategy
+from graph.schedule import Schedule
+from graph.strategy import Sharding, Strategy
 from runtime.jobs.job import Job
 from runtime.jobs.models import split_batch
 from tests.runtime.oracle import (
@@ -28,37 +27,18 @@ from tests.runtime.oracle import (
     reference,
 )
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import by_kind, random_groups, random_strategy, seeds
+from tests.runtime.strategies import (
+    by_kind,
+    in_micro_batches,
+    random_groups,
+    random_strategy,
+    seeds,
+    staged,
+)
 
 NAMES = ("branches", "convolutions", "mixed", "perceptron", "recurrent")
 # Of a micro-batch.
 SAMPLES = 3
-
-
-def staged(
-    graph: OperatorGraph, groups: list[list[int]], chunks: int, seed: int, *, split: bool = True
-) -> Strategy:
-    """Return a random strategy whose operators are in turn, in runs, on groups of devices."""
-    generator = random.Random(seed)
-    order = graph.order.of_loss
-    count = len(groups) * chunks
-    bounds = [0, *sorted(generator.sample(range(1, len(order)), count - 1)), len(order)]
-    configurations: list[Configuration] = []
-    inside = [random_strategy(graph, len(devices), seed).configurations for devices in groups]
-    for index, operator in enumerate(graph.operators):
-        # Operators that renew buffers run where the last ones of the loss do.
-        place = order.index(index) if index in order else len(order) - 1
-        group = sum(place >= bound for bound in bounds[1:-1]) % len(groups)
-        chosen = inside[group][index]
-        if not split:
-            chosen = Configuration((1,) * len(operator.space.axes), (0,))
-        devices = tuple(groups[group][device] for device in chosen.devices)
-        configurations.append(Configuration(chosen.degrees, devices))
-    return Strategy(graph.digest, tuple(configurations))
-
-
-def in_micro_batches(strategy: Strategy, count: int, schedule: Schedule) -> Strategy:
-    return replace(strategy, micro_batches=MicroBatches(count, schedule))
 
 
 def train_plain(name: str, graph: OperatorGraph, count: int, optimizer: str) -> Expected:
