@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from app.db.records import StrategySource
 from app.db.store import Store
-from app.services.predict.predict import MemoryWalk, Setting, predict, source_of
+from app.services.predict.named_strategies import source_of
+from app.services.predict.predict import MemoryWalk, Setting, predict
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.search.memory_repair import repair_memory
