@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.services.models.models import ModelRequest, in_micro_batches
+from app.services.models.models import ImportedModel, ModelRequest, in_micro_batches
 from graph.errors import UsageError
-from graph.schedule import MicroBatches, micro_batches_from_json
+from graph.schedule import MicroBatches, check_micro_batches, micro_batches_from_json
 
 
 def model_for(model: ModelRequest, document: object, *, asked: int | None, where: str) -> ModelRequest:
@@ -38,3 +38,16 @@ def micro_batches_of(document: object) -> MicroBatches:
     """
     entry = document.get("micro_batches", {}) if isinstance(document, Mapping) else {}
     return micro_batches_from_json(entry)
+
+
+def check_graph(model: ImportedModel) -> None:
+    """Check that a model's step can go through its micro-batches, whatever the strategy, before anything is measured.
+
+    Raises:
+        StrategyError: a micro-batch needs what the one before it renews.
+    """
+    if model.request.micro_batches != 1:
+        from search.space.baselines import single_device
+
+        configurations = single_device(model.graph).configurations
+        check_micro_batches(MicroBatches(model.request.micro_batches), model.graph, configurations)

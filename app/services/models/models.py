@@ -143,22 +143,30 @@ def graph_keywords(request: ModelRequest) -> dict[str, Any]:
     """Return the arguments with which `build_model` builds a model for one micro-batch, which the graph is of.
 
     Raises:
-        UsageError: micro-batches do not divide the batch, or nothing says how large it is.
+        UsageError: there is no such preset, micro-batches do not divide the batch, or nothing says how large it is.
     """
     keywords = request.factory_keywords
     if request.micro_batches == 1:
         return keywords
-    whole = request.known_batch_size
-    if whole is None and request.is_zoo:
-        return keywords  # an unknown preset, of which `build_model` says so
-    if whole is None:
-        whole = _default_batch_size(request)
+    whole = batch_size_of(request)
     _check_parts(request, whole)
     return {**keywords, "batch_size": whole // request.micro_batches}
 
 
-def _default_batch_size(request: ModelRequest) -> int:
-    """Return the batch size that the user's factory takes where none is given."""
+def batch_size_of(request: ModelRequest) -> int:
+    """Return the samples of a step, of all micro-batches: those asked for, else the preset's or the factory's default.
+
+    Raises:
+        UsageError: there is no such preset or factory, or nothing says how large the batch is.
+    """
+    whole = request.known_batch_size
+    if whole is not None:
+        return whole
+    if request.is_zoo:
+        presets = ", ".join(zoo_entry(request.name).presets)
+        raise UsageError(
+            f"model {request.name}: preset {shown(request.preset)} is unknown, must be {presets}; choose one"
+        )
     factory = _load_factory(request.name, request.folder)
     if not _takes_batch_size(factory):
         raise UsageError(
@@ -424,7 +432,7 @@ def _batch_size(request: ModelRequest, args: tuple[Any, ...], kwargs: dict[str, 
     if whole is not None:
         return whole
     if request.micro_batches != 1:
-        return _default_batch_size(request)
+        return batch_size_of(request)
     for item in (*args, *kwargs.values()):
         shape = tuple(getattr(item, "shape", ()))
         if shape:

@@ -16,6 +16,7 @@ from app.services.costs.machine import LocalMachine
 from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.costs.topologies import LOCAL
+from app.services.models.micro_batches import check_graph
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
 from app.services.predict.all_reduces import all_reduce_choices, shown_all_reduces
 from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
@@ -169,6 +170,7 @@ def _limited(limit_s: float | None) -> Iterator[None]:
 def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
     with progress.stage(f"importing {request.model.name}"):
         model = import_graph(request.model, batch_norm=request.batch_norm)
+    check_graph(model)
     return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 
 
