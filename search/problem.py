@@ -21,7 +21,7 @@ from graph.calls import LocalCall
 from graph.errors import UsageError
 from graph.operators import Operator, OperatorGraph
 from graph.schedule import Schedule
-from graph.strategy import Configuration
+from graph.strategy import Configuration, Strategy
 from graph.topology import Topology
 from graph.training import Training
 from search.cost.calls_to_profile import LocalCalls
@@ -67,6 +67,10 @@ class Problem:
     # In how many parts a step goes through its batch, of one of which the graph is, and the schedule; None: any.
     micro_batches: int = 1
     schedule: Schedule | None = None
+
+    def in_micro_batches(self, strategy: Strategy) -> Strategy:
+        """Return a strategy with the problem's micro-batches."""
+        return strategy.in_micro_batches(self.micro_batches, self.schedule)
 
     @property
     def device_count(self) -> int:
