@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from search.problem import Problem
 
 MICRO_BATCHES = (1, 4, 8, 16)
-# Global batches: 8 samples a GPU.
-NETWORKS = {"bert-large": 128, "gpt2": 128}
+# Global batches: 8 samples a GPU, of VGG 16.
+NETWORKS = {"bert-large": 128, "gpt2": 128, "vgg16": 256}
 QUICK = {"gpt2": 16}
 NODES = 4
 MOST_SECONDS = 60.0

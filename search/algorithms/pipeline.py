@@ -30,7 +30,8 @@ from search.outcome import Outcome
 from search.problem import Problem
 from search.space.baselines import data_parallel, shared
 from search.space.configurations import configured, random_draw
-from search.space.pipelines import Split, stage_sizes
+from search.space.hybrids import random_grid
+from search.space.pipelines import Split
 
 MOST_DIVISIONS = 6
 """Divisions of a dynamic program that are simulated, by schedule and saving of memory."""
@@ -38,7 +39,7 @@ MOST_MOVES = 400
 """Moves of a walk that are simulated."""
 MOVES_ASTRAY = 50
 """Moves after which a walk goes on from its best."""
-MOST_DRAWS = 20
+MOST_DRAWS = 200
 """Draws of a move in a row that give nothing new, after which the walk ends."""
 TEMPERATURE = 0.01
 """By what share of its time a step is worse that is accepted once in e times."""
@@ -184,7 +185,12 @@ class _Moves:
     def __init__(self, stagings: Stagings, rng: np.random.Generator) -> None:
         self._stagings = stagings
         self._rng = rng
-        self._sizes = frozenset(stage_sizes(stagings.problem.device_count))
+        self._groups = stagings.groups
+        self._classes = stagings.costs.classes
+        # Groups by the class of their head.
+        self._like: dict[int, list[int]] = {}
+        for number, group in enumerate(self._groups):
+            self._like.setdefault(self._classes[group.head], []).append(number)
 
     def proposed(self, staging: Staging) -> Staging | None:
         """Return a changed staging, or None where the drawn change cannot be made."""
@@ -211,7 +217,8 @@ class _Moves:
         return replace(staging, firsts=tuple(firsts))
 
     def _drawn_split(self, devices: int) -> Split | None:
-        splits = self._stagings.splits.of(devices) if devices in self._sizes else ()
+        """Return a split over so many devices, of which there may be any number; None where there is none."""
+        splits = self._stagings.splits.of(devices)
         return splits[self._below(len(splits))] if splits else None
 
     def _devices_given(self, staging: Staging) -> Staging | None:
@@ -292,18 +299,34 @@ class _Moves:
         )
 
     def _configuration_changed(self, staging: Staging) -> Staging | None:
-        """Return a staging in which one group of operators has another configuration on its stage's devices."""
-        number = self._below(len(self._stagings.groups))
-        head = self._stagings.groups[number].head
-        segment = self._stagings.costs.segment_of(head)
-        if segment < 0:
+        """Return a staging in which a group of operators, or all that are like it in its stage, are split otherwise.
+
+        Layers that are alike seldom gain one by one: what goes from one to the next would change its split.
+        """
+        number = self._below(len(self._groups))
+        head = self._groups[number].head
+        stage = self._stage_of(staging, head)
+        if stage is None:
             return None
-        stage = sum(first <= segment for first in staging.firsts)
         count = len(staging.devices(stage))
         operator = self._stagings.graph.operators[head]
-        configuration = configured(random_draw(operator, count, self._rng), count)
-        kept = (change for change in staging.changed if change[:2] != (stage, number))
-        return replace(staging, changed=(*kept, (stage, number, configuration)))
+        draw = (random_draw, random_grid)[self._below(2)]
+        configuration = configured(draw(operator, count, self._rng), count)
+        numbers = {number}
+        if self._below(2):
+            numbers |= {
+                other
+                for other in self._like[self._classes[head]]
+                if self._stage_of(staging, self._groups[other].head) == stage
+            }
+        kept = (change for change in staging.changed if change[0] != stage or change[1] not in numbers)
+        changed = (*kept, *((stage, other, configuration) for other in numbers))
+        return replace(staging, changed=tuple(sorted(changed, key=lambda change: change[:2])))
+
+    def _stage_of(self, staging: Staging, operator: int) -> int | None:
+        """Return the stage of an operator; None of one outside of the loss."""
+        segment = self._stagings.costs.segment_of(operator)
+        return None if segment < 0 else sum(first <= segment for first in staging.firsts)
 
     def _schedule_changed(self, staging: Staging) -> Staging | None:
         """Return a staging under the other of the schedules that keep its stages."""

@@ -104,6 +104,11 @@ class PipelineCosts:
         """Return the segment of an operator; -1 of one outside of the loss."""
         return self._segment_of[operator]
 
+    @property
+    def classes(self) -> Sequence[int]:
+        """A number for every operator; equal ones, equal operators."""
+        return self._store.classes.operators
+
     @cached_property
     def _crossing_B(self) -> Array:  # noqa: N802 - the shape suffix
         """The bytes over each boundary, and of those that have a gradient."""
