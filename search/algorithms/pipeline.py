@@ -35,6 +35,8 @@ from search.space.pipelines import Split
 
 MOST_DIVISIONS = 6
 """Divisions of a dynamic program that are simulated, by schedule and saving of memory."""
+RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""The shares of every stage's segments of which the first that suffices for the memories is made again."""
 MOST_MOVES = 400
 """Moves of a walk that are simulated."""
 MOVES_ASTRAY = 50
@@ -96,18 +98,13 @@ class _PipelineSearch:
         return self.outcomes[staging]
 
     def take_fitting(self, staging: Staging) -> None:
-        """Simulate a staging and, as long as it exceeds memories, one that shares its optimizer, or recomputes."""
-        everything = frozenset(range(staging.stages))
-        for saving in MEMORY_SAVINGS:
-            outcome = self.take(
-                replace(
-                    staging,
-                    shares_optimizer=saving.shares_optimizer,
-                    recomputed=everything if saving.recomputes else frozenset(),
-                )
-            )
-            if outcome is None or not outcome.excess_bytes:
-                return
+        """Simulate a staging and, as long as it exceeds memories, with more and more shared and made again."""
+        for share in RECOMPUTED_SHARES:
+            again = self.stagings.recomputing(staging, share)
+            for shares_optimizer in (False, True):
+                outcome = self.take(replace(again, shares_optimizer=shares_optimizer))
+                if outcome is None or not outcome.excess_bytes:
+                    return
 
     def take_start(self, start: Strategy) -> None:
         """Simulate a start with the problem's micro-batches, and without what these do not go with."""
@@ -130,9 +127,12 @@ class _PipelineSearch:
         """Simulate the best that dynamic programming finds; of savings of memory the first that fits the memories."""
         for schedule in self.stagings.schedules(self.stagings.most_stages):
             for saving in MEMORY_SAVINGS:
-                outcomes = [
-                    self.take(staging) for staging in self.stagings.divided(schedule, saving, MOST_DIVISIONS)
-                ]
+                stagings = self.stagings.divided(schedule, saving, MOST_DIVISIONS)
+                if saving.recomputes:
+                    # That everything is made again is more than most need.
+                    for staging in stagings:
+                        self.take_fitting(staging)
+                outcomes = [self.take(staging) for staging in stagings]
                 if any(outcome is not None and not outcome.excess_bytes for outcome in outcomes):
                     break
 
@@ -282,19 +282,14 @@ class _Moves:
 
     def _renumbered(self, staging: Staging, firsts: tuple[int, ...], stage: int, by: int) -> Staging:
         """Return a staging with other stages, where all behind a stage have another number."""
-        recomputed = {number + by if number > stage else number for number in staging.recomputed}
-        if by > 0 and stage in recomputed:
-            recomputed.add(stage + 1)
         changed = tuple(
             (number + by if number > stage else number, group, configuration)
             for number, group, configuration in staging.changed
         )
-        last = len(firsts)
         return replace(
             staging,
             firsts=firsts,
             schedule=staging.schedule if firsts else Schedule.ONE_F_ONE_B,
-            recomputed=frozenset(number for number in recomputed if 0 <= number <= last),
             changed=changed,
         )
 
@@ -341,8 +336,12 @@ class _Moves:
         return replace(staging, shares_optimizer=not staging.shares_optimizer)
 
     def _recomputation_changed(self, staging: Staging) -> Staging:
-        """Return a staging in which a stage's activations are made again, or no longer are."""
-        return replace(staging, recomputed=staging.recomputed ^ {self._below(staging.stages)})
+        """Return a staging in which a stage's activations are made again or none of them are, or one segment's."""
+        segments = self._stagings.segments(staging, self._below(staging.stages))
+        if self._below(2):
+            return replace(staging, recomputed=staging.recomputed ^ {segments[self._below(len(segments))]})
+        rest = staging.recomputed - set(segments)
+        return replace(staging, recomputed=rest if rest != staging.recomputed else rest | set(segments))
 
 
 pipeline = TrialSearch("pipeline", _pipeline)

@@ -47,7 +47,7 @@ class Staging:
     firsts: the segments that stages but the first begin with.
     splits: of each group of devices, which follow each other; under schedule interleaved stages are on them in turn.
     shares_optimizer: whether all weights' gradients and optimizer state are shared (ZeRO-2).
-    recomputed: the stages whose activations are made again, segment by segment.
+    recomputed: the segments whose activations are made again, each by itself.
     changed: configurations of operator groups within a stage, on the stage's devices numbered from 0: (stage, number of
         the operator group, configuration of its head).
     """
@@ -174,13 +174,24 @@ class Stagings:
         return tuple(ranges)
 
     def _recomputation(self, staging: Staging) -> OperatorRanges:
-        bounds = list(pairwise((0, *staging.firsts, self.costs.segments)))
-        return tuple(
-            segment
-            for stage in sorted(staging.recomputed)
-            for segment in self._segment_ranges[slice(*bounds[stage])]
-            if segment is not None
-        )
+        ranges = (self._segment_ranges[segment] for segment in sorted(staging.recomputed))
+        return tuple(segment for segment in ranges if segment is not None)
+
+    def segments(self, staging: Staging, stage: int) -> range:
+        """Return the segments of a stage."""
+        return range(*(0, *staging.firsts, self.costs.segments)[stage : stage + 2])
+
+    def recomputing(self, staging: Staging, share: float) -> Staging:
+        """Return a staging in which a share of every stage's segments is made again."""
+        chosen: list[int] = []
+        for stage in range(staging.stages):
+            segments = self.segments(staging, stage)
+            chosen += (
+                segment
+                for place, segment in enumerate(segments)
+                if int((place + 1) * share) > int(place * share)
+            )
+        return replace(staging, recomputed=frozenset(chosen))
 
     # ---- 3-D parallelism
 
@@ -240,7 +251,7 @@ class Stagings:
             tuple(cast(Split, split) for split in splits),
             schedule,
             saving.shares_optimizer,
-            frozenset(range(len(division.stages))) if saving.recomputes else frozenset(),
+            frozenset(range(self.costs.segments)) if saving.recomputes else frozenset(),
         )
 
 

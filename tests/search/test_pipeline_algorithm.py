@@ -10,7 +10,7 @@ import pytest
 
 from graph.errors import StrategyError, UsageError
 from graph.operators import OperatorGraph
-from graph.schedule import ONE_BATCH, MicroBatches, Schedule
+from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
 from graph.strategy import Sharding
 from graph.synchronization import Policy, Synchronization
 from graph.training import Training
@@ -124,7 +124,7 @@ def test_the_divisions_are_near_the_best_contiguous_staging(name: str, micro_bat
     assert min(outcomes(divisions)) <= 1.2 * min(outcomes(list(stagings_of(stagings, 3))))
 
 
-def test_where_memory_is_short_something_is_shared_or_made_again() -> None:
+def test_where_memory_is_short_a_strategy_that_fits_is_found() -> None:
     graph = two_layers(samples=64, features=64)
     plenty = problem(graph, 4)
     fastest = pipeline(plenty, most=MOST, seed=0)
@@ -136,18 +136,20 @@ def test_where_memory_is_short_something_is_shared_or_made_again() -> None:
     assert result.outcome.step_time_ns >= fastest.outcome.step_time_ns
 
 
-def test_a_stage_that_is_made_again_keeps_less() -> None:
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_share_of_every_stage_is_made_again_within_it(share: float) -> None:
     graph = unrolled(12)
     stagings = Stagings(problem(graph, 4))
-    plain = stagings.of_triple(Split(1), 4, Schedule.GPIPE)
-    again = replace(plain, recomputed=frozenset({1, 2}))
-    strategy = stagings.strategy(again)
+    staging = stagings.recomputing(stagings.of_triple(Split(1), 4, Schedule.GPIPE), share)
+    for stage in range(4):
+        segments = stagings.segments(staging, stage)
+        assert len(staging.recomputed & set(segments)) == int(share * len(segments))
+    strategy = stagings.strategy(staging)
     assert strategy is not None
+    stages = stages_of(graph, strategy.configurations, Schedule.GPIPE)
     assert strategy.recomputation
-    first, last = again.firsts[0], again.firsts[2]
-    of_loss, cuts = graph.order.of_loss, stagings.cuts
-    assert strategy.recomputation[0].first >= of_loss[cuts[first - 1]]
-    assert strategy.recomputation[-1].last < of_loss[cuts[last - 1]]
+    for group in strategy.recomputation:
+        assert any(stage.first <= group.first <= group.last < stage.last for stage in stages)
 
 
 def test_starts_are_taken_with_the_micro_batches_of_the_problem() -> None:
