@@ -163,7 +163,7 @@ def _in_turns(runs: Sequence[Stage]) -> tuple[Stage, ...]:
         (number for number, run in enumerate(runs) if number and run.devices == runs[0].devices), len(runs)
     )
     used = [device for run in runs[:groups] for device in run.devices]
-    if len(used) != len(set(used)) or any(
+    if (len(used) != len(set(used)) or len(runs) % groups) or any(
         run.devices != runs[number % groups].devices for number, run in enumerate(runs)
     ):
         raise StrategyError(

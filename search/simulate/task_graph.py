@@ -345,10 +345,7 @@ class TaskGraphBuilder:
         return TaskGraph(
             graph=self.graph,
             topology=self.topology,
-            **{
-                column: array.copy()
-                for column, array in zip(_COLUMNS, tasks, strict=True)
-            },
+            **{column: array.copy() for column, array in zip(_COLUMNS, tasks, strict=True)},
             contention_ppm_D=self.contention_ppm_D,
             peak_memory_D=layout.peak_memory_D.copy(),
             resource_sets=type(resource_sets)(*(array.copy() for array in resource_sets)),
