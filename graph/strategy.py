@@ -31,6 +31,7 @@ from graph.operators import Operator, OperatorGraph
 from graph.schedule import (
     ONE_BATCH,
     MicroBatches,
+    Schedule,
     check_micro_batches,
     micro_batches_from_json,
     micro_batches_to_json,
@@ -112,6 +113,11 @@ class Strategy:
         None of it is compiled.
         """
         return replace(self, configurations=configurations, compiled=())
+
+    def in_micro_batches(self, count: int, schedule: Schedule | None = None) -> Strategy:
+        """Return the strategy with so many micro-batches, in a schedule; None: its own, where it has one."""
+        wanted = MicroBatches(count, self.micro_batches.schedule if schedule is None else schedule)
+        return self if wanted == self.micro_batches else replace(self, micro_batches=wanted)
 
     def to_json(self, graph: OperatorGraph) -> dict[str, Any]:
         """Return the strategy as a document for humans: degrees by axis name, degrees of one left out.

@@ -97,8 +97,15 @@ JOIN store.trainings AS training ON training.id = search.training_id
 LEFT JOIN store.strategies AS best ON best.id = search.best_strategy_id
 """
 
+# A document that is damaged has no micro-batches to show.
 _STRATEGIES = """
 SELECT strategy.id, strategy.digest, graph.name AS model, strategy.source, strategy.device_count,
+       CASE WHEN json_valid(strategy.document)
+            THEN coalesce(TRY_CAST(json_extract_string(strategy.document, '$.micro_batches.count') AS INTEGER), 1)
+       END AS micro_batches,
+       CASE WHEN json_valid(strategy.document)
+            THEN json_extract_string(strategy.document, '$.micro_batches.schedule')
+       END AS schedule,
        strategy.created_at, strategy.document, strategy.graph_id
 FROM store.strategies AS strategy
 JOIN store.graphs AS graph ON graph.id = strategy.graph_id

@@ -48,6 +48,7 @@ def show_model(
     model: Annotated[str, typer.Argument(help="A network of the zoo, or package.module:factory.")],
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    micro_batches: options.MicroBatches = 1,
     precision: options.Precision = "float32",
     batch_norm: options.BatchNorm = "synchronized",
     axes: Annotated[
@@ -67,14 +68,15 @@ def show_model(
     from app.services.models.models import import_graph, requested_model
     from app.services.models.summary import NO_AXIS, described
 
-    network = requested_model(model, preset, batch_size, precision)
+    network = requested_model(model, preset, batch_size, precision, micro_batches)
     report = described(import_graph(network, batch_norm=batch_norm))
     if as_json:
         print_json(report.to_json(axes=axes))
         return
     print_lines(
         f"{report.name}: {report.operators} operators in {report.groups} groups, {report.parameters:,} parameters, "
-        f"{report.forward_flops / 1e9:.2f} GFLOP forward at batch size {report.batch_size}",
+        f"{report.forward_flops / 1e9:.2f} GFLOP forward at batch size {report.batch_size // micro_batches}"
+        + (f", one of {micro_batches} micro-batches of {report.batch_size}" if micro_batches > 1 else ""),
         f"{report.splittable_share * 100:.2f} % of the operations are in operators that can be split",
     )
     if axes:

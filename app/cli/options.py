@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graph.errors import UsageError
+
+if TYPE_CHECKING:
+    from graph.schedule import Schedule
 
 # Of a row, in every database.
 LARGEST_ID = 2**63 - 1
@@ -35,6 +38,22 @@ Preset = Annotated[
 ]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", help="Samples a step, over all devices. Default: the preset's.")
+]
+MicroBatches = Annotated[
+    int,
+    typer.Option(
+        "--micro-batches",
+        min=1,
+        help="The batch is gone through in so many parts: the network is imported at the batch size of one.",
+    ),
+]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="The order in which stages work on micro-batches: gpipe, 1f1b or interleaved. Default: the strategy's, "
+        "else 1f1b.",
+    ),
 ]
 Precision = Annotated[
     str,
@@ -87,3 +106,14 @@ def processor(device: str | None) -> Any:
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device: is {device}, must be cpu or cuda; choose one")
     return device
+
+
+def schedule(text: str | None) -> Schedule | None:
+    """Return the schedule that --schedule names; None where it is left out.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from graph.schedule import read_schedule
+
+    return None if text is None else read_schedule(text, "--schedule")

@@ -203,6 +203,19 @@ def synchronization_lines(document: Mapping[str, Any]) -> list[str]:
     return [f"synchronization: {synchronization_from_json(document).text}"]
 
 
+def micro_batch_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return a line on a strategy's micro-batches (`micro_batch_report`); none where it has only one."""
+    if not document:
+        return []
+    line = f"micro-batches: {document['count']}, schedule {document['schedule']}"
+    stages, samples = document.get("stages"), document.get("samples")
+    if stages is not None:
+        line += f", {stages} stage{'' if stages == 1 else 's'}"
+    if samples is not None:
+        line += f"; {samples} sample{'' if samples == 1 else 's'} each"
+    return [line]
+
+
 def scheduling_line(predicted: Scheduling, recorded: RecordedScheduling | None = None) -> str:
     """Return TicTac's scheduling efficiency and speed-up potential of a step in a line, as predicted and recorded."""
     efficiency, potential = percent(predicted.efficiency), ratio(predicted.speedup_potential)

@@ -12,6 +12,7 @@ from app.cli.output import (
     all_reduce_lines,
     compiled_line,
     mebibytes,
+    micro_batch_lines,
     milliseconds,
     percent,
     print_json,
@@ -23,7 +24,7 @@ from app.cli.output import (
 from graph.errors import RuntimeFailure, UsageError
 
 if TYPE_CHECKING:
-    from app.services.run.run import RunReport
+    from app.services.run.report import RunReport
 
 # Deviations that are printed.
 SHOWN = 10
@@ -48,6 +49,16 @@ def run(
     device: options.Device = None,
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batches",
+            min=1,
+            help="Go through the batch in so many parts, of which gradients add up; the network is imported at the "
+            "batch size of one. Default: as many as the strategy has.",
+        ),
+    ] = None,
+    schedule: options.ScheduleName = None,
     precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
@@ -134,6 +145,8 @@ def run(
         raise UsageError(f"--on-miss: is {on_miss}, must be one of {', '.join(ON_MISS)}; choose one of them")
     request = RunRequest(
         model=requested_model(model, preset, batch_size, precision),
+        micro_batches=micro_batches,
+        schedule=options.schedule(schedule),
         strategy=strategy,
         devices=devices,
         processor=options.processor(device),
@@ -208,6 +221,7 @@ def _print(report: RunReport) -> None:
         print_lines(compiled_line(report.compiled))
     print_lines(*all_reduce_lines(report.all_reduces))
     print_lines(*synchronization_lines(report.synchronization))
+    print_lines(*micro_batch_lines(report.micro_batches))
     if report.fullest is not None:
         fullest = report.memory[report.fullest]
         roughly = "" if report.memory_account == "walk" else " (roughly)"

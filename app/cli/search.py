@@ -13,6 +13,7 @@ from app.cli.output import (
     TerminalProgress,
     compiled_line,
     mebibytes,
+    micro_batch_lines,
     milliseconds,
     percent,
     print_json,
@@ -25,7 +26,10 @@ from graph.errors import UsageError
 
 if TYPE_CHECKING:
     from app.services.models.models import ModelRequest
+    from app.services.search.micro_batch_searches import MicroBatchSearches
     from app.services.search.report import SearchReport
+
+AUTO = "auto"
 
 
 def search(
@@ -45,6 +49,15 @@ def search(
     device: options.Device = None,
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    micro_batches: Annotated[
+        str,
+        typer.Option(
+            "--micro-batches",
+            help="Strategies that go through the batch in so many parts; auto: a search for each of 1, 2, 4, ... 32 "
+            "that divide the batch, and the best of all.",
+        ),
+    ] = "1",
+    schedule: options.ScheduleName = None,
     precision: options.Precision = "float32",
     optimizer: options.Optimizer = "sgd",
     batch_norm: options.BatchNorm = "synchronized",
@@ -97,13 +110,15 @@ def search(
         ),
     ] = None,
     algorithm: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--algorithm",
             help="mcmc, optcnn, exhaustive, greedy, random, sharding or recomputation; several joined by commas, each "
-            "a start of the next.",
+            "a start of the next. With micro-batches pipeline, greedy, random or recomputation. Default: mcmc, with "
+            "micro-batches pipeline.",
+            show_default=False,
         ),
-    ] = "mcmc",
+    ] = None,
     compare_baselines: Annotated[
         bool,
         typer.Option(
@@ -195,11 +210,13 @@ def search(
         )
     if fresh and start:
         raise UsageError("app search: --fresh and --start are both given, must be one of them; leave one out")
-    network = requested_model(model, preset, batch_size, precision)
+    count, order_of_stages = _micro_batches(micro_batches), options.schedule(schedule)
+    network = requested_model(model, preset, batch_size, precision, count or 1)
     imported = context.with_resource(importing(network, batch_norm=batch_norm, processes=workers))
 
     # Beside the import: these load compiled kernels and the database.
     from app.services.costs.operator_costs import ON_MISS
+    from app.services.search.micro_batches import DEFAULT_ALGORITHM
     from app.services.search.policies import checked_policy
     from app.services.search.request import SearchRequest
     from app.services.search.search import run_search
@@ -224,7 +241,7 @@ def search(
         on_miss=on_miss,
         fresh=fresh,
         starts=tuple(start or ()),
-        algorithm=algorithm,
+        algorithm=algorithm or (DEFAULT_ALGORITHM if network.micro_batches > 1 else "mcmc"),
         compare_baselines=compare_baselines,
         workers=workers,
         share_weights=share_weights,
@@ -232,16 +249,41 @@ def search(
         confirm=confirm,
         compile_stretches=compile,
         policy=checked_policy(policy),
+        schedule=None if order_of_stages is None else order_of_stages.value,
     )
     with TerminalProgress(quiet=as_json) as progress:
         if time_limit is not None:
             progress.warn(
                 "--time: how far the search comes depends on this machine's speed, so it is not reproducible"
             )
-        report = run_search(request, database, progress, imported)
-    _show(report, as_json=as_json)
+        if count is None:
+            from app.services.search.micro_batch_searches import run_searches
+
+            searches = run_searches(request, algorithm, database, progress, imported)
+            report = searches.best
+        else:
+            report = run_search(request, database, progress, imported)
+    if count is None:
+        _show_all(searches, as_json=as_json)
+    else:
+        _show(report, as_json=as_json)
     if topology == "local" and not as_json:
         _print_next(report, network, {"--gpus": gpus, "--device": device, "--devices": devices})
+
+
+def _micro_batches(text: str) -> int | None:
+    """Return the number that --micro-batches names; None for `auto`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    from graph.texts import shown
+
+    if text == AUTO:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UsageError(f"--micro-batches: is {shown(text)}, must be a number or {AUTO}; choose one")
+    return int(text)
 
 
 def _refuse_beside_resume(context: typer.Context) -> None:
@@ -271,6 +313,31 @@ def _show(report: SearchReport, *, as_json: bool) -> None:
         _print(report)
     if report.interrupted or report.unconfirmed:
         # Ctrl-C is a user's "enough": the best so far is a result all the same.
+        raise typer.Exit(128 + signal.SIGINT)
+
+
+def _show_all(searches: MicroBatchSearches, *, as_json: bool) -> None:
+    if as_json:
+        print_json(searches.to_json())
+    else:
+        _print(searches.best)
+        print_table(
+            ["micro-batches", "schedule", "stages", "predicted step", "samples/s", "peak memory", "search"],
+            [
+                [
+                    row["count"],
+                    row["schedule"] or "-",
+                    row["stages"] or "-",
+                    milliseconds(row["predicted_step_time_s"]),
+                    f"{row['predicted_throughput_samples_per_s']:.1f}",
+                    mebibytes(row["peak_memory_bytes"]) + ("" if row["feasible"] else " (does not fit)"),
+                    row["search"],
+                ]
+                for row in searches.rows()
+            ],
+        )
+        print_lines(f"the best is of search {searches.best.search_id}")
+    if searches.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
 
 
@@ -385,6 +452,7 @@ def _print(report: SearchReport) -> None:
     if report.compiled:
         print_lines(compiled_line(report.compiled))
     print_lines(*synchronization_lines(report.synchronization))
+    print_lines(*micro_batch_lines(report.micro_batches))
     print_lines("measured, estimated, data sheet: the share of the predicted busy time that rests on each.")
     if report.estimate_error is not None:
         print_lines(

@@ -14,6 +14,7 @@ from app.cli.output import (
     all_reduce_lines,
     compiled_line,
     device_ranges,
+    micro_batch_lines,
     milliseconds,
     print_json,
     print_lines,
@@ -166,6 +167,7 @@ def export_strategy(
     name_own_model(model)
     exported = exporting.export_strategy(database, strategy, target, file_format, check=check)
     print_lines(f"strategy {exported.strategy.digest[:12]} written to {target}")
+    print_lines(*micro_batch_lines(exported.micro_batches))
     if exported.checked is not None:
         print_lines(f"checked on {exported.strategy.device_count} processes: {exported.checked}")
 
@@ -202,6 +204,7 @@ def show_strategy(
         print_lines(compiled_line(shown.compiled))
     print_lines(*all_reduce_lines(shown.all_reduces or ()))
     print_lines(*synchronization_lines(shown.synchronization))
+    print_lines(*micro_batch_lines(shown.micro_batches))
     chosen = sorted(shown.operators, key=lambda operator: -(operator.cost.total_s if operator.cost else 0.0))
     chosen = chosen[: rows or None]
     print_table(
@@ -255,7 +258,7 @@ def diff_strategies(
         if shown.compiled:
             print_lines(f"{side}: {compiled_line(shown.compiled)}")
         sums = [*all_reduce_lines(shown.all_reduces or ()), *synchronization_lines(shown.synchronization)]
-        print_lines(*(f"{side}: {line}" for line in sums))
+        print_lines(*(f"{side}: {line}" for line in (*sums, *micro_batch_lines(shown.micro_batches))))
     if not difference.operators:
         print_lines("no operator differs")
         return
@@ -292,6 +295,14 @@ def import_strategy(
     ] = None,
     preset: options.Preset = "paper",
     batch_size: options.BatchSize = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batches",
+            min=1,
+            help="The network at the batch size of one of so many parts. Default: as many as the file's.",
+        ),
+    ] = None,
     precision: options.Precision = "float32",
     batch_norm: options.BatchNorm = "synchronized",
     devices: Annotated[
@@ -312,7 +323,9 @@ def import_strategy(
 
     request = None if model is None else requested_model(model, preset, batch_size, precision)
     with TerminalProgress(quiet=as_json) as progress:
-        done = strategies.import_strategy(database, file, request, batch_norm, devices, progress)
+        done = strategies.import_strategy(
+            database, file, request, batch_norm, devices, progress, micro_batches=micro_batches
+        )
     if as_json:
         print_json(
             {

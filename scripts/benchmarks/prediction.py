@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from app.services.models.models import ModelRequest
-    from app.services.run.run import RunReport
+    from app.services.run.report import RunReport
     from graph.operators import OperatorGraph
     from graph.strategy import Strategy
 

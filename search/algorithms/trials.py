@@ -50,7 +50,7 @@ class Trial(BestTracker):
         return self.most - self.simulated
 
     def take(self, strategy: Strategy) -> bool:
-        """Simulate a strategy; return whether it is the best so far.
+        """Simulate a strategy, with the problem's micro-batches; return whether it is the best so far.
 
         Raises:
             BudgetSpent: no further simulation may be made.
@@ -58,7 +58,7 @@ class Trial(BestTracker):
         """
         if not self.left:
             raise BudgetSpent
-        better = super().take(strategy)
+        better = super().take(self.problem.in_micro_batches(strategy))
         self.accepted += better
         if self.observer is not None and self.found is not None:
             self.observer.progress(self.simulated, self.accepted, self.found[0].seconds)

@@ -127,7 +127,7 @@ class ProfileRequest:
     """The options of `app profile`.
 
     `topology`: for searches over which one; None: over this machine's devices. `products`: so many matrix products of
-    sizes between those of the models are measured too.
+    sizes between those of the models are measured too. `micro_batches`: in how many parts steps go through a batch.
     """
 
     models: tuple[str, ...]
@@ -143,6 +143,7 @@ class ProfileRequest:
     topology: str | None = None
     nodes: int | None = None
     products: int = 0
+    micro_batches: int = 1
 
 
 def run_profile(request: ProfileRequest, database: str | None, progress: Progress) -> ProfileReport:
@@ -164,7 +165,9 @@ def run_profile(request: ProfileRequest, database: str | None, progress: Progres
     Training(1, request.precision, request.optimizer, request.batch_norm)
     models = []
     for name in request.models:
-        wanted = requested_model(name, request.preset, request.batch_size, request.precision)
+        wanted = requested_model(
+            name, request.preset, request.batch_size, request.precision, request.micro_batches
+        )
         with progress.stage(f"importing {name}"):
             models.append(import_graph(wanted, batch_norm=request.batch_norm))
     with Store.open(database) as store:

@@ -87,6 +87,7 @@ def key_of(request: ModelRequest, batch_norm: str) -> str | None:
             "name": request.name,
             "preset": request.preset,
             "batch_size": request.batch_size,
+            "micro_batches": request.micro_batches,
             "dtype": TENSOR_DTYPES[request.precision],
             "batch_norm": batch_norm,
             "sources": _IMPORTED,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from app.services.models import graph_cache, trust
 from graph.errors import DamagedDataError, ImportFailure, NeedsDataError, UsageError
 from graph.operators import OperatorGraph
+from graph.schedule import MOST_MICRO_BATCHES
 from graph.texts import shown
 from graph.training import PRECISIONS, TENSOR_DTYPES
 from graph.zoo import Built, build, zoo_entry, zoo_names
@@ -34,6 +35,7 @@ class ModelRequest:
 
     `batch_size` None means the preset's (or what the user's factory takes by default); `folder` is where a user's
     module is looked for, last, after everything installed. `precision` is one of `graph.training.PRECISIONS`.
+    micro_batches: in how many parts a step goes through its batch; the graph is of one of them (`graph.schedule`).
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelRequest:
     batch_size: int | None = None
     folder: str = ""
     precision: str = "float32"
+    micro_batches: int = 1
 
     @property
     def is_zoo(self) -> bool:
@@ -54,11 +57,30 @@ class ModelRequest:
         """
         document: dict[str, Any] = {"name": self.name, "preset": self.preset, "batch_size": self.batch_size}
         dtype = TENSOR_DTYPES[self.precision]
-        return document if dtype == "float32" else {**document, "precision": dtype}
+        if dtype != "float32":
+            document["precision"] = dtype
+        if self.micro_batches != 1:
+            document["micro_batches"] = self.micro_batches
+        return document
+
+    @property
+    def known_batch_size(self) -> int | None:
+        """The samples of a step, of all micro-batches; None where the user's factory alone knows."""
+        if self.batch_size is not None or not self.is_zoo:
+            return self.batch_size
+        entry = zoo_entry(self.name)
+        sizes = entry.presets.get(self.preset)
+        return None if sizes is None else int(sizes.get("batch_size", entry.batch_size))
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The samples of one micro-batch; None where the user's factory alone knows."""
+        whole = self.known_batch_size
+        return None if whole is None else whole // self.micro_batches
 
     @property
     def factory_keywords(self) -> dict[str, Any]:
-        """Return the arguments with which `build_model` builds this model."""
+        """Return the arguments with which `build_model` builds this model for a whole batch, as a job needs it."""
         return {
             "name": self.name,
             "preset": self.preset,
@@ -69,12 +91,12 @@ class ModelRequest:
 
 
 def requested_model(
-    name: str, preset: str, batch_size: int | None, precision: str = "float32"
+    name: str, preset: str, batch_size: int | None, precision: str = "float32", micro_batches: int = 1
 ) -> ModelRequest:
     """Return the model that a command's options mean, looked for in the current folder as well: the user trusts it.
 
     Raises:
-        UsageError: there is no such precision, or the batch is beyond all memory.
+        UsageError: there is no such precision, the batch is beyond all memory, or micro-batches do not divide it.
     """
     if precision not in PRECISIONS:
         raise UsageError(
@@ -87,7 +109,77 @@ def requested_model(
     request = ModelRequest(name, preset, batch_size, str(Path.cwd()), precision)
     if not request.is_zoo:
         trust.remember(name, request.folder)
+    return in_micro_batches(request, micro_batches)
+
+
+def in_micro_batches(request: ModelRequest, count: int) -> ModelRequest:
+    """Return a request of the same model and batch with so many micro-batches.
+
+    Raises:
+        UsageError: they do not divide the batch, where its size is known.
+    """
+    if not 1 <= count <= MOST_MICRO_BATCHES:
+        raise UsageError(
+            f"--micro-batches: is {shown(count)}, must be from 1 to {MOST_MICRO_BATCHES}; choose another number"
+        )
+    if count == request.micro_batches:
+        return request
+    request = replace(request, micro_batches=count)
+    whole = request.known_batch_size
+    if whole is not None:
+        _check_parts(request, whole)
     return request
+
+
+def _check_parts(request: ModelRequest, whole: int) -> None:
+    if whole % request.micro_batches or whole < request.micro_batches:
+        raise UsageError(
+            f"model {request.name}: batch size is {whole}, must be a multiple of its {request.micro_batches} "
+            "micro-batches; choose another --batch-size or --micro-batches"
+        )
+
+
+def graph_keywords(request: ModelRequest) -> dict[str, Any]:
+    """Return the arguments with which `build_model` builds a model for one micro-batch, which the graph is of.
+
+    Raises:
+        UsageError: there is no such preset, micro-batches do not divide the batch, or nothing says how large it is.
+    """
+    keywords = request.factory_keywords
+    if request.micro_batches == 1:
+        return keywords
+    whole = batch_size_of(request)
+    _check_parts(request, whole)
+    return {**keywords, "batch_size": whole // request.micro_batches}
+
+
+def batch_size_of(request: ModelRequest) -> int:
+    """Return the samples of a step, of all micro-batches: those asked for, else the preset's or the factory's default.
+
+    Raises:
+        UsageError: there is no such preset or factory, or nothing says how large the batch is.
+    """
+    whole = request.known_batch_size
+    if whole is not None:
+        return whole
+    if request.is_zoo:
+        presets = ", ".join(zoo_entry(request.name).presets)
+        raise UsageError(
+            f"model {request.name}: preset {shown(request.preset)} is unknown, must be {presets}; choose one"
+        )
+    factory = _load_factory(request.name, request.folder)
+    if not _takes_batch_size(factory):
+        raise UsageError(
+            f"model {request.name}: its factory takes no batch_size, must for --micro-batches; add the parameter"
+        )
+    parameter = inspect.signature(factory).parameters.get("batch_size")
+    default = None if parameter is None else parameter.default
+    if type(default) is not int:
+        raise UsageError(
+            f"model {request.name}: --batch-size is missing, must be given with --micro-batches, since its factory has "
+            "no number for a default; add it"
+        )
+    return default
 
 
 def name_own_model(name: str | None) -> None:
@@ -116,8 +208,8 @@ def stored_request(document: object, where: str) -> ModelRequest:
     """
     if not _is_model(document):
         raise DamagedDataError(
-            f"{where}: its model is no JSON object of name, preset, batch_size and precision, must be; restore the "
-            "database from a copy"
+            f"{where}: its model is no JSON object of name, preset, batch_size, precision and micro_batches, must be; "
+            "restore the database from a copy"
         )
     request = ModelRequest(**document)
     if request.is_zoo:
@@ -127,14 +219,16 @@ def stored_request(document: object, where: str) -> ModelRequest:
 
 
 def _is_model(document: object) -> TypeGuard[Mapping[str, Any]]:
-    keys = {"name", "preset", "batch_size", "precision"}
+    keys = {"name", "preset", "batch_size", "precision", "micro_batches"}
     if not (isinstance(document, Mapping) and "name" in document and document.keys() <= keys):
         return False
     texts = [document[key] for key in ("name", "preset") if key in document]
-    size = document.get("batch_size")
+    size, count = document.get("batch_size"), document.get("micro_batches", 1)
     return (
         all(isinstance(text, str) for text in texts)
         and (size is None or type(size) is int)
+        and type(count) is int
+        and 1 <= count <= MOST_MICRO_BATCHES
         and document.get("precision", "float32") in PRECISIONS
     )
 
@@ -213,7 +307,8 @@ def _call_factory(name: str, factory: Callable[..., Any], batch_size: int | None
     keywords = {} if batch_size is None else {"batch_size": batch_size}
     if keywords and not _takes_batch_size(factory):
         raise UsageError(
-            f"model {name}: its factory takes no batch_size, must for --batch-size; add the parameter"
+            f"model {name}: its factory takes no batch_size, must for --batch-size and --micro-batches; add the "
+            "parameter"
         )
     if batch_size is not None and batch_size < 1:
         raise UsageError(
@@ -258,11 +353,16 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A request, its graph, and the samples of one step."""
+    """A request, its graph, which is of one micro-batch, and the samples of one step, of all micro-batches."""
 
     request: ModelRequest
     graph: OperatorGraph
     batch_size: int
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The samples that the graph is of."""
+        return self.batch_size // self.request.micro_batches
 
 
 def import_graph(request: ModelRequest, *, batch_norm: str) -> ImportedModel:
@@ -289,7 +389,7 @@ def _exported(request: ModelRequest, batch_norm: str) -> ImportedModel:
 
 
 def build_and_import(request: ModelRequest, batch_norm: str) -> tuple[Built, OperatorGraph]:
-    """Return a network and its graph: built on meta, without memory for weights, or with data where that is not enough.
+    """Return a network and its graph, both of one micro-batch: built on meta, or with data where that is not enough.
 
     Raises:
         UsageError: there is no such network.
@@ -314,7 +414,7 @@ def _built_on(device: str, request: ModelRequest, batch_norm: str) -> tuple[Buil
     from graph.importer import import_module
 
     with torch.device(device):
-        built = build_model(**request.factory_keywords)
+        built = build_model(**graph_keywords(request))
     return built, import_module(*built, name=graph_name(request), batch_norm=batch_norm)
 
 
@@ -328,11 +428,11 @@ def graph_name(request: ModelRequest) -> str:
 
 
 def _batch_size(request: ModelRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    if request.batch_size is not None:
-        return request.batch_size
-    if request.is_zoo:
-        entry = zoo_entry(request.name)
-        return int(entry.presets[request.preset].get("batch_size", entry.batch_size))
+    whole = request.known_batch_size
+    if whole is not None:
+        return whole
+    if request.micro_batches != 1:
+        return batch_size_of(request)
     for item in (*args, *kwargs.values()):
         shape = tuple(getattr(item, "shape", ()))
         if shape:

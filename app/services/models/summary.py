@@ -46,10 +46,14 @@ class OperatorAxes:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Operators, parameters, operations, and operators that cannot be split, with the reason."""
+    """Operators, parameters, operations, and operators that cannot be split, with the reason.
+
+    batch_size: of a step. All else is of one of its micro-batches.
+    """
 
     name: str
     batch_size: int
+    micro_batches: int
     operators: int
     groups: int
     parameters: int
@@ -72,6 +76,7 @@ class ModelReport:
             **({"axes": [asdict(operator) for operator in self.axes]} if axes else {}),
             "name": self.name,
             "batch_size": self.batch_size,
+            "micro_batches": self.micro_batches,
             "operators": self.operators,
             "groups": self.groups,
             "parameters": self.parameters,
@@ -124,6 +129,7 @@ def described(model: ImportedModel) -> ModelReport:
     return ModelReport(
         name=graph.name,
         batch_size=model.batch_size,
+        micro_batches=model.request.micro_batches,
         operators=len(graph.operators),
         groups=len(find_groups(graph)),
         parameters=sum(weight.spec.elements for weight in graph.weights),

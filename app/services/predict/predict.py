@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.db.records import (
-    TASK_ORDERS,
     GraphRecord,
-    RankedStrategy,
     SimulationRecord,
     StrategyRecord,
     StrategySource,
@@ -41,7 +37,7 @@ from app.services.progress import Progress
 from graph.calls import LocalCall
 from graph.canonical import canonical_json
 from graph.errors import UsageError
-from graph.operators import OperatorGraph
+from graph.schedule import Schedule
 from graph.strategy import Strategy, strategy_text
 from graph.topology import Processor, Topology
 from graph.training import Training
@@ -135,6 +131,7 @@ class Setting:
     """The model, target and training that predictions share, with their costs and the ids of their rows.
 
     measurers: by device kind, of the kinds that this machine has.
+    schedule: the one asked for, of the model's micro-batches; None: any.
     """
 
     model: ImportedModel
@@ -146,6 +143,11 @@ class Setting:
     source: CostsByKind
     table: CostTable
     measurers: Mapping[str, Measurer] = field(default_factory=dict)
+    schedule: Schedule | None = None
+
+    def in_micro_batches(self, strategy: Strategy) -> Strategy:
+        """Return a strategy with the micro-batches of the model, in the schedule that is asked for."""
+        return strategy.in_micro_batches(self.model.request.micro_batches, self.schedule)
 
     @property
     def topology(self) -> Topology:
@@ -392,108 +394,3 @@ def predict(
         )
     )
     return strategy_id, simulation
-
-
-def _best(store: Store, setting: Setting) -> RankedStrategy | None:
-    """Return the stored strategy of the lowest prediction: in the runtime's own order, else in another."""
-    for order in TASK_ORDERS:
-        ranked = store.best_strategy(
-            setting.graph_id, setting.topology_id, setting.training_id, task_order=order
-        )
-        if ranked is not None:
-            return ranked
-    return None
-
-
-def _tensor_degree(reference: str, count: int) -> int:
-    """Return the tensor-parallel degree that `megatron-N` names; all devices where it names none.
-
-    Raises:
-        UsageError: it does not divide the number of devices.
-    """
-    _, _, degree_text = reference.partition("-")
-    degree = int(degree_text) if degree_text.isdecimal() else 0
-    if not degree_text and reference == "megatron":
-        degree = count
-    if degree < 1 or count % degree:
-        divisors = ", ".join(str(divisor) for divisor in range(1, count + 1) if count % divisor == 0)
-        raise UsageError(
-            f"strategy {reference}: has tensor-parallel degree {degree_text or 'none'}, must be one that divides "
-            f"{count} devices: {divisors}; name it as in megatron-{count}"
-        )
-    return degree
-
-
-_SOURCES: tuple[StrategySource, ...] = (
-    "data-parallel",
-    "single-device",
-    "expert",
-    "operator-placement",
-    "stanza",
-    "zero",
-    "fsdp",
-    "megatron",
-    "mesh",
-)
-
-
-def source_of(baseline: str) -> StrategySource:
-    """Return the source under which a baseline is stored: megatron-4 and megatron-8 are both of megatron."""
-    return next(source for source in _SOURCES if baseline == source or baseline.startswith(f"{source}-"))
-
-
-def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[Strategy, StrategySource]:
-    """Return a baseline that not every network and number of devices has.
-
-    Raises:
-        UsageError: this network has none of that name on so many devices.
-    """
-    from search.space import baselines
-
-    named = {baseline.name: baseline for baseline in baselines.all_baselines(graph, count)}
-    if reference not in named:
-        raise UsageError(
-            f"strategy {reference}: is none of {graph.name} on {count} devices, must be one of {', '.join(named)}; "
-            "choose another"
-        )
-    return named[reference].strategy, source_of(reference)
-
-
-def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
-    """Return the strategy of a user's reference: a baseline's name, `best`, a file, an id or a digest.
-
-    `megatron-4` is tensor parallel on 4 devices, and data parallel over the rest.
-
-    Raises:
-        UsageError: nothing is stored under that name.
-        StrategyError: the file's or the row's strategy does not fit the graph or the devices.
-    """
-    from app.services.stored import strategy_of
-    from graph.strategy import read_strategy
-    from search.space import baselines
-
-    graph, count = setting.model.graph, len(setting.topology.devices)
-    if reference == "data-parallel":
-        return baselines.data_parallel(graph, count), "data-parallel"
-    if reference == "single-device":
-        return baselines.single_device(graph), "single-device"
-    if reference == "expert":
-        return baselines.expert(graph, count), "expert"
-    if reference == "megatron" or reference.startswith("megatron-"):
-        degree = _tensor_degree(reference, count)
-        return baselines.megatron(graph, degree, count // degree), "megatron"
-    if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith("mesh-"):
-        return _other_baseline(graph, count, reference)
-    if reference == "best":
-        ranked = _best(store, setting)
-        if ranked is None:
-            raise UsageError(
-                f"strategy best: none is stored for {graph.name} on {setting.topology.name} at batch size "
-                f"{setting.training.batch_size}, must be; run app search first"
-            )
-        record = ranked.strategy
-    elif Path(reference).suffix == ".json" or os.path.isfile(reference):
-        return read_strategy(Path(reference), graph, count), "import"
-    else:
-        record = store.strategy(reference)
-    return strategy_of(record, graph, count), record.source

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from app.db.records import ExecutionRecord, is_restless
+from app.db.records import ExecutionRecord
 from app.db.store import Store
 from app.services.costs.machine import LocalMachine
 from app.services.costs.operator_costs import OnMiss
 from app.services.costs.precisions import in_precision
 from app.services.costs.topologies import LOCAL
+from app.services.models.micro_batches import check_graph
 from app.services.models.models import ImportedModel, ModelRequest, import_graph
-from app.services.predict.all_reduces import ShownAllReduce, all_reduce_choices, shown_all_reduces
+from app.services.predict.all_reduces import all_reduce_choices, shown_all_reduces
 from app.services.predict.compiled_stretches import check_compiler, with_all_stretches
-from app.services.predict.predict import Setting, Target, find_target, named_strategy, predict, prepare
+from app.services.predict.micro_batch_report import micro_batch_report
+from app.services.predict.named_strategies import named_strategy
+from app.services.predict.predict import Setting, Target, find_target, predict, prepare
 from app.services.predict.recomputation_report import check_choice, with_choice
 from app.services.progress import Progress
-from app.services.timeline.recorded_scheduling import (
-    RecordedScheduling,
-    recorded_scheduling,
-    scheduling_json,
-)
+from app.services.run.micro_batches import divided, with_micro_batches
+from app.services.run.report import DeviceMemory, RunReport
+from app.services.timeline.recorded_scheduling import recorded_scheduling
 from app.services.timeline.store import read_recording, write_recording
 from graph.errors import RuntimeFailure, SoapstoneError, UsageError
+from graph.schedule import Schedule
 from graph.strategy import Strategy
 from graph.synchronization import Policy, Synchronization, synchronization_to_json
 from graph.topology import Processor
@@ -38,9 +40,7 @@ from runtime.ranks.ranks import is_rank
 if TYPE_CHECKING:
     from profiler.devices import PhysicalDevice
     from runtime.jobs.job import Job, JobResult
-    from runtime.jobs.verify import Deviation
     from runtime.launch.rank_leader import LaunchedRanks
-    from search.simulate.scheduling import Scheduling
     from search.simulate.simulator import Simulation
 
     # Executes a job on this machine's devices, or on all ranks: (job, machine, timeout in seconds).
@@ -58,6 +58,7 @@ class RunRequest:
 
     compile_stretches: compile whatever is between one communication and the next; else what the strategy says.
     synchronization: in which pieces and in which order gradients are summed; None: as the strategy says.
+    micro_batches, schedule: the parts that the batch is gone through in, and their order; None: as the strategy says.
     """
 
     model: ModelRequest
@@ -79,126 +80,8 @@ class RunRequest:
     gpus: str | None = None
     compile_stretches: bool = False
     synchronization: Synchronization | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes of one device: the predicted and the measured peak of a step, and the peak of its process.
-
-    See `docs/memory.md` for what is counted.
-    """
-
-    predicted: int
-    measured: int
-    process: int
-
-    @property
-    def relative_error(self) -> float:
-        """(predicted - measured) / measured; 0 where nothing was there."""
-        return (self.predicted - self.measured) / self.measured if self.measured else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """A finished run, with its `result` as the ranks gave it. `deviations`: the worst first; None if not asked for.
-
-    `failure` says in one line why the run is not verified, where it was asked for and is not. `memory` is by device;
-    empty where it was not measured. `memory_account`: what its prediction is, "walk" or "sum" (`docs/memory.md`).
-    `recomputed`, `compiled`: the first and the last operator of each group that was made again in the backward, and of
-    each stretch that was compiled. `all_reduces`: those that were not the library's alone. `synchronization`: in which
-    pieces and in which order gradients were summed, where not as by default. `scheduling`: as predicted;
-    `recorded_scheduling`: of the recorded steps, where there are any.
-    """
-
-    execution_id: int
-    strategy_id: int
-    strategy_digest: str
-    model: str
-    devices: int
-    batch_size: int
-    result: JobResult
-    throughput: float
-    predicted_s: float
-    scheduling: Scheduling
-    deviations: tuple[Deviation, ...] | None
-    failure: str | None
-    memory: tuple[DeviceMemory, ...]
-    memory_account: str
-    recomputed: tuple[tuple[str, str], ...] = ()
-    compiled: tuple[tuple[str, str], ...] = ()
-    all_reduces: tuple[ShownAllReduce, ...] = ()
-    synchronization: Mapping[str, Any] = field(default_factory=dict)
-    recorded_scheduling: RecordedScheduling | None = None
-
-    @property
-    def relative_error(self) -> float:
-        """(predicted - measured median) / measured median."""
-        return (self.predicted_s - self.result.median_s) / self.result.median_s
-
-    @property
-    def is_restless(self) -> bool:
-        """True where other processes took so much of the cores that the measured step says little."""
-        return is_restless(self.result.median_s, self.result.undisturbed_s)
-
-    @property
-    def fullest(self) -> int | None:
-        """The device whose step took most memory, None where that was not measured."""
-        return max(range(len(self.memory)), key=lambda device: self.memory[device].measured, default=None)
-
-    @property
-    def verified(self) -> bool:
-        """True where the run was verified: every deviation is within what is allowed."""
-        return self.deviations is not None and self.failure is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON document."""
-        return {
-            "execution": self.execution_id,
-            "strategy": self.strategy_id,
-            "digest": self.strategy_digest,
-            "model": self.model,
-            "devices": self.devices,
-            "batch_size": self.batch_size,
-            "step_times_s": list(self.result.step_times_s),
-            "minimum_s": self.result.minimum_s,
-            "median_s": self.result.median_s,
-            "throughput_samples_per_s": self.throughput,
-            "predicted_step_time_s": self.predicted_s,
-            "relative_error": self.relative_error,
-            "undisturbed_s": self.result.undisturbed_s,
-            **scheduling_json(self.scheduling, self.recorded_scheduling),
-            "losses": [self.result.losses[0], self.result.losses[-1]],
-            "recomputed": [list(pair) for pair in self.recomputed],
-            "compiled": [list(pair) for pair in self.compiled],
-            "all_reduces": [asdict(entry) for entry in self.all_reduces],
-            "synchronization": dict(self.synchronization),
-            "memory_account": self.memory_account,
-            "memory": [
-                {
-                    "device": device,
-                    "predicted_peak_bytes": memory.predicted,
-                    "measured_peak_bytes": memory.measured,
-                    "relative_error": memory.relative_error,
-                    "process_bytes": memory.process,
-                }
-                for device, memory in enumerate(self.memory)
-            ],
-            "deviations": None
-            if self.deviations is None
-            else [
-                {
-                    "what": d.what,
-                    "name": d.name,
-                    "absolute": d.largest,
-                    "relative": d.relative,
-                    "allowed": d.allowed,
-                    "ok": d.ok,
-                }
-                for d in self.deviations
-            ],
-            "verified": None if self.deviations is None else self.verified,
-            "failure": self.failure,
-        }
+    micro_batches: int | None = None
+    schedule: Schedule | None = None
 
 
 def run_strategy(request: RunRequest, database: str | None, progress: Progress) -> RunReport | None:
@@ -215,6 +98,7 @@ def run_strategy(request: RunRequest, database: str | None, progress: Progress) 
     with _limited(request.limit_s):
         if is_rank():
             return _run_as_rank(request, database, progress)
+        request = with_micro_batches(request, database)
         if request.topology != LOCAL:
             raise UsageError(
                 f"--topology: is {request.topology}, must be left out without torchrun; start one process a device: "
@@ -286,6 +170,7 @@ def _limited(limit_s: float | None) -> Iterator[None]:
 def _import(request: RunRequest, progress: Progress) -> tuple[ImportedModel, Training]:
     with progress.stage(f"importing {request.model.name}"):
         model = import_graph(request.model, batch_norm=request.batch_norm)
+    check_graph(model)
     return model, Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
 
 
@@ -310,6 +195,7 @@ def _lead(
 ) -> RunReport | None:
     from app.services.run import cluster
 
+    request = with_micro_batches(request, database)
     devices = in_precision(of_host, request.model.precision)
     device = cluster.own_device(devices)
     ranks = launched.execute(lambda: cluster.members(device))
@@ -345,6 +231,7 @@ def run_on(
     # Workers that measure missing costs end here: the run needs their cores.
     with prepare(store, model, target, training, request.on_miss, progress) as setting:
         strategy, source = named_strategy(store, setting, request.strategy)
+        strategy = divided(strategy, request)
         strategy = with_choice(model.graph, strategy, request.recompute)
         if request.synchronization is not None:
             strategy = replace(strategy, synchronization=request.synchronization)
@@ -486,5 +373,6 @@ def _finish(
         compiled=tuple((names[stretch.first], names[stretch.last]) for stretch in strategy.compiled),
         all_reduces=shown_all_reduces(job.all_reduces),
         synchronization=synchronization_to_json(strategy.synchronization),
+        micro_batches=micro_batch_report(setting.model.graph, strategy, setting.model.micro_batch_size),
         recorded_scheduling=recorded,
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from app.db.records import StrategyRecord, StrategySource, TaskOrder
 from app.db.store import Store
 from app.services.predict.predict import Setting
+from app.services.search.micro_batches import in_micro_batches
 from app.services.search.run_algorithms import problem_of
 from app.services.search.start_strategies import StartStrategy
 from graph.operators import OperatorGraph
@@ -32,12 +33,14 @@ def fitting_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Sta
     shares optimizer state (ZeRO) or also weights (FSDP), as far as these fit.
     """
     graph, count = setting.model.graph, len(setting.topology.devices)
-    if _surely_fits(setting) or _fits(setting, baselines.data_parallel(graph, count), order):
+    plain = setting.in_micro_batches(baselines.data_parallel(graph, count))
+    if _surely_fits(setting) or _fits(setting, plain, order):
         return []
     starts = []
     sharded = _sharded(graph, count) if count > 1 else ()
-    for source, name, strategy in (*_megatrons(graph, count), *sharded):
-        if _fits(setting, strategy, order):
+    for source, name, baseline in (*_megatrons(graph, count), *sharded):
+        strategy = in_micro_batches(setting, baseline)
+        if strategy is not None and _fits(setting, strategy, order):
             starts.append(_stored(store, setting, strategy, source, f"baseline {name}"))
             if source == "megatron":
                 break
@@ -87,14 +90,14 @@ def _sharded(graph: OperatorGraph, count: int) -> Iterator[tuple[StrategySource,
 
 def _surely_fits(setting: Setting) -> bool:
     """Return whether data parallelism fits even if all activations and gradients of a step are there at once."""
-    graph, topology = setting.model.graph, setting.topology
+    graph, topology, in_flight = setting.model.graph, setting.topology, setting.model.request.micro_batches
     weight_bytes = sum(weight.spec.size_bytes for weight in graph.weights)
     activation_bytes = sum(
         graph.value_by_name[name].spec.size_bytes for operator in graph.operators for name in operator.outputs
     )
     least_bytes = min(kind.memory_bytes for kind in topology.kinds)
     # Parts of the batch differ by one sample at most; twice as much where there is less than a sample a device.
-    return _COPIES * weight_bytes + 4 * activation_bytes / len(topology.devices) < least_bytes
+    return _COPIES * weight_bytes + 4 * in_flight * activation_bytes / len(topology.devices) < least_bytes
 
 
 def _fits(setting: Setting, strategy: Strategy, order: TaskOrder) -> bool:

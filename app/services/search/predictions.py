@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from app.db.records import StrategySource
 from app.db.store import Store
-from app.services.predict.predict import MemoryWalk, Setting, predict, source_of
+from app.services.predict.named_strategies import source_of
+from app.services.predict.predict import MemoryWalk, Setting, predict
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.search.memory_repair import repair_memory
+from app.services.search.micro_batches import in_micro_batches
 from app.services.search.report import Prediction
 from app.services.search.run_algorithms import SearchPlan
 from app.services.search.start_strategies import start_of
@@ -27,8 +29,9 @@ class SearchPredictions:
         self._store, self._setting, self._plan = store, setting, plan
         named = baselines.all_baselines if plan.compare_baselines else baselines.starting_baselines
         self.strategies = {
-            baseline.name: baseline.strategy
+            baseline.name: strategy
             for baseline in named(setting.model.graph, len(setting.topology.devices))
+            if (strategy := in_micro_batches(setting, baseline.strategy)) is not None
         }
 
     def baselines(self, progress: Progress) -> list[Prediction]:

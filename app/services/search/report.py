@@ -77,6 +77,7 @@ class SearchReport:
     costs of the search, where they were measured again since, part of it is compiled, or gradients are summed otherwise
     than by default, as `synchronization` says. unconfirmed: confirming was
     interrupted. compiled: the first and the last operator of each stretch of the best strategy that is compiled.
+    micro_batches: those of the best strategy (`micro_batch_report`), where there are several.
     """
 
     search_id: int
@@ -102,6 +103,7 @@ class SearchReport:
     unconfirmed: bool = False
     compiled: tuple[tuple[str, str], ...] = ()
     synchronization: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def estimate_error(self) -> float | None:
@@ -154,5 +156,6 @@ class SearchReport:
             "confirmations": [confirmation.to_json() for confirmation in self.confirmations],
             "compiled": [list(pair) for pair in self.compiled],
             "synchronization": dict(self.synchronization),
+            "micro_batches": dict(self.micro_batches),
             "gain_over_best_baseline": self.best_baseline.step_time_s / self.best.step_time_s,
         }

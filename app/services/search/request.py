@@ -35,6 +35,7 @@ class SearchRequest:
     start of a chain and at the end. `confirm`: what decides between the best strategies is measured again at the end.
     `policy`: how the best strategy sums gradients: POLICY_AUTO, or as `graph.synchronization` names it.
     `compile_stretches`: of the best strategy, what is faster so is compiled between one communication and the next.
+    `schedule`: the order in which stages work on the model's micro-batches (`graph.schedule`); None: any.
     """
 
     model: ModelRequest
@@ -62,6 +63,7 @@ class SearchRequest:
     gpus: str | None = None
     compile_stretches: bool = False
     policy: str = "fifo"
+    schedule: str | None = None
 
 
 def search_options(request: SearchRequest) -> SearchOptions:
@@ -121,6 +123,11 @@ def search_record(
     """Return the row of a search that begins, with all that it takes to resume or to repeat it."""
     document = asdict(request)
     del document["model"]["folder"], document["workers"]
+    # Only where they say something, as in searches of older Soapstones.
+    if request.model.micro_batches == 1:
+        del document["model"]["micro_batches"]
+    if request.schedule is None:
+        del document["schedule"]
     return SearchRecord(
         graph_id=setting.graph_id,
         topology_id=setting.topology_id,

@@ -90,6 +90,8 @@ def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
         first_call,
         least_work,
         setting.builder if costs is None else None,
+        setting.model.request.micro_batches,
+        setting.schedule,
     )
 
 

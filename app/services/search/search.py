@@ -11,8 +11,10 @@ from app.db.failures import as_written
 from app.db.records import SearchOutcome, SearchStatus
 from app.db.store import Store
 from app.services.costs.topologies import LOCAL, find_topology
+from app.services.models.micro_batches import check_graph
 from app.services.models.models import ImportedModel, import_graph
 from app.services.predict.compiled_stretches import check_compiler, faster_stretches
+from app.services.predict.micro_batch_report import micro_batch_report
 from app.services.predict.predict import (
     Setting,
     cost_environments,
@@ -24,6 +26,7 @@ from app.services.progress import Progress
 from app.services.search.confirmation import Confirmation, Confirmed, Finalist, confirm, finalists
 from app.services.search.fitting_starts import fitting_starts, recomputed_starts, sharded_starts
 from app.services.search.lower_bound import LowerBoundTask
+from app.services.search.micro_batches import check_options, schedule_of
 from app.services.search.policies import with_policy
 from app.services.search.predictions import SearchPredictions
 from app.services.search.report import AlgorithmReport, SearchReport
@@ -70,6 +73,7 @@ def run_search(
         SoapstoneError: a model, topology or option that cannot be used, or a missing cost under on_miss "fail".
     """
     options, names = search_options(request), algorithm_names(request)
+    check_options(request, names)
     if request.compile_stretches:
         check_compiler()
     workers = worker_count(request.workers)
@@ -174,6 +178,7 @@ def _setting(
     store: Store, request: SearchRequest, model: ImportedModel, progress: Progress
 ) -> Iterator[Setting]:
     """Find topology and costs; on this machine, costs that are missing are measured."""
+    check_graph(model)
     training = Training(model.batch_size, request.model.precision, request.optimizer, request.batch_norm)
     target = find_target(
         store,
@@ -192,7 +197,7 @@ def _setting(
             # As `app profile` does; the walk then seldom meets a call without a cost.
             calls = calls_to_profile(model.graph, len(target.topology.devices))
             resolve_costs(setting, {kind.name: calls for kind in target.topology.kinds})
-        yield setting
+        yield replace(setting, schedule=schedule_of(request))
 
 
 def _starts(
@@ -252,7 +257,11 @@ def _search_and_confirm(
         report = with_policy(store, setting, plan, report, request.policy, progress)
     if request.compile_stretches and not (report.interrupted or report.unconfirmed):
         report = _with_stretches_compiled(store, setting, plan, report, progress)
-    return report
+    if setting.model.request.micro_batches == 1:
+        return report
+    graph, size = setting.model.graph, setting.model.micro_batch_size
+    best = strategy_of(store.strategy(report.best.digest), graph)
+    return replace(report, micro_batches=micro_batch_report(graph, best, size))
 
 
 def _with_stretches_compiled(
@@ -316,7 +325,9 @@ def _search(
     shared = "sharding" in plan.names or any(start.strategy.sharding for start in plan.starts)
     try:
         with closing(LowerBoundTask(store, setting)) as lower_bound:
-            if plan.workers > 1:
+            # The bound is on a step in one batch.
+            is_bounded = setting.model.request.micro_batches == 1
+            if plan.workers > 1 and is_bounded:
                 lower_bound.begin(shared=shared)
             # First, so that a baseline that the search finds again keeps its name.
             with progress.stage("simulating the baselines"):
@@ -333,7 +344,7 @@ def _search(
             # A user who interrupts a search does not wait for a bound.
             interrupted = results[-1].interrupted
             bound = None
-            if not interrupted:
+            if is_bounded and not interrupted:
                 bound = lower_bound.bound(results, progress, shared=shared, recomputed=recomputed)
         chains = [chain for result in results for chain in result.chains]
         outcome = SearchOutcome(

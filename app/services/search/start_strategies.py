@@ -57,8 +57,9 @@ def known_starts(store: Store, setting: Setting, order: TaskOrder) -> list[Start
     starts: dict[Strategy, StartStrategy] = {}
     for stored in ranked:
         if stored.strategy.source in _FOUND and len(starts) < MOST:
-            start = start_of(setting, stored.strategy)
-            starts.setdefault(start.strategy, start)
+            with suppress(StrategyError):  # of stages that the schedule asked for cannot have
+                start = start_of(setting, stored.strategy)
+                starts.setdefault(start.strategy, start)
     if starts:
         return list(starts.values())
     for other in _by_distance(store.searched_settings(setting.model.graph.name), setting):
@@ -74,10 +75,11 @@ def start_of(
 ) -> StartStrategy:
     """Return a stored strategy as a start, transferred if it is for another setting.
 
-    Nothing of it is compiled, its all-reduces are the cheapest, and gradients are summed as by default.
+    Nothing of it is compiled, its all-reduces are the cheapest, and gradients are summed as by default; its
+    micro-batches are those of the setting's model.
 
     Raises:
-        StrategyError: it is for another network.
+        StrategyError: it is for another network, or cannot have the micro-batches.
     """
     graph, count = setting.model.graph, len(setting.topology.devices)
     document = json.loads(record.document)
@@ -92,11 +94,14 @@ def start_of(
     else:
         strategy = adapt(document, record.device_count, graph, count)
         origin = f"graph {document['graph'][:12]} on {record.device_count} devices"
+    divided = setting.in_micro_batches(strategy)
+    if divided is not strategy:
+        divided.validate(graph, count)
     if found_for is not None:
         origin = (
             f"batch size {found_for.batch_size} on {found_for.device_count} devices of {found_for.topology}"
         )
-    return StartStrategy(record.digest, strategy, origin)
+    return StartStrategy(record.digest, divided, origin)
 
 
 def given_starts(store: Store, setting: Setting, references: Sequence[str]) -> list[StartStrategy]:

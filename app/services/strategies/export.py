@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from app.db.records import GraphRecord, StrategyRecord
 from app.db.references import required
 from app.db.store import Store
 from app.services.files import checked_target, replacing
-from app.services.models.models import build_and_import, stored_request
+from app.services.models.models import build_and_import, graph_keywords, stored_request
 from app.services.stored import strategy_of
 from graph.errors import RuntimeFailure, StrategyError, UsageError
 
@@ -21,10 +22,14 @@ FORMATS = ("json", "dtensor")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A strategy that was written to a file; `checked` is the last line of its plan's own check, None without one."""
+    """A strategy that was written to a file; `checked` is the last line of its plan's own check, None without one.
+
+    micro_batches: their number and schedule, as in the file; empty where the step goes through its batch at once.
+    """
 
     strategy: StrategyRecord
     checked: str | None = None
+    micro_batches: Mapping[str, Any] = field(default_factory=dict)
 
 
 def export_strategy(
@@ -66,7 +71,7 @@ def export_strategy(
     checked = _checked(record, text) if check else None
     with replacing(target, "file") as temporary:
         temporary.write_text(text, encoding="utf-8")
-    return Exported(record, checked)
+    return Exported(record, checked, document.get("micro_batches", {}))
 
 
 def _checked(record: StrategyRecord, source: str) -> str:
@@ -112,12 +117,20 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
     from runtime.dtensor.plan import make_plan
     from runtime.dtensor.writer import PlanOrigin, source_text
 
+    if "micro_batches" in json.loads(record.document):
+        raise StrategyError(
+            f"strategy {record.digest[:12]}: goes through the batch in micro-batches, must go through it at once to be "
+            "a DTensor plan; export it as a file of Soapstone, or export another one"
+        )
     with as_written(f"table graphs, row {graph_record.id}, column model"):
         request = stored_request(graph_record.model, f"graph {graph_record.name}")
     batch_norm = json.loads(graph_record.document)["batch_norm"]
     (module, args, kwargs), graph = build_and_import(request, batch_norm)
     strategy = strategy_of(record, graph)
-    keywords: dict[str, Any] = {} if request.batch_size is None else {"batch_size": request.batch_size}
+    # The graph's row may be of a search with micro-batches: the plan is for one of them all the same.
+    of_graph = graph_keywords(request)
+    size = of_graph["batch_size"]
+    keywords: dict[str, Any] = {} if size is None else {"batch_size": size}
     factory = request.name
     if request.is_zoo:
         factory = "graph.zoo:build"
@@ -125,7 +138,7 @@ def _dtensor_text(record: StrategyRecord, graph_record: GraphRecord) -> str:
     if request.precision != "float32":
         # It converts the module; a user's own is found on the path, as by its name alone.
         factory = "app.services.models.models:build_model"
-        keywords = {**request.factory_keywords, "folder": ""}
+        keywords = {**of_graph, "folder": ""}
     if strategy.sharding:
         raise StrategyError(
             f"strategy {record.digest[:12]}: shares weights, must share none to be a DTensor plan; export it as a file "

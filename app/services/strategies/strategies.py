@@ -10,22 +10,24 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from app.db.failures import as_written
 from app.db.records import GraphRecord, SimulationRecord, StrategyRecord
 from app.db.references import Referred, required
 from app.db.store import Store
-from app.services.models.models import ModelRequest, import_graph
+from app.services.models.models import ModelRequest, import_graph, stored_request
 from app.services.predict.all_reduces import ShownAllReduce, all_reduce_choices, shown_all_reduces
+from app.services.predict.micro_batch_report import micro_batch_report
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.stored import strategy_of
 from app.services.timeline.simulated_step import SimulatedStep, imported_graph, simulated_step
 from graph.errors import StrategyError, UsageError
 from graph.operators import Operator, OperatorGraph
-from graph.strategy import Configuration, read_document, strategy_from_json, strategy_text
+from graph.strategy import Configuration, Strategy, read_document, strategy_from_json, strategy_text
 from runtime.observe.spans import WEIGHT_GRADIENTS, WEIGHTS
 from search.simulate.scheduling import Scheduling
 
@@ -78,7 +80,7 @@ class ShownStrategy:
     recomputation: what is made again in the backward; None where nothing is, or nothing was ever simulated.
     compiled: the first and the last operator of each stretch that is compiled. all_reduces: the algorithms of those
     that are not the library's alone; None where nothing was ever simulated. synchronization: how gradients are summed,
-    where not as by default.
+    where not as by default. micro_batches: of `micro_batch_report`, where there are several.
     """
 
     record: StrategyRecord
@@ -94,6 +96,7 @@ class ShownStrategy:
     all_reduces: tuple[ShownAllReduce, ...] | None = None
     synchronization: Mapping[str, Any] = field(default_factory=dict)
     scheduling: Scheduling | None = None
+    micro_batches: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the strategy as a JSON document."""
@@ -119,6 +122,7 @@ class ShownStrategy:
             if self.all_reduces is None
             else [asdict(entry) for entry in self.all_reduces],
             "synchronization": dict(self.synchronization),
+            "micro_batches": dict(self.micro_batches),
         }
 
 
@@ -204,6 +208,8 @@ def import_strategy(
     batch_norm: str,
     devices: int | None,
     progress: Progress,
+    *,
+    micro_batches: int | None = None,
 ) -> ImportedStrategy:
     """Check a strategy file against its graph and store it. Nothing in a file is ever executed.
 
@@ -213,15 +219,19 @@ def import_strategy(
         model: which network it is for; None: the stored graph that the file names.
         batch_norm: of that network.
         devices: how many it is made for; None: one more than the highest that it names.
+        micro_batches: in how many parts the batch of `model` is gone through; None: as the file says.
 
     Raises:
         UsageError: the file's graph is not stored, and no model is given.
         StrategyError: the file cannot be read, or does not fit the graph or the devices.
         ImportFailure: the model cannot be imported.
     """
+    from app.services.models.micro_batches import model_for
     from app.services.predict.predict import graph_record
 
     document = read_document(file)
+    if model is not None:
+        model = model_for(model, document, asked=micro_batches, where=f"file {file}")
     with Store.open(database) as store:
         with progress.stage("importing the model"):
             if model is None:
@@ -355,6 +365,10 @@ def _shown(
         if step.kept is not None:
             recomputation = recomputation_report(graph, strategy, step.simulation, step.kept)
     document = json.loads(record.document)
+    micro_batch_size = _micro_batch_size(graph_record, setting, strategy)
+    if setting is not None and micro_batch_size is not None:
+        # Strategies of one graph that are compared may have different numbers of micro-batches.
+        setting = replace(setting, batch_size=micro_batch_size * strategy.micro_batches.count)
     return (
         ShownStrategy(
             record,
@@ -373,9 +387,21 @@ def _shown(
             all_reduces,
             document.get("synchronization", {}),
             scheduling,
+            micro_batch_report(graph, strategy, micro_batch_size),
         ),
         graph,
     )
+
+
+def _micro_batch_size(
+    graph_record: GraphRecord, setting: SimulationSetting | None, strategy: Strategy
+) -> int | None:
+    """Return the samples that a strategy's graph is of, as its model says, else as the setting does."""
+    with as_written(f"table graphs, row {graph_record.id}, column model"):
+        size = stored_request(graph_record.model, f"graph {graph_record.name}").micro_batch_size
+    if size is None and setting is not None:
+        size = setting.batch_size // strategy.micro_batches.count
+    return size
 
 
 def _environment(store: Store, setting: SimulationSetting) -> int | None:

@@ -1,0 +1,129 @@
+"""Searches for one network with 1, 2, 4, ... micro-batches, of which the fastest strategy counts.
+
+The graph is another for each number of micro-batches, so that each search is one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.services.models.models import ImportedModel, ModelRequest, batch_size_of, in_micro_batches
+from app.services.progress import Progress
+from app.services.search import micro_batches
+from app.services.search.report import SearchReport
+from app.services.search.request import SearchRequest, algorithm_names, search_options
+from app.services.search.search import run_search
+from graph.errors import ImportFailure, StrategyError
+
+MOST_TRIED = 32
+"""Micro-batches, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSearches:
+    """The reports of the searches, by numbers of micro-batches."""
+
+    reports: tuple[tuple[int, SearchReport], ...]
+
+    @property
+    def best(self) -> SearchReport:
+        """The report of the search that found the fastest strategy; of equals, the one of fewer micro-batches."""
+        return min((report for _, report in self.reports), key=lambda report: report.best.rank)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last search was interrupted, or confirming it was."""
+        last = self.reports[-1][1]
+        return last.interrupted or last.unconfirmed
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return for each number of micro-batches the search, and its best strategy as predicted."""
+        return [
+            {
+                "count": count,
+                "schedule": report.micro_batches.get("schedule"),
+                "stages": report.micro_batches.get("stages"),
+                "predicted_step_time_s": report.best.step_time_s,
+                "predicted_throughput_samples_per_s": report.best.throughput,
+                "peak_memory_bytes": max(report.best.peak_memory_bytes),
+                "feasible": report.best.feasible,
+                "search": report.search_id,
+                "digest": report.best.digest,
+            }
+            for count, report in self.reports
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all rows and the report of the best search as a JSON document."""
+        return {"micro_batches": self.rows(), "best": self.best.to_json()}
+
+
+def run_searches(
+    request: SearchRequest,
+    algorithm: str | None,
+    database: str | None,
+    progress: Progress,
+    imported: Callable[[], ImportedModel] | None = None,
+) -> MicroBatchSearches:
+    """Search with each number of micro-batches that divides the batch, a power of two up to `MOST_TRIED`.
+
+    A number of which no strategy fits, or of which the network cannot be imported, is passed by with a warning.
+
+    Args:
+        request: the search, of one batch; its `algorithm` counts for nothing.
+        algorithm: of searches that it can; None: the usual one.
+        database: as for `run_search`.
+        progress: as for `run_search`.
+        imported: returns the model of one batch.
+
+    Raises:
+        SoapstoneError: as `run_search`; an option that does not go with micro-batches, before the first search.
+    """
+    requests = [_request(request, algorithm, count) for count in _counts(request.model)]
+    for each in requests:
+        search_options(each)
+        micro_batches.check_options(each, algorithm_names(each))
+    reports: list[tuple[int, SearchReport]] = []
+    failure: StrategyError | ImportFailure | None = None
+    for each in requests:
+        count = each.model.micro_batches
+        try:
+            report = run_search(each, database, progress, imported if count == 1 else None)
+        except (StrategyError, ImportFailure) as error:
+            progress.warn(f"{count} micro-batches: {error}")
+            failure = failure or error
+            continue
+        reports.append((count, report))
+        if report.interrupted or report.unconfirmed:
+            break
+    if not reports and failure is not None:
+        raise failure
+    return MicroBatchSearches(tuple(reports))
+
+
+def _counts(model: ModelRequest) -> list[int]:
+    size = batch_size_of(model)
+    powers = [1]
+    while 2 * powers[-1] <= min(MOST_TRIED, size):
+        powers.append(2 * powers[-1])
+    return [count for count in powers if size % count == 0]
+
+
+def _request(request: SearchRequest, algorithm: str | None, count: int) -> SearchRequest:
+    """Return the request of one number of micro-batches: the algorithm that is asked for, where it can, else the usual.
+
+    All options but the algorithm and the schedule are those of all searches, and are refused for all.
+    """
+    usual = "mcmc" if count == 1 else micro_batches.DEFAULT_ALGORITHM
+    asked = algorithm or usual
+    can = micro_batches.INTERLEAVED if request.schedule == "interleaved" else micro_batches.ALGORITHMS
+    if count > 1 and not can.issuperset(name.strip() for name in asked.split(",")):
+        asked = usual
+    return replace(
+        request,
+        model=in_micro_batches(request.model, count),
+        schedule=None if count == 1 else request.schedule,
+        algorithm=asked,
+    )

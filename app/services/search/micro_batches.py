@@ -1,0 +1,80 @@
+"""Strategies of a search with micro-batches: those that can have them, and what does not go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from app.services.predict.predict import Setting
+from graph.errors import StrategyError, UsageError
+from graph.schedule import Schedule, read_schedule
+from graph.strategy import Strategy
+from graph.synchronization import Policy, read_synchronization
+
+if TYPE_CHECKING:
+    from app.services.search.request import SearchRequest
+
+DEFAULT_ALGORITHM = "pipeline"
+"""Of a search with several micro-batches."""
+ALGORITHMS = frozenset({DEFAULT_ALGORITHM, "greedy", "random", "recomputation"})
+"""Those that simulate strategies with several micro-batches."""
+# Of these, those whose stages take turns on groups of devices.
+INTERLEAVED = frozenset({DEFAULT_ALGORITHM})
+_AUTO = "auto"
+
+
+def schedule_of(request: SearchRequest) -> Schedule | None:
+    """Return the schedule that a request asks for.
+
+    Raises:
+        UsageError: it names none.
+    """
+    return None if request.schedule is None else read_schedule(request.schedule, "--schedule")
+
+
+def check_options(request: SearchRequest, names: Iterable[str]) -> None:
+    """Refuse what does not go with micro-batches, or needs several of them, before anything is imported.
+
+    names: of the algorithms.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    count, schedule = request.model.micro_batches, schedule_of(request)
+    if count == 1:
+        if schedule is not None:
+            raise UsageError(
+                f"--schedule: is {schedule}, must be left out for a step in one batch; give --micro-batches"
+            )
+        return
+    if request.share_weights:
+        raise UsageError(
+            f"--share-weights: may share weights themselves, must be left out with {count} micro-batches; leave it out"
+        )
+    if request.compile_stretches:
+        raise UsageError(
+            f"--compile: compiles operators, must be left out with {count} micro-batches; leave one of the two out"
+        )
+    if request.policy == _AUTO or read_synchronization(request.policy, "--policy").policy is not Policy.FIFO:
+        raise UsageError(
+            f"--policy: is {request.policy}, must be fifo with {count} micro-batches; leave it out"
+        )
+    able = INTERLEAVED if schedule is Schedule.INTERLEAVED else ALGORITHMS
+    for name in names:
+        if name not in able:
+            of = f"{count} micro-batches" + (" in schedule interleaved" if able is INTERLEAVED else "")
+            raise UsageError(
+                f"--algorithm: is {name}, must be one of {', '.join(sorted(able))} for {of}; choose one of them"
+            )
+
+
+def in_micro_batches(setting: Setting, strategy: Strategy) -> Strategy | None:
+    """Return a strategy with the micro-batches of a setting's model; None where it cannot have them."""
+    if setting.model.request.micro_batches == 1:
+        return strategy
+    divided = setting.in_micro_batches(strategy)
+    with suppress(StrategyError):  # weights in shares, stages that do not take turns
+        divided.validate(setting.model.graph, len(setting.topology.devices))
+        return divided
+    return None
