@@ -177,15 +177,14 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
         if of_kind == RECOMPUTE:
             operator = pipeline.last_O[operator]
         segment_T[backward] = pipeline.stages + pipeline.stage_O[operator]
-    segment_T[(kind == BUFFER_COLLECTIVE) | (kind == BUFFER_TRANSFER)] = pipeline.renewing
     segment_T[(kind == UPDATE) | (kind == UPDATE_GATHER)] = pipeline.updating
-    # Other communication follows the tasks of the operator that it belongs to.
+    # Other communication follows the tasks of the operator that it belongs to, or of those that renew buffers.
     places = np.where(segment_T >= 0, np.arange(len(kind)), 0)
     return segment_T[np.maximum.accumulate(places)]
 
 
 def _copies(segment_T: Array, is_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
-    """Return, for each task of the step, its task of one micro-batch, and the micro-batch: the last, of what is once."""
+    """Return the task of one micro-batch of each task of the step, and the micro-batch: the last, of what is once."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.updating + 1)
     order = np.concatenate(

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from graph.axes import Axis, AxisKind, along
 from graph.calls import LocalCall
 from graph.errors import StrategyError
 from graph.operator_ranges import OperatorRange
@@ -24,7 +25,7 @@ from search.outcome import NEVER_NS
 from search.problem import Problem
 from search.simulate.micro_batches import pipeline_of, unrolled
 from search.simulate.simulator import Simulation, simulate, simulate_tasks
-from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskKind
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
 from search.space.baselines import data_parallel, zero
 from tests.reference import policies
 from tests.reference import simulate as reference
@@ -67,12 +68,12 @@ class UnitCosts:
         return 0.0, Origin.MEASURED
 
 
-def chain(layers: int) -> OperatorGraph:
+def chain(layers: int, width: int = WIDTH) -> OperatorGraph:
     """Return linear layers of one width."""
     builder = GraphBuilder()
-    x = builder.value("input.0", (SAMPLES, WIDTH), ValueKind.INPUT)
+    x = builder.value("input.0", (SAMPLES, width), ValueKind.INPUT)
     for number in range(layers):
-        x = builder.linear(f"layer{number}", x, WIDTH)
+        x = builder.linear(f"layer{number}", x, width)
     builder.loss(x)
     return builder.finish()
 
@@ -205,6 +206,40 @@ def varied(strategy: Strategy, graph: OperatorGraph, rng: np.random.Generator) -
     return strategy
 
 
+def counted() -> OperatorGraph:
+    """Return a graph in which two operators that renew buffers, one of each, read both of them."""
+    builder = GraphBuilder()
+    samples, features = 12, 8
+    x = builder.linear("first", builder.value("input.0", (samples, features), ValueKind.INPUT), features)
+    both = (along(0, samples), along(1, features))
+    line = (along(0, features),)
+    axes = (Axis("sample", samples, AxisKind.SAMPLE), Axis("channel", features, AxisKind.PARAMETER))
+    builder.operator(
+        "sum",
+        "aten.sum.dim_IntList",
+        (x,),
+        [("sum", (features,))],
+        axes,
+        [both],
+        [(along(1, features),)],
+    )
+    buffers = [builder.value(f"buffer{number}", (features,), ValueKind.BUFFER) for number in range(2)]
+    for number, buffer in enumerate(buffers):
+        builder.operator(
+            f"renewed{number}",
+            "aten.add.Tensor",
+            ("sum", *buffers),
+            [(f"renewed{number}", (features,))],
+            (Axis("channel", features, AxisKind.PARAMETER),),
+            [line] * 3,
+            [line],
+            differentiable=False,
+        )
+        builder.buffer_updates.append((buffer, f"renewed{number}"))
+    builder.loss(builder.linear("last", builder.pointwise("relu", x), 5))
+    return builder.finish()
+
+
 GRAPHS = {"two_layers": two_layers(), "branches": branches(), "joined": joined(), "shared": unrolled_layers()}
 TOPOLOGIES = {"one node": devices(4, contention=0.5), "two nodes": cluster()}
 
@@ -234,29 +269,81 @@ def reference_times(tasks: TaskGraph, listed: list[reference.Task], order: Order
     return simulated(listed, contention_ppm)
 
 
+def all_waits(waits: Sequence[Sequence[int]]) -> list[int]:
+    """Return, for each task, all that it waits for, directly or by way of others, as the bits of a number."""
+    found: list[int] = []
+    for before in waits:
+        mask = 0
+        for task in before:
+            mask |= found[task] | 1 << task
+        found.append(mask)
+    return found
+
+
+def check_step(builder: TaskGraphBuilder, strategy: Strategy) -> TaskGraph:
+    """Tasks, what they wait for, times in three orders, and peaks are those of the slow reference."""
+    tasks, step = builder.build(strategy), step_deriver(builder.graph, strategy, builder.topology)
+    expected = step.derive()
+    assert tasks.run_ns_T.tolist() == [found.task.run_ns for found in expected]
+    assert [tasks.resources(task) for task in range(tasks.task_count)] == [
+        found.task.resources for found in expected
+    ]
+    place = {found.key: number for number, found in enumerate(expected)}
+    preds = np.split(tasks.pred_E, tasks.pred_ptr_T1[1:-1])
+    assert all_waits([before.tolist() for before in preds]) == all_waits(
+        [[place[key] for key in found.predecessors] for found in expected]
+    )
+    listed = step.simulated(tasks.resource_sets.flows[tasks.resource_set_T].tolist())
+    assert tasks.launched_ns_T.tolist() == [
+        ns if tasks.kind_T[task] != TaskKind.UPDATE else 0
+        for task, ns in enumerate(reference.launched(listed))
+    ]
+    for order in ("program", "fifo", "priority"):
+        simulation = simulate_tasks(tasks, order)
+        found_times = list(zip(simulation.start_ns.tolist(), simulation.end_ns.tolist(), strict=True))
+        assert found_times == reference_times(tasks, listed, order)
+    assert tasks.peak_memory_D.tolist() == step.peak_memory()
+    return tasks
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-def test_tasks_times_and_peaks_are_those_of_the_slow_reference(
-    graph: OperatorGraph, topology: Topology
-) -> None:
+def test_steps_are_those_of_the_slow_reference(graph: OperatorGraph, topology: Topology) -> None:
     builder = builder_of(graph, topology, LaunchedCosts())
     for strategy in strategies_of(graph, len(topology.devices), 7, 3):
-        tasks, step = builder.build(strategy), step_deriver(graph, strategy, topology)
-        expected = step.derive()
-        assert tasks.run_ns_T.tolist() == [found.task.run_ns for found in expected]
-        assert [tasks.resources(task) for task in range(tasks.task_count)] == [
-            found.task.resources for found in expected
-        ]
-        listed = step.simulated(tasks.resource_sets.flows[tasks.resource_set_T].tolist())
-        assert tasks.launched_ns_T.tolist() == [
-            ns if tasks.kind_T[task] != TaskKind.UPDATE else 0
-            for task, ns in enumerate(reference.launched(listed))
-        ]
-        for order in ("program", "fifo", "priority"):
-            simulation = simulate_tasks(tasks, order)
-            found_times = list(zip(simulation.start_ns.tolist(), simulation.end_ns.tolist(), strict=True))
-            assert found_times == reference_times(tasks, listed, order)
-        assert tasks.peak_memory_D.tolist() == step.peak_memory()
+        check_step(builder, strategy)
+
+
+def test_a_backward_waits_for_shared_sums_of_another_stage_that_stand_before_it() -> None:
+    """Two layers a stage, two stages a group: after the sums of the later stage comes an earlier micro-batch."""
+    graph = chain(8, width=16)
+    stages = [number // 2 % 2 for number in range(8)] + [1, 1]
+    configurations = tuple(
+        Configuration((1,) * (len(operator.space.axes) - 1) + (2,), (2 * stage, 2 * stage + 1))
+        for operator, stage in zip(graph.operators, stages, strict=True)
+    )
+    strategy = Strategy(
+        graph.digest,
+        configurations,
+        sharding=(Sharding.OPTIMIZER,) * len(graph.weights),
+        micro_batches=MicroBatches(4, INTERLEAVED),
+    )
+    tasks = check_step(builder_of(graph, TOPOLOGIES["one node"], LaunchedCosts()), strategy)
+    assert tasks.micro_batch_T is not None
+    waiting_E = np.repeat(np.arange(tasks.task_count), np.diff(tasks.pred_ptr_T1))
+    earlier = (tasks.kind_T == TaskKind.BACKWARD) & (tasks.micro_batch_T < 3)
+    assert (tasks.kind_T[tasks.pred_E[earlier[waiting_E]]] == TaskKind.SYNCHRONIZE).any()
+
+
+def test_what_renews_buffers_waits_for_the_micro_batch_before() -> None:
+    graph, topology = counted(), TOPOLOGIES["one node"]
+    builder, rng = builder_of(graph, topology, LaunchedCosts()), np.random.default_rng(17)
+    renewed = 0
+    for schedule in list(Schedule) * 4:
+        strategy = random_stages(graph, 4, rng, schedule)
+        tasks = check_step(builder, strategy)
+        renewed += int(np.isin(tasks.kind_T, (TaskKind.BUFFER_TRANSFER, TaskKind.BUFFER_COLLECTIVE)).sum())
+    assert renewed
 
 
 def test_strategies_of_the_test_above_have_stages_chunks_shares_and_groups() -> None:
