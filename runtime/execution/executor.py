@@ -18,11 +18,24 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class InitialTensors:
-    """Whole tensors by name: the values in place before the first step."""
+    """Whole tensors by name: the values in place before the first step.
+
+    inputs: of the first micro-batch; `further_inputs`: those of the others.
+    """
 
     parameters: Tensors
     buffers: Tensors
     inputs: Tensors
+    further_inputs: tuple[Tensors, ...] = ()
+
+    @property
+    def micro_batches(self) -> tuple[Tensors, ...]:
+        """The inputs of each micro-batch."""
+        return (self.inputs, *self.further_inputs)
+
+    def of_micro_batch(self, number: int) -> InitialTensors:
+        """Return the same parameters and buffers with one micro-batch's inputs alone."""
+        return InitialTensors(self.parameters, self.buffers, self.micro_batches[number])
 
     def map(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> InitialTensors:
         """Return the converted tensors."""
@@ -30,7 +43,12 @@ class InitialTensors:
         def converted(tensors: Tensors) -> Tensors:
             return {name: convert(tensor) for name, tensor in tensors.items()}
 
-        return InitialTensors(converted(self.parameters), converted(self.buffers), converted(self.inputs))
+        return InitialTensors(
+            converted(self.parameters),
+            converted(self.buffers),
+            converted(self.inputs),
+            tuple(converted(inputs) for inputs in self.further_inputs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +91,8 @@ class Executor(StepRunner):
         super().__init__(plan, world, seed=seed, device=device, in_succession=True)
         self.load_weights(whole_parts(tensors.parameters))
         self.load_buffers(whole_parts(tensors.buffers))
-        self.set_inputs(whole_parts(tensors.inputs))
+        for number, inputs in enumerate(tensors.micro_batches):
+            self.set_inputs(whole_parts(inputs), number)
         self._optimizer = training.optimizer
         self._learning_rate = learning_rate
         together = [unit.weights for unit in self._program.late_updates]

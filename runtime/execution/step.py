@@ -88,7 +88,13 @@ class StepRunner:
         self._device = device
         self._world = world
         self._program = compile_program(plan, world.rank, device, kept, in_succession=in_succession)
-        self._state = StepState(world, self._program.shapes)
+        self._micro_batches = plan.strategy.micro_batches.count
+        self._state = StepState(
+            world,
+            self._program.shapes,
+            self._micro_batches,
+            [slot for slot, _ in self._program.held.values()],
+        )
         self._held: dict[str, torch.Tensor] = {}
         # The parts of each weight that the rank updates, in one tensor.
         self._own: dict[str, torch.Tensor] = {}
@@ -109,7 +115,7 @@ class StepRunner:
             if value.kind is ValueKind.WEIGHT:
                 self._place_weight(read, differentiable=value.requires_gradient)
         for slot, sizes, dtype in self._program.empty:
-            self._state.values[slot] = torch.empty(sizes, dtype=dtype, device=device)
+            self._state.place(slot, torch.empty(sizes, dtype=dtype, device=device))
         for name in self._program.sharded:
             self._held[name].untyped_storage().resize_(0)
 
@@ -138,7 +144,7 @@ class StepRunner:
         weight = self._held[read.value]
         selection = Selection(read.region, self._program.held[read.value][1], self._device)
         if selection.is_view:
-            self._state.values[read.slot] = selection.take(weight).detach().requires_grad_(differentiable)
+            self._state.place(read.slot, selection.take(weight).detach().requires_grad_(differentiable))
         elif read.value not in self._program.sharded:
             self._refreshed.append(CopiedRead(read.value, read.slot, weight, selection, differentiable))
 
@@ -160,9 +166,9 @@ class StepRunner:
             if read.value in parts:
                 within, tensor = parts[read.value]
                 part = Selection(read.region, within, tensor.device).take(tensor.detach())
-                self._state.values[read.slot] = part.to(self._device, copy=True)
+                self._state.place(read.slot, part.to(self._device, copy=True))
 
-    def set_inputs(self, parts: Parts) -> None:
+    def set_inputs(self, parts: Parts, micro_batch: int = 0) -> None:
         """Use other inputs from the next step on; each part must cover what the rank reads, and be the same region."""
         for read in self._reads(ValueKind.INPUT):
             within, tensor = parts[read.value]
@@ -172,7 +178,7 @@ class StepRunner:
                 selection = Selection(read.region, within, tensor.device)
                 self._input_selections[key] = selection
             part = moved(selection.take(tensor.detach()), self._device)
-            self._state.values[read.slot] = part.contiguous()
+            self._state.micro_batches[micro_batch].values[read.slot] = part.contiguous()
 
     def _reads(self, kind: ValueKind) -> list[RegionRead]:
         values = self._plan.graph.value_by_name
@@ -202,23 +208,26 @@ class StepRunner:
         """Execute forward, backward and gradient synchronization of one step; buffers are renewed.
 
         Args:
-            number: of the step; it seeds dropout.
+            number: of the step; it seeds dropout. Of M micro-batches each one draws as a step of its own.
             loss_scale: gradients are those of the loss times this; the loss stays as it is.
         """
-        state = self._state
-        state.loss_scale = loss_scale
-        state.context = ExecutionContext(seed=self._seed, step=number, device=self._device)
+        state, count = self._state, self._micro_batches
+        state.loss, state.loss_scale = None, loss_scale / count
+        first = number * count
+        state.use_context(
+            [
+                ExecutionContext(seed=self._seed, step=first + micro_batch, device=self._device)
+                for micro_batch in range(count)
+            ]
+        )
         self._begin_step()
         on_cpu = self._device.type == "cpu"
         for instruction in self._program.instructions:
             instruction.run(state)
             if on_cpu:
                 give_way()
-        state.wait_for(tuple(state.pending_receives))
-        state.wait_for_sends()
-        for slot, tensor in state.renewed.items():
-            state.values[slot] = tensor
-        state.renewed.clear()
+        state.wait_for_all()
+        state.renew()
 
     def _begin_step(self) -> None:
         """Forget the last step's gradients, and copy the parts of weights that are read as copies."""
@@ -228,13 +237,13 @@ class StepRunner:
     def _copy_reads(self, reads: Sequence[CopiedRead]) -> None:
         for read in reads:
             part = read.part.take(read.held).detach()
-            self._state.values[read.slot] = part.requires_grad_(read.differentiable)
+            self._state.place(read.slot, part.requires_grad_(read.differentiable))
 
     def forget_step(self) -> None:
         """Drop the tensors of the last step that the next one replaces: gradients, and copies of parts of weights."""
         self._forget_gradients()
         for read in self._refreshed:
-            self._state.values[read.slot] = None
+            self._state.place(read.slot, None)
 
     def _forget_gradients(self) -> None:
         for slot, _ in self._program.held.values():
@@ -251,7 +260,7 @@ class StepRunner:
         loss = self._state.loss
         if loss is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return loss.to(torch.float64).reshape(())
+        return loss.to(torch.float64).reshape(()) / self._micro_batches
 
     def loss_tensor(self) -> torch.Tensor:
         """Return the last step's loss, a float64 scalar on the rank's device. All ranks must call it: it is a sum."""
@@ -306,7 +315,7 @@ class StepRunner:
     def restore_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
         """Restore earlier values of buffers (`buffer_values`)."""
         for slot, tensor in values.items():
-            self._state.values[slot] = tensor
+            self._state.place(slot, tensor)
 
     def whole_value(self, name: str) -> torch.Tensor:
         """Return a kept value of the last step, whole, on the rank's device. All ranks must call it: it is a sum."""
@@ -342,7 +351,7 @@ class StepRunner:
                     f"buffer {read.value}: other parts of it are read at this batch size, must be the same; drop "
                     "a batch that is not full (drop_last=True), or pad it"
                 )
-            self._state.values[read.slot] = theirs[read.value, read.region]
+            self._state.place(read.slot, theirs[read.value, read.region])
 
     def parts(self) -> dict[str, list[Held]]:
         """Return the regions of each trained weight that this rank updates, with their values."""

@@ -148,7 +148,7 @@ class Differentiate(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Loss(Instruction):
-    """The sum of this rank's parts of the loss."""
+    """The sum of this rank's parts of the loss, added to those of the micro-batches before."""
 
     parts: Slots
 
@@ -160,7 +160,7 @@ class Loss(Instruction):
         total = state.values[self.parts[0]].detach()
         for slot in self.parts[1:]:
             total = total + state.values[slot].detach()
-        state.loss = total
+        state.loss = total if state.loss is None else state.loss + total
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +192,31 @@ class Renew(Instruction):
 
     def run(self, state: StepState) -> None:
         state.renewed[self.read] = state.values[self.source].detach()
+
+
+@dataclass(frozen=True, slots=True)
+class EnterMicroBatch(Instruction):
+    """The turn to a micro-batch, after the waits for what others have sent: their tensors are let go.
+
+    sent: micro-batches whose messages must be out by now.
+    """
+
+    number: int
+    sent: tuple[int, ...] = ()
+
+    def run(self, state: StepState) -> None:
+        for number in self.sent:
+            state.enter(number)
+            state.wait_for_sends()
+        state.enter(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class GiveRenewals(Instruction):
+    """Gives buffers their new values, for the next micro-batch's."""
+
+    def run(self, state: StepState) -> None:
+        state.renew()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class FillBucket(Communication):
             gradient = state.gradients.get(piece.slot)
             if gradient is None:
                 piece.view.zero_()
-            else:
+            elif gradient is not piece.view:
                 views.append(piece.view)
                 gradients.append(piece.part.take(gradient))
         if views:
@@ -62,6 +62,20 @@ class FillBucket(Communication):
         for piece in self.bucket.slices:
             if piece.part.whole:
                 state.gradients.set(piece.slot, piece.view)
+
+
+@dataclass(frozen=True, slots=True)
+class BeginGradients(Communication):
+    """Zeros in buckets to which the gradients of all micro-batches are added, where a weight is held as one cell."""
+
+    buckets: tuple[FlatBucket, ...]
+
+    def run(self, state: StepState) -> None:
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            for piece in bucket.slices:
+                if piece.part.whole:
+                    state.gradients.set(piece.slot, piece.view, owned=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ a tensor of an earlier segment, a weight, or one read of a weight, buffer or inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,47 +17,62 @@ from runtime.communication import Message, World
 from runtime.instructions.selections import Selection
 
 
+@dataclass(slots=True)
+class _Entry:
+    """The gradient of a slot so far, and whether it is the store's own tensor."""
+
+    gradient: torch.Tensor | None = None
+    owned: bool = False
+
+
 class GradientStore:
     """Gradients by slot, accumulated over segments and messages.
 
-    Autograd may return one tensor as several gradients, so only a tensor of the store's own (`_owned`) is added to in
+    Autograd may return one tensor as several gradients, so only a tensor of the store's own (`owned`) is added to in
     place.
     """
 
-    __slots__ = ("_gradients", "_owned", "_shapes")
+    __slots__ = ("_entries", "_shapes")
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Prepare for as many slots as there are `shapes`."""
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        common: Iterable[int] = (),
+        of: GradientStore | None = None,
+    ) -> None:
+        """Prepare for as many slots as there are `shapes`; the `common` ones are also those of another store."""
         self._shapes = tuple(shapes)
-        self._gradients: list[torch.Tensor | None] = [None] * len(self._shapes)
-        self._owned = [False] * len(self._shapes)
+        self._entries = [_Entry() for _ in self._shapes]
+        if of is not None:
+            for slot in common:
+                self._entries[slot] = of._entries[slot]
 
     def get(self, slot: int) -> torch.Tensor | None:
         """Return the gradient of `slot` so far."""
-        return self._gradients[slot]
+        return self._entries[slot].gradient
 
     def pop(self, slot: int) -> torch.Tensor | None:
         """Remove the gradient of `slot` and return it."""
-        gradient = self._gradients[slot]
-        self._gradients[slot] = None
-        self._owned[slot] = False
+        entry = self._entries[slot]
+        gradient = entry.gradient
+        entry.gradient, entry.owned = None, False
         return gradient
 
-    def set(self, slot: int, gradient: torch.Tensor) -> None:
-        """Replace the gradient of `slot` by a tensor of the caller, which is not added to in place."""
-        self._gradients[slot] = gradient
-        self._owned[slot] = False
+    def set(self, slot: int, gradient: torch.Tensor, *, owned: bool = False) -> None:
+        """Replace the gradient of `slot` by a tensor of the caller, which is added to in place only where `owned`."""
+        entry = self._entries[slot]
+        entry.gradient, entry.owned = gradient, owned
 
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the whole tensor."""
-        total = self._gradients[slot]
-        if total is None:
-            self._gradients[slot] = gradient
-        elif self._owned[slot]:
-            total.add_(gradient)
+        entry = self._entries[slot]
+        if entry.gradient is None:
+            entry.gradient = gradient
+        elif entry.owned:
+            entry.gradient.add_(gradient)
         else:
-            self._gradients[slot] = total + gradient
-            self._owned[slot] = True
+            entry.gradient = entry.gradient + gradient
+            entry.owned = True
 
     def add_part(self, slot: int, selection: Selection, gradient: torch.Tensor) -> None:
         """Add a gradient of the part `selection` of the tensor."""
@@ -67,28 +83,60 @@ class GradientStore:
 
     def writable(self, slot: int, like: torch.Tensor) -> torch.Tensor:
         """Return the gradient of `slot` as a tensor that may be written to; zeros where there is none."""
-        total = self._gradients[slot]
+        entry = self._entries[slot]
+        total = entry.gradient
         if total is None:
             total = like.new_zeros(self._shapes[slot])
-        elif not self._owned[slot]:
+        elif not entry.owned:
             total = total.clone(memory_format=torch.contiguous_format)
-        self._gradients[slot] = total
-        self._owned[slot] = True
+        entry.gradient, entry.owned = total, True
         return total
 
 
-class StepState:
-    """The mutable state of one training step."""
+@dataclass(slots=True)
+class MicroBatchState:
+    """What each micro-batch has of its own: values and gradients by slot, and messages under way.
 
-    def __init__(self, world: World, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Prepare for the slots of one program, of which `shapes` are the shapes."""
+    context: of its random numbers. pending_receives: by slot, the work to wait for, and the tensor that must stay alive
+    until then; pending_sends likewise.
+    """
+
+    values: list[Any]
+    gradients: GradientStore
+    context: ExecutionContext = field(default_factory=lambda: ExecutionContext(seed=0, step=0))
+    pending_receives: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    pending_sends: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+
+class StepState:
+    """The mutable state of one training step: that of the micro-batch at work, and what all have in common."""
+
+    def __init__(
+        self,
+        world: World,
+        shapes: Sequence[tuple[int, ...]],
+        micro_batches: int = 1,
+        common: Iterable[int] = (),
+    ) -> None:
+        """Prepare for the slots of one program.
+
+        Args:
+            world: the ranks.
+            shapes: of all slots.
+            micro_batches: of a step.
+            common: slots whose gradients add up over micro-batches, those of the rank's weights.
+        """
         self.world = world
-        self.context = ExecutionContext(seed=0, step=0)
-        self.values: list[Any] = [None] * len(shapes)
-        self.gradients = GradientStore(shapes)
-        # By slot: the work to wait for, and the tensor that must stay alive until then.
-        self.pending_receives: dict[int, tuple[Any, torch.Tensor]] = {}
-        self.pending_sends: list[tuple[Any, torch.Tensor]] = []
+        first = MicroBatchState([None] * len(shapes), GradientStore(shapes))
+        own = tuple(common)
+        self.micro_batches = (
+            first,
+            *(
+                MicroBatchState([None] * len(shapes), GradientStore(shapes, own, first.gradients))
+                for _ in range(1, micro_batches)
+            ),
+        )
+        self.enter(0)
         # By number of a flat bucket: the works of its slices.
         self.all_reduces: dict[int, list[Any]] = {}
         # By number of a group: the work to wait for, and the flat tensor that must stay alive until then.
@@ -105,9 +153,43 @@ class StepState:
         self.update: Callable[[tuple[str, ...]], None] = lambda _weights: None
         # Copies the parts of weights that are read as copies; who executes steps sets it, too.
         self.copy_reads: Callable[[tuple[str, ...]], None] = lambda _weights: None
+        # Of all micro-batches so far.
         self.loss: torch.Tensor | None = None
-        # Gradients are those of the loss times this.
+        # Gradients are those of a micro-batch's loss times this.
         self.loss_scale = 1.0
+
+    def enter(self, micro_batch: int) -> None:
+        """Work on a micro-batch from now on."""
+        state = self.micro_batches[micro_batch]
+        self.values = state.values
+        self.gradients = state.gradients
+        self.context = state.context
+        self.pending_receives = state.pending_receives
+        self.pending_sends = state.pending_sends
+
+    def place(self, slot: int, tensor: torch.Tensor | None) -> None:
+        """Set a slot's value of every micro-batch: a weight's, or a buffer's."""
+        for state in self.micro_batches:
+            state.values[slot] = tensor
+
+    def use_context(self, contexts: Sequence[ExecutionContext]) -> None:
+        """Draw the random numbers of each micro-batch by its own context."""
+        for state, context in zip(self.micro_batches, contexts, strict=True):
+            state.context = context
+        self.enter(0)
+
+    def renew(self) -> None:
+        """Give buffers their new values."""
+        for slot, tensor in self.renewed.items():
+            self.place(slot, tensor)
+        self.renewed.clear()
+
+    def wait_for_all(self) -> None:
+        """Wait for the messages of all micro-batches."""
+        for number in range(len(self.micro_batches)):
+            self.enter(number)
+            self.wait_for(tuple(self.pending_receives))
+            self.wait_for_sends()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[tuple[int, Message]]) -> None:
         """Start the messages of one event; received ones arrive in their slots (`wait_for`)."""

@@ -64,23 +64,74 @@ def _seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def tensors_of(graph: OperatorGraph, built: Built) -> InitialTensors:
+def tensors_of(graph: OperatorGraph, built: Built, micro_batches: int = 1) -> InitialTensors:
     """Return the parameters, buffers and inputs of `graph` out of the module that it was imported from.
+
+    micro_batches: of a step, for all of which the module's inputs are; the graph is of one.
 
     Raises:
         RuntimeFailure: the module lacks one of them, or its shape differs.
     """
     from runtime.execution.executor import InitialTensors
 
-    module, args, kwargs = built
+    module = built[0]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
+    first, *further = (
+        _matching(graph, ValueKind.INPUT, input_tensors(args, kwargs))
+        for _, args, kwargs in split_batch(graph, built, micro_batches)
+    )
     return InitialTensors(
         parameters=_matching(graph, ValueKind.WEIGHT, parameters),
         # A frozen parameter is a buffer of the graph.
         buffers=_matching(graph, ValueKind.BUFFER, {**parameters, **buffers}),
-        inputs=_matching(graph, ValueKind.INPUT, input_tensors(args, kwargs)),
+        inputs=first,
+        further_inputs=tuple(further),
     )
+
+
+def split_batch(graph: OperatorGraph, built: Built, count: int) -> list[Built]:
+    """Return a module with the inputs of each of `count` micro-batches, for one of which the graph is.
+
+    An input is cut along the one dim that is `count` times the graph's; one of the graph's own shape goes to all.
+
+    Raises:
+        RuntimeFailure: an input has another shape.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    module, args, kwargs = built
+    if count == 1:
+        return [built]
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    shapes = {value.name: value.spec.shape for value in graph.values if value.kind is ValueKind.INPUT}
+    by_batch: list[list[Any]] = [[] for _ in range(count)]
+    position = 0
+    for leaf in leaves:
+        parts: list[Any] = [leaf] * count
+        if isinstance(leaf, torch.Tensor):
+            name = f"input.{position}"
+            position += 1
+            parts = _parts_of(name, leaf, shapes.get(name), count)
+        for of_batch, part in zip(by_batch, parts, strict=True):
+            of_batch.append(part)
+    return [(module, *pytree.tree_unflatten(of_batch, spec)) for of_batch in by_batch]
+
+
+def _parts_of(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...] | None, count: int
+) -> list[torch.Tensor]:
+    whole = tuple(tensor.shape)
+    if shape is None or whole == shape:
+        return [tensor] * count
+    dims = [dim for dim, (size, part) in enumerate(zip(whole, shape, strict=False)) if size != part]
+    if len(whole) != len(shape) or len(dims) != 1 or whole[dims[0]] != count * shape[dims[0]]:
+        raise RuntimeFailure(
+            f"input {name}: has shape {whole} for {count} micro-batches of {shape}, must have {count} times as many "
+            "samples and else the same; let the factory take batch_size"
+        )
+    return list(tensor.chunk(count, dims[0]))
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

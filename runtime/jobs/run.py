@@ -52,7 +52,7 @@ class JobRun:
         self._world = World(job.strategy.device_count, job.all_reduces)
         self._plan = plan
         heartbeat("building the module")
-        self._tensors = tensors_of(job.graph, job.model.build(job.seed))
+        self._tensors = tensors_of(job.graph, job.model.build(job.seed), job.strategy.micro_batches.count)
         # Before the run's own tensors are made, so that the two are not in memory at once.
         self._verified = self._verify() if job.verify else None
         # Cached positions of an earlier job or the verification's whole network would take memory beside the run's.

@@ -26,7 +26,7 @@ from runtime.execution.executor import Executor, InitialTensors
 from runtime.execution.fingerprints import fingerprints
 from runtime.execution.full_state import full_buffers, full_weights
 from runtime.jobs.eager import eager_step, from_eager
-from runtime.jobs.models import tensors_of
+from runtime.jobs.models import split_batch, tensors_of
 from runtime.jobs.verify import (
     ALLOWED_TIMES,
     OWN_STATISTICS,
@@ -38,6 +38,7 @@ from runtime.jobs.verify import (
     deviations_in,
     interpret,
     loss_deviation,
+    mean_of,
 )
 from runtime.ranks.watchdog import heartbeat
 
@@ -117,8 +118,9 @@ def verify_strategy(
     context = ExecutionContext(seed=job.seed, step=0, device=device)
     whole = tensors.map(in_double_on(device))
     with _double_by_default():
-        reference = interpret(graph, whole, context, job.strategy)
-    of_module, not_eager = _from_module(job, graph, whole, context, reference)
+        references = _by_micro_batch(graph, whole, job, device)
+    reference = mean_of(references)
+    of_module, not_eager = _from_module(job, graph, whole, context, references[0])
     updated = {name: whole.parameters[name].detach().clone() for name in reference.gradients}
     state = initial_state(job.training.optimizer, list(updated.values()))
     slopes = list(reference.gradients.values())
@@ -142,7 +144,7 @@ def verify_strategy(
             verification, allowed_of_run=max(verification.allowed_of_run, ALLOWED_TIMES * coarsest)
         )
     # The same rounded weights and inputs in the run's own precision, on one device.
-    alone = interpret(job.graph, tensors.map(lambda tensor: tensor.to(device)), context, job.strategy)
+    alone = mean_of(_by_micro_batch(job.graph, tensors.map(lambda tensor: tensor.to(device)), job, device))
     rounding = max(ROUNDING[precision], loss_deviation(alone.loss, reference.loss).relative)
     return replace(
         verification,
@@ -154,13 +156,30 @@ def verify_strategy(
     )
 
 
+def _by_micro_batch(
+    graph: OperatorGraph, tensors: InitialTensors, job: Job, device: torch.device
+) -> list[Reference]:
+    """Return the step of each micro-batch on one device, each from the buffers that the one before has renewed."""
+    references: list[Reference] = []
+    buffers = dict(tensors.buffers)
+    for number, inputs in enumerate(tensors.micro_batches):
+        context = ExecutionContext(seed=job.seed, step=number, device=device)
+        alone = InitialTensors(tensors.parameters, buffers, inputs)
+        references.append(interpret(graph, alone, context, job.strategy))
+        buffers.update(references[-1].buffers)
+    return references
+
+
 def _from_module(
     job: Job, graph: OperatorGraph, whole: InitialTensors, context: ExecutionContext, reference: Reference
 ) -> tuple[tuple[Deviation, ...], str]:
-    """Return the deviations of the graph on one device from the module itself, or the reason why there are none."""
+    """Return the deviations of the graph on one device from the module itself, or the reason why there are none.
+
+    Of several micro-batches the first one is compared.
+    """
     heartbeat("verifying the module itself")
     # Built anew: Python's own state starts from the beginning, and the run's tensors stay as they are.
-    built = job.model.build(job.seed)
+    built = split_batch(job.graph, job.model.build(job.seed), job.strategy.micro_batches.count)[0]
     rebuilt = tensors_of(job.graph, built).map(in_double_on(context.device))
     for before, after in ((whole.parameters, rebuilt.parameters), (whole.inputs, rebuilt.inputs)):
         for name, tensor in before.items():

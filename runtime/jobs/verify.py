@@ -190,6 +190,21 @@ def interpret(
     )
 
 
+def mean_of(references: Sequence[Reference]) -> Reference:
+    """Return the step of several micro-batches: the mean of losses and of gradients, and the last one's buffers."""
+    if len(references) == 1:
+        return references[0]
+    count = len(references)
+    return Reference(
+        loss=sum(reference.loss for reference in references) / count,
+        gradients={
+            name: sum((reference.gradients[name] for reference in references[1:]), gradient) / count
+            for name, gradient in references[0].gradients.items()
+        },
+        buffers=references[-1].buffers,
+    )
+
+
 def execute(
     graph: OperatorGraph,
     operator: Operator,

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph.errors import RuntimeFailure
-from graph.operators import OperatorGraph, ValueKind
+from graph.operators import ValueKind
 from graph.plan import Plan
 from graph.training import Training
 from profiler.operators.counter_rng import forget_positions
@@ -85,7 +85,7 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
     try:
         # Without fallbacks: they would run the real kernel on zeros of the real size.
         with FakeTensorMode(allow_fallback_kernels=False):
-            tensors = _initial_tensors(plan.graph)
+            tensors = _initial_tensors(plan)
             with ledger:
                 world = SilentWorld(plan.strategy.device_count, rank, processor)
                 executor = Executor(plan, world, tensors, training, seed=0, learning_rate=0.0, device=_DEVICE)
@@ -104,15 +104,16 @@ def trace_memory(plan: Plan, training: Training, rank: int, processor: str = "cp
         forget_positions()
 
 
-def _initial_tensors(graph: OperatorGraph) -> InitialTensors:
+def _initial_tensors(plan: Plan) -> InitialTensors:
     def made(kind: ValueKind) -> dict[str, torch.Tensor]:
         return {
             value.name: torch.empty(value.spec.shape, dtype=getattr(torch, value.spec.dtype))
-            for value in graph.values
+            for value in plan.graph.values
             if value.kind is kind
         }
 
-    return InitialTensors(made(ValueKind.WEIGHT), made(ValueKind.BUFFER), made(ValueKind.INPUT))
+    first, *further = (made(ValueKind.INPUT) for _ in range(plan.strategy.micro_batches.count))
+    return InitialTensors(made(ValueKind.WEIGHT), made(ValueKind.BUFFER), first, tuple(further))
 
 
 def _name_parts(executor: Executor, ledger: _Ledger) -> None:

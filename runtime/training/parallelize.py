@@ -149,6 +149,11 @@ def parallelize(
         )
 
     graph, chosen, results = everywhere(prepared)
+    if chosen.micro_batches.count > 1:
+        raise StrategyError(
+            f"strategy: has {chosen.micro_batches.text}, which app run executes, must have one here; call backward "
+            "several times before step, or choose another strategy"
+        )
     agreed = {"seed": seed, "batches": batches, "outputs": wanted}
     hosts = _agree(graph, chosen, agreed, own_host())
     options = TrainingOptions(batch_norm, batches, wanted, seed, own, timeout_s, nodes_of(hosts))

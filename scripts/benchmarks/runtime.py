@@ -297,7 +297,7 @@ def executor_of(
     return Executor(
         plan,
         World(strategy.device_count),
-        tensors_of(graph, built),
+        tensors_of(graph, built, strategy.micro_batches.count),
         training,
         seed=0,
         learning_rate=learning_rate,

@@ -61,6 +61,7 @@ class BestTracker:
         else:
             before = self._layout.configurations
             self._layout.recompute(strategy.recomputation)
+            self._layout.divide(strategy.micro_batches)
             self._layout.share(dict(enumerate(self.builder.sharding(strategy))))
             self._layout.change(
                 {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from graph.schedule import ONE_BATCH
 from graph.strategy import Configuration
 from search.orders import Order
 from search.outcome import NEVER_NS, Outcome
@@ -44,11 +45,14 @@ class Evaluation(Protocol):
 def evaluation(layout: Layout, order: Order) -> Evaluation:
     """Return the fastest evaluation of a layout's strategy in an order.
 
-    Only program order, which the runtime executes, is worth one of its own.
+    Only program order, which the runtime executes, is worth one of its own, where a step goes through its batch at
+    once.
     """
     from search.evaluate.incremental import IncrementalEvaluation
 
-    return IncrementalEvaluation(layout) if order == "program" else FullEvaluation(layout, order, stops=True)
+    if order == "program" and layout.micro_batches == ONE_BATCH:
+        return IncrementalEvaluation(layout)
+    return FullEvaluation(layout, order, stops=True)
 
 
 def outcome(layout: Layout, order: Order) -> Outcome:

@@ -142,6 +142,15 @@ class Derivation(NamedTuple):
     counts: Array  # 0 the strategy's words in the pool, 1 where they end
 
 
+class StageMemory(NamedTuple):
+    """Bytes of a step in micro-batches, by device and by pipeline stage (S stages)."""
+
+    static_D: Array  # weights, their gradients and optimizer state, buffers
+    input_D: Array  # inputs of one micro-batch
+    kept_SD: Array  # what is there of one micro-batch between its forward and its backward
+    again_SD: Array  # in a backward, the most that is there beyond it while a group of the stage is made again
+
+
 class Scratch(NamedTuple):
     """Tasks that are written so far: where those of an operator or a value begin, or what stands for one.
 

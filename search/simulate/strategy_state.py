@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from graph.operator_ranges import OperatorRanges, group_numbers
+from graph.operators import ValueKind
+from graph.schedule import ONE_BATCH, MicroBatches
 from graph.strategy import Configuration, Sharding
 from search.kernels.derivation import derive
 from search.kernels.fifo_order import run_fifo_order
@@ -26,13 +28,17 @@ from search.kernels.records import (
     Positions,
     ResourceSets,
     Scratch,
+    StageMemory,
     Tasks,
     Timeline,
 )
+from search.kernels.stage_memory import account_stages, find_step_peak
 from search.kernels.task_graph import emit_task_graph, most_tasks
 from search.kernels.weight_gathers import find_gathers
 from search.outcome import NEVER_NS
+from search.simulate.arrays import static_values
 from search.simulate.fragment_cache import SHARING_CODE, Chosen
+from search.simulate.micro_batches import Pipeline, StepTasks, pipeline_of, unrolled
 from search.simulate.priorities import positions, tac_of, tic_of
 
 if TYPE_CHECKING:
@@ -52,7 +58,8 @@ class Undo(NamedTuple):
 class Layout:
     """The task graph of one strategy. `change` replaces configurations, `undo` takes a change back.
 
-    What is shared of the weights stays, unless `share` changes it; what is made again stays, unless `recompute` does.
+    What is shared of the weights stays, unless `share` changes it; what is made again stays, unless `recompute` does;
+    and the micro-batches that a step goes through, unless `divide` does.
     """
 
     def __init__(
@@ -61,8 +68,10 @@ class Layout:
         configurations: Sequence[Configuration],
         sharding: Sequence[Sharding] = (),
         recomputation: OperatorRanges = (),
+        micro_batches: MicroBatches = ONE_BATCH,
     ) -> None:
         self.builder = builder
+        self.micro_batches = micro_batches
         self._recomputation = recomputation
         store = builder.store
         self.groups = _new_groups(builder, recomputation)
@@ -100,12 +109,12 @@ class Layout:
 
     @property
     def task_count(self) -> int:
-        """Number of tasks that `assemble` found."""
+        """Number of tasks of one micro-batch that `assemble` found."""
         return int(self._scratch.counts[0])
 
     @property
     def peak_memory_D(self) -> Array:  # noqa: N802 - the shape suffix
-        """Peak bytes of each device that `assemble` found."""
+        """Peak bytes of each device that `assemble` found, of several micro-batches that `step` found."""
         return self._derivation.peak_D
 
     @property
@@ -203,6 +212,10 @@ class Layout:
         self._reserve(len(self._derivation.pool))
         self._generation = -1
 
+    def divide(self, micro_batches: MicroBatches) -> None:
+        """Let a step go through other micro-batches; the graph stays that of one, and `undo` leaves this as it is."""
+        self.micro_batches = micro_batches
+
     def undo(self, undo: Undo) -> None:
         """Take back the latest change."""
         for index, configuration in zip(undo.operators.tolist(), undo.configurations, strict=True):
@@ -220,7 +233,7 @@ class Layout:
         self._generation = store.generation
 
     def assemble(self) -> tuple[Tasks, ResourceSets]:
-        """Write the task graph; the arrays are valid until the next change, the first `task_count` tasks of them."""
+        """Write the task graph of one micro-batch; valid until the next change, the first `task_count` tasks of it."""
         self.refresh()
         store = self.builder.store
         resource_sets = store.resource_sets.arrays()
@@ -245,6 +258,40 @@ class Layout:
             emission = emission._replace(tasks=self._tasks)
         emit_task_graph(emission, *self.builder.updates(derivation.elements_D))
         return self._tasks, resource_sets
+
+    def step(self) -> StepTasks:
+        """Return the tasks of a step, valid until the next change, and find its peak memory.
+
+        Raises:
+            StrategyError: the schedule is interleaved, and groups of devices do not take turns.
+        """
+        assembled, resource_sets = self.assemble()
+        count = self.task_count
+        columns = {name: array[:count] for name, array in assembled._asdict().items()}
+        columns["pred_ptr"] = assembled.pred_ptr[: count + 1]
+        columns["pred"] = assembled.pred[: assembled.pred_ptr[count]]
+        tasks = Tasks(**columns)
+        if self.micro_batches == ONE_BATCH:
+            return StepTasks(tasks, None)
+        pipeline = pipeline_of(
+            self.builder.graph, self.configurations, self.micro_batches, self.groups.last_O
+        )
+        self._account(pipeline)
+        return unrolled(tasks, resource_sets, len(self.builder.topology.devices), pipeline)
+
+    def _account(self, pipeline: Pipeline) -> None:
+        """Find the peak memory of a step in micro-batches."""
+        devices, stages, units = len(self.builder.topology.devices), pipeline.stages, pipeline.units
+        memory = StageMemory(
+            *(np.zeros(devices, np.int64) for _ in range(2)),
+            *(np.zeros((stages, devices), np.int64) for _ in range(2)),
+        )
+        statics = static_values(self.builder.graph)
+        is_input_S = np.array([value.kind is ValueKind.INPUT for value in statics], np.bool_)
+        account_stages(self.emission(), pipeline.stage_O, is_input_S, self.builder.state_tensors, memory)
+        find_step_peak(
+            units.is_forward_U, units.stage_U, memory, pipeline.micro_batches, self._derivation.peak_D
+        )
 
     def emission(self) -> Emission:
         """Return what `assemble` emits the task graph from; valid until the next change."""
@@ -284,15 +331,16 @@ class Layout:
 
         In fifo order and by priority it is -1 where it exceeds the bound.
         """
-        tasks, resource_sets = self.assemble()
-        if len(self._timeline.start_ns) < self.task_count:
-            self._timeline = Timeline(*(np.zeros(2 * self.task_count, np.int64) for _ in range(3)))
+        tasks, _ = self.step()
+        count = len(tasks.kind)
+        if len(self._timeline.start_ns) < count:
+            self._timeline = Timeline(*(np.zeros(2 * count, np.int64) for _ in range(3)))
         topology = self.builder.topology
         resource_count = len(topology.devices) + len(topology.links)
         arguments = (
-            self.task_count,
+            count,
             tasks,
-            resource_sets,
+            self.builder.store.resource_sets.arrays(),
             self.builder.contention_ppm_D,
             resource_count,
             self._timeline,
@@ -301,20 +349,19 @@ class Layout:
             return int(run_program_order(*arguments)), self._timeline
         if order == "fifo":
             return int(run_fifo_order(*arguments, bound_ns)), self._timeline
-        numbers = self._numbers(tasks, order)
-        return int(run_priority_order(*arguments, numbers, bound_ns)), self._timeline
+        return int(run_priority_order(*arguments, self._numbers(tasks, order), bound_ns)), self._timeline
 
     def _numbers(self, tasks: Tasks, order: str) -> Array:
         """Return the numbers that the order's policy gives to communications; valid until the next run."""
-        devices = len(self.builder.topology.devices)
+        count, devices = len(tasks.kind), len(self.builder.topology.devices)
         if order != "priority":
             policy = {"priority-tic": tic_of, "priority-tac": tac_of}[order]
-            return policy(tasks, self.task_count, devices)
-        if len(self._bucket_T) < self.task_count:
-            self._priority_T, self._bucket_T = (np.zeros(2 * self.task_count, np.int64) for _ in range(2))
+            return policy(tasks, count, devices)
+        if len(self._bucket_T) < count:
+            self._priority_T, self._bucket_T = (np.zeros(2 * count, np.int64) for _ in range(2))
         if self._positions is None:
             self._positions = positions(self.builder.store.wiring)
-        number_by_position(self.task_count, tasks, devices, self._positions, self._priority_T, self._bucket_T)
+        number_by_position(count, tasks, devices, self._positions, self._priority_T, self._bucket_T)
         return self._priority_T
 
 

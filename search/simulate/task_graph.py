@@ -30,7 +30,7 @@ updates apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -78,6 +78,12 @@ class TaskKind(IntEnum):
 COMPUTE_KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE, TaskKind.RECOMPUTE)
 
 
+# The arrays of `TaskGraph` that are those of kernels, in their order.
+_COLUMNS = (
+    "kind_T", "run_ns_T", "resource_set_T", "origin_T", "subject_T", "part_T", "size_bytes_T", "launched_ns_T",
+    "pred_ptr_T1", "pred_E",
+)  # fmt: skip
+
 _ABOUT_BUCKETS = {TaskKind.SYNCHRONIZE: "bucket", TaskKind.UPDATE_GATHER: "weights of bucket"}
 _ABOUT_WEIGHTS = {
     **_ABOUT_BUCKETS,
@@ -101,6 +107,8 @@ class TaskGraph:
     pred_ptr_T1, pred_E: tasks that a task waits for; one may be named twice.
     contention_ppm_D: by how much communication slows compute, in parts per million.
     peak_memory_D: bytes, see `search.simulate.simulator.Simulation`.
+    micro_batch_T: the micro-batch of each task, -1 of what is of all (`search.simulate.micro_batches`); None where a
+        step goes through one.
     """
 
     graph: OperatorGraph
@@ -118,6 +126,7 @@ class TaskGraph:
     contention_ppm_D: IntArray
     peak_memory_D: IntArray
     resource_sets: ResourceSets
+    micro_batch_T: IntArray | None = None
 
     @property
     def task_count(self) -> int:
@@ -176,14 +185,21 @@ class TaskGraph:
         return [*devices, *(link.name for link in self.topology.links)]
 
     def names(self, tasks: Sequence[int] | None = None) -> list[str]:
-        """Return names for reports, such as "backward conv1[3]", of some tasks or of all."""
+        """Return names for reports, such as "backward conv1[3] of micro-batch 2", of some tasks or of all."""
         from search.simulate.arrays import operator_values
 
         operators = [operator.name for operator in self.graph.operators]
         values = [value.name for value in operator_values(self.graph)]
         values += [buffer for buffer, _ in self.graph.buffer_updates]
         chosen = range(self.task_count) if tasks is None else tasks
-        return [self._name(task, operators, values) for task in chosen]
+        names = [self._name(task, operators, values) for task in chosen]
+        if self.micro_batch_T is None:
+            return names
+        micro_batches = self.micro_batch_T[list(chosen)].tolist()
+        return [
+            name if number < 0 else f"{name} of micro-batch {number}"
+            for name, number in zip(names, micro_batches, strict=True)
+        ]
 
     def _name(self, task: int, operators: Sequence[str], values: Sequence[str]) -> str:
         kind = TaskKind(int(self.kind_T[task]))
@@ -304,7 +320,13 @@ class TaskGraphBuilder:
         """Return a layout of a validated strategy."""
         from search.simulate.strategy_state import Layout
 
-        return Layout(self, strategy.configurations, self.sharding(strategy), strategy.recomputation)
+        return Layout(
+            self,
+            strategy.configurations,
+            self.sharding(strategy),
+            strategy.recomputation,
+            strategy.micro_batches,
+        )
 
     def sharding(self, strategy: Strategy) -> tuple[Sharding, ...]:
         """Return what is shared of each weight."""
@@ -318,32 +340,20 @@ class TaskGraphBuilder:
             size_bytes = self.bucket_bytes if by_default else strategy.synchronization.size_bytes
             return self._changed(self.links.choosing(strategy), size_bytes).build(plain)
         layout = self.layout(strategy)
-        tasks, resource_sets = layout.assemble()
-        count = layout.task_count
+        tasks, micro_batch_T = layout.step()
+        resource_sets = self.store.resource_sets.arrays()
         return TaskGraph(
             graph=self.graph,
             topology=self.topology,
-            **_sliced(tasks, count),
+            **{
+                column: array.copy()
+                for column, array in zip(_COLUMNS, tasks, strict=True)
+            },
             contention_ppm_D=self.contention_ppm_D,
             peak_memory_D=layout.peak_memory_D.copy(),
             resource_sets=type(resource_sets)(*(array.copy() for array in resource_sets)),
+            micro_batch_T=micro_batch_T,
         )
-
-
-def _sliced(tasks: Tasks, count: int) -> Mapping[str, IntArray]:
-    last = tasks.pred_ptr[count]
-    return {
-        "kind_T": tasks.kind[:count].copy(),
-        "run_ns_T": tasks.run_ns[:count].copy(),
-        "resource_set_T": tasks.resource_set[:count].copy(),
-        "origin_T": tasks.origin[:count].copy(),
-        "subject_T": tasks.subject[:count].copy(),
-        "part_T": tasks.part[:count].copy(),
-        "size_bytes_T": tasks.size_bytes[:count].copy(),
-        "launched_ns_T": tasks.launched_ns[:count].copy(),
-        "pred_ptr_T1": tasks.pred_ptr[: count + 1].copy(),
-        "pred_E": tasks.pred[:last].copy(),
-    }
 
 
 def build_task_graph(

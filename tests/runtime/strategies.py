@@ -12,6 +12,7 @@ import pytest
 from graph.axes import AxisKind, Degrees, tasks
 from graph.operator_ranges import OperatorRange, OperatorRanges
 from graph.operators import Operator, OperatorGraph
+from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy, stays_whole
 
 MOST_TASKS = 8
@@ -104,6 +105,33 @@ def _regular_degrees(
             if axis.kind is kind and fits and tasks(tuple(degrees)) * left <= device_count:
                 degrees[index] = left
     return tuple(degrees)
+
+
+def staged(
+    graph: OperatorGraph, groups: list[list[int]], chunks: int, seed: int, *, split: bool = True
+) -> Strategy:
+    """Return a random strategy whose operators are in turn, in runs, on groups of devices."""
+    generator = random.Random(seed)
+    order = graph.order.of_loss
+    count = len(groups) * chunks
+    bounds = [0, *sorted(generator.sample(range(1, len(order)), count - 1)), len(order)]
+    configurations: list[Configuration] = []
+    inside = [random_strategy(graph, len(devices), seed).configurations for devices in groups]
+    for index, operator in enumerate(graph.operators):
+        # Operators that renew buffers run where the last ones of the loss do.
+        place = order.index(index) if index in order else len(order) - 1
+        group = sum(place >= bound for bound in bounds[1:-1]) % len(groups)
+        chosen = inside[group][index]
+        if not split:
+            chosen = Configuration((1,) * len(operator.space.axes), (0,))
+        devices = tuple(groups[group][device] for device in chosen.devices)
+        configurations.append(Configuration(chosen.degrees, devices))
+    return Strategy(graph.digest, tuple(configurations))
+
+
+def in_micro_batches(strategy: Strategy, count: int, schedule: Schedule) -> Strategy:
+    """Return the strategy with steps of so many micro-batches."""
+    return replace(strategy, micro_batches=MicroBatches(count, schedule))
 
 
 def randomly_shared(strategy: Strategy, graph: OperatorGraph, seed: int) -> Strategy:

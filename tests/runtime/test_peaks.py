@@ -14,8 +14,9 @@ import torch
 from graph.axes import AxisKind
 from graph.errors import RuntimeFailure
 from graph.importer import import_module
-from graph.operators import OperatorGraph
+from graph.operators import OperatorGraph, ValueKind
 from graph.plan import Plan, build_plan
+from graph.schedule import Schedule
 from graph.strategy import Strategy
 from graph.training import Training
 from profiler.operators.counter_rng import keep_mask
@@ -26,7 +27,16 @@ from runtime.observe.memory_trace import PARTS, trace_memory
 from runtime.ranks import watchdog
 from tests.runtime.oracle import SEED, graph_of, reference
 from tests.runtime.pool import LocalPool
-from tests.runtime.strategies import by_kind, groups_of, in_turn, random_groups, random_strategy, seeds
+from tests.runtime.strategies import (
+    by_kind,
+    groups_of,
+    in_micro_batches,
+    in_turn,
+    random_groups,
+    random_strategy,
+    seeds,
+    staged,
+)
 
 MEGABYTE = 1 << 20
 # What a process keeps between jobs is not there in a walk.
@@ -60,7 +70,7 @@ def check_against_a_run(pool: LocalPool, name: str, strategy: Strategy, optimize
             strategy=strategy,
             node_of=(0,) * strategy.device_count,
             training=training,
-            model=reference(name, batch_size=SIZES[name]),
+            model=reference(name, batch_size=SIZES[name] * strategy.micro_batches.count),
             seed=SEED,
             iterations=1,
             warmup=0,
@@ -103,6 +113,36 @@ def test_random_groups_take_what_the_walk_says(pool: LocalPool, name: str, seed:
     graph = graph_of(name, batch_size=BATCHES[name])
     strategy = replace(random_strategy(graph, 2, seed), recomputation=random_groups(graph, seed))
     check_against_a_run(pool, name, strategy, "momentum")
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("name", BATCHES)
+def test_micro_batches_take_what_the_walk_says(pool: LocalPool, name: str, schedule: Schedule) -> None:
+    graph = graph_of(name, batch_size=BATCHES[name])
+    plain = staged(graph, [[0], [1]], 1, 1, split=False)
+    check_against_a_run(pool, name, in_micro_batches(plain, 4, schedule), "momentum")
+
+
+def test_a_stage_keeps_no_more_micro_batches_than_stages_follow_it() -> None:
+    """Of gpipe every stage keeps all; what is in flight is what makes the difference."""
+    graph = graph_of("blocked", batch_size=64)
+    plain = staged(graph, [[0], [1], [2]], 1, 1, split=False)
+
+    def peaks(count: int, schedule: Schedule) -> list[int]:
+        plan = plan_of(graph, in_micro_batches(plain, count, schedule))
+        inputs = sum(value.spec.size_bytes for value in graph.values if value.kind is ValueKind.INPUT)
+        # Inputs of all micro-batches are there, on the first stage.
+        return [
+            trace_memory(plan, Training(1), rank).peak_bytes - (count * inputs if rank == 0 else 0)
+            for rank in range(3)
+        ]
+
+    weights = sum(weight.spec.size_bytes for weight in graph.weights)
+    # Gradients of weights are there, too, where a forward follows a backward.
+    for of_many, of_few in zip(peaks(8, Schedule.ONE_F_ONE_B), peaks(3, Schedule.ONE_F_ONE_B), strict=True):
+        assert of_few <= of_many <= of_few + weights
+    all_kept, in_turn_kept = peaks(8, Schedule.GPIPE), peaks(8, Schedule.ONE_F_ONE_B)
+    assert all(most > 1.9 * least for most, least in zip(all_kept, in_turn_kept, strict=True))
 
 
 def test_what_an_earlier_job_drew_takes_no_memory(pool: LocalPool) -> None:

@@ -1,0 +1,297 @@
+"""Pipeline parallelism: stages of any sizes and splits, and the schedule of the problem's micro-batches.
+
+First 3-D parallelism of all degrees under all schedules, then what dynamic programming finds, each with its gradients
+and optimizer shared, or its activations made again, where memory does not suffice. From the best a walk changes one
+thing at a time: where a stage begins, how many devices it has, how it is split, one group of its operators, the
+schedule, what is shared, what is made again. Every step is simulated exactly, and the best of all is kept, so that the
+result is no worse than any of the baselines that the budget lets it simulate; these come first.
+
+Sources: Megatron-LM (arXiv:2104.04473) for the baselines; Alpa (OSDI 2022) for the dynamic program; Metropolis
+acceptance as in FlexFlow (arXiv:1807.05358), section 6.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import exp
+
+import numpy as np
+
+from graph.errors import StrategyError
+from graph.schedule import MicroBatches, Schedule
+from graph.strategy import Sharding, Strategy
+from graph.synchronization import BY_DEFAULT
+from search.algorithms.algorithm import Algorithm
+from search.algorithms.staging import Staging, Stagings
+from search.algorithms.trials import Trial, TrialSearch
+from search.bounds.pipeline_costs import VARIANTS
+from search.outcome import Outcome
+from search.space.baselines import shared
+from search.space.configurations import configured, random_draw
+from search.space.pipelines import Split, stage_sizes
+
+MOST_DIVISIONS = 6
+"""Divisions of a dynamic program that are simulated, by schedule and variant."""
+MOST_MOVES = 400
+MOST_DRAWS = 20
+"""Draws of a move in a row that give nothing new, after which the walk ends."""
+TEMPERATURE = 0.01
+"""By what share of its time a step is worse that is accepted once in e times."""
+
+
+def _pipeline(trial: Trial, starts: Sequence[Strategy], seed: int) -> None:
+    """Take the starts with the problem's micro-batches, 3-D parallelism, divisions, and a walk from the best."""
+    search = _PipelineSearch(trial)
+    for start in starts:
+        search.take_start(start)
+    for staging in search.stagings.baselines():
+        search.take_fitting(staging)
+    search.take_divisions()
+    search.walk(np.random.default_rng(seed))
+
+
+class _PipelineSearch:
+    """The stagings that were simulated, and their outcomes; None of one that has no strategy."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.stagings = Stagings(trial.problem, trial.builder)
+        self.outcomes: dict[Staging, Outcome | None] = {}
+
+    def take(self, staging: Staging) -> Outcome | None:
+        """Simulate a staging that was not yet; return its outcome, or None where it has no strategy."""
+        if staging not in self.outcomes:
+            strategy = self.stagings.strategy(staging)
+            if strategy is None:
+                self.outcomes[staging] = None
+            else:
+                self.trial.take(strategy)
+                self.outcomes[staging] = self.trial.latest
+        return self.outcomes[staging]
+
+    def take_fitting(self, staging: Staging) -> None:
+        """Simulate a staging and, as long as it exceeds memories, one that shares its optimizer, or recomputes."""
+        everything = frozenset(range(staging.stages))
+        for variant in VARIANTS:
+            outcome = self.take(
+                replace(
+                    staging,
+                    shares_optimizer=variant.shares_optimizer,
+                    recomputed=everything if variant.recomputes else frozenset(),
+                )
+            )
+            if outcome is None or not outcome.excess_bytes:
+                return
+
+    def take_start(self, start: Strategy) -> None:
+        """Simulate a start with the problem's micro-batches, and without what these do not go with."""
+        problem = self.trial.problem
+        own = start.micro_batches
+        if own.count != problem.micro_batches or problem.schedule not in (None, own.schedule):
+            schedule = problem.schedule or Schedule.ONE_F_ONE_B
+            start = replace(start, micro_batches=MicroBatches(problem.micro_batches, schedule))
+        if problem.micro_batches > 1:
+            if Sharding.PARAMETERS in start.sharding:
+                start = shared(problem.graph, start, Sharding.OPTIMIZER)
+            start = replace(start, compiled=(), synchronization=BY_DEFAULT)
+        try:
+            start.validate(problem.graph, problem.device_count)
+        except StrategyError:
+            return
+        self.trial.take(start)
+
+    def take_divisions(self) -> None:
+        """Simulate the best that dynamic programming finds; of variants the first that fits the memories."""
+        for schedule in self.stagings.schedules(self.stagings.most_stages):
+            for variant in VARIANTS:
+                outcomes = [
+                    self.take(staging) for staging in self.stagings.divided(schedule, variant, MOST_DIVISIONS)
+                ]
+                if any(outcome is not None and not outcome.excess_bytes for outcome in outcomes):
+                    break
+
+    def walk(self, rng: np.random.Generator) -> None:
+        """Walk from the best staging, by changes of one thing at a time."""
+        known = {staging: outcome for staging, outcome in self.outcomes.items() if outcome is not None}
+        if not known:
+            return
+        current = best = min(known, key=known.__getitem__)
+        moves = _Moves(self.stagings, rng)
+        taken = idle = 0
+        while taken < MOST_MOVES and idle < MOST_DRAWS:
+            proposal = moves.proposed(current)
+            if proposal is None or proposal in self.outcomes:
+                idle += 1
+                continue
+            outcome = self.take(proposal)
+            if outcome is None:
+                idle += 1
+                continue
+            taken, idle = taken + 1, 0
+            known[proposal] = outcome
+            if _accepts(known[current], outcome, rng):
+                current = proposal
+            if outcome < known[best]:
+                best = proposal
+            elif taken % (MOST_MOVES // 8) == 0:
+                current = best
+
+
+def _accepts(current: Outcome, proposed: Outcome, rng: np.random.Generator) -> bool:
+    """Return whether a step is made: always to what is no worse, else by Metropolis if it fits the memories."""
+    chance = rng.random()
+    if proposed <= current:
+        return True
+    if proposed.excess_bytes > current.excess_bytes:
+        return False
+    worse = proposed.step_time_ns / max(1, current.step_time_ns) - 1
+    return bool(chance < exp(-worse / TEMPERATURE))
+
+
+class _Moves:
+    """Random changes of stagings."""
+
+    def __init__(self, stagings: Stagings, rng: np.random.Generator) -> None:
+        self._stagings = stagings
+        self._rng = rng
+        self._sizes = frozenset(stage_sizes(stagings.problem.device_count))
+
+    def proposed(self, staging: Staging) -> Staging | None:
+        """Return a changed staging, or None where the drawn change cannot be made."""
+        changes = (
+            self._boundary_moved, self._boundary_moved, self._devices_given, self._stages_merged, self._stage_cut,
+            self._split_changed, self._configuration_changed, self._configuration_changed,
+            self._configuration_changed, self._schedule_changed, self._sharing_changed, self._recomputation_changed,
+        )  # fmt: skip
+        return changes[self._below(len(changes))](staging)
+
+    def _below(self, end: int) -> int:
+        return int(self._rng.integers(end))
+
+    def _boundary_moved(self, staging: Staging) -> Staging | None:
+        """Return a staging in which a stage begins up to two segments earlier or later."""
+        if not staging.firsts:
+            return None
+        stage = self._below(len(staging.firsts))
+        firsts = list(staging.firsts)
+        firsts[stage] += (-2, -1, 1, 2)[self._below(4)]
+        bounds = [0, *firsts, self._stagings.costs.segments]
+        if not bounds[stage] < firsts[stage] < bounds[stage + 2]:
+            return None
+        return replace(staging, firsts=tuple(firsts))
+
+    def _drawn_split(self, devices: int) -> Split | None:
+        splits = self._stagings.splits.of(devices) if devices in self._sizes else ()
+        return splits[self._below(len(splits))] if splits else None
+
+    def _devices_given(self, staging: Staging) -> Staging | None:
+        """Return a staging in which two neighbours have divided their devices in another way."""
+        if len(staging.splits) == 1:
+            return None
+        group = self._below(len(staging.splits) - 1)
+        total = staging.splits[group].devices + staging.splits[group + 1].devices
+        given = 1 + self._below(total - 1)
+        halves = self._drawn_split(given), self._drawn_split(total - given)
+        return self._with_splits(staging, group, 2, halves)
+
+    def _split_changed(self, staging: Staging) -> Staging | None:
+        """Return a staging in which a group of devices is split in another way."""
+        group = self._below(len(staging.splits))
+        return self._with_splits(staging, group, 1, (self._drawn_split(staging.splits[group].devices),))
+
+    def _with_splits(
+        self, staging: Staging, group: int, count: int, splits: Sequence[Split | None]
+    ) -> Staging | None:
+        """Return a staging in which `count` groups of devices from one on are replaced by others."""
+        new = tuple(split for split in splits if split is not None)
+        if len(new) < len(splits) or new == staging.splits[group : group + count]:
+            return None
+        groups = len(staging.splits)
+        touched = range(group, group + count)
+        return replace(
+            staging,
+            splits=(*staging.splits[:group], *new, *staging.splits[group + count :]),
+            changed=tuple(change for change in staging.changed if change[0] % groups not in touched),
+        )
+
+    def _stages_merged(self, staging: Staging) -> Staging | None:
+        """Return a staging in which two neighbours are one stage, on the devices of both."""
+        if len(staging.splits) == 1 or staging.stages > len(staging.splits):
+            return None
+        stage = self._below(len(staging.splits) - 1)
+        split = self._drawn_split(sum(split.devices for split in staging.splits[stage : stage + 2]))
+        merged = self._with_splits(staging, stage, 2, (split,))
+        if merged is None:
+            return None
+        firsts = (*staging.firsts[:stage], *staging.firsts[stage + 1 :])
+        return self._renumbered(merged, firsts, stage, -1)
+
+    def _stage_cut(self, staging: Staging) -> Staging | None:
+        """Return a staging in which a stage is cut in two, as are its devices."""
+        if staging.stages > len(staging.splits) or staging.stages == self._stagings.most_stages:
+            return None
+        stage = self._below(staging.stages)
+        first, end = (0, *staging.firsts, self._stagings.costs.segments)[stage : stage + 2]
+        devices = staging.splits[stage].devices
+        if end - first < 2 or devices < 2:
+            return None
+        given = 1 + self._below(devices - 1)
+        halves = self._drawn_split(given), self._drawn_split(devices - given)
+        place = first + 1 + self._below(end - first - 1)
+        cut = self._with_splits(staging, stage, 1, halves)
+        if cut is None:
+            return None
+        return self._renumbered(cut, (*staging.firsts[:stage], place, *staging.firsts[stage:]), stage, 1)
+
+    def _renumbered(self, staging: Staging, firsts: tuple[int, ...], stage: int, by: int) -> Staging:
+        """Return a staging with other stages, where all behind a stage have another number."""
+        recomputed = {number + by if number > stage else number for number in staging.recomputed}
+        if by > 0 and stage in recomputed:
+            recomputed.add(stage + 1)
+        changed = tuple(
+            (number + by if number > stage else number, group, configuration)
+            for number, group, configuration in staging.changed
+        )
+        last = len(firsts)
+        return replace(
+            staging,
+            firsts=firsts,
+            schedule=staging.schedule if firsts else Schedule.ONE_F_ONE_B,
+            recomputed=frozenset(number for number in recomputed if 0 <= number <= last),
+            changed=changed,
+        )
+
+    def _configuration_changed(self, staging: Staging) -> Staging | None:
+        """Return a staging in which one group of operators has another configuration on its stage's devices."""
+        number = self._below(len(self._stagings.groups))
+        head = self._stagings.groups[number].head
+        segment = self._stagings.costs.segment_of(head)
+        if segment < 0:
+            return None
+        stage = sum(first <= segment for first in staging.firsts)
+        count = len(staging.devices(stage))
+        operator = self._stagings.graph.operators[head]
+        configuration = configured(random_draw(operator, count, self._rng), count)
+        kept = (change for change in staging.changed if change[:2] != (stage, number))
+        return replace(staging, changed=(*kept, (stage, number, configuration)))
+
+    def _schedule_changed(self, staging: Staging) -> Staging | None:
+        """Return a staging under the other of the schedules that keep its stages."""
+        schedules = self._stagings.schedules(len(staging.splits))
+        others = [schedule for schedule in schedules if schedule is not staging.schedule]
+        if staging.schedule is Schedule.INTERLEAVED or not others:
+            return None
+        return replace(staging, schedule=others[self._below(len(others))])
+
+    def _sharing_changed(self, staging: Staging) -> Staging:
+        """Return a staging that shares gradients and optimizer state, or no longer does."""
+        return replace(staging, shares_optimizer=not staging.shares_optimizer)
+
+    def _recomputation_changed(self, staging: Staging) -> Staging:
+        """Return a staging in which a stage's activations are made again, or no longer are."""
+        return replace(staging, recomputed=staging.recomputed ^ {self._below(staging.stages)})
+
+
+pipeline = TrialSearch("pipeline", _pipeline)
+ALGORITHMS: Mapping[str, Algorithm] = {"pipeline": pipeline.solve}

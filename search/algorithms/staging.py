@@ -1,0 +1,262 @@
+"""Stagings: pipelined strategies by where their stages begin, how each is split, and in which order they work.
+
+A staging is what the `pipeline` algorithm changes; `Stagings` makes its strategy, those of 3-D parallelism as baselines
+(Megatron-LM), and those that dynamic programming finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import cast
+
+from graph.errors import StrategyError
+from graph.operator_ranges import OperatorRange, OperatorRanges
+from graph.schedule import MicroBatches, Schedule
+from graph.strategy import Configuration, Sharding, Strategy
+from search.algorithms.best_tracker import builder_of
+from search.bounds.pipeline_costs import PLAIN, PipelineCosts, Variant
+from search.bounds.stage_division import Division, Row, divided, divisions
+from search.problem import Problem
+from search.simulate.task_graph import TaskGraphBuilder
+from search.space.baselines import Baseline, shared
+from search.space.groups import Group, find_groups, follow
+from search.space.pipelines import (
+    MOST_CUTS,
+    Split,
+    Splits,
+    balanced,
+    cut_points,
+    has_stages,
+    moved,
+    staged,
+    triples,
+)
+
+MOST_STAGES = 32
+MOST_CHUNKS = 4
+"""Stages that a group of devices has under schedule interleaved, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A pipelined strategy.
+
+    firsts: the segments that stages but the first begin with.
+    splits: of each group of devices, which follow each other; under schedule interleaved stages are on them in turn.
+    shares_optimizer: whether all weights' gradients and optimizer state are shared (ZeRO-2).
+    recomputed: the stages whose activations are made again, segment by segment.
+    changed: configurations of operator groups within a stage, on the stage's devices numbered from 0: (stage, number of
+        the operator group, configuration of its head).
+    """
+
+    firsts: tuple[int, ...]
+    splits: tuple[Split, ...]
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    shares_optimizer: bool = False
+    recomputed: frozenset[int] = frozenset()
+    changed: tuple[tuple[int, int, Configuration], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.firsts) + 1
+
+    def devices(self, stage: int) -> tuple[int, ...]:
+        """Return the devices of a stage."""
+        group = stage % len(self.splits)
+        first = sum(split.devices for split in self.splits[:group])
+        return tuple(range(first, first + self.splits[group].devices))
+
+    @property
+    def name(self) -> str:
+        """The name of a baseline whose stages are all split alike: data x tensor x pipeline degree, and the rest."""
+        split, chunks = self.splits[0], self.stages // len(self.splits)
+        parts = [f"3d-{split.data}x{split.tensor}x{len(self.splits)}"]
+        if self.schedule is not Schedule.ONE_F_ONE_B:
+            parts.append(self.schedule.value + (f"-{chunks}" if chunks > 1 else ""))
+        return "-".join([*parts, *(["zero"] if self.shares_optimizer else [])])
+
+
+class Stagings:
+    """Stagings of a problem, and their strategies."""
+
+    def __init__(
+        self, problem: Problem, builder: TaskGraphBuilder | None = None, most_cuts: int = MOST_CUTS
+    ) -> None:
+        """Take a problem, whose fragments are those of `builder`, and into how many segments it is cut at most."""
+        self.problem = problem
+        self.graph = problem.graph
+        self.splits = Splits(problem.graph)
+        self.cuts = cut_points(problem.graph, most_cuts)
+        self.costs = PipelineCosts(problem, self.splits, self.cuts, builder or builder_of(problem))
+        self.groups: tuple[Group, ...] = find_groups(problem.graph)
+
+    @property
+    def most_stages(self) -> int:
+        """The most stages that there are."""
+        return min(self.problem.device_count, self.costs.segments, MOST_STAGES)
+
+    def schedules(self, groups: int) -> tuple[Schedule, ...]:
+        """Return the schedules that so many groups of devices may have, without interleaved."""
+        if self.problem.schedule is Schedule.INTERLEAVED:
+            return ()
+        if self.problem.schedule is not None:
+            return (self.problem.schedule,)
+        if self.problem.micro_batches == 1 or groups == 1:
+            return (Schedule.ONE_F_ONE_B,)
+        return Schedule.ONE_F_ONE_B, Schedule.GPIPE
+
+    def chunks(self, groups: int) -> tuple[int, ...]:
+        """Return how many stages a group may have under schedule interleaved; none where it is none."""
+        count = self.problem.micro_batches
+        if (
+            self.problem.schedule not in (None, Schedule.INTERLEAVED)
+            or count == 1
+            or groups == 1
+            or count % groups
+        ):
+            return ()
+        return tuple(chunks for chunks in range(2, MOST_CHUNKS + 1) if groups * chunks <= self.costs.segments)
+
+    # ---- strategies
+
+    def strategy(self, staging: Staging) -> Strategy | None:
+        """Return the strategy of a staging; None where operators do not make the stages that are meant."""
+        places = tuple(self.cuts[first - 1] for first in staging.firsts)
+        stages = range(staging.stages)
+        parts = [
+            replace(
+                self.splits.part(staging.splits[stage % len(staging.splits)], 0),
+                devices=staging.devices(stage),
+            )
+            for stage in stages
+        ]
+        strategy = staged(self.graph, places, parts)
+        if staging.changed:
+            strategy = self._changed(strategy, staging)
+        if not has_stages(self.graph, strategy, places, staging.schedule):
+            return None
+        if staging.shares_optimizer:
+            strategy = shared(self.graph, strategy, Sharding.OPTIMIZER)
+        strategy = replace(
+            strategy,
+            micro_batches=MicroBatches(self.problem.micro_batches, staging.schedule),
+            recomputation=self._recomputation(staging),
+        )
+        try:
+            strategy.validate(self.graph, self.problem.device_count)
+        except StrategyError:
+            return None
+        return strategy
+
+    def _changed(self, strategy: Strategy, staging: Staging) -> Strategy:
+        configurations = list(strategy.configurations)
+        ends = (*staging.firsts, self.costs.segments)
+        for stage, number, configuration in staging.changed:
+            first = (0, *staging.firsts)[stage]
+            devices = staging.devices(stage)
+            for index, own in follow(self.groups[number], configuration).items():
+                if first <= self.costs.segment_of(index) < ends[stage]:
+                    configurations[index] = moved(own, devices)
+        return strategy.with_configurations(tuple(configurations))
+
+    @cached_property
+    def _segment_ranges(self) -> tuple[OperatorRange | None, ...]:
+        """Of every segment, from the first to the last operator that has a backward."""
+        graph, of_loss = self.graph, self.graph.order.of_loss
+        ranges: list[OperatorRange | None] = []
+        for first, last in pairwise((0, *self.cuts, len(of_loss))):
+            reached = [index for index in of_loss[first:last] if graph.has_backward(graph.operators[index])]
+            ranges.append(OperatorRange(reached[0], reached[-1]) if reached else None)
+        return tuple(ranges)
+
+    def _recomputation(self, staging: Staging) -> OperatorRanges:
+        bounds = list(pairwise((0, *staging.firsts, self.costs.segments)))
+        return tuple(
+            segment
+            for stage in sorted(staging.recomputed)
+            for segment in self._segment_ranges[slice(*bounds[stage])]
+            if segment is not None
+        )
+
+    # ---- 3-D parallelism
+
+    def of_triple(self, split: Split, stages: int, schedule: Schedule, chunks: int = 1) -> Staging:
+        """Return the staging of data, tensor and pipeline parallelism, whose slowest stage is as fast as can be.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        division = None
+        if chunks == 1:
+            row = self.costs.row(
+                self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, split=split
+            )
+            division = divided(row, stages)
+        if division is not None:
+            firsts = tuple(stage.first for stage in division.stages[1:])
+        else:
+            # Interleaved, or more than the memories hold.
+            micro_ns_B = self.costs.stage_costs(split, 0, PLAIN).micro_ns_B
+            micro_ns = [int(after - before) for before, after in pairwise(micro_ns_B.tolist())]
+            firsts = balanced(micro_ns, stages * chunks)
+        return Staging(firsts, (split,) * stages, schedule)
+
+    def baselines(self) -> Iterator[Staging]:
+        """Give those of all degrees of data, tensor and pipeline parallelism that take all devices, by schedule.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        for split, stages in triples(self.splits, self.problem.device_count, self.most_stages):
+            for schedule in self.schedules(stages):
+                yield self.of_triple(split, stages, schedule)
+            for chunks in self.chunks(stages):
+                yield self.of_triple(split, stages, Schedule.INTERLEAVED, chunks)
+
+    # ---- dynamic programming
+
+    def divided(self, schedule: Schedule, variant: Variant, most: int) -> list[Staging]:
+        """Return the stagings of the least predicted totals, ascending, at most `most`.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        row = self.costs.row(
+            self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, variant=variant
+        )
+        found = sorted(divisions(row, self.most_stages), key=lambda division: division.total_ns)
+        return [self._of_division(row, division, schedule, variant) for division in found[:most]]
+
+    def _of_division(self, row: Row, division: Division, schedule: Schedule, variant: Variant) -> Staging:
+        splits = (row.options[stage.device][stage.option].label for stage in division.stages)
+        return Staging(
+            tuple(stage.first for stage in division.stages[1:]),
+            tuple(cast(Split, split) for split in splits),
+            schedule,
+            variant.shares_optimizer,
+            frozenset(range(len(division.stages))) if variant.recomputes else frozenset(),
+        )
+
+
+def pipeline_baselines(problem: Problem) -> tuple[Baseline, ...]:
+    """Return 3-D parallelism by all degrees and schedules, without and with ZeRO-2.
+
+    Names are as `3d-2x4x2-gpipe-zero`: data x tensor x pipeline degree, the schedule but for 1f1b.
+
+    Source: Megatron-LM (arXiv:2104.04473), sections 2 and 3.
+
+    Raises:
+        CostError: a local call has no cost.
+    """
+    stagings = Stagings(problem)
+    baselines = []
+    for staging in stagings.baselines():
+        for each in (staging, replace(staging, shares_optimizer=True)):
+            strategy = stagings.strategy(each)
+            if strategy is not None:
+                baselines.append(Baseline(each.name, strategy))
+    return tuple(baselines)

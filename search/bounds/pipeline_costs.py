@@ -1,0 +1,326 @@
+"""What stages of a pipeline take and keep, from the fragments that the simulator's task graphs consist of.
+
+A stage's time is that of its operators, each as its slowest task, forward and backward, and of the exchanges of the
+values that they make, each as the busiest link, as if nothing overlapped. Sums of gradients are priced as parts of full
+buckets. A weight that is read in several segments counts in each. Of what crosses a cut every device of the next stage
+gets its samples, from a sender in its own node where there is one; what several later stages read crosses each cut on
+its way. The simulator knows better on all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from graph.operators import OperatorGraph
+from graph.strategy import Configuration
+from graph.synchronization import BUCKET_BYTES
+from search.bounds.stage_division import Array, Option, Row, StageCosts
+from search.kernels.exchange import exchange_ns
+from search.problem import Problem
+from search.simulate.fragment_cache import UnitStore
+from search.simulate.fragment_classes import Port, ValueClass
+from search.simulate.task_graph import TaskGraphBuilder
+from search.space.pipelines import Split, Splits, crossing_bytes, moved, stage_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A pipeline whose holders of weights share gradients and optimizer (ZeRO-2), or that makes segments again."""
+
+    shares_optimizer: bool = False
+    recomputes: bool = False
+
+
+PLAIN = Variant()
+VARIANTS = tuple(Variant(shares, recomputes) for recomputes in (False, True) for shares in (False, True))
+"""In the order of what they cost in time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SegmentCosts:
+    """What every segment takes and keeps (G segments): of a micro-batch, of a step, in nanoseconds and bytes.
+
+    held_bytes_G: weights. trained_bytes_G: gradients and optimizer state. shared_bytes_G: of these what a device keeps
+    where those that hold the same elements share them.
+    """
+
+    forward_ns_G: Array
+    backward_ns_G: Array
+    sum_ns_G: Array
+    update_ns_G: Array
+    shared_update_ns_G: Array
+    held_bytes_G: Array
+    trained_bytes_G: Array
+    shared_bytes_G: Array
+    kept_bytes_G: Array
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A weight in a segment: nanoseconds of its sum, elements that a device holds, and that it updates if shared."""
+
+    sum_ns: float
+    held: int
+    updated: int
+
+
+class PipelineCosts:
+    """Rows of segments and devices of a problem, for `search.bounds.stage_division`."""
+
+    def __init__(
+        self, problem: Problem, splits: Splits, cuts: Sequence[int], builder: TaskGraphBuilder
+    ) -> None:
+        """Take the places where the order of the loss may be cut, and the builder whose fragments are used."""
+        self.problem = problem
+        self.graph: OperatorGraph = problem.graph
+        self.splits = splits
+        self.cuts = tuple(cuts)
+        self.builder = builder
+        self._store: UnitStore = builder.store
+        of_loss = self.graph.order.of_loss
+        self._segment_of = dict.fromkeys(range(len(self.graph.operators)), -1)
+        for segment, (first, last) in enumerate(pairwise((0, *self.cuts, len(of_loss)))):
+            for position in range(first, last):
+                self._segment_of[of_loss[position]] = segment
+        self._segments: dict[tuple[object, ...], _SegmentCosts] = {}
+        self._costs: dict[tuple[object, ...], StageCosts] = {}
+        self._value_ns: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._weights: dict[tuple[object, ...], _Weight] = {}
+        self._rates: dict[tuple[int, Split, Split], tuple[float, float]] = {}
+
+    @property
+    def segments(self) -> int:
+        """Number of segments."""
+        return len(self.cuts) + 1
+
+    def segment_of(self, operator: int) -> int:
+        """Return the segment of an operator; -1 of one outside of the loss."""
+        return self._segment_of[operator]
+
+    @cached_property
+    def _crossing_B(self) -> Array:  # noqa: N802 - the shape suffix
+        """The bytes over each boundary, and of those that have a gradient."""
+        places = [0, *self.cuts, len(self.graph.order.of_loss)]
+        return np.array(
+            [[of_all[place] for place in places] for of_all in crossing_bytes(self.graph)], np.int64
+        )
+
+    def row(
+        self, micro_batches: int, *, keeps_all: bool, variant: Variant = PLAIN, split: Split | None = None
+    ) -> Row:
+        """Return the row of all options, or of one split alone.
+
+        Raises:
+            CostError: a local call has no cost.
+        """
+        count = self.problem.device_count
+        capacity_D = self.builder.capacity_bytes_D
+        sizes = stage_sizes(count) if split is None else (split.devices,)
+        options = [
+            [
+                Option(
+                    each,
+                    size,
+                    self.stage_costs(each, first, variant),
+                    int(capacity_D[first : first + size].min()),
+                )
+                for size in sizes
+                if first + size <= count
+                for each in (self.splits.of(size) if split is None else (split,))
+            ]
+            if split is None or first % split.devices == 0
+            else []
+            for first in range(count)
+        ]
+        transfers = {
+            (first + option.devices, number, after): self._transfer_ns_B(
+                first + option.devices, option, next_option
+            )
+            for first in range(count)
+            for number, option in enumerate(options[first])
+            if first + option.devices < count
+            for after, next_option in enumerate(options[first + option.devices])
+        }
+        return Row(options, transfers, micro_batches, keeps_all)
+
+    # ---- what stages take
+
+    def stage_costs(self, split: Split, first: int, variant: Variant) -> StageCosts:
+        """Return the costs of stages that are split so, on devices from `first` on."""
+        alike = self._alike(split.devices, first)
+        key = (split, alike, variant)
+        if key not in self._costs:
+            if (split, alike) not in self._segments:
+                devices = tuple(range(first, first + split.devices))
+                self._segments[split, alike] = self._segment_costs(split, devices)
+            of = self._segments[split, alike]
+            micro = of.forward_ns_G + of.backward_ns_G
+            kept = of.kept_bytes_G
+            if variant.recomputes:
+                micro = micro + of.forward_ns_G
+                kept = np.minimum(kept, self._crossing_B[1, :-1] // split.data)
+            shares = variant.shares_optimizer
+            once = of.sum_ns_G + (of.shared_update_ns_G if shares else of.update_ns_G)
+            static = of.held_bytes_G + (of.shared_bytes_G if shares else of.trained_bytes_G)
+            sums = (np.concatenate([[0], np.cumsum(of_G)]) for of_G in (micro, once, static, kept))
+            self._costs[key] = StageCosts(*sums)
+        return self._costs[key]
+
+    def _alike(self, count: int, first: int) -> tuple[object, ...]:
+        """Return a key of devices in a row: equal ones are the same devices of nodes, of the same kinds."""
+        devices = self.problem.topology.devices
+        places: list[object] = []
+        for device in devices[first : first + count]:
+            begin = next(other.index for other in devices if other.node == device.node)
+            places.append((device.node - devices[first].node, device.index - begin, device.kind_name))
+        return tuple(places)
+
+    def _segment_costs(self, split: Split, devices: tuple[int, ...]) -> _SegmentCosts:
+        strategy = self.splits.strategy(split)
+        configurations = [moved(configuration, devices) for configuration in strategy.configurations]
+        forward, backward, kept, sums = (np.zeros(self.segments, np.float64) for _ in range(4))
+        held, shared = (np.zeros(self.segments, np.int64) for _ in range(2))
+        for index in self.graph.order.of_loss:
+            rows = self._rows(index, configurations[index])
+            segment = self._segment_of[index]
+            forward[segment] += rows[0]
+            backward[segment] += rows[1]
+            kept[segment] += rows[2]
+        for value in range(self._store.wiring.value_count):
+            segment = self._segment_of[self._store.classes.values[value].producer.operator]
+            if segment >= 0:
+                there_ns, back_ns = self._exchange(value, configurations)
+                forward[segment] += there_ns
+                backward[segment] += back_ns
+        for static, segment, ports in self._trained:
+            weight = self._weight(static, ports, configurations)
+            sums[segment] += weight.sum_ns
+            held[segment] += weight.held
+            shared[segment] += weight.updated
+        problem, dtype = self.problem, self.graph.weight_dtype
+        kinds = {problem.topology.devices[device].kind_name for device in devices}
+        update_s = max(problem.costs.update_s(problem.training.optimizer, dtype, kind)[0] for kind in kinds)
+        item_bytes = max((weight.spec.item_bytes for weight in self.graph.weights), default=0)
+        beside = 1 + self.builder.state_tensors
+        return _SegmentCosts(
+            forward_ns_G=np.rint(forward).astype(np.int64),
+            backward_ns_G=np.rint(backward).astype(np.int64),
+            sum_ns_G=np.rint(sums).astype(np.int64),
+            update_ns_G=np.rint(held * update_s * 1e9).astype(np.int64),
+            shared_update_ns_G=np.rint(shared * update_s * 1e9).astype(np.int64),
+            held_bytes_G=held * item_bytes,
+            trained_bytes_G=held * item_bytes * beside,
+            shared_bytes_G=shared * item_bytes * beside,
+            kept_bytes_G=kept.astype(np.int64),
+        )
+
+    def _rows(self, index: int, configuration: Configuration) -> tuple[int, int, int]:
+        """Return the slowest forward and backward of an operator's tasks, and the most that one keeps."""
+        devices = self.problem.topology.devices
+        kinds = {devices[device].kind_name for device in configuration.devices}
+        most = np.max(
+            [
+                self._store.task_costs.rows(index, configuration.degrees, kind, None)[:, :3].max(axis=0)
+                for kind in sorted(kinds)
+            ],
+            axis=0,
+        )
+        return int(most[0]), int(most[1]), int(most[2])
+
+    def _exchange(self, value: int, configurations: Sequence[Configuration]) -> tuple[int, int]:
+        """Return the nanoseconds of a value's exchange among operators of one stage, there and back."""
+        store = self._store
+        of: ValueClass = store.classes.values[value]
+        first = store.wiring.reading_ptr[value]
+        is_back = bool(store.wiring.reading_gradient[first : first + len(of.readers)].any())
+        made_by = configurations[of.producer.operator]
+        read_by = tuple(configurations[port.operator] for port in of.readers)
+        key = (of.number, is_back, made_by, read_by)
+        if key not in self._value_ns:
+            store.make_room()
+            at = store.derive_value(of, made_by, read_by)
+            sets = store.resource_sets.arrays()
+            topology = self.problem.topology
+            link_ns = np.zeros(len(topology.links), np.int64)
+            arguments = (store.arena, at, sets.resource_ptr, sets.resource, len(topology.devices), link_ns)
+            self._value_ns[key] = exchange_ns(*arguments, 0), exchange_ns(*arguments, 1) if is_back else 0
+        return self._value_ns[key]
+
+    @cached_property
+    def _trained(self) -> list[tuple[int, int, tuple[Port, ...]]]:
+        """Weights that something with a backward reads, with each segment where that is, and its readers there."""
+        graph, trained = self.graph, []
+        for static in range(len(graph.weights)):
+            readers: dict[int, list[Port]] = {}
+            for port in self._store.classes.statics[static].readers:
+                if self._segment_of[port.operator] >= 0 and graph.has_backward(
+                    graph.operators[port.operator]
+                ):
+                    readers.setdefault(self._segment_of[port.operator], []).append(port)
+            trained += [(static, segment, tuple(ports)) for segment, ports in sorted(readers.items())]
+        return trained
+
+    def _weight(self, static: int, ports: Sequence[Port], configurations: Sequence[Configuration]) -> _Weight:
+        read_by = tuple(configurations[port.operator] for port in ports)
+        item_bytes = self._store.classes.statics[static].item_bytes
+        key = (item_bytes, tuple(port.number for port in ports), read_by)
+        if key not in self._weights:
+            holders, cells = self._store.holdings(ports, read_by, synchronized=True)
+            updated, sum_ns = dict(holders), dict.fromkeys(dict(holders), 0.0)
+            for members, elements in cells:
+                ns = elements * item_bytes / BUCKET_BYTES * self._bucket_ns(members)
+                for device in members:
+                    sum_ns[device] += ns
+                    updated[device] -= elements - -(-elements // len(members))
+            held = max((elements for _, elements in holders), default=0)
+            self._weights[key] = _Weight(
+                max(sum_ns.values(), default=0.0), held, max(updated.values(), default=0)
+            )
+        return self._weights[key]
+
+    def _bucket_ns(self, members: tuple[int, ...]) -> int:
+        """Return the nanoseconds of the all-reduce of a full bucket."""
+        return self._store.resource_sets.device_set(members).price.duration_ns(BUCKET_BYTES)
+
+    # ---- transfers
+
+    def _transfer_ns_B(self, device: int, before: Option, after: Option) -> Array:  # noqa: N802 - the shape suffix
+        """Return what a micro-batch takes over each boundary to a stage that begins with a device, there and back."""
+        assert isinstance(before.label, Split)
+        assert isinstance(after.label, Split)
+        key = (device, before.label, after.label)
+        if key not in self._rates:
+            self._rates[key] = self._rate(*key)
+        latency_ns, ns_per_byte = self._rates[key]
+        transfers = np.where(self._crossing_B > 0, latency_ns + ns_per_byte * self._crossing_B, 0.0)
+        result: Array = np.rint(transfers.sum(axis=0)).astype(np.int64)
+        return result
+
+    def _rate(self, device: int, before: Split, after: Split) -> tuple[float, float]:
+        """Return the latency of a transfer between stages, and the nanoseconds that a byte holds the busiest link."""
+        topology = self.problem.topology
+        load: dict[int, float] = {}
+        latency_s = 0.0
+        for number in range(after.devices):
+            receiver = device + number
+            part, replica = divmod(number, after.tensor)
+            for source in range(before.data):
+                low = max(part / after.data, source / before.data)
+                share = min((part + 1) / after.data, (source + 1) / before.data) - low
+                if share <= 0:
+                    continue
+                first = device - before.devices + source * before.tensor
+                senders = range(first, first + before.tensor)
+                node = topology.devices[receiver].node
+                near = [sender for sender in senders if topology.devices[sender].node == node]
+                candidates = near or senders
+                route = topology.routes[candidates[replica % len(candidates)], receiver]
+                latency_s = max(latency_s, sum(topology.links[link].latency_s for link in route))
+                for link in route:
+                    load[link] = load.get(link, 0.0) + share / topology.links[link].bandwidth_bytes_per_s
+        return 1e9 * latency_s, 1e9 * max(load.values(), default=0.0)

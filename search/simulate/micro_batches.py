@@ -1,0 +1,291 @@
+"""The tasks of a step in micro-batches, from those of one micro-batch.
+
+Each task of one micro-batch belongs to the forward or the backward of a stage, a unit (`graph.schedule`), by where it
+stands in program order: a transfer or collective to the operator that it follows, what is made again to the last
+operator of its group. Units stand in the common order of the schedule, each with the tasks of its micro-batch:
+
+    forwards and backwards of all stages on all micro-batches; sums of gradients only in the backwards of the last
+        micro-batch, when all others have added theirs
+    for each micro-batch the forward of the operators that only renew buffers, and renewals
+    updates; gathers of updated shares
+
+A task waits for what it waits for in one micro-batch, of its own micro-batch. A computation also waits for the one
+before it on its device: the schedule is static, whatever the order in which tasks are served. That holds back a sum of
+gradients until all micro-batches have been through the backwards of its readers, as these run on their devices one
+after the other. A sum that a backward of another micro-batch would wait for is awaited where it stands before it. What
+renews buffers for one micro-batch waits for what the one before renewed.
+
+Shape letters here: T tasks of one micro-batch, N tasks and E dependencies of the step, U units, S stages, O operators.
+
+Sources: GPipe (arXiv:1811.06965); PipeDream-Flush (arXiv:2006.09503); Megatron-LM (arXiv:2104.04473), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from graph.operators import OperatorGraph
+from graph.schedule import MicroBatches, Phase, Schedule, Stage, common_order, stages_of
+from graph.strategy import Configuration
+from search.kernels.records import (
+    BACKWARD,
+    BUFFER_COLLECTIVE,
+    BUFFER_TRANSFER,
+    FORWARD,
+    RECOMPUTE,
+    SYNCHRONIZE,
+    UPDATE,
+    UPDATE_GATHER,
+    Array,
+    ResourceSets,
+    Tasks,
+)
+
+OF_ALL = -1
+"""Stands for the micro-batch of a task that is of all of them: a sum of gradients, an update, a gather."""
+
+
+class Units(NamedTuple):
+    """The units of a step in their common order, as arrays: whether it is a forward, stage, micro-batch."""
+
+    is_forward_U: Array
+    stage_U: Array
+    micro_batch_U: Array
+
+
+class StepTasks(NamedTuple):
+    """The tasks of a step, and the micro-batch of each, from 0; `OF_ALL` of what is done once.
+
+    There is none where a step goes through one.
+    """
+
+    tasks: Tasks
+    micro_batch_T: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """The stages of a strategy's operators, and the units of its step.
+
+    stage_O: the stage of each operator. last_O: the last operator of the group that each is made again with, itself
+    where it is in none. is_late_O: whether each only renews buffers.
+    """
+
+    stage_O: Array
+    last_O: Array
+    is_late_O: Array
+    stages: int
+    micro_batches: int
+    units: Units
+
+    @property
+    def renewing(self) -> int:
+        """The segment of what renews buffers; those before are the forwards, and the backwards, of all stages."""
+        return 2 * self.stages
+
+    @property
+    def updating(self) -> int:
+        """The segment of updates, and of gathers of updated shares."""
+        return 2 * self.stages + 1
+
+
+def pipeline_of(
+    graph: OperatorGraph,
+    configurations: Sequence[Configuration],
+    micro_batches: MicroBatches,
+    last_O: Array,  # noqa: N803 - the shape suffix
+) -> Pipeline:
+    """Return the pipeline that configurations make with a number of micro-batches.
+
+    Raises:
+        StrategyError: the schedule is interleaved, and groups of devices do not take turns.
+    """
+    stages = stages_of(graph, configurations, micro_batches.schedule)
+    groups = 1 + max(stage.group for stage in stages)
+    firsts = [stage.first for stage in stages]
+    operators = np.arange(len(graph.operators))
+    return Pipeline(
+        # What stands before the first stage, if anything, only renews buffers.
+        stage_O=np.maximum(np.searchsorted(firsts, operators, side="right") - 1, 0),
+        last_O=last_O,
+        is_late_O=np.isin(operators, graph.order.of_buffers),
+        stages=len(stages),
+        micro_batches=micro_batches.count,
+        units=_units(micro_batches.schedule, groups, len(stages) // groups, micro_batches.count),
+    )
+
+
+@lru_cache(maxsize=64)
+def _units(schedule: Schedule, groups: int, chunks: int, count: int) -> Units:
+    units = common_order(schedule, groups, chunks, count)
+    return Units(
+        np.array([unit.phase is Phase.FORWARD for unit in units]),
+        np.array([unit.stage for unit in units], np.int64),
+        np.array([unit.micro_batch for unit in units], np.int64),
+    )
+
+
+def unrolled(tasks: Tasks, sets: ResourceSets, device_count: int, pipeline: Pipeline) -> StepTasks:
+    """Return the tasks of a step from those of one micro-batch; all arrays are as long as there are tasks."""
+    segment_T = _segments(tasks, pipeline)
+    is_sum_T = tasks.kind == SYNCHRONIZE
+    is_of_all_T = is_sum_T | (segment_T == pipeline.updating)
+    source_N, micro_batch_N = _copies(segment_T, is_sum_T, pipeline)
+    number_MT = np.empty((pipeline.micro_batches, len(segment_T)), np.int64)
+    number_MT[micro_batch_N, source_N] = np.arange(len(source_N))
+    number_MT[:, is_of_all_T] = number_MT[-1, is_of_all_T]
+    resource_set_N = tasks.resource_set[source_N]
+    computed = _by_device(resource_set_N, device_count)
+    waiting_E, pred_E = _dependencies(tasks, source_N, micro_batch_N, number_MT)
+    renewals = _awaited_renewals(tasks, sets, segment_T == pipeline.renewing, device_count, number_MT)
+    if len(renewals[0]):
+        waiting_E, pred_E = (np.concatenate(pair) for pair in zip((waiting_E, pred_E), renewals, strict=True))
+        by_waiting = np.argsort(waiting_E, kind="stable")
+        waiting_E, pred_E = waiting_E[by_waiting], pred_E[by_waiting]
+    pred_ptr, pred = _with_device_order(waiting_E, pred_E, computed, resource_set_N)
+    return StepTasks(
+        Tasks(
+            kind=tasks.kind[source_N],
+            run_ns=tasks.run_ns[source_N],
+            resource_set=resource_set_N,
+            origin=tasks.origin[source_N],
+            subject=tasks.subject[source_N],
+            part=tasks.part[source_N],
+            size_bytes=tasks.size_bytes[source_N],
+            launched_ns=_launched_ns(tasks, source_N, computed, device_count),
+            pred_ptr=pred_ptr,
+            pred=pred,
+        ),
+        np.where(is_of_all_T[source_N], OF_ALL, micro_batch_N),
+    )
+
+
+def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
+    """Return the segment of the program that each task stands in (`Pipeline.renewing`, `Pipeline.updating`)."""
+    kind, segment_T = tasks.kind, np.full(len(tasks.kind), -1, np.int64)
+    forward = np.flatnonzero(kind == FORWARD)
+    operator = tasks.subject[forward]
+    segment_T[forward] = np.where(
+        pipeline.is_late_O[operator], pipeline.renewing, pipeline.stage_O[operator]
+    )
+    for of_kind in (BACKWARD, RECOMPUTE):
+        backward = np.flatnonzero(kind == of_kind)
+        operator = tasks.subject[backward]
+        if of_kind == RECOMPUTE:
+            operator = pipeline.last_O[operator]
+        segment_T[backward] = pipeline.stages + pipeline.stage_O[operator]
+    segment_T[(kind == BUFFER_COLLECTIVE) | (kind == BUFFER_TRANSFER)] = pipeline.renewing
+    segment_T[(kind == UPDATE) | (kind == UPDATE_GATHER)] = pipeline.updating
+    # Other communication follows the tasks of the operator that it belongs to.
+    places = np.where(segment_T >= 0, np.arange(len(kind)), 0)
+    return segment_T[np.maximum.accumulate(places)]
+
+
+def _copies(segment_T: Array, is_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
+    """Return, for each task of the step, its task of one micro-batch and the micro-batch; the last of what is of all."""
+    stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
+    sizes_G = np.bincount(segment_T, minlength=pipeline.updating + 1)
+    order = np.concatenate(
+        [np.arange(stages), np.arange(2 * stages - 1, stages - 1, -1), [pipeline.renewing, pipeline.updating]]
+    )
+    first_G = np.empty_like(sizes_G)
+    first_G[order] = np.cumsum(sizes_G[order]) - sizes_G[order]
+    segments = np.concatenate(
+        [
+            np.where(units.is_forward_U, units.stage_U, stages + units.stage_U),
+            np.full(count, pipeline.renewing),
+            [pipeline.updating],
+        ]
+    )
+    micro_batches = np.concatenate([units.micro_batch_U, np.arange(count), [count - 1]])
+    source_N = _ranges(first_G[segments], sizes_G[segments])
+    micro_batch_N = np.repeat(micro_batches, sizes_G[segments])
+    kept = ~is_sum_T[source_N] | (micro_batch_N == count - 1)
+    return source_N[kept], micro_batch_N[kept]
+
+
+def _ranges(first: Array, counts: Array) -> Array:
+    """Return ranges of whole numbers, given by their first and their counts, one behind the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(first - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _by_device(resource_set_N: Array, device_count: int) -> Array:
+    """Return the computations of the first device in their order, then those of the next, and so on."""
+    computations = np.flatnonzero(resource_set_N < device_count)
+    device = resource_set_N[computations]
+    # So few bits are sorted in linear time.
+    return computations[np.argsort(device.astype(np.int16) if device_count < 2**15 else device, kind="stable")]
+
+
+def _dependencies(
+    tasks: Tasks, source_N: Array, micro_batch_N: Array, number_MT: Array
+) -> tuple[Array, Array]:
+    """Return pairs of a task and one that it waits for, of the same micro-batch or of all of them.
+
+    In other micro-batches than the last some backwards stand before sums that they would wait for.
+    """
+    first = tasks.pred_ptr[source_N]
+    counts = tasks.pred_ptr[source_N + 1] - first
+    waiting_E = np.repeat(np.arange(len(source_N)), counts)
+    row_E = np.repeat(micro_batch_N * number_MT.shape[1], counts)
+    pred_E = number_MT.reshape(-1)[row_E + tasks.pred[_ranges(first, counts)]]
+    stands = pred_E < waiting_E
+    return (waiting_E, pred_E) if stands.all() else (waiting_E[stands], pred_E[stands])
+
+
+def _awaited_renewals(
+    tasks: Tasks, sets: ResourceSets, is_renewing_T: Array, device_count: int, number_MT: Array
+) -> tuple[Array, Array]:
+    """Return pairs of the first forward that renews buffers on a device and a renewal there for the batch before."""
+    renewals = np.flatnonzero((tasks.kind == BUFFER_COLLECTIVE) | (tasks.kind == BUFFER_TRANSFER))
+    forwards = np.flatnonzero(is_renewing_T & (tasks.kind == FORWARD))
+    first_D = np.full(device_count, -1, np.int64)
+    # Of several the first is written last.
+    first_D[tasks.resource_set[forwards[::-1]]] = forwards[::-1]
+    ends_at = sets.end_ptr[tasks.resource_set[renewals]]
+    counts = sets.end_ptr[tasks.resource_set[renewals] + 1] - ends_at
+    forward = first_D[sets.end[_ranges(ends_at, counts)]]
+    renewal = np.repeat(renewals, counts)[forward >= 0]
+    forward = forward[forward >= 0]
+    return number_MT[1:, forward].reshape(-1), number_MT[:-1, renewal].reshape(-1)
+
+
+def _with_device_order(
+    waiting_E: Array, pred_E: Array, computed: Array, resource_set_N: Array
+) -> tuple[Array, Array]:
+    """Return the dependencies, tasks ascending, as a CSR pair, with those on the computation before on a device."""
+    same = resource_set_N[computed[1:]] == resource_set_N[computed[:-1]]
+    later, earlier = computed[1:][same], computed[:-1][same]
+    follows_N = np.zeros(len(resource_set_N), np.int64)
+    follows_N[later] = 1
+    pred_ptr = np.zeros(len(resource_set_N) + 1, np.int64)
+    np.cumsum(np.bincount(waiting_E, minlength=len(resource_set_N)) + follows_N, out=pred_ptr[1:])
+    pred = np.empty(pred_ptr[-1], np.int64)
+    pred[np.arange(len(waiting_E)) + (np.cumsum(follows_N) - follows_N)[waiting_E]] = pred_E
+    pred[pred_ptr[later + 1] - 1] = earlier
+    return pred_ptr, pred
+
+
+def _launched_ns(tasks: Tasks, source_N: Array, computed: Array, device_count: int) -> Array:
+    """Return when the hosts have issued the tasks of the step; no host issues updates."""
+    launched_ns_N = np.zeros(len(source_N), np.int64)
+    if not tasks.launched_ns.any():
+        return launched_ns_N
+    is_issued_T = np.isin(tasks.kind, (FORWARD, BACKWARD, RECOMPUTE))
+    # By how much each lets its host be later than the one before it on its device.
+    once = _by_device(np.where(is_issued_T, tasks.resource_set, device_count), device_count)
+    launch_ns_T = np.zeros(len(tasks.kind), np.int64)
+    launch_ns_T[once] = np.diff(tasks.launched_ns[once], prepend=0)
+    begins = once[np.diff(tasks.resource_set[once], prepend=-1) > 0]
+    launch_ns_T[begins] = tasks.launched_ns[begins]
+    device = tasks.resource_set[source_N[computed]]
+    sums_ns = np.cumsum(launch_ns_T[source_N[computed]])
+    before_ns = np.concatenate([[0], sums_ns])[np.searchsorted(device, device)]
+    launched_ns_N[computed] = np.where(is_issued_T[source_N[computed]], sums_ns - before_ns, 0)
+    return launched_ns_N

@@ -1,0 +1,190 @@
+"""Steps in micro-batches, by every schedule and any stages: loss, gradients and weights of the plain module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graph.errors import RuntimeFailure, StrategyError
+from graph.operators import OperatorGraph
+from graph.plan import build_plan
+from graph.schedule import Schedule
+from graph.strategy import Sharding, Strategy
+from runtime.jobs.job import Job
+from runtime.jobs.models import split_batch
+from tests.runtime.oracle import (
+    SEED,
+    STEPS,
+    Expected,
+    assert_equal,
+    graph_of,
+    loss_of,
+    make_job,
+    make_optimizer,
+    reference,
+)
+from tests.runtime.pool import LocalPool
+from tests.runtime.strategies import (
+    by_kind,
+    in_micro_batches,
+    random_groups,
+    random_strategy,
+    seeds,
+    staged,
+)
+
+NAMES = ("branches", "convolutions", "mixed", "perceptron", "recurrent")
+# Of a micro-batch.
+SAMPLES = 3
+
+
+def train_plain(name: str, graph: OperatorGraph, count: int, optimizer: str) -> Expected:
+    """Train the plain module for three steps, each of `count` micro-batches whose gradients add up."""
+    built = reference(name, batch_size=count * SAMPLES).build(SEED)
+    batches = split_batch(graph, built, count)
+    module = built[0]
+    stepper = make_optimizer(optimizer, list(module.parameters()))
+    losses = []
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        stepper.zero_grad()
+        total = 0.0
+        for _, args, kwargs in batches:
+            loss = loss_of(module(*args, **kwargs)) / count
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if step == 0:
+            gradients = {
+                key: parameter.grad.clone()
+                for key, parameter in module.named_parameters()
+                if parameter.grad is not None
+            }
+        stepper.step()
+    return Expected(
+        tuple(losses),
+        gradients,
+        {key: parameter.detach() for key, parameter in module.named_parameters()},
+        # A frozen parameter is a buffer of the graph.
+        {key: tensor.detach() for key, tensor in (*module.named_parameters(), *module.named_buffers())},
+    )
+
+
+def job_of(name: str, graph: OperatorGraph, strategy: Strategy, optimizer: str = "momentum") -> Job:
+    count = strategy.micro_batches.count
+    return make_job(graph, strategy, reference(name, batch_size=count * SAMPLES), optimizer)
+
+
+def check(pool: LocalPool, name: str, strategy: Strategy, optimizer: str = "momentum") -> None:
+    graph = graph_of(name, batch_size=SAMPLES)
+    strategy.validate(graph, strategy.device_count)
+    result = pool.run(job_of(name, graph, strategy, optimizer))
+    assert result.verification is not None
+    assert result.verification.failure is None
+    assert_equal(result, train_plain(name, graph, strategy.micro_batches.count, optimizer))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", seeds(1, 8))
+def test_stages_of_any_splits_train_as_the_plain_module(
+    pool: LocalPool, name: str, schedule: Schedule, seed: int
+) -> None:
+    graph = graph_of(name, batch_size=SAMPLES)
+    groups: list[list[int]] = [[[0], [1]], [[0, 1], [2, 3]], [[0], [1, 2, 3]], [[2], [0], [3, 1]]][seed % 4]
+    strategy = staged(graph, groups, 1, seed)
+    check(
+        pool, name, in_micro_batches(strategy, 2 + 3 * (seed % 2), schedule), ("momentum", "adam")[seed % 2]
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", seeds(1, 6))
+def test_interleaved_stages_train_as_the_plain_module(pool: LocalPool, name: str, seed: int) -> None:
+    graph = graph_of(name, batch_size=SAMPLES)
+    groups: list[list[int]] = [[[0], [1]], [[0, 1], [2, 3]], [[0], [1], [2]]][seed % 3]
+    # One task an operator: a group's stages must all have its devices.
+    strategy = staged(graph, [[group[0]] for group in groups], 2, seed, split=False)
+    check(pool, name, in_micro_batches(strategy, 2 * len(groups), Schedule.INTERLEAVED))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", seeds(2, 8))
+def test_any_strategy_may_accumulate_gradients(pool: LocalPool, name: str, seed: int) -> None:
+    graph = graph_of(name, batch_size=SAMPLES)
+    schedule = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)[seed % 2]
+    check(pool, name, in_micro_batches(random_strategy(graph, 2 + 2 * (seed % 2), seed), 3, schedule))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("name", ["branches", "recurrent"])
+def test_shared_optimizers_and_recomputation_go_with_micro_batches(
+    pool: LocalPool, name: str, schedule: Schedule
+) -> None:
+    graph = graph_of(name, batch_size=SAMPLES)
+    plain = replace(
+        staged(graph, [[0, 1], [2, 3]], 1, 3),
+        sharding=(Sharding.OPTIMIZER,) * len(graph.weights),
+        recomputation=random_groups(graph, 7),
+    )
+    check(pool, name, in_micro_batches(plain, 4, schedule), "adam")
+
+
+def test_every_micro_batch_drops_out_by_itself(pool: LocalPool) -> None:
+    """Verification draws for each micro-batch as for a step; were they alike, two equal ones would add up to twice."""
+    graph = graph_of("dropped", batch_size=SAMPLES)
+    strategy = in_micro_batches(staged(graph, [[0], [1]], 1, 2, split=False), 3, Schedule.ONE_F_ONE_B)
+    result = pool.run(job_of("dropped", graph, strategy))
+    assert result.verification is not None
+    assert result.verification.failure is None
+
+
+def test_the_order_of_every_rank_is_a_part_of_the_common_order() -> None:
+    graph = graph_of("perceptron", batch_size=SAMPLES)
+    strategy = in_micro_batches(staged(graph, [[0], [1], [2]], 1, 5, split=False), 4, Schedule.ONE_F_ONE_B)
+    plan = build_plan(graph, strategy, (0,) * 3)
+    assert [stage.devices for stage in plan.stages] == [{0}, {1}, {2}]
+    assert [plan.in_flight(device) for device in range(3)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sharding": (Sharding.PARAMETERS,)}, "weights that are kept in shares, must keep them whole"),
+        ({"compiled": ((0, 1),)}, "compiled operators, must have one of the two"),
+    ],
+)
+def test_what_does_not_go_with_micro_batches_is_refused(change: dict[str, Any], message: str) -> None:
+    graph = graph_of("perceptron", batch_size=SAMPLES)
+    plain = in_micro_batches(by_kind(graph, [], [0]), 2, Schedule.GPIPE)
+    if "sharding" in change:
+        change = {"sharding": change["sharding"] * len(graph.weights)}
+    else:
+        change = {"compiled": random_groups(graph, 7)}
+    with pytest.raises(StrategyError, match=message):
+        replace(plain, **change).validate(graph, 1)
+
+
+def test_a_buffer_that_the_loss_needs_renewed_is_refused() -> None:
+    graph = graph_of("accumulating", batch_size=SAMPLES)
+    with pytest.raises(StrategyError, match="reads buffer offset, which the micro-batch before renews"):
+        in_micro_batches(by_kind(graph, [], [0]), 2, Schedule.GPIPE).validate(graph, 1)
+
+
+def test_interleaving_needs_groups_in_turn_and_a_multiple_of_them() -> None:
+    graph = graph_of("perceptron", batch_size=SAMPLES)
+    two = staged(graph, [[0], [1]], 2, 1, split=False)
+    with pytest.raises(StrategyError, match="3 micro-batches, must have a multiple of its 2 groups"):
+        in_micro_batches(two, 3, Schedule.INTERLEAVED).validate(graph, 2)
+    uneven = staged(graph, [[0], [1], [0], [2]], 1, 1, split=False)
+    with pytest.raises(StrategyError, match="do not take turns"):
+        in_micro_batches(uneven, 4, Schedule.INTERLEAVED).validate(graph, 3)
+
+
+def test_inputs_of_another_number_of_samples_are_refused() -> None:
+    graph = graph_of("perceptron", batch_size=SAMPLES)
+    with pytest.raises(RuntimeFailure, match=r"input.0: has shape \(7, 6\) for 2 micro-batches of \(3, 6\)"):
+        split_batch(graph, reference("perceptron", batch_size=7).build(SEED), 2)
