@@ -12,6 +12,14 @@ from graph.errors import UsageError
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy
 
+_MADE = ("best", "data-parallel", "single-device", "expert", "operator-placement", "stanza", "zero", "fsdp")
+_MADE_PREFIXES = ("megatron", "mesh-", "3d-")
+
+
+def follows_graph(reference: str) -> bool:
+    """Return whether a name means a strategy that is made for the graph, whatever it is of, or its best stored one."""
+    return reference in _MADE or reference.startswith(_MADE_PREFIXES)
+
 
 def _best(store: Store, setting: Setting) -> RankedStrategy | None:
     """Return the stored strategy of the lowest prediction: in the runtime's own order, else in another."""
@@ -78,10 +86,29 @@ def _other_baseline(graph: OperatorGraph, count: int, reference: str) -> tuple[S
     return named[reference].strategy, source_of(reference)
 
 
+def _pipelined(setting: Setting, reference: str) -> Strategy:
+    """Return the 3-D parallelism that `3d-DxTxP` names: data x tensor x pipeline degree.
+
+    Raises:
+        UsageError: the network has none of these degrees on so many devices.
+    """
+    from app.services.predict.problem import problem_of
+    from search.algorithms.staging import pipeline_baselines
+
+    named = {baseline.name: baseline.strategy for baseline in pipeline_baselines(problem_of(setting))}
+    if reference not in named:
+        raise UsageError(
+            f"strategy {reference}: is none of {setting.model.graph.name} on {len(setting.topology.devices)} devices, "
+            f"must be one of {', '.join(named)}; choose another"
+        )
+    return named[reference]
+
+
 def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Strategy, StrategySource]:
     """Return the strategy of a user's reference: a baseline's name, `best`, a file, an id or a digest.
 
-    `megatron-4` is tensor parallel on 4 devices, and data parallel over the rest.
+    `megatron-4` is tensor parallel on 4 devices, and data parallel over the rest; `3d-2x2x2` is data, tensor and
+    pipeline parallel, in stages that are balanced by the setting's costs.
 
     Raises:
         UsageError: nothing is stored under that name.
@@ -103,6 +130,8 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
         return baselines.megatron(graph, degree, count // degree), "megatron"
     if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith("mesh-"):
         return _other_baseline(graph, count, reference)
+    if reference.startswith("3d-"):
+        return _pipelined(setting, reference), "megatron"
     if reference == "best":
         ranked = _best(store, setting)
         if ranked is None:

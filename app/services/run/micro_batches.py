@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from app.db.store import Store
 from app.services.models.micro_batches import model_for
+from app.services.predict.named_strategies import follows_graph
 from graph.errors import UsageError
 from graph.strategy import Sharding, Strategy, read_document
 from graph.synchronization import Policy, synchronization_from_json
 
 if TYPE_CHECKING:
     from app.services.run.run import RunRequest
-
-# Strategies that are made for the graph, whatever it is of. `best` is the best stored one for the graph.
-_MADE = ("best", "data-parallel", "single-device", "expert", "operator-placement", "stanza", "zero", "fsdp")
-_MADE_PREFIXES = ("megatron", "mesh-")
 
 
 def with_micro_batches(request: RunRequest, database: str | None) -> RunRequest:
@@ -62,7 +59,7 @@ def divided(strategy: Strategy, request: RunRequest) -> Strategy:
 
 def _document(reference: str, database: str | None) -> Any:
     """Return the document of a strategy that is stored or in a file; nothing of one that is made for the graph."""
-    if reference in _MADE or reference.startswith(_MADE_PREFIXES):
+    if follows_graph(reference):
         return {}
     if Path(reference).suffix == ".json" or os.path.isfile(reference):
         return read_document(Path(reference))

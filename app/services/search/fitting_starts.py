@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from app.db.records import StrategyRecord, StrategySource, TaskOrder
 from app.db.store import Store
 from app.services.predict.predict import Setting
+from app.services.predict.problem import problem_of
 from app.services.search.micro_batches import in_micro_batches
-from app.services.search.run_algorithms import problem_of
 from app.services.search.start_strategies import StartStrategy
 from graph.operators import OperatorGraph
 from graph.strategy import Strategy, strategy_text

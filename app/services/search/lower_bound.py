@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 from app.db.store import Store
 from app.services.predict.predict import Setting, without_measuring
+from app.services.predict.problem import problem_of
 from app.services.progress import Progress
-from app.services.search.run_algorithms import problem_of
 from graph.errors import UsageError
 from search.algorithms.algorithm import AlgorithmResult
 from search.bounds.lower_bound import Bound, lower_bound

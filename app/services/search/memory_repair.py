@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from app.services.predict.predict import Setting
-from app.services.search.run_algorithms import problem_of
+from app.services.predict.problem import problem_of
 from graph.strategy import Strategy
 from graph.topology import Topology
 from search.algorithms.mcmc import SearchOptions

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from app.db.store import Store
 from app.db.trace import ProposalTrace
 from app.services.predict.predict import Setting
+from app.services.predict.problem import problem_of
 from app.services.progress import Progress
 from app.services.search.start_strategies import StartStrategy
 from app.services.trace.recorder import TraceRecorder, WalkBar, groups_text
@@ -19,10 +20,7 @@ from profiler.pinning import usable_cores
 from search.algorithms import registry
 from search.algorithms.algorithm import AlgorithmContext, AlgorithmResult
 from search.algorithms.mcmc import ProposalBatch, ResumedChain, SearchOptions
-from search.cost.calls_to_profile import rule_calls
-from search.cost.cost_table import CostTable
 from search.parallel.fork import can_fork
-from search.problem import Problem
 from search.space.groups import find_groups
 from search.space.placements import Origin
 
@@ -73,26 +71,6 @@ class ProgressObserver:
     def progress(self, proposals: int, accepted: int, best_s: float) -> None:
         """Move the bar."""
         self._bar.move(proposals, accepted, best_s)
-
-
-def problem_of(setting: Setting, costs: CostTable | None = None) -> Problem:
-    """Return the problem that the algorithms solve, with the setting's costs if none are given."""
-    from graph.rules import first_call
-    from graph.rules.least import least_work
-
-    return Problem(
-        setting.model.graph,
-        setting.topology,
-        costs if costs is not None else setting.table,
-        setting.training,
-        setting.target.link_costs,
-        rule_calls(),
-        first_call,
-        least_work,
-        setting.builder if costs is None else None,
-        setting.model.request.micro_batches,
-        setting.schedule,
-    )
 
 
 def run_algorithms(
