@@ -327,7 +327,11 @@ def test_a_search_begins_at_strategies_that_were_found_before(command: Command) 
 def test_all_baselines_of_a_search_but_those_with_weights_in_shares(command: Command) -> None:
     found = command(*RANDOM, "--micro-batches", "2", "--compare-baselines", "--json").document
     names = {prediction["name"] for prediction in found["predictions"]}
-    assert {"data-parallel", "zero"} < names
+    assert {"data-parallel", "zero", "3d-1x1x4", "3d-2x1x2-gpipe"} < names
+    assert "3d-4x1x1" not in names  # data parallelism
+    sources = "SELECT source FROM strategies WHERE digest = '{}'"
+    digest = next(each["digest"] for each in found["predictions"] if each["name"] == "3d-1x1x4")
+    assert command("query", sources.format(digest), "--json").document == [{"source": "megatron"}]
     assert "fsdp" not in names
 
 
