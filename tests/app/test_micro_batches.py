@@ -73,8 +73,6 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         return JobResult(steps, (steps,) * 2, (1.0,) * (job.iterations + job.warmup), None)
 
     monkeypatch.setattr(running, "_launch", launch)
-    # Of a program with micro-batches others tell.
-    monkeypatch.setattr("app.services.predict.predict.predicted_peaks", lambda *_: None)
     return made
 
 
@@ -188,6 +186,24 @@ def test_a_run_of_a_baseline_accumulates_gradients(command: Command, jobs: list[
     printed = command(*RUN, "--strategy", "data-parallel", "--micro-batches", "4", "--schedule", "gpipe")
     assert "micro-batches: 4, schedule gpipe, 1 stage; 2 samples each\n" in printed.output
     assert jobs[-1].strategy.micro_batches == MicroBatches(4, Schedule.GPIPE)
+
+
+@pytest.mark.usefixtures("known_links")
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "stages"), [("data-parallel", "1f1b", 1), ("3d-1x1x2", "gpipe", 2)]
+)
+def test_a_run_in_micro_batches_is_verified(
+    command: Command, strategy: str, schedule: str, stages: int
+) -> None:
+    options = ("--micro-batches", "4", "--schedule", schedule, "--verify", "--json")
+    done = command(*RUN, "--strategy", strategy, *options)
+    assert done.code == 0, done
+    assert done.document["verified"]
+    said = {"count": 4, "schedule": schedule, "stages": stages, "samples": 2}
+    assert done.document["micro_batches"] == said
+    again = command(*RUN, "--strategy", done.document["digest"], "--json")
+    assert again.document["micro_batches"] == said
+    assert again.document["losses"][0] == pytest.approx(done.document["losses"][0], rel=1e-5)
 
 
 @pytest.mark.usefixtures("known_links")
