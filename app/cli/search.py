@@ -211,7 +211,7 @@ def search(
     if fresh and start:
         raise UsageError("app search: --fresh and --start are both given, must be one of them; leave one out")
     count, order_of_stages = _micro_batches(micro_batches), options.schedule(schedule)
-    network = requested_model(model, preset, batch_size, precision, count or 1)
+    network = requested_model(model, preset, batch_size, precision, 1 if count is None else count)
     imported = context.with_resource(importing(network, batch_norm=batch_norm, processes=workers))
 
     # Beside the import: these load compiled kernels and the database.

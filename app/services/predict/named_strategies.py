@@ -65,7 +65,9 @@ _SOURCES: tuple[StrategySource, ...] = (
 
 
 def source_of(baseline: str) -> StrategySource:
-    """Return the source under which a baseline is stored: megatron-4 and megatron-8 are both of megatron."""
+    """Return the source under which a baseline is stored: megatron-4, megatron-8 and 3d-2x2x2 are all of megatron."""
+    if baseline.startswith("3d-"):
+        return "megatron"
     return next(source for source in _SOURCES if baseline == source or baseline.startswith(f"{source}-"))
 
 
@@ -131,7 +133,7 @@ def named_strategy(store: Store, setting: Setting, reference: str) -> tuple[Stra
     if reference in ("operator-placement", "stanza", "zero", "fsdp") or reference.startswith("mesh-"):
         return _other_baseline(graph, count, reference)
     if reference.startswith("3d-"):
-        return _pipelined(setting, reference), "megatron"
+        return _pipelined(setting, reference), source_of(reference)
     if reference == "best":
         ranked = _best(store, setting)
         if ranked is None:

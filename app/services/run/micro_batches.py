@@ -17,7 +17,7 @@ from app.services.models.micro_batches import model_for
 from app.services.predict.named_strategies import follows_graph
 from graph.errors import UsageError
 from graph.strategy import Sharding, Strategy, read_document
-from graph.synchronization import Policy
+from graph.synchronization import Policy, synchronization_from_json
 
 if TYPE_CHECKING:
     from app.services.run.run import RunRequest
@@ -75,9 +75,12 @@ def _check(request: RunRequest, document: Mapping[str, Any]) -> None:
         raise UsageError(
             f"{name}: compiles operators, must not with {count} micro-batches; leave one of the two out"
         )
-    if request.synchronization is not None and request.synchronization.policy is not Policy.FIFO:
+    synchronization = request.synchronization
+    if synchronization is None:
+        synchronization = synchronization_from_json(document.get("synchronization", {}))
+    if synchronization.policy is not Policy.FIFO:
         raise UsageError(
-            f"--policy: is {request.synchronization.policy}, must be fifo with {count} micro-batches; leave it out"
+            f"--policy: is {synchronization.policy}, must be fifo with {count} micro-batches; give --policy fifo"
         )
     levels = document.get("sharding", {})
     if request.strategy == "fsdp" or (

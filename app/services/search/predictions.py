@@ -8,6 +8,7 @@ from app.db.records import StrategySource
 from app.db.store import Store
 from app.services.predict.named_strategies import source_of
 from app.services.predict.predict import MemoryWalk, Setting, predict
+from app.services.predict.problem import problem_of
 from app.services.predict.recomputation_report import RecomputationReport, recomputation_report
 from app.services.progress import Progress
 from app.services.search.memory_repair import repair_memory
@@ -17,9 +18,10 @@ from app.services.search.run_algorithms import SearchPlan
 from app.services.search.start_strategies import start_of
 from graph.strategy import Strategy
 from search.algorithms.activation_checkpointing import recompute
+from search.algorithms.staging import pipeline_baselines
 from search.algorithms.weight_sharding import share_weights
 from search.cost.cost_table import Origin
-from search.space import baselines
+from search.space.baselines import Baseline, all_baselines, starting_baselines
 
 
 class SearchPredictions:
@@ -27,10 +29,9 @@ class SearchPredictions:
 
     def __init__(self, store: Store, setting: Setting, plan: SearchPlan) -> None:
         self._store, self._setting, self._plan = store, setting, plan
-        named = baselines.all_baselines if plan.compare_baselines else baselines.starting_baselines
         self.strategies = {
             baseline.name: strategy
-            for baseline in named(setting.model.graph, len(setting.topology.devices))
+            for baseline in _baselines(setting, everything=plan.compare_baselines)
             if (strategy := in_micro_batches(setting, baseline.strategy)) is not None
         }
 
@@ -123,3 +124,22 @@ class SearchPredictions:
             peak_memory_bytes=simulation.peak_memory_bytes,
             feasible=simulation.feasible,
         )
+
+
+def _baselines(setting: Setting, *, everything: bool) -> tuple[Baseline, ...]:
+    """Return the baselines that chains start from, or all that the network has: of micro-batches 3-D parallelism, too.
+
+    Raises:
+        CostError: a local call has no cost.
+    """
+    graph, count = setting.model.graph, len(setting.topology.devices)
+    if not everything:
+        return starting_baselines(graph, count)
+    usual = all_baselines(graph, count)
+    if setting.model.request.micro_batches == 1:
+        return usual
+    known = {setting.in_micro_batches(baseline.strategy) for baseline in usual}
+    return (
+        *usual,
+        *(other for other in pipeline_baselines(problem_of(setting)) if other.strategy not in known),
+    )

@@ -1,0 +1,515 @@
+"""Micro-batches as a user has them: imported, run, searched, stored, shown, refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.services.models import graph_cache
+from app.services.models.models import (
+    ModelRequest,
+    batch_size_of,
+    graph_keywords,
+    import_graph,
+    requested_model,
+    stored_request,
+)
+from app.services.run import run as running
+from app.services.search import micro_batch_searches, micro_batches
+from app.services.search.request import SearchRequest
+from app.services.search.search import run_search
+from graph.errors import DamagedDataError, StrategyError, UsageError
+from graph.schedule import MicroBatches, Schedule
+from graph.strategy import Strategy
+from runtime.jobs.job import Job, JobResult
+from search.space.baselines import data_parallel, fsdp
+from tests.app.conftest import USERS_NETWORK, Command
+
+SIZES = ("--model", "mlp", "--preset", "small", "--batch-size", "8")
+RUN = ("run", *SIZES, "--device", "cpu", "--devices", "2", "--on-miss", "estimate", "--iterations", "3")
+SEARCH = (
+    "search", *SIZES, "--topology", "p100-cluster", "--nodes", "1", "--devices", "4", "--proposals", "12",
+    "--workers", "1", "--seed", "3",
+)  # fmt: skip
+RANDOM = (*SEARCH, "--algorithm", "random", "--fresh")
+
+FACTORIES = """
+def fixed():
+    return fine(4)
+def unsure(batch_size=None):
+    return fine(batch_size or 4)
+class Counting(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+    def forward(self, x, y):
+        loss = super().forward(x, y) / self.count
+        self.count.add_(1)
+        return loss
+def counting(batch_size=4):
+    return Counting(), fine(batch_size)[1], {}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the user's own networks be in the current folder, as module `own_batches`."""
+    (tmp_path / "own_batches.py").write_text(USERS_NETWORK + FACTORIES)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that runs make, which are not executed: every step takes ten milliseconds."""
+    made: list[Job] = []
+
+    def launch(job: Job, *_: object) -> JobResult:
+        made.append(job)
+        steps = (0.01,) * job.iterations
+        return JobResult(steps, (steps,) * 2, (1.0,) * (job.iterations + job.warmup), None)
+
+    monkeypatch.setattr(running, "_launch", launch)
+    return made
+
+
+# ---- the model
+
+
+def test_a_graph_is_of_one_micro_batch_and_the_batch_of_all() -> None:
+    divided = import_graph(requested_model("mlp", "small", 8, micro_batches=4), batch_norm="synchronized")
+    part = import_graph(requested_model("mlp", "small", 2), batch_norm="synchronized")
+    assert divided.graph.digest == part.graph.digest
+    assert (divided.batch_size, divided.micro_batch_size, part.batch_size) == (8, 2, 2)
+
+
+def test_a_job_builds_the_whole_batch_and_an_import_one_micro_batch() -> None:
+    request = requested_model("mlp", "small", 8, micro_batches=4)
+    assert request.factory_keywords["batch_size"] == 8
+    assert graph_keywords(request) == {**request.factory_keywords, "batch_size": 2}
+    of_preset = requested_model("mlp", "small", None, micro_batches=2)
+    assert of_preset.factory_keywords["batch_size"] is None
+    assert batch_size_of(of_preset) == 4
+    assert graph_keywords(of_preset)["batch_size"] == 2
+
+
+def test_the_graph_cache_tells_numbers_of_micro_batches_apart() -> None:
+    requests = [requested_model("mlp", "small", 8, micro_batches=count) for count in (1, 2, 4)]
+    keys = {graph_cache.key_of(request, "synchronized") for request in requests}
+    assert len(keys) == 3
+    for _ in range(2):  # exported, cached
+        sizes = [import_graph(request, batch_norm="synchronized").batch_size for request in requests]
+        assert sizes == [8, 8, 8]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_stored_request_is_the_one_that_was_stored(count: int) -> None:
+    request = ModelRequest("mlp", "small", 8, precision="bfloat16", micro_batches=count)
+    document = json.loads(json.dumps(request.to_json()))
+    assert stored_request(document, "here") == request
+    assert document.get("micro_batches") == (None if count == 1 else count)
+
+
+def test_a_document_of_an_older_soapstone_is_of_one_batch() -> None:
+    assert stored_request({"name": "mlp", "preset": "small", "batch_size": 8}, "here").micro_batches == 1
+
+
+@pytest.mark.parametrize("count", [0, -1, True, "4", 4.0, 5000, None])
+def test_a_number_of_micro_batches_that_was_never_written_is_damage(count: object) -> None:
+    with pytest.raises(DamagedDataError, match="here: its model is no JSON object of"):
+        stored_request({"name": "mlp", "micro_batches": count}, "here")
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "said"),
+    [
+        (8, 3, "batch size is 8, must be a multiple of its 3 micro-batches"),
+        (None, 8, "batch size is 4, must be a multiple of its 8 micro-batches"),
+        (8, 0, "--micro-batches: is 0, must be from 1 to 4096"),
+        (8, 5000, "--micro-batches: is 5000, must be from 1 to 4096"),
+    ],
+)
+def test_micro_batches_that_do_not_divide_the_batch_are_refused(
+    size: int | None, count: int, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        requested_model("mlp", "small", size, micro_batches=count)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_factory_is_called_with_the_size_of_a_micro_batch(command: Command) -> None:
+    shown = command("models", "show", "own_batches:fine", "--micro-batches", "3", "--json")
+    assert shown.code == 0, shown
+    assert (shown.document["batch_size"], shown.document["micro_batches"]) == (6, 3)
+    alone = command("models", "show", "own_batches:fine", "--batch-size", "2", "--json")
+    assert shown.document["forward_flops"] == alone.document["forward_flops"]
+    printed = command("models", "show", "own_batches:fine", "--micro-batches", "3").output
+    assert "at batch size 2, one of 3 micro-batches of 6" in printed
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("fixed", "its factory takes no batch_size, must for --micro-batches"),
+        ("unsure", "--batch-size is missing, must be given with --micro-batches"),
+        ("fine", "batch size is 6, must be a multiple of its 4 micro-batches"),
+    ],
+)
+def test_a_factory_that_cannot_make_a_micro_batch_is_refused(
+    command: Command, factory: str, said: str
+) -> None:
+    refused = command("models", "show", f"own_batches:{factory}", "--micro-batches", "4")
+    assert refused.code == 2
+    assert said in refused.errors
+    assert refused.errors.count("\n") == 1
+
+
+# ---- app run
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_of_a_baseline_accumulates_gradients(command: Command, jobs: list[Job]) -> None:
+    done = command(*RUN, "--strategy", "data-parallel", "--micro-batches", "4", "--json")
+    assert done.code == 0, done
+    (job,) = jobs
+    assert job.strategy.micro_batches == MicroBatches(4, Schedule.ONE_F_ONE_B)
+    assert job.training.batch_size == job.model.keywords["batch_size"] == 8
+    part = import_graph(requested_model("mlp", "small", 2), batch_norm="synchronized")
+    assert job.graph.digest == part.graph.digest
+    assert done.document["batch_size"] == 8
+    assert done.document["throughput_samples_per_s"] == pytest.approx(800)
+    assert done.document["micro_batches"] == {"count": 4, "schedule": "1f1b", "stages": 1, "samples": 2}
+    printed = command(*RUN, "--strategy", "data-parallel", "--micro-batches", "4", "--schedule", "gpipe")
+    assert "micro-batches: 4, schedule gpipe, 1 stage; 2 samples each\n" in printed.output
+    assert jobs[-1].strategy.micro_batches == MicroBatches(4, Schedule.GPIPE)
+
+
+@pytest.mark.usefixtures("known_links")
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "stages"), [("data-parallel", "1f1b", 1), ("3d-1x1x2", "gpipe", 2)]
+)
+def test_a_run_in_micro_batches_is_verified(
+    command: Command, strategy: str, schedule: str, stages: int
+) -> None:
+    options = ("--micro-batches", "4", "--schedule", schedule, "--verify", "--json")
+    done = command(*RUN, "--strategy", strategy, *options)
+    assert done.code == 0, done
+    assert done.document["verified"]
+    said = {"count": 4, "schedule": schedule, "stages": stages, "samples": 2}
+    assert done.document["micro_batches"] == said
+    again = command(*RUN, "--strategy", done.document["digest"], "--json")
+    assert again.document["micro_batches"] == said
+    assert again.document["losses"][0] == pytest.approx(done.document["losses"][0], rel=1e-5)
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_run_in_one_batch_is_as_before(command: Command, jobs: list[Job]) -> None:
+    first = command(*RUN, "--strategy", "data-parallel", "--json")
+    second = command(*RUN, "--strategy", "data-parallel", "--micro-batches", "1", "--json")
+    assert first.document["micro_batches"] == second.document["micro_batches"] == {}
+    assert first.document["digest"] == second.document["digest"]
+    assert jobs[0].graph.digest == jobs[1].graph.digest
+    assert "micro-batches" not in command(*RUN, "--strategy", "data-parallel").output
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_stored_strategy_and_its_file_bring_their_micro_batches(
+    command: Command, jobs: list[Job], tmp_path: Path
+) -> None:
+    stored = command(*RUN, "--strategy", "data-parallel", "--micro-batches", "4", "--json").document
+    assert stored["digest"] == command(*RUN, "--strategy", stored["digest"], "--json").document["digest"]
+    file = tmp_path / "strategy.json"
+    exported = command("strategy", "export", stored["digest"], str(file))
+    assert "micro-batches: 4, schedule 1f1b\n" in exported.output
+    assert json.loads(file.read_text())["micro_batches"] == {"count": 4, "schedule": "1f1b"}
+    again = command(*RUN, "--strategy", str(file), "--json")
+    assert again.document["digest"] == stored["digest"]
+    other = command(*RUN, "--strategy", str(file), "--schedule", "gpipe", "--json")
+    assert other.document["micro_batches"]["schedule"] == "gpipe"
+    assert [job.strategy.micro_batches.count for job in jobs] == [4] * 4
+    for reference in (stored["digest"], str(file)):
+        for count in ("1", "2"):
+            refused = command(*RUN, "--strategy", reference, "--micro-batches", count)
+            assert refused.code == 2
+            assert f"--micro-batches: is {count}, must be 4 for strategy {reference}" in refused.errors
+            assert refused.errors.count("\n") == 1
+    best = command(*RUN, "--strategy", "best", "--micro-batches", "4", "--json")
+    assert best.document["micro_batches"]["count"] == 4
+
+
+@pytest.mark.usefixtures("known_links")
+def test_a_strategy_of_one_batch_may_accumulate_gradients(command: Command, jobs: list[Job]) -> None:
+    part = ("--batch-size", "2")
+    stored = command(*RUN, *part, "--strategy", "data-parallel", "--json").document
+    done = command(*RUN, "--strategy", stored["digest"], "--micro-batches", "4", "--json")
+    assert done.code == 0, done
+    assert jobs[-1].strategy == jobs[0].strategy.in_micro_batches(4)
+    assert done.document["batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--strategy", "fsdp", "--micro-batches", "2"), "strategy fsdp: keeps weights in shares"),
+        (
+            ("--strategy", "zero", "--micro-batches", "2", "--policy", "tic"),
+            "--policy: is tic, must be fifo with 2",
+        ),
+        (("--strategy", "zero", "--micro-batches", "2", "--compile"), "--compile: compiles operators"),
+        (("--strategy", "zero", "--micro-batches", "3"), "must be a multiple of its 3 micro-batches"),
+        (("--strategy", "zero", "--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step"),
+        (
+            ("--strategy", "zero", "--micro-batches", "2", "--schedule", "2f2b"),
+            "--schedule: is 2f2b, must be one of gpipe, 1f1b, interleaved",
+        ),
+    ],
+)
+def test_a_run_that_cannot_have_micro_batches_is_refused_before_anything_is_written(
+    command: Command, database: Path, options: tuple[str, ...], said: str
+) -> None:
+    refused = command(*RUN, *options)
+    assert refused.code == 2
+    assert said in refused.errors
+    assert refused.errors.count("\n") == 1
+    assert not database.exists()
+
+
+@pytest.mark.usefixtures("own")
+def test_a_network_that_reads_what_it_renews_is_refused_before_anything_is_measured(
+    command: Command, database: Path
+) -> None:
+    network = ("--model", "own_batches:counting", "--preset", "paper", "--micro-batches", "2")
+    refused = command(*RUN, *network, "--strategy", "data-parallel")
+    assert refused.code == 2
+    assert "reads buffer count, which the micro-batch before renews" in refused.errors
+    assert not database.exists()
+    refused = command(*RANDOM, *network)
+    assert refused.code == 2
+    assert "reads buffer count, which the micro-batch before renews" in refused.errors
+
+
+# ---- app search
+
+
+def test_a_search_is_for_strategies_with_micro_batches(command: Command, database: Path) -> None:
+    found = command(*RANDOM, "--micro-batches", "2", "--schedule", "gpipe", "--json")
+    assert found.code == 0, found
+    assert found.document["batch_size"] == 8
+    assert found.document["lower_bound_s"] is None
+    said = found.document["micro_batches"]
+    assert {key: said[key] for key in ("count", "schedule", "samples")} == {
+        "count": 2,
+        "schedule": "gpipe",
+        "samples": 4,
+    }
+    rows = command("query", "SELECT DISTINCT micro_batches, schedule FROM strategies", "--json").document
+    assert rows == [{"micro_batches": 2, "schedule": "gpipe"}]
+    digest = found.document["predictions"][0]["digest"]
+    shown = command("strategy", "show", digest, "--json").document
+    assert shown["micro_batches"] == said
+    assert shown["batch_size"] == 8
+    assert "micro-batches: 2, schedule gpipe, " in command("strategy", "show", digest).output
+    baseline = found.document["predictions"][1]["digest"]
+    diff = command("strategy", "diff", digest, baseline).output
+    assert "A: micro-batches: 2, schedule gpipe, " in diff
+    assert "B: micro-batches: 2, schedule gpipe, 1 stage; 4 samples each\n" in diff
+    refused = command("strategy", "export", digest, "plan.py", "--format", "dtensor")
+    assert refused.code == 2
+    assert "goes through the batch in micro-batches, must go through it at once" in refused.errors
+    assert refused.errors.count("\n") == 1
+
+
+def test_a_search_begins_at_strategies_that_were_found_before(command: Command) -> None:
+    known = (*SEARCH, "--algorithm", "random")
+    first = command(*known, "--micro-batches", "2", "--json").document
+    again = command(*known, "--micro-batches", "2", "--json").document
+    assert again["known"]
+    stored = "SELECT DISTINCT micro_batches FROM strategies ORDER BY 1"
+    assert command("query", stored, "--json").document == [{"micro_batches": 2}]
+    # Of another number of micro-batches, on another graph: transferred.
+    other = command(*known, "--micro-batches", "4", "--json")
+    assert other.code == 0, other
+    assert other.document["known"]
+    assert other.document["micro_batches"]["count"] == 4
+    given = command(*known, "--micro-batches", "4", "--start", first["predictions"][0]["digest"], "--json")
+    assert given.code == 0, given
+    assert given.document["micro_batches"]["count"] == 4
+
+
+def test_all_baselines_of_a_search_but_those_with_weights_in_shares(command: Command) -> None:
+    found = command(*RANDOM, "--micro-batches", "2", "--compare-baselines", "--json").document
+    names = {prediction["name"] for prediction in found["predictions"]}
+    assert {"data-parallel", "zero", "3d-1x1x4", "3d-2x1x2-gpipe"} < names
+    assert "3d-4x1x1" not in names  # data parallelism
+    sources = "SELECT source FROM strategies WHERE digest = '{}'"
+    digest = next(each["digest"] for each in found["predictions"] if each["name"] == "3d-1x1x4")
+    assert command("query", sources.format(digest), "--json").document == [{"source": "megatron"}]
+    assert "fsdp" not in names
+
+
+def test_a_search_in_one_batch_is_stored_as_before(command: Command) -> None:
+    found = command(*RANDOM, "--micro-batches", "1", "--json").document
+    plain = command(*RANDOM, "--json").document
+    assert found["micro_batches"] == plain["micro_batches"] == {}
+    assert found["predictions"] == plain["predictions"]
+    (first, second) = command("query", "SELECT options FROM searches", "--json").document
+    request = json.loads(first["options"])["request"]
+    assert request == json.loads(second["options"])["request"]
+    assert "schedule" not in request
+    assert "micro_batches" not in request["model"]
+
+
+def test_a_search_with_micro_batches_can_be_resumed(command: Command, database: Path) -> None:
+    from app.db.store import Store
+    from app.services.search.request import request_of
+
+    found = command(*RANDOM, "--micro-batches", "2", "--schedule", "gpipe", "--json").document
+    with Store.open(database) as store:
+        request = request_of(store.search(found["search"]))
+    assert (request.model.micro_batches, request.model.batch_size, request.schedule) == (2, 8, "gpipe")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--algorithm", "mcmc"),
+            "--algorithm: is mcmc, must be one of greedy, pipeline, random, recomputation",
+        ),
+        (("--algorithm", "optcnn"), "--algorithm: is optcnn, must be one of"),
+        (("--algorithm", "exhaustive"), "--algorithm: is exhaustive, must be one of"),
+        (("--algorithm", "random", "--share-weights"), "--share-weights: may share weights themselves"),
+        (("--algorithm", "random", "--compile"), "--compile: compiles operators"),
+        (("--algorithm", "random", "--policy", "p3"), "--policy: is p3, must be fifo with 2"),
+        (("--algorithm", "random", "--policy", "auto"), "--policy: is auto, must be fifo with 2"),
+        (("--algorithm", "random", "--schedule", "interleaved"), "must be one of pipeline for 2"),
+        (("--algorithm", "random", "--schedule", "2f2b"), "--schedule: is 2f2b, must be one of gpipe"),
+    ],
+)
+def test_a_search_that_cannot_have_micro_batches_is_refused_before_anything_is_written(
+    command: Command, database: Path, options: tuple[str, ...], said: str
+) -> None:
+    refused = command(*SEARCH, "--micro-batches", "2", *options)
+    assert refused.code == 2
+    assert said in refused.errors
+    assert refused.errors.count("\n") == 1
+    assert not database.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--micro-batches", "few"), "--micro-batches: is few, must be a number or auto"),
+        (("--micro-batches", "0"), "--micro-batches: is 0, must be from 1 to 4096"),
+        (("--micro-batches", "3"), "must be a multiple of its 3 micro-batches"),
+        (("--schedule", "gpipe"), "--schedule: is gpipe, must be left out for a step in one batch"),
+        (("--micro-batches", "auto", "--share-weights"), "--share-weights: may share weights themselves"),
+    ],
+)
+def test_a_number_of_micro_batches_that_cannot_be_searched_is_refused(
+    command: Command, database: Path, options: tuple[str, ...], said: str
+) -> None:
+    refused = command(*RANDOM, *options)
+    assert refused.code == 2
+    assert said in refused.errors
+    assert refused.errors.count("\n") == 1
+    assert not database.exists()
+
+
+def test_auto_searches_each_power_of_two_and_takes_the_best(command: Command) -> None:
+    found = command(*RANDOM, "--micro-batches", "auto", "--json")
+    assert found.code == 0, found
+    rows = found.document["micro_batches"]
+    assert [row["count"] for row in rows] == [1, 2, 4, 8]
+    assert len({row["search"] for row in rows}) == 4
+    assert [row["schedule"] for row in rows] == [None, "1f1b", "1f1b", "1f1b"]
+    best = min(rows, key=lambda row: row["predicted_step_time_s"])
+    assert found.document["best"]["search"] == best["search"]
+    assert found.document["best"]["predictions"][0]["digest"] == best["digest"]
+    again = command(*RANDOM, "--micro-batches", "auto", "--json").document["micro_batches"]
+    assert [_answer(row) for row in again] == [_answer(row) for row in rows]
+    alone = command(*RANDOM, "--micro-batches", "4", "--json").document
+    assert alone["predictions"][0]["digest"] == rows[2]["digest"]
+    printed = command(*RANDOM, "--micro-batches", "auto").output
+    assert "micro-batches" in printed
+    assert "the best is of search " in printed
+
+
+def _answer(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "search"}
+
+
+def test_auto_takes_each_number_by_an_algorithm_that_can() -> None:
+    request = SearchRequest(
+        model=requested_model("mlp", "small", 8), topology="local", devices=None, nodes=None, processor=None,
+        optimizer="sgd", batch_norm="synchronized", proposals=4, chains=1, seed=0, beta=1.0, order="program",
+        time_limit_s=None, on_miss=None, schedule="gpipe",
+    )  # fmt: skip
+    for asked, one, several in (
+        (None, "mcmc", "pipeline"),
+        ("optcnn,mcmc", "optcnn,mcmc", "pipeline"),
+        ("greedy",) * 3,
+    ):
+        requests = [micro_batch_searches._request(request, asked, count) for count in (1, 2)]
+        assert [each.algorithm for each in requests] == [one, several]
+        assert [each.schedule for each in requests] == [None, "gpipe"]
+        assert [each.model.micro_batches for each in requests] == [1, 2]
+    assert asdict(requests[0].model)["batch_size"] == asdict(requests[1].model)["batch_size"] == 8
+
+
+def test_auto_passes_by_what_does_not_fit(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def some(request: SearchRequest, *others: Any) -> Any:
+        if request.model.micro_batches in (1, 4):
+            raise StrategyError(
+                "search: what random found exceeds the devices' memories, must fit; take more"
+            )
+        return run_search(request, *others)
+
+    monkeypatch.setattr(micro_batch_searches, "run_search", some)
+    found = command(*RANDOM, "--micro-batches", "auto")
+    assert found.code == 0, found
+    assert "warning: 4 micro-batches: search: what random found exceeds" in found.errors
+    rows = command(*RANDOM, "--micro-batches", "auto", "--json").document["micro_batches"]
+    assert [row["count"] for row in rows] == [2, 8]
+    monkeypatch.setattr(micro_batches, "DEFAULT_ALGORITHM", "random")
+    refused = command(*RANDOM, "--batch-size", "1", "--micro-batches", "auto")
+    assert refused.code == 2
+    assert refused.errors.splitlines()[-1].startswith("error: search: what random found exceeds")
+
+
+# ---- app strategy import
+
+
+def test_a_file_is_imported_at_the_size_of_its_micro_batches(command: Command, tmp_path: Path) -> None:
+    found = command(*RANDOM, "--micro-batches", "4", "--json").document["predictions"][0]["digest"]
+    file = tmp_path / "strategy.json"
+    assert command("strategy", "export", found, str(file)).code == 0
+    imported = command("strategy", "import", str(file), *SIZES, "--json")
+    assert imported.document["digest"] == found
+    assert command("strategy", "import", str(file), "--json").document["digest"] == found
+    refused = command("strategy", "import", str(file), *SIZES, "--micro-batches", "2")
+    assert refused.code == 2
+    assert "--micro-batches: is 2, must be 4 for strategy file" in refused.errors
+    document = json.loads(file.read_text())
+    del document["micro_batches"]
+    file.write_text(json.dumps(document))
+    plain = command("strategy", "import", str(file), *SIZES, "--micro-batches", "4", "--json")
+    assert plain.document["digest"] != found
+
+
+def test_a_strategy_takes_micro_batches_and_keeps_its_schedule() -> None:
+    graph = import_graph(requested_model("mlp", "small", 2), batch_norm="synchronized").graph
+    strategy = data_parallel(graph, 2)
+    divided = strategy.in_micro_batches(4, Schedule.GPIPE)
+    assert divided.micro_batches == MicroBatches(4, Schedule.GPIPE)
+    assert divided.in_micro_batches(2).micro_batches == MicroBatches(2, Schedule.GPIPE)
+    assert divided.in_micro_batches(1) == strategy
+    assert strategy.in_micro_batches(1, Schedule.GPIPE) is strategy
+    shared: Strategy = fsdp(graph, 2).in_micro_batches(2)
+    with pytest.raises(StrategyError, match="weights that are kept in shares"):
+        shared.validate(graph, 2)
