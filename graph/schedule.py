@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -163,7 +164,7 @@ def _in_turns(runs: Sequence[Stage]) -> tuple[Stage, ...]:
         (number for number, run in enumerate(runs) if number and run.devices == runs[0].devices), len(runs)
     )
     used = [device for run in runs[:groups] for device in run.devices]
-    if len(used) != len(set(used)) or any(
+    if (len(used) != len(set(used)) or len(runs) % groups) or any(
         run.devices != runs[number % groups].devices for number, run in enumerate(runs)
     ):
         raise StrategyError(
@@ -266,22 +267,34 @@ def common_order(schedule: Schedule, groups: int, chunks: int, count: int) -> tu
     stages = groups * chunks
     ended: dict[Unit, int] = {}
     free, done = [0] * groups, [0] * groups
+    # Of groups whose next unit is ready: when it would start. Of the others, by a unit that theirs waits for.
+    ready: list[tuple[int, int, int, Unit]] = []
+    waiting: dict[Unit, list[int]] = {}
+
+    def look_at(group: int) -> None:
+        if done[group] == len(orders[group]):
+            return
+        unit = orders[group][done[group]]
+        waits = waits_of(unit, stages)
+        missing = next((wait for wait in waits if wait not in ended), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(group)
+            return
+        start = max([free[group], *(ended[wait] for wait in waits)])
+        heappush(ready, (start, -unit.stage, group, unit))
+
+    for group in range(groups):
+        look_at(group)
     result: list[Unit] = []
-    while len(result) < sum(map(len, orders)):
-        ready = []
-        for group, order in enumerate(orders):
-            if done[group] < len(order):
-                unit = order[done[group]]
-                waits = waits_of(unit, stages)
-                if all(wait in ended for wait in waits):
-                    start = max([free[group], *(ended[wait] for wait in waits)])
-                    ready.append((start, -unit.stage, group, unit))
-        if not ready:
-            raise ValueError(f"the orders of {schedule} over {groups} groups wait for each other")
-        start, _, group, unit = min(ready)
+    while ready:
+        start, _, group, unit = heappop(ready)
         free[group] = ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
         done[group] += 1
         result.append(unit)
+        for other in (group, *waiting.pop(unit, ())):
+            look_at(other)
+    if len(result) < sum(map(len, orders)):
+        raise ValueError(f"the orders of {schedule} over {groups} groups wait for each other")
     return tuple(result)
 
 

@@ -7,16 +7,14 @@ Activation checkpointing: the forward of a group of operators runs unrecorded, a
 of the group reads are released at once; in the backward the same calls are recomputed, recorded, from the inputs of
 the group.
 
-With micro-batches the instructions of one are lowered once, in runs: the forward and the backward of each stage, and
-what comes after all backwards. The program has each run as often as there are micro-batches, in the order of the plan's
-units; what synchronizes gradients stands in the last micro-batch's backwards alone.
+With micro-batches the instructions of one are lowered once, and the program has them as often as there are
+micro-batches (`runtime.lowering.stage_runs`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
@@ -39,17 +37,13 @@ from runtime.instructions.compute import (
     Call,
     Detach,
     Differentiate,
-    EnterMicroBatch,
-    GiveRenewals,
     Loss,
     Recompute,
-    Release,
     Renew,
     Seed,
     Unrecorded,
 )
 from runtime.instructions.gradient_synchronization import (
-    BeginGradients,
     FillBucket,
     FinishAllReduce,
     FlatBucket,
@@ -75,14 +69,13 @@ from runtime.instructions.sharded_weights import (
 )
 from runtime.lowering.compiled_stretches import StretchCall, stretch_calls
 from runtime.lowering.segments import Node, Segments, cuts
+from runtime.lowering.stage_runs import StageRuns
 from runtime.lowering.tensor_slots import LocalAssembly, RegionRead, TensorSlots
 from runtime.lowering.transfers import TransferLowering, ValueTransfer
 from runtime.lowering.weight_prefetch import WeightPrefetch
 
 # From the slots that a node reads to its instruction.
 Make = Callable[[Slots], Instruction]
-
-_OF_LAST_MICRO_BATCH = (FillBucket, StartAllReduce, StartReduceScatter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +125,6 @@ def compile_program(
     return _Lowering(plan, rank, device, kept, in_succession=in_succession).compile()
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The forward or the backward of a stage in one micro-batch, or what comes after all backwards (phase None)."""
-
-    phase: Phase | None
-    stage: int
-    instructions: list[Instruction] = field(default_factory=list)
-
-
 class _Lowering:
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, kept: frozenset[str], *, in_succession: bool
@@ -155,9 +139,7 @@ class _Lowering:
         self.slots = TensorSlots(plan, rank)
         self.segments = Segments(cuts(plan, self.slots))
         self.transfers = TransferLowering(plan, self.slots, self.segments, device)
-        self._firsts = [stage.first for stage in plan.stages]
-        # Of one micro-batch, in its order; `instructions` are those of the last run.
-        self._runs: list[_Run] = []
+        self._runs = StageRuns(plan, rank)
         self.parts = parts_of(plan, rank)
         self.held = {name: plan.held[name][rank] for name in self.slots.held}
         self.prefetch = WeightPrefetch(plan, self.slots, self.parts, device)
@@ -190,10 +172,10 @@ class _Lowering:
         self._forward(self.graph.order.of_loss, nodes, inputs, {**late_updates, **late_gathers})
         self._loss()
         finished = self._backward(nodes, inputs)
-        self._runs.append(_Run(None, 0))
+        self._runs.enter_renewals()
         self._forward_of(self.graph.order.of_buffers, nodes, inputs)
         self._renew_buffers()
-        self._add_releases()
+        self._runs.add_releases(self._never_released())
         held = self.slots.held
         after_update = self._after_update()
         return Program(
@@ -205,7 +187,9 @@ class _Lowering:
                 for local in self.slots.empty
             ),
             updated=tuple(name for name in held if self._has_gradient(name)),
-            instructions=tuple(self._of_step(finished)),
+            instructions=tuple(
+                self._runs.of_step([flat for flats in self._flats.values() for flat in flats], finished)
+            ),
             parts=self.parts,
             sharded=frozenset(self.prefetch.weights),
             after_update=after_update,
@@ -309,48 +293,10 @@ class _Lowering:
             if task in self.slots.tasks[operator]
         )
 
-    # ---- runs
-
     @property
     def instructions(self) -> list[Instruction]:
         """The instructions of the run that is being lowered."""
-        return self._runs[-1].instructions
-
-    def _enter(self, phase: Phase, index: int) -> None:
-        """Begin the run that an operator's forward or backward is in, where it has not begun."""
-        stage = max(bisect_right(self._firsts, index) - 1, 0)
-        if not self._runs or (self._runs[-1].phase, self._runs[-1].stage) != (phase, stage):
-            self._runs.append(_Run(phase, stage))
-
-    def _of_step(self, finished: list[Instruction]) -> Iterator[Instruction]:
-        """Yield the instructions of a whole step; `finished`: the waits for the synchronization of gradients."""
-        count = self.plan.strategy.micro_batches.count
-        if count == 1:
-            for run in self._runs:
-                yield from run.instructions
-            yield from finished
-            return
-        runs = {(run.phase, run.stage): run.instructions for run in self._runs}
-        yield BeginGradients(tuple(flat for flats in self._flats.values() for flat in flats))
-        # Micro-batches whose backward was the last one here, and the one before: their gradients are on their way.
-        on_their_way: list[int] = []
-        for phase, stage, number in self.plan.units:
-            own = runs.get((phase, stage), [])
-            sent: list[int] = []
-            if self.rank in self.plan.stages[stage].devices and phase is Phase.BACKWARD:
-                # What this one has sent forward was there before its gradient comes back.
-                sent = [number, *on_their_way[:-1]]
-                on_their_way = [*on_their_way[-1:], number]
-            if own:
-                yield EnterMicroBatch(number, tuple(dict.fromkeys(sent)))
-            for instruction in own:
-                if number == count - 1 or not isinstance(instruction, _OF_LAST_MICRO_BATCH):
-                    yield instruction
-        for number in range(count):
-            yield EnterMicroBatch(number)
-            yield from runs[None, 0]
-            yield GiveRenewals()
-        yield from finished
+        return self._runs.last
 
     # ---- forward
 
@@ -362,7 +308,7 @@ class _Lowering:
         late: Mapping[int, Instruction],
     ) -> None:
         for index in operators:
-            self._enter(Phase.FORWARD, index)
+            self._runs.enter(Phase.FORWARD, index)
             self._forward_of((index,), nodes, inputs, late)
 
     def _forward_of(
@@ -434,12 +380,12 @@ class _Lowering:
         """
         finishing: list[Instruction] = []
         parts = self._loss_parts()
-        self._enter(Phase.BACKWARD, len(self.graph.operators) - 1)
+        self._runs.enter(Phase.BACKWARD, len(self.graph.operators) - 1)
         if parts and self.graph.value_by_name[self.graph.loss].requires_gradient:
             self.instructions.append(Seed(parts))
         first = {segment.first: number for number, segment in self.segments.by_number.items()}
         for index in range(len(self.graph.operators) - 1, -1, -1):
-            self._enter(Phase.BACKWARD, index)
+            self._runs.enter(Phase.BACKWARD, index)
             self.instructions.extend(self.prefetch.before_backward(index))
             for operator in self.plan.recomputed_before.get(index, ()):
                 self._recompute(nodes[operator], inputs)
@@ -562,6 +508,13 @@ class _Lowering:
                 parts[read.slot] = Selection(read.region, held, self.device)
         return parts
 
+    def _never_released(self) -> set[int]:
+        """Return the slots of tensors that stay: what is read from outside, what is empty, and what is kept."""
+        kept = {read.slot for read in self.slots.reads.values()}
+        kept.update(local.slot for local in self.slots.empty)
+        kept.update(slot for name in self.kept for _, slot in self.slots.made(name))
+        return kept
+
     # ---- after the backward
 
     def _renew_buffers(self) -> None:
@@ -585,25 +538,3 @@ class _Lowering:
                     local = LocalAssembly(event.value, number, assembly, slot)
                     self.instructions.append(self.transfers.receive(local, event.name, differentiable=False))
                 self.instructions.append(Renew(slot, read.slot))
-
-    def _add_releases(self) -> None:
-        """Add to the runs, after each instruction, the release of tensors unused until recomputation."""
-        kept = {read.slot for read in self.slots.reads.values()}
-        kept.update(local.slot for local in self.slots.empty)
-        kept.update(slot for name in self.kept for _, slot in self.slots.made(name))
-        needed: set[int] = set()
-        for run in reversed(self._runs):
-            result: list[Instruction] = []
-            for instruction in reversed(run.instructions):
-                released = tuple(
-                    slot
-                    for slot in dict.fromkeys(instruction.touches)
-                    if slot not in needed and slot not in kept
-                )
-                if released:
-                    result.append(Release(released))
-                result.append(instruction)
-                needed.update(instruction.touches)
-                if isinstance(instruction, Recompute):
-                    needed.difference_update(instruction.outputs)
-            run.instructions[:] = reversed(result)

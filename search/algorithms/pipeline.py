@@ -18,23 +18,30 @@ from math import exp
 
 import numpy as np
 
-from graph.errors import StrategyError
+from graph.errors import StrategyError, UsageError
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Sharding, Strategy
 from graph.synchronization import BY_DEFAULT
 from search.algorithms.algorithm import Algorithm
 from search.algorithms.staging import Staging, Stagings
 from search.algorithms.trials import Trial, TrialSearch
-from search.bounds.pipeline_costs import VARIANTS
+from search.bounds.pipeline_costs import MEMORY_SAVINGS
 from search.outcome import Outcome
-from search.space.baselines import shared
+from search.problem import Problem
+from search.space.baselines import data_parallel, shared
 from search.space.configurations import configured, random_draw
-from search.space.pipelines import Split, stage_sizes
+from search.space.hybrids import random_grid
+from search.space.pipelines import Split
 
 MOST_DIVISIONS = 6
-"""Divisions of a dynamic program that are simulated, by schedule and variant."""
+"""Divisions of a dynamic program that are simulated, by schedule and saving of memory."""
+RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""The shares of every stage's segments of which the first that suffices for the memories is made again."""
 MOST_MOVES = 400
-MOST_DRAWS = 20
+"""Moves of a walk that are simulated."""
+MOVES_ASTRAY = 50
+"""Moves after which a walk goes on from its best."""
+MOST_DRAWS = 200
 """Draws of a move in a row that give nothing new, after which the walk ends."""
 TEMPERATURE = 0.01
 """By what share of its time a step is worse that is accepted once in e times."""
@@ -49,6 +56,26 @@ def _pipeline(trial: Trial, starts: Sequence[Strategy], seed: int) -> None:
         search.take_fitting(staging)
     search.take_divisions()
     search.walk(np.random.default_rng(seed))
+    if trial.found is None:
+        _refuse(trial.problem)
+
+
+def _refuse(problem: Problem) -> None:
+    """Say why a problem has no pipelined strategy.
+
+    Raises:
+        StrategyError: its network cannot be trained in micro-batches.
+        UsageError: its devices and micro-batches do not go with its schedule.
+    """
+    strategy = data_parallel(problem.graph, problem.device_count)
+    replace(strategy, micro_batches=MicroBatches(problem.micro_batches)).validate(
+        problem.graph, problem.device_count
+    )
+    raise UsageError(
+        f"pipeline: schedule {problem.schedule or Schedule.ONE_F_ONE_B} with {problem.micro_batches} micro-batches "
+        f"has no strategy on {problem.device_count} devices, must have groups of devices whose number divides that of "
+        "the micro-batches; choose another schedule or number"
+    )
 
 
 class _PipelineSearch:
@@ -71,18 +98,13 @@ class _PipelineSearch:
         return self.outcomes[staging]
 
     def take_fitting(self, staging: Staging) -> None:
-        """Simulate a staging and, as long as it exceeds memories, one that shares its optimizer, or recomputes."""
-        everything = frozenset(range(staging.stages))
-        for variant in VARIANTS:
-            outcome = self.take(
-                replace(
-                    staging,
-                    shares_optimizer=variant.shares_optimizer,
-                    recomputed=everything if variant.recomputes else frozenset(),
-                )
-            )
-            if outcome is None or not outcome.excess_bytes:
-                return
+        """Simulate a staging and, as long as it exceeds memories, with more and more shared and made again."""
+        for share in RECOMPUTED_SHARES:
+            again = self.stagings.recomputing(staging, share)
+            for shares_optimizer in (False, True):
+                outcome = self.take(replace(again, shares_optimizer=shares_optimizer))
+                if outcome is None or not outcome.excess_bytes:
+                    return
 
     def take_start(self, start: Strategy) -> None:
         """Simulate a start with the problem's micro-batches, and without what these do not go with."""
@@ -102,39 +124,47 @@ class _PipelineSearch:
         self.trial.take(start)
 
     def take_divisions(self) -> None:
-        """Simulate the best that dynamic programming finds; of variants the first that fits the memories."""
+        """Simulate the best that dynamic programming finds; of savings of memory the first that fits the memories."""
         for schedule in self.stagings.schedules(self.stagings.most_stages):
-            for variant in VARIANTS:
-                outcomes = [
-                    self.take(staging) for staging in self.stagings.divided(schedule, variant, MOST_DIVISIONS)
-                ]
+            for saving in MEMORY_SAVINGS:
+                stagings = self.stagings.divided(schedule, saving, MOST_DIVISIONS)
+                if saving.recomputes:
+                    # That everything is made again is more than most need.
+                    for staging in stagings:
+                        self.take_fitting(staging)
+                outcomes = [self.take(staging) for staging in stagings]
                 if any(outcome is not None and not outcome.excess_bytes for outcome in outcomes):
                     break
 
     def walk(self, rng: np.random.Generator) -> None:
-        """Walk from the best staging, by changes of one thing at a time."""
-        known = {staging: outcome for staging, outcome in self.outcomes.items() if outcome is not None}
-        if not known:
-            return
-        current = best = min(known, key=known.__getitem__)
+        """Walk from the best staging, and from the best of one stage a group of devices, by one change at a time."""
+        simulated = {staging: outcome for staging, outcome in self.outcomes.items() if outcome is not None}
+        in_turns = [staging for staging in simulated if staging.schedule is Schedule.INTERLEAVED]
+        others = [staging for staging in simulated if staging.schedule is not Schedule.INTERLEAVED]
+        # What another schedule can do is not near: stages of these have other sizes, and there are more of them.
+        for kind in (others, in_turns):
+            if kind:
+                start = min(kind, key=simulated.__getitem__)
+                self._walk_from(start, simulated[start], rng)
+
+    def _walk_from(self, start: Staging, cost: Outcome, rng: np.random.Generator) -> None:
         moves = _Moves(self.stagings, rng)
+        current = best = start
+        costs = {start: cost}
         taken = idle = 0
         while taken < MOST_MOVES and idle < MOST_DRAWS:
             proposal = moves.proposed(current)
-            if proposal is None or proposal in self.outcomes:
-                idle += 1
-                continue
-            outcome = self.take(proposal)
-            if outcome is None:
+            outcome = None if proposal is None or proposal in self.outcomes else self.take(proposal)
+            if proposal is None or outcome is None:
                 idle += 1
                 continue
             taken, idle = taken + 1, 0
-            known[proposal] = outcome
-            if _accepts(known[current], outcome, rng):
+            costs[proposal] = outcome
+            if _accepts(costs[current], outcome, rng):
                 current = proposal
-            if outcome < known[best]:
+            if outcome < costs[best]:
                 best = proposal
-            elif taken % (MOST_MOVES // 8) == 0:
+            elif taken % MOVES_ASTRAY == 0:
                 current = best
 
 
@@ -155,7 +185,12 @@ class _Moves:
     def __init__(self, stagings: Stagings, rng: np.random.Generator) -> None:
         self._stagings = stagings
         self._rng = rng
-        self._sizes = frozenset(stage_sizes(stagings.problem.device_count))
+        self._groups = stagings.groups
+        self._classes = stagings.costs.classes
+        # Groups by the class of their head.
+        self._like: dict[int, list[int]] = {}
+        for number, group in enumerate(self._groups):
+            self._like.setdefault(self._classes[group.head], []).append(number)
 
     def proposed(self, staging: Staging) -> Staging | None:
         """Return a changed staging, or None where the drawn change cannot be made."""
@@ -182,7 +217,8 @@ class _Moves:
         return replace(staging, firsts=tuple(firsts))
 
     def _drawn_split(self, devices: int) -> Split | None:
-        splits = self._stagings.splits.of(devices) if devices in self._sizes else ()
+        """Return a split over so many devices, of which there may be any number; None where there is none."""
+        splits = self._stagings.splits.of(devices)
         return splits[self._below(len(splits))] if splits else None
 
     def _devices_given(self, staging: Staging) -> Staging | None:
@@ -246,35 +282,46 @@ class _Moves:
 
     def _renumbered(self, staging: Staging, firsts: tuple[int, ...], stage: int, by: int) -> Staging:
         """Return a staging with other stages, where all behind a stage have another number."""
-        recomputed = {number + by if number > stage else number for number in staging.recomputed}
-        if by > 0 and stage in recomputed:
-            recomputed.add(stage + 1)
         changed = tuple(
             (number + by if number > stage else number, group, configuration)
             for number, group, configuration in staging.changed
         )
-        last = len(firsts)
         return replace(
             staging,
             firsts=firsts,
             schedule=staging.schedule if firsts else Schedule.ONE_F_ONE_B,
-            recomputed=frozenset(number for number in recomputed if 0 <= number <= last),
             changed=changed,
         )
 
     def _configuration_changed(self, staging: Staging) -> Staging | None:
-        """Return a staging in which one group of operators has another configuration on its stage's devices."""
-        number = self._below(len(self._stagings.groups))
-        head = self._stagings.groups[number].head
-        segment = self._stagings.costs.segment_of(head)
-        if segment < 0:
+        """Return a staging in which a group of operators, or all that are like it in its stage, are split otherwise.
+
+        Layers that are alike seldom gain one by one: what goes from one to the next would change its split.
+        """
+        number = self._below(len(self._groups))
+        head = self._groups[number].head
+        stage = self._stage_of(staging, head)
+        if stage is None:
             return None
-        stage = sum(first <= segment for first in staging.firsts)
         count = len(staging.devices(stage))
         operator = self._stagings.graph.operators[head]
-        configuration = configured(random_draw(operator, count, self._rng), count)
-        kept = (change for change in staging.changed if change[:2] != (stage, number))
-        return replace(staging, changed=(*kept, (stage, number, configuration)))
+        draw = (random_draw, random_grid)[self._below(2)]
+        configuration = configured(draw(operator, count, self._rng), count)
+        numbers = {number}
+        if self._below(2):
+            numbers |= {
+                other
+                for other in self._like[self._classes[head]]
+                if self._stage_of(staging, self._groups[other].head) == stage
+            }
+        kept = (change for change in staging.changed if change[0] != stage or change[1] not in numbers)
+        changed = (*kept, *((stage, other, configuration) for other in numbers))
+        return replace(staging, changed=tuple(sorted(changed, key=lambda change: change[:2])))
+
+    def _stage_of(self, staging: Staging, operator: int) -> int | None:
+        """Return the stage of an operator; None of one outside of the loss."""
+        segment = self._stagings.costs.segment_of(operator)
+        return None if segment < 0 else sum(first <= segment for first in staging.firsts)
 
     def _schedule_changed(self, staging: Staging) -> Staging | None:
         """Return a staging under the other of the schedules that keep its stages."""
@@ -289,8 +336,12 @@ class _Moves:
         return replace(staging, shares_optimizer=not staging.shares_optimizer)
 
     def _recomputation_changed(self, staging: Staging) -> Staging:
-        """Return a staging in which a stage's activations are made again, or no longer are."""
-        return replace(staging, recomputed=staging.recomputed ^ {self._below(staging.stages)})
+        """Return a staging in which a stage's activations are made again or none of them are, or one segment's."""
+        segments = self._stagings.segments(staging, self._below(staging.stages))
+        if self._below(2):
+            return replace(staging, recomputed=staging.recomputed ^ {segments[self._below(len(segments))]})
+        rest = staging.recomputed - set(segments)
+        return replace(staging, recomputed=rest if rest != staging.recomputed else rest | set(segments))
 
 
 pipeline = TrialSearch("pipeline", _pipeline)

@@ -17,8 +17,8 @@ from graph.operator_ranges import OperatorRange, OperatorRanges
 from graph.schedule import MicroBatches, Schedule
 from graph.strategy import Configuration, Sharding, Strategy
 from search.algorithms.best_tracker import builder_of
-from search.bounds.pipeline_costs import PLAIN, PipelineCosts, Variant
-from search.bounds.stage_division import Division, Row, divided, divisions
+from search.bounds.pipeline_costs import NO_SAVING, MemorySaving, PipelineCosts
+from search.bounds.stage_division import Division, StageTable, divided, divisions
 from search.problem import Problem
 from search.simulate.task_graph import TaskGraphBuilder
 from search.space.baselines import Baseline, shared
@@ -47,7 +47,7 @@ class Staging:
     firsts: the segments that stages but the first begin with.
     splits: of each group of devices, which follow each other; under schedule interleaved stages are on them in turn.
     shares_optimizer: whether all weights' gradients and optimizer state are shared (ZeRO-2).
-    recomputed: the stages whose activations are made again, segment by segment.
+    recomputed: the segments whose activations are made again, each by itself.
     changed: configurations of operator groups within a stage, on the stage's devices numbered from 0: (stage, number of
         the operator group, configuration of its head).
     """
@@ -174,13 +174,24 @@ class Stagings:
         return tuple(ranges)
 
     def _recomputation(self, staging: Staging) -> OperatorRanges:
-        bounds = list(pairwise((0, *staging.firsts, self.costs.segments)))
-        return tuple(
-            segment
-            for stage in sorted(staging.recomputed)
-            for segment in self._segment_ranges[slice(*bounds[stage])]
-            if segment is not None
-        )
+        ranges = (self._segment_ranges[segment] for segment in sorted(staging.recomputed))
+        return tuple(segment for segment in ranges if segment is not None)
+
+    def segments(self, staging: Staging, stage: int) -> range:
+        """Return the segments of a stage."""
+        return range(*(0, *staging.firsts, self.costs.segments)[stage : stage + 2])
+
+    def recomputing(self, staging: Staging, share: float) -> Staging:
+        """Return a staging in which a share of every stage's segments is made again."""
+        chosen: list[int] = []
+        for stage in range(staging.stages):
+            segments = self.segments(staging, stage)
+            chosen += (
+                segment
+                for place, segment in enumerate(segments)
+                if int((place + 1) * share) > int(place * share)
+            )
+        return replace(staging, recomputed=frozenset(chosen))
 
     # ---- 3-D parallelism
 
@@ -192,15 +203,15 @@ class Stagings:
         """
         division = None
         if chunks == 1:
-            row = self.costs.row(
+            table = self.costs.table(
                 self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, split=split
             )
-            division = divided(row, stages)
+            division = divided(table, stages)
         if division is not None:
             firsts = tuple(stage.first for stage in division.stages[1:])
         else:
             # Interleaved, or more than the memories hold.
-            micro_ns_B = self.costs.stage_costs(split, 0, PLAIN).micro_ns_B
+            micro_ns_B = self.costs.stage_costs(split, 0, NO_SAVING).micro_ns_B
             micro_ns = [int(after - before) for before, after in pairwise(micro_ns_B.tolist())]
             firsts = balanced(micro_ns, stages * chunks)
         return Staging(firsts, (split,) * stages, schedule)
@@ -219,26 +230,28 @@ class Stagings:
 
     # ---- dynamic programming
 
-    def divided(self, schedule: Schedule, variant: Variant, most: int) -> list[Staging]:
+    def divided(self, schedule: Schedule, saving: MemorySaving, most: int) -> list[Staging]:
         """Return the stagings of the least predicted totals, ascending, at most `most`.
 
         Raises:
             CostError: a local call has no cost.
         """
-        row = self.costs.row(
-            self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, variant=variant
+        table = self.costs.table(
+            self.problem.micro_batches, keeps_all=schedule is Schedule.GPIPE, saving=saving
         )
-        found = sorted(divisions(row, self.most_stages), key=lambda division: division.total_ns)
-        return [self._of_division(row, division, schedule, variant) for division in found[:most]]
+        found = sorted(divisions(table, self.most_stages), key=lambda division: division.total_ns)
+        return [self._of_division(table, division, schedule, saving) for division in found[:most]]
 
-    def _of_division(self, row: Row, division: Division, schedule: Schedule, variant: Variant) -> Staging:
-        splits = (row.options[stage.device][stage.option].label for stage in division.stages)
+    def _of_division(
+        self, table: StageTable, division: Division, schedule: Schedule, saving: MemorySaving
+    ) -> Staging:
+        splits = (table.options[stage.device][stage.option].label for stage in division.stages)
         return Staging(
             tuple(stage.first for stage in division.stages[1:]),
             tuple(cast(Split, split) for split in splits),
             schedule,
-            variant.shares_optimizer,
-            frozenset(range(len(division.stages))) if variant.recomputes else frozenset(),
+            saving.shares_optimizer,
+            frozenset(range(self.costs.segments)) if saving.recomputes else frozenset(),
         )
 
 

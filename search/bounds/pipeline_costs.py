@@ -19,7 +19,7 @@ import numpy as np
 from graph.operators import OperatorGraph
 from graph.strategy import Configuration
 from graph.synchronization import BUCKET_BYTES
-from search.bounds.stage_division import Array, Option, Row, StageCosts
+from search.bounds.stage_division import Array, StageCosts, StageOption, StageTable
 from search.kernels.exchange import exchange_ns
 from search.problem import Problem
 from search.simulate.fragment_cache import UnitStore
@@ -29,15 +29,17 @@ from search.space.pipelines import Split, Splits, crossing_bytes, moved, stage_s
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class MemorySaving:
     """A pipeline whose holders of weights share gradients and optimizer (ZeRO-2), or that makes segments again."""
 
     shares_optimizer: bool = False
     recomputes: bool = False
 
 
-PLAIN = Variant()
-VARIANTS = tuple(Variant(shares, recomputes) for recomputes in (False, True) for shares in (False, True))
+NO_SAVING = MemorySaving()
+MEMORY_SAVINGS = tuple(
+    MemorySaving(shares, recomputes) for recomputes in (False, True) for shares in (False, True)
+)
 """In the order of what they cost in time."""
 
 
@@ -70,7 +72,7 @@ class _Weight:
 
 
 class PipelineCosts:
-    """Rows of segments and devices of a problem, for `search.bounds.stage_division`."""
+    """Tables of the stages of a problem, for `search.bounds.stage_division`."""
 
     def __init__(
         self, problem: Problem, splits: Splits, cuts: Sequence[int], builder: TaskGraphBuilder
@@ -102,6 +104,11 @@ class PipelineCosts:
         """Return the segment of an operator; -1 of one outside of the loss."""
         return self._segment_of[operator]
 
+    @property
+    def classes(self) -> Sequence[int]:
+        """A number for every operator; equal ones, equal operators."""
+        return self._store.classes.operators
+
     @cached_property
     def _crossing_B(self) -> Array:  # noqa: N802 - the shape suffix
         """The bytes over each boundary, and of those that have a gradient."""
@@ -110,10 +117,15 @@ class PipelineCosts:
             [[of_all[place] for place in places] for of_all in crossing_bytes(self.graph)], np.int64
         )
 
-    def row(
-        self, micro_batches: int, *, keeps_all: bool, variant: Variant = PLAIN, split: Split | None = None
-    ) -> Row:
-        """Return the row of all options, or of one split alone.
+    def table(
+        self,
+        micro_batches: int,
+        *,
+        keeps_all: bool,
+        saving: MemorySaving = NO_SAVING,
+        split: Split | None = None,
+    ) -> StageTable:
+        """Return the table of all options, or of one split alone.
 
         Raises:
             CostError: a local call has no cost.
@@ -123,10 +135,10 @@ class PipelineCosts:
         sizes = stage_sizes(count) if split is None else (split.devices,)
         options = [
             [
-                Option(
+                StageOption(
                     each,
                     size,
-                    self.stage_costs(each, first, variant),
+                    self.stage_costs(each, first, saving),
                     int(capacity_D[first : first + size].min()),
                 )
                 for size in sizes
@@ -146,14 +158,14 @@ class PipelineCosts:
             if first + option.devices < count
             for after, next_option in enumerate(options[first + option.devices])
         }
-        return Row(options, transfers, micro_batches, keeps_all)
+        return StageTable(options, transfers, micro_batches, keeps_all)
 
     # ---- what stages take
 
-    def stage_costs(self, split: Split, first: int, variant: Variant) -> StageCosts:
+    def stage_costs(self, split: Split, first: int, saving: MemorySaving) -> StageCosts:
         """Return the costs of stages that are split so, on devices from `first` on."""
         alike = self._alike(split.devices, first)
-        key = (split, alike, variant)
+        key = (split, alike, saving)
         if key not in self._costs:
             if (split, alike) not in self._segments:
                 devices = tuple(range(first, first + split.devices))
@@ -161,10 +173,10 @@ class PipelineCosts:
             of = self._segments[split, alike]
             micro = of.forward_ns_G + of.backward_ns_G
             kept = of.kept_bytes_G
-            if variant.recomputes:
+            if saving.recomputes:
                 micro = micro + of.forward_ns_G
                 kept = np.minimum(kept, self._crossing_B[1, :-1] // split.data)
-            shares = variant.shares_optimizer
+            shares = saving.shares_optimizer
             once = of.sum_ns_G + (of.shared_update_ns_G if shares else of.update_ns_G)
             static = of.held_bytes_G + (of.shared_bytes_G if shares else of.trained_bytes_G)
             sums = (np.concatenate([[0], np.cumsum(of_G)]) for of_G in (micro, once, static, kept))
@@ -289,7 +301,7 @@ class PipelineCosts:
 
     # ---- transfers
 
-    def _transfer_ns_B(self, device: int, before: Option, after: Option) -> Array:  # noqa: N802 - the shape suffix
+    def _transfer_ns_B(self, device: int, before: StageOption, after: StageOption) -> Array:  # noqa: N802 - the shape suffix
         """Return what a micro-batch takes over each boundary to a stage that begins with a device, there and back."""
         assert isinstance(before.label, Split)
         assert isinstance(after.label, Split)

@@ -53,7 +53,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Option:
+class StageOption:
     """A way to split a stage over `devices` devices; `label` says which. capacity_bytes: of its smallest device."""
 
     label: object
@@ -87,7 +87,7 @@ class Division:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class StageTable:
     """Segments and devices to divide.
 
     options: for each device, the options of a stage that begins with it.
@@ -96,7 +96,7 @@ class Row:
     micro_batches: M. keeps_all: whether all of them are in flight in every stage (gpipe).
     """
 
-    options: Sequence[Sequence[Option]]
+    options: Sequence[Sequence[StageOption]]
     transfer_ns_B: Mapping[tuple[int, int, int], Array]
     micro_batches: int
     keeps_all: bool = False
@@ -111,18 +111,18 @@ class Row:
         return self.micro_batches if self.keeps_all else min(self.micro_batches, stages_from_it)
 
 
-def divisions(row: Row, most_stages: int, *, step: float = 0.0) -> Iterator[Division]:
+def divisions(table: StageTable, most_stages: int, *, step: float = 0.0) -> Iterator[Division]:
     """Give divisions of which each has a smaller most than the one before, and the least sum that goes with it.
 
     The least total is among them. Nothing is given where no division fits the memories.
 
     Args:
-        row: what to divide.
+        table: what to divide.
         most_stages: how many stages there may be.
         step: by what share the most goes down at least; above 0 the total may exceed the least one by that share.
     """
     bound_ns, least_ns = inf, inf
-    while (division := _of_least_sum(row, most_stages, bound_ns)) is not None:
+    while (division := _of_least_sum(table, most_stages, bound_ns)) is not None:
         yield division
         least_ns = min(least_ns, division.total_ns)
         # The sum only grows from now on.
@@ -131,9 +131,9 @@ def divisions(row: Row, most_stages: int, *, step: float = 0.0) -> Iterator[Divi
         bound_ns = division.most_ns * (1 - step)
 
 
-def divided(row: Row, most_stages: int, *, step: float = 0.0) -> Division | None:
+def divided(table: StageTable, most_stages: int, *, step: float = 0.0) -> Division | None:
     """Return the division of the least total, the first of equals; None where none fits the memories."""
-    return min(divisions(row, most_stages, step=step), key=lambda division: division.total_ns, default=None)
+    return min(divisions(table, most_stages, step=step), key=lambda division: division.total_ns, default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,55 +145,55 @@ class _Suffixes:
     next_OB: Array
 
 
-def _of_least_sum(row: Row, most_stages: int, bound_ns: float) -> Division | None:
+def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Division | None:
     """Return the division of the least sum whose most is below a bound."""
-    devices = len(row.options)
+    devices = len(table.options)
     # By the number of stages, and the device that the first of them begins with.
     suffixes: dict[tuple[int, int], _Suffixes] = {}
-    for stages in range(1, min(most_stages, devices, row.segments) + 1):
+    for stages in range(1, min(most_stages, devices, table.segments) + 1):
         for device in range(devices):
-            found = _suffixes(row, suffixes, stages, device, bound_ns)
+            found = _suffixes(table, suffixes, stages, device, bound_ns)
             if found is not None:
                 suffixes[stages, device] = found
     firsts = [
         (suffixes[stages, 0].sum_ns_OB[option, 0], stages, option)
         for stages in range(1, most_stages + 1)
         if (stages, 0) in suffixes
-        for option in range(len(row.options[0]))
+        for option in range(len(table.options[0]))
     ]
     least_ns, stages, option = min(firsts, default=(inf, 0, 0))
     if least_ns == inf:
         return None
-    return _followed(row, suffixes, stages, option)
+    return _followed(table, suffixes, stages, option)
 
 
 def _suffixes(
-    row: Row, later: Mapping[tuple[int, int], _Suffixes], stages: int, device: int, bound_ns: float
+    table: StageTable, later: Mapping[tuple[int, int], _Suffixes], stages: int, device: int, bound_ns: float
 ) -> _Suffixes | None:
     """Return the least sums of so many stages from a device on; None where there are none."""
-    options, boundaries = row.options[device], row.segments + 1
+    options, boundaries = table.options[device], table.segments + 1
     sum_ns = np.full((len(options), boundaries), inf)
     end, following = (np.zeros((len(options), boundaries), np.int64) for _ in range(2))
     for number, option in enumerate(options):
         next_device = device + option.devices
         ahead = np.full(boundaries, inf)
         if stages == 1:
-            if next_device == len(row.options):
+            if next_device == len(table.options):
                 ahead[-1] = 0
         elif (stages - 1, next_device) in later:
             rest = later[stages - 1, next_device].sum_ns_OB
             transfers = np.stack(
-                [row.transfer_ns_B[next_device, number, after] for after in range(len(rest))]
+                [table.transfer_ns_B[next_device, number, after] for after in range(len(rest))]
             )
-            sums = np.where((row.micro_batches - 1) * transfers < bound_ns, rest + transfers, inf)
+            sums = np.where((table.micro_batches - 1) * transfers < bound_ns, rest + transfers, inf)
             following[number] = sums.argmin(axis=0)
             ahead = sums.min(axis=0)
         ends = np.flatnonzero(ahead < inf)
         if len(ends) == 0:
             continue
         micro, once, static, kept = (of_runs[:, ends] for of_runs in option.costs.of_runs)
-        fits = static + row.in_flight(stages) * kept <= option.capacity_bytes
-        fits &= (row.micro_batches - 1) * micro + once < bound_ns
+        fits = static + table.in_flight(stages) * kept <= option.capacity_bytes
+        fits &= (table.micro_batches - 1) * micro + once < bound_ns
         fits &= np.arange(boundaries)[:, None] < ends
         sums = np.where(fits, micro + ahead[ends], inf)
         end[number] = ends[sums.argmin(axis=1)]
@@ -201,7 +201,9 @@ def _suffixes(
     return _Suffixes(sum_ns, end, following) if (sum_ns < inf).any() else None
 
 
-def _followed(row: Row, suffixes: Mapping[tuple[int, int], _Suffixes], stages: int, option: int) -> Division:
+def _followed(
+    table: StageTable, suffixes: Mapping[tuple[int, int], _Suffixes], stages: int, option: int
+) -> Division:
     """Return the division that begins with an option and has so many stages."""
     choices: list[StageChoice] = []
     segment = device = 0
@@ -209,25 +211,25 @@ def _followed(row: Row, suffixes: Mapping[tuple[int, int], _Suffixes], stages: i
         found = suffixes[left, device]
         end = int(found.end_OB[option, segment])
         choices.append(StageChoice(segment, end, device, option))
-        device += row.options[device][option].devices
+        device += table.options[device][option].devices
         option, segment = int(found.next_OB[option, end]), end
-    return priced(row, choices)
+    return priced(table, choices)
 
 
-def priced(row: Row, stages: Sequence[StageChoice]) -> Division:
+def priced(table: StageTable, stages: Sequence[StageChoice]) -> Division:
     """Return a division with its sum and its most."""
     sum_ns = most_ns = 0
     before: StageChoice | None = None
     for stage in stages:
-        costs = row.options[stage.device][stage.option].costs
+        costs = table.options[stage.device][stage.option].costs
         micro_ns, once_ns = (
             int(of_B[stage.last] - of_B[stage.first]) for of_B in (costs.micro_ns_B, costs.once_ns_B)
         )
         sum_ns += micro_ns
-        most_ns = max(most_ns, (row.micro_batches - 1) * micro_ns + once_ns)
+        most_ns = max(most_ns, (table.micro_batches - 1) * micro_ns + once_ns)
         if before is not None:
-            transfer_ns = int(row.transfer_ns_B[stage.device, before.option, stage.option][stage.first])
+            transfer_ns = int(table.transfer_ns_B[stage.device, before.option, stage.option][stage.first])
             sum_ns += transfer_ns
-            most_ns = max(most_ns, (row.micro_batches - 1) * transfer_ns)
+            most_ns = max(most_ns, (table.micro_batches - 1) * transfer_ns)
         before = stage
     return Division(tuple(stages), sum_ns, most_ns)

@@ -148,7 +148,9 @@ class StageMemory(NamedTuple):
     static_D: Array  # weights, their gradients and optimizer state, buffers
     input_D: Array  # inputs of one micro-batch
     kept_SD: Array  # what is there of one micro-batch between its forward and its backward
-    again_SD: Array  # in a backward, the most that is there beyond it while a group of the stage is made again
+    again_SD: (
+        Array  # in a backward, the most that is there beyond it while a group of the stage is made again
+    )
 
 
 class Scratch(NamedTuple):

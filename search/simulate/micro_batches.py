@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graph.operators import OperatorGraph
-from graph.schedule import MicroBatches, Phase, Schedule, Stage, common_order, stages_of
+from graph.schedule import MicroBatches, Phase, Schedule, common_order, stages_of
 from graph.strategy import Configuration
 from search.kernels.records import (
     BACKWARD,
@@ -98,7 +98,7 @@ def pipeline_of(
     graph: OperatorGraph,
     configurations: Sequence[Configuration],
     micro_batches: MicroBatches,
-    last_O: Array,  # noqa: N803 - the shape suffix
+    last_O: Array,
 ) -> Pipeline:
     """Return the pipeline that configurations make with a number of micro-batches.
 
@@ -170,24 +170,21 @@ def _segments(tasks: Tasks, pipeline: Pipeline) -> Array:
     kind, segment_T = tasks.kind, np.full(len(tasks.kind), -1, np.int64)
     forward = np.flatnonzero(kind == FORWARD)
     operator = tasks.subject[forward]
-    segment_T[forward] = np.where(
-        pipeline.is_late_O[operator], pipeline.renewing, pipeline.stage_O[operator]
-    )
+    segment_T[forward] = np.where(pipeline.is_late_O[operator], pipeline.renewing, pipeline.stage_O[operator])
     for of_kind in (BACKWARD, RECOMPUTE):
         backward = np.flatnonzero(kind == of_kind)
         operator = tasks.subject[backward]
         if of_kind == RECOMPUTE:
             operator = pipeline.last_O[operator]
         segment_T[backward] = pipeline.stages + pipeline.stage_O[operator]
-    segment_T[(kind == BUFFER_COLLECTIVE) | (kind == BUFFER_TRANSFER)] = pipeline.renewing
     segment_T[(kind == UPDATE) | (kind == UPDATE_GATHER)] = pipeline.updating
-    # Other communication follows the tasks of the operator that it belongs to.
+    # Other communication follows the tasks of the operator that it belongs to, or of those that renew buffers.
     places = np.where(segment_T >= 0, np.arange(len(kind)), 0)
     return segment_T[np.maximum.accumulate(places)]
 
 
 def _copies(segment_T: Array, is_sum_T: Array, pipeline: Pipeline) -> tuple[Array, Array]:
-    """Return, for each task of the step, its task of one micro-batch and the micro-batch; the last of what is of all."""
+    """Return the task of one micro-batch of each task of the step, and the micro-batch: the last, of what is once."""
     stages, count, units = pipeline.stages, pipeline.micro_batches, pipeline.units
     sizes_G = np.bincount(segment_T, minlength=pipeline.updating + 1)
     order = np.concatenate(
@@ -220,7 +217,9 @@ def _by_device(resource_set_N: Array, device_count: int) -> Array:
     computations = np.flatnonzero(resource_set_N < device_count)
     device = resource_set_N[computations]
     # So few bits are sorted in linear time.
-    return computations[np.argsort(device.astype(np.int16) if device_count < 2**15 else device, kind="stable")]
+    return computations[
+        np.argsort(device.astype(np.int16) if device_count < 2**15 else device, kind="stable")
+    ]
 
 
 def _dependencies(

@@ -60,6 +60,10 @@ class Simulation:
     backward it counts what enters and what others need; and, where that is more, what is there once some group is
     made again: what the group's backward needs instead of what lies behind the group. It is a sum, quick to bring up
     to date in the search's loop; what a program takes in truth, `app.services.predict.predicted_peaks` finds.
+
+    Of a step in micro-batches it is the most over the order of the schedule: weights, buffers and the inputs of all
+    micro-batches throughout, and what each stage on the device keeps of those micro-batches that it has been through
+    forward and not yet backward. Gradients of weights are whole, since they add up before they are shared.
     """
 
     tasks: TaskGraph

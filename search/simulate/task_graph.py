@@ -24,6 +24,8 @@ whose gradients are shared waits for the one before on its devices, and so does 
 backward after it: no device has more than two of them in its hands. The gather of updated shares waits for the
 updates.
 
+So it is of a step in one batch, and of each micro-batch (`search.simulate.micro_batches`).
+
 Source: FlexFlow (arXiv:1807.05358) section 5.1, with forward, backward, gradient transfers, collectives and
 updates apart.
 """
@@ -333,7 +335,10 @@ class TaskGraphBuilder:
         return tuple(strategy.sharding_of(number) for number in range(len(self.graph.weights)))
 
     def build(self, strategy: Strategy) -> TaskGraph:
-        """Return the task graph of a validated strategy, of its own step (see `search.simulate.steady_state`)."""
+        """Return the task graph of a validated strategy, of its own step, in all its micro-batches.
+
+        A step that leaves work to the next one is made of it by `search.simulate.steady_state`.
+        """
         plain = replace(strategy, collective_algorithms=(), synchronization=BY_DEFAULT)
         if plain != strategy:
             by_default = strategy.synchronization == BY_DEFAULT
@@ -345,10 +350,7 @@ class TaskGraphBuilder:
         return TaskGraph(
             graph=self.graph,
             topology=self.topology,
-            **{
-                column: array.copy()
-                for column, array in zip(_COLUMNS, tasks, strict=True)
-            },
+            **{column: array.copy() for column, array in zip(_COLUMNS, tasks, strict=True)},
             contention_ppm_D=self.contention_ppm_D,
             peak_memory_D=layout.peak_memory_D.copy(),
             resource_sets=type(resource_sets)(*(array.copy() for array in resource_sets)),

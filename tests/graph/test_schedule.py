@@ -97,6 +97,29 @@ def test_common_order_has_each_unit_once_behind_all_that_it_waits_for(
         assert own == tuple(unit for unit in order if unit.stage % groups == group)
 
 
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("groups", [1, 2, 4, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_common_order_takes_of_all_next_units_the_one_that_starts_first(
+    schedule: Schedule, groups: int, rounds: int
+) -> None:
+    chunks, count = (2, rounds * groups) if schedule is Schedule.INTERLEAVED else (1, rounds + 1)
+    left = [list(order) for order in group_orders(schedule, groups, chunks, count)]
+    free = [0] * groups
+    ended: dict[object, int] = {}
+    for unit in common_order(schedule, groups, chunks, count):
+        starts = []
+        for group, order in enumerate(left):
+            waits = waits_of(order[0], groups * chunks) if order else ()
+            if order and all(wait in ended for wait in waits):
+                start = max([free[group], *(ended[wait] for wait in waits)])
+                starts.append((start, -order[0].stage, group))
+        start, _, group = min(starts)
+        assert left[group].pop(0) == unit
+        free[group] = ended[unit] = start + (1 if unit.phase is Phase.FORWARD else 2)
+    assert not any(left)
+
+
 def test_gradients_of_the_last_micro_batch_come_last_in_every_stage() -> None:
     for schedule in Schedule:
         for order in group_orders(schedule, 3, 2 if schedule is Schedule.INTERLEAVED else 1, 6):

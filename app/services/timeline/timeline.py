@@ -65,6 +65,8 @@ def simulated_timeline(simulation: Simulation) -> StepTimeline:
             "cost": ORIGINS[int(tasks.origin_T[task])].value,
             "critical path": task in critical,
         }
+        if tasks.micro_batch_T is not None and tasks.micro_batch_T[task] >= 0:
+            details["micro-batch"] = int(tasks.micro_batch_T[task])
         if tasks.size_bytes_T[task]:
             details["bytes"] = int(tasks.size_bytes_T[task])
         span = Slice(

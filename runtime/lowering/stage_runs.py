@@ -1,0 +1,117 @@
+"""The instructions of a rank in runs, one for the forward and one for the backward of each stage, and those of a step.
+
+They are lowered once, as of one micro-batch. A step has each run as often as there are micro-batches, in the order of
+the plan's units; what synchronizes gradients stands in the last micro-batch's backwards alone, and what renews buffers
+comes after all backwards.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from graph.plan import Plan
+from graph.schedule import Phase
+from runtime.instructions.base import Instruction
+from runtime.instructions.compute import EnterMicroBatch, GiveRenewals, Recompute, Release
+from runtime.instructions.gradient_synchronization import (
+    BeginGradients,
+    FillBucket,
+    FlatBucket,
+    StartAllReduce,
+)
+from runtime.instructions.sharded_weights import StartReduceScatter
+
+_OF_LAST_MICRO_BATCH = (FillBucket, StartAllReduce, StartReduceScatter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The forward or the backward of a stage in one micro-batch, or what comes after all backwards (phase None)."""
+
+    phase: Phase | None
+    stage: int
+    instructions: list[Instruction] = field(default_factory=list)
+
+
+class StageRuns:
+    """The runs of one rank, in the order of a single micro-batch."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        """Prepare for the instructions of `rank`."""
+        self._plan = plan
+        self._rank = rank
+        self._firsts = [stage.first for stage in plan.stages]
+        self._runs: list[_Run] = []
+
+    @property
+    def last(self) -> list[Instruction]:
+        """The instructions of the run that was begun last, to add to."""
+        return self._runs[-1].instructions
+
+    def enter(self, phase: Phase, operator: int) -> None:
+        """Begin the run that an operator's forward or backward is in, where it has not begun."""
+        stage = max(bisect_right(self._firsts, operator) - 1, 0)
+        if not self._runs or (self._runs[-1].phase, self._runs[-1].stage) != (phase, stage):
+            self._runs.append(_Run(phase, stage))
+
+    def enter_renewals(self) -> None:
+        """Begin the run after all backwards."""
+        self._runs.append(_Run(None, 0))
+
+    def add_releases(self, kept: set[int]) -> None:
+        """Add, after each instruction, the release of tensors unused until recomputation, but of the slots `kept`."""
+        needed: set[int] = set()
+        for run in reversed(self._runs):
+            result: list[Instruction] = []
+            for instruction in reversed(run.instructions):
+                released = tuple(
+                    slot
+                    for slot in dict.fromkeys(instruction.touches)
+                    if slot not in needed and slot not in kept
+                )
+                if released:
+                    result.append(Release(released))
+                result.append(instruction)
+                needed.update(instruction.touches)
+                if isinstance(instruction, Recompute):
+                    needed.difference_update(instruction.outputs)
+            run.instructions[:] = reversed(result)
+
+    def of_step(
+        self, buckets: Sequence[FlatBucket], finished: Sequence[Instruction]
+    ) -> Iterator[Instruction]:
+        """Yield the instructions of a whole step.
+
+        Args:
+            buckets: of the rank's gradients, to which those of micro-batches are added.
+            finished: the waits for the synchronization of gradients.
+        """
+        count = self._plan.strategy.micro_batches.count
+        if count == 1:
+            for run in self._runs:
+                yield from run.instructions
+            yield from finished
+            return
+        runs = {(run.phase, run.stage): run.instructions for run in self._runs}
+        yield BeginGradients(tuple(buckets))
+        # Micro-batches whose backward was the last one here, and the one before: their gradients are on their way.
+        on_their_way: list[int] = []
+        for phase, stage, number in self._plan.units:
+            own = runs.get((phase, stage), [])
+            sent: list[int] = []
+            if phase is Phase.BACKWARD and self._rank in self._plan.stages[stage].devices:
+                # What this one has sent forward was there before its gradient comes back.
+                sent = [number, *on_their_way[:-1]]
+                on_their_way = [*on_their_way[-1:], number]
+            if own:
+                yield EnterMicroBatch(number, tuple(dict.fromkeys(sent)))
+            for instruction in own:
+                if number == count - 1 or not isinstance(instruction, _OF_LAST_MICRO_BATCH):
+                    yield instruction
+        for number in range(count):
+            yield EnterMicroBatch(number)
+            yield from runs[None, 0]
+            yield GiveRenewals()
+        yield from finished

@@ -1,0 +1,250 @@
+"""Slow, obvious step in micro-batches: `graph.plan`'s units one after the other, by names instead of positions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from graph.intervals import volume
+from graph.operators import ValueKind
+from graph.plan import weight_placement
+from graph.schedule import Phase
+from graph.strategy import Sharding
+from graph.training import OPTIMIZER_STATE
+from search.simulate.saved_tensors import extra_bytes, lasting_outputs
+from tests.reference import simulate as reference
+from tests.reference.taskgraph import Deriver, Key, Task, nanoseconds
+
+COMPUTE = ("forward", "backward", "recompute", "update")
+RENEWALS = ("renew", "buffer collective")
+# A task of the step: its micro-batch, the last one of what is done once, and its name in one micro-batch.
+StepKey = tuple[int, Key]
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """A task of one micro-batch in the step, and what it waits for there."""
+
+    key: StepKey
+    task: Task
+    predecessors: frozenset[StepKey]
+
+
+class StepDeriver:
+    """Walks the units of a plan, each with the tasks of its micro-batch."""
+
+    def __init__(self, deriver: Deriver) -> None:
+        self.deriver, self.plan = deriver, deriver.plan
+        self.once = deriver.derive()
+        self.count = self.plan.strategy.micro_batches.count
+        self.steps: list[StepTask] = []
+        self.latest: dict[int, StepKey] = {}
+        # By device, the renewals of the micro-batch before that no forward has waited for.
+        self.renewed: dict[int, set[StepKey]] = {}
+
+    def derive(self) -> list[StepTask]:
+        """Return all tasks in program order."""
+        for phase, stage, number in self.plan.units:
+            for task in self.once:
+                if self.part(task.key) == (phase.value, stage):
+                    self.add(task, number)
+        for number in range(self.count):
+            renewed: dict[int, set[StepKey]] = {}
+            for task in self.once:
+                if self.part(task.key) == ("renewals", 0):
+                    self.add(task, number)
+                    for device in task.ends if task.key[0] in RENEWALS else ():
+                        renewed.setdefault(device, set()).add((number, task.key))
+            self.renewed = renewed
+        for task in self.once:
+            if self.part(task.key) == ("updates", 0):
+                self.add(task, self.count - 1)
+        return self.steps
+
+    def part(self, key: Key) -> tuple[str, int]:
+        """Where in the program a task stands: a phase of a stage, or what follows all of them."""
+        plan, kind, name = self.plan, str(key[0]), key[1]
+        if kind in ("forward", "transfer", "collective"):
+            maker = int(name) if kind == "forward" else plan.graph.producer[str(name)][0]
+            late = maker in plan.graph.order.of_buffers
+            return ("renewals", 0) if late else (Phase.FORWARD.value, self.stage_of(maker))
+        if kind in RENEWALS:
+            return ("renewals", 0)
+        if kind in ("update", "update gather"):
+            return ("updates", 0)
+        return (Phase.BACKWARD.value, self.stage_of(self.after(key)))
+
+    def after(self, key: Key) -> int:
+        """The operator with whose backward a task of the backward stands."""
+        kind = key[0]
+        if kind == "backward":
+            return int(key[1])
+        if kind == "recompute":
+            (last,) = [
+                group.last
+                for group in self.plan.strategy.recomputation
+                if group.first <= int(key[1]) <= group.last
+            ]
+            return last
+        if kind == "synchronize":
+            return self.plan.buckets[int(key[1])].after
+        if kind == "gradient":
+            (operator,) = [
+                index
+                for index, found in self.plan.gradient_transfers.items()
+                if any((back.value, back.assembly) == key[1:3] for back in found)
+            ]
+            return operator
+        assert kind == "gradient collective"
+        (operator,) = [
+            index
+            for index, found in self.plan.gradient_collectives.items()
+            if any((back.value, back.number) == key[1:3] for back in found)
+        ]
+        return operator
+
+    def stage_of(self, operator: int) -> int:
+        """The stage that an operator is in."""
+        return max([0, *(number for number, stage in enumerate(self.plan.stages) if stage.first <= operator)])
+
+    def add(self, task: Task, number: int) -> None:
+        """Add a task for a micro-batch, if it is done for that."""
+        kind, last = task.key[0], self.count - 1
+        if kind == "synchronize" and number != last:
+            return
+        there = {step.key for step in self.steps}
+        waits: set[StepKey] = set()
+        for key in task.predecessors:
+            if key[0] != "synchronize":
+                waits.add((number, key))
+            elif (last, key) in there:
+                waits.add((last, key))
+            if kind in ("synchronize", "update") and key[0] == "backward":
+                # The backwards of all micro-batches add to what is summed, or updated.
+                waits |= {(other, key) for other in range(self.count)}
+        if kind in COMPUTE:
+            (device,) = task.resources
+            if device in self.latest:
+                waits.add(self.latest[device])
+            if self.part(task.key) == ("renewals", 0):
+                waits |= self.renewed.pop(device, set())
+            self.latest[device] = (number, task.key)
+        assert waits <= there
+        self.steps.append(StepTask((number, task.key), task, frozenset(waits)))
+
+    def simulated(self, flows: Sequence[int]) -> list[reference.Task]:
+        """Return the tasks as the slow simulation takes them; `flows` of each."""
+        place = {step.key: index for index, step in enumerate(self.steps)}
+        tasks = []
+        for step, flow in zip(self.steps, flows, strict=True):
+            kind, launch_ns = step.task.key[0], 0
+            if kind in COMPUTE and kind != "update":
+                cost = self.deriver.cost(int(step.task.key[1]), int(step.task.key[2]))
+                launch_ns = nanoseconds(
+                    cost.backward_launch_s if kind == "backward" else cost.forward_launch_s
+                )
+            tasks.append(
+                reference.Task(
+                    run_ns=step.task.run_ns,
+                    predecessors=tuple(place[key] for key in step.predecessors),
+                    resources=step.task.resources,
+                    device=step.task.resources[0] if kind in COMPUTE else None,
+                    ends=step.task.ends,
+                    flows=flow,
+                    launch_ns=launch_ns,
+                )
+            )
+        return tasks
+
+    # ---- memory
+
+    def peak_memory(self) -> list[int]:
+        """Return the bytes of each device at the unit at which most is there."""
+        static, inputs = self.static_bytes()
+        kept = self.kept_bytes(behind=None)
+        devices = range(len(static))
+        groups = self.plan.strategy.recomputation
+        result = []
+        for device in devices:
+            now = most = 0
+            for unit in self.plan.units:
+                size = kept.get((unit.stage, device), 0)
+                if unit.phase is Phase.FORWARD:
+                    now += size
+                    most = max(most, now)
+                    continue
+                for number, group in enumerate(groups):
+                    if self.stage_of(group.last) == unit.stage:
+                        gone = self.kept_bytes(behind=group.last).get((unit.stage, device), 0)
+                        most = max(most, now - gone + self.again_bytes(number, device))
+                now -= size
+            result.append(static[device] + self.count * inputs[device] + most)
+        return result
+
+    def static_bytes(self) -> tuple[list[int], list[int]]:
+        """Return, by device, the bytes of weights and buffers, and of the inputs of one micro-batch."""
+        deriver, plan = self.deriver, self.plan
+        static, inputs = ([0] * len(deriver.topology.devices) for _ in range(2))
+        state = OPTIMIZER_STATE[deriver.training.optimizer]
+        for value in plan.graph.values:
+            if value.kind is ValueKind.OPERATOR:
+                continue
+            for device, region in weight_placement(plan.graph, plan.strategy, value.name).items():
+                elements = volume(region)
+                if value.name in deriver.trained():
+                    # A gradient is whole until it is summed, in the last micro-batch.
+                    elements += volume(region) + deriver.updated(value.name, device) * state
+                    assert plan.sharding[value.name] is not Sharding.PARAMETERS
+                target = inputs if value.kind is ValueKind.INPUT else static
+                target[device] += elements * value.spec.item_bytes
+        return static, inputs
+
+    def kept_bytes(self, behind: int | None) -> dict[tuple[int, int], int]:
+        """Return what each stage keeps of a micro-batch on each device; `behind`: of what follows an operator alone."""
+        deriver, plan = self.deriver, self.plan
+        sizes: dict[tuple[int, int], int] = {}
+
+        def keep(stage: int, device: int, size_bytes: int) -> None:
+            sizes[stage, device] = sizes.get((stage, device), 0) + size_bytes
+
+        lasting = lasting_outputs(plan.graph, plan.strategy.recomputation)
+        for index, configuration in enumerate(plan.strategy.configurations):
+            for task, device in enumerate(configuration.devices):
+                if plan.active[index][task] and (behind is None or index > behind):
+                    call = deriver.calls[index][task]
+                    size = sum(
+                        prod(spec.shape) * spec.item_bytes * lasts
+                        for spec, lasts in zip(call.outputs, lasting[index].kept, strict=True)
+                    )
+                    if deriver.group_of(index) is None:
+                        size += extra_bytes(call)
+                    keep(self.stage_of(index), device, size)
+        for name, assemblies in plan.exchanges.items():
+            maker = plan.graph.producer[name][0]
+            for position, assembly in enumerate(assemblies):
+                if plan.active_assemblies[name][position] and not assembly.direct:
+                    early = [
+                        reader.operator
+                        for reader in assembly.readers
+                        if reader.operator in plan.graph.order.of_loss
+                    ]
+                    stage = self.stage_of(min(early))
+                    if behind is None or maker > behind:
+                        item_bytes = plan.graph.value_by_name[name].spec.item_bytes
+                        keep(stage, assembly.device, volume(assembly.region) * item_bytes)
+        return sizes
+
+    def again_bytes(self, number: int, device: int) -> int:
+        """Return the bytes on a device that the backward of a group needs, once the group is made again."""
+        deriver, plan, total = self.deriver, self.plan, 0
+        for index, outputs in enumerate(lasting_outputs(plan.graph, plan.strategy.recomputation)):
+            if deriver.group_of(index) != number or outputs.again is None:
+                continue
+            for task, other in enumerate(plan.strategy.configurations[index].devices):
+                if plan.active[index][task] and other == device:
+                    call = deriver.calls[index][task]
+                    total += extra_bytes(call)
+                    total += sum(
+                        prod(spec.shape) * spec.item_bytes * lasts
+                        for spec, lasts in zip(call.outputs, outputs.again, strict=True)
+                    )
+        return total

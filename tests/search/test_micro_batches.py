@@ -1,0 +1,459 @@
+"""Steps in micro-batches: published makespans and peaks, and a slow reference that goes through the plan's units."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from graph.axes import Axis, AxisKind, along
+from graph.calls import LocalCall
+from graph.errors import StrategyError
+from graph.operator_ranges import OperatorRange
+from graph.operators import OperatorGraph, ValueKind
+from graph.schedule import MicroBatches, Schedule
+from graph.strategy import Configuration, Sharding, Strategy
+from graph.topology import Topology
+from graph.training import Training
+from search.algorithms.best_tracker import BestTracker
+from search.cost.cost_table import CostTable, OperatorCost, Origin
+from search.cost.link_costs import Curve, LinkCosts
+from search.evaluate.evaluator import evaluation
+from search.orders import ORDERS, Order
+from search.outcome import NEVER_NS
+from search.problem import Problem
+from search.simulate.micro_batches import pipeline_of, unrolled
+from search.simulate.simulator import Simulation, simulate, simulate_tasks
+from search.simulate.task_graph import COMPUTE_KINDS, TaskGraph, TaskGraphBuilder, TaskKind
+from search.space.baselines import data_parallel, zero
+from tests.reference import policies
+from tests.reference import simulate as reference
+from tests.reference.micro_batches import StepDeriver
+from tests.reference.taskgraph import Deriver
+from tests.search.builders import (
+    GraphBuilder,
+    LaunchedCosts,
+    branches,
+    cluster,
+    devices,
+    joined,
+    local_calls,
+    random_anywhere,
+    two_layers,
+)
+from tests.search.builders import (
+    unrolled as unrolled_layers,
+)
+from tests.search.test_delta import BUCKET_BYTES, LINKS, TRAINING, builder_of
+from tests.search.test_recomputation import random_groups
+
+GPIPE, IN_TURN, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+# The forward of a layer takes a unit, its backward two.
+UNIT_S, UNIT_NS = 1e-3, 1_000_000
+SAMPLES, WIDTH = 2, 4
+
+
+class UnitCosts:
+    """A linear layer computes one unit forward and two backward; nothing else takes time."""
+
+    def resolve(self, calls: Sequence[LocalCall], kind_name: str) -> list[OperatorCost | None]:  # noqa: ARG002
+        costs: list[OperatorCost | None] = []
+        for call in calls:
+            taken_s = UNIT_S if call.target == "aten.linear.default" else 0.0
+            costs.append(OperatorCost(taken_s, 2 * taken_s, Origin.MEASURED))
+        return costs
+
+    def update_cost(self, optimizer: str, dtype: str, kind_name: str) -> tuple[float, Origin]:  # noqa: ARG002
+        return 0.0, Origin.MEASURED
+
+
+def chain(layers: int, width: int = WIDTH) -> OperatorGraph:
+    """Return linear layers of one width."""
+    builder = GraphBuilder()
+    x = builder.value("input.0", (SAMPLES, width), ValueKind.INPUT)
+    for number in range(layers):
+        x = builder.linear(f"layer{number}", x, width)
+    builder.loss(x)
+    return builder.finish()
+
+
+def pipelined(
+    count: int, micro_batches: MicroBatches, *, chunks: int = 1, transfer_s: float = 0.0
+) -> Simulation:
+    """Return the step of a chain of one layer a stage, stage s on device s modulo `count`."""
+    graph = chain(count * chunks)
+    placed = [*range(count * chunks), count * chunks - 1, count * chunks - 1]
+    configurations = tuple(
+        Configuration((1,) * len(operator.space.axes), (stage % count,))
+        for operator, stage in zip(graph.operators, placed, strict=True)
+    )
+    messages = {
+        (source, destination): Curve.line(transfer_s, 0.0)
+        for source, destination in product(range(count), repeat=2)
+        if source != destination
+    }
+    return simulate(
+        graph,
+        Strategy(graph.digest, configurations, micro_batches=micro_batches),
+        devices(count),
+        CostTable(UnitCosts()),
+        Training(SAMPLES, optimizer="sgd"),
+        links=LinkCosts(messages=messages),
+        local_calls=local_calls,
+    )
+
+
+# ---- published makespans and peaks
+
+
+@pytest.mark.parametrize("schedule", [GPIPE, IN_TURN])
+@pytest.mark.parametrize(("count", "batches"), [(2, 4), (4, 8), (4, 2), (3, 1)])
+def test_makespan_is_that_of_the_papers(schedule: Schedule, count: int, batches: int) -> None:
+    simulation = pipelined(count, MicroBatches(batches, schedule))
+    assert simulation.step_time_ns == 3 * (batches + count - 1) * UNIT_NS
+
+
+def test_transfers_cost_one_forward_one_backward_more_than_gpipe() -> None:
+    times = {
+        schedule: pipelined(4, MicroBatches(8, schedule), transfer_s=UNIT_S).step_time_ns
+        for schedule in (GPIPE, IN_TURN)
+    }
+    assert times == {GPIPE: 39 * UNIT_NS, IN_TURN: 49 * UNIT_NS}
+
+
+@pytest.mark.parametrize(("count", "chunks", "rounds"), [(2, 2, 2), (4, 2, 2), (4, 3, 1), (3, 2, 3)])
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(
+    count: int, chunks: int, rounds: int
+) -> None:
+    batches = rounds * count
+    simulation = pipelined(count, MicroBatches(batches, INTERLEAVED), chunks=chunks)
+    assert simulation.step_time_ns == 3 * (batches * chunks + count - 1) * UNIT_NS
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [(GPIPE, (8, 8, 8, 8)), (IN_TURN, (4, 3, 2, 1))], ids=str)
+def test_peak_memory_is_what_the_micro_batches_in_flight_keep(
+    schedule: Schedule, in_flight: tuple[int, ...]
+) -> None:
+    tensor_bytes = 4 * SAMPLES * WIDTH
+    # Each device has a weight and its gradient; SGD has no state. The first also has the inputs of all micro-batches.
+    static_bytes = [2 * 4 * WIDTH * WIDTH] * 4
+    static_bytes[0] += 8 * tensor_bytes
+    # A layer keeps its input, which comes from another device but on the first, and the next one keeps its output. The
+    # loss keeps its sum and its count, and what cross entropy needs beside them.
+    kept_bytes = [tensor_bytes, 2 * tensor_bytes, 2 * tensor_bytes, tensor_bytes + tensor_bytes + 8]
+    assert pipelined(4, MicroBatches(8, schedule)).peak_memory_bytes == tuple(
+        static + number * kept
+        for static, number, kept in zip(static_bytes, in_flight, kept_bytes, strict=True)
+    )
+
+
+def test_names_say_the_micro_batch_of_what_is_done_for_each() -> None:
+    tasks = pipelined(2, MicroBatches(2)).tasks
+    named = tasks.names()
+    assert named[:2] == ["forward layer0[0] of micro-batch 0", "send layer0 0->1 of micro-batch 0"]
+    assert named[-4:] == [
+        "send gradient of layer0 1->0 of micro-batch 1",
+        "backward layer0[0] of micro-batch 1",
+        "update device 0",
+        "update device 1",
+    ]
+    assert tasks.names([1]) == named[1:2]
+
+
+# ---- strategies of stages, at random
+
+
+def random_stages(
+    graph: OperatorGraph, device_count: int, rng: np.random.Generator, schedule: Schedule
+) -> Strategy:
+    """Return a strategy of runs of operators on groups of devices of their own, split at random within them."""
+    groups = int(rng.integers(1, min(3, device_count) + 1))
+    of_loss = graph.order.of_loss
+    chunks = int(rng.integers(1, 3)) if schedule is INTERLEAVED and 2 * groups <= len(of_loss) else 1
+    runs = groups * chunks
+    cuts = sorted(rng.choice(np.array(of_loss[1:]), runs - 1, replace=False).tolist())
+    order = rng.permutation(device_count)
+    bounds = [0, *sorted(rng.choice(np.arange(1, device_count), groups - 1, replace=False).tolist())]
+    members = [part.tolist() for part in np.split(order, bounds[1:])]
+    configurations = []
+    for index, operator in enumerate(graph.operators):
+        own = members[sum(cut <= index for cut in cuts) % groups]
+        axes, degrees = operator.space.axes, [1] * len(operator.space.axes)
+        first = index in (of_loss[0], *cuts)
+        if schedule is INTERLEAVED and first:
+            # All devices of the group, so that it is the same in all of its runs.
+            degrees[-1] = len(own)
+        else:
+            for _ in range(int(rng.integers(0, 3))):
+                axis = int(rng.integers(len(axes)))
+                room = len(own) // int(np.prod(degrees))
+                degrees[axis] = max(1, min(axes[axis].size, room, int(rng.choice([2, 3, room]))))
+        placed = tuple(own[task % len(own)] for task in range(int(np.prod(degrees))))
+        configurations.append(Configuration(tuple(degrees), placed))
+    rounds = int(rng.integers(1 + (groups == 1), 4))
+    count = groups * rounds if schedule is INTERLEAVED else int(rng.integers(2, 6))
+    return Strategy(graph.digest, tuple(configurations), micro_batches=MicroBatches(count, schedule))
+
+
+def varied(strategy: Strategy, graph: OperatorGraph, rng: np.random.Generator) -> Strategy:
+    """Return a strategy with weights whose optimizer is shared, and with groups made again, now and then."""
+    if rng.random() < 0.5:
+        levels = [(Sharding.NONE, Sharding.OPTIMIZER)[rng.integers(2)] for _ in graph.weights]
+        strategy = replace(strategy, sharding=tuple(levels))
+    if rng.random() < 0.5:
+        strategy = replace(strategy, recomputation=random_groups(graph, rng))
+    return strategy
+
+
+def counted() -> OperatorGraph:
+    """Return a graph in which two operators that renew buffers, one of each, read both of them."""
+    builder = GraphBuilder()
+    samples, features = 12, 8
+    x = builder.linear("first", builder.value("input.0", (samples, features), ValueKind.INPUT), features)
+    both = (along(0, samples), along(1, features))
+    line = (along(0, features),)
+    axes = (Axis("sample", samples, AxisKind.SAMPLE), Axis("channel", features, AxisKind.PARAMETER))
+    builder.operator(
+        "sum",
+        "aten.sum.dim_IntList",
+        (x,),
+        [("sum", (features,))],
+        axes,
+        [both],
+        [(along(1, features),)],
+    )
+    buffers = [builder.value(f"buffer{number}", (features,), ValueKind.BUFFER) for number in range(2)]
+    for number, buffer in enumerate(buffers):
+        builder.operator(
+            f"renewed{number}",
+            "aten.add.Tensor",
+            ("sum", *buffers),
+            [(f"renewed{number}", (features,))],
+            (Axis("channel", features, AxisKind.PARAMETER),),
+            [line] * 3,
+            [line],
+            differentiable=False,
+        )
+        builder.buffer_updates.append((buffer, f"renewed{number}"))
+    builder.loss(builder.linear("last", builder.pointwise("relu", x), 5))
+    return builder.finish()
+
+
+GRAPHS = {"two_layers": two_layers(), "branches": branches(), "joined": joined(), "shared": unrolled_layers()}
+TOPOLOGIES = {"one node": devices(4, contention=0.5), "two nodes": cluster()}
+
+
+def strategies_of(graph: OperatorGraph, count: int, seed: int, times: int) -> list[Strategy]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for schedule in list(Schedule) * times:
+        found.append(varied(random_stages(graph, count, rng, schedule), graph, rng))
+        found[-1].validate(graph, count)
+    # One stage of everything, or of most.
+    anywhere = replace(random_anywhere(graph, count, rng), micro_batches=MicroBatches(3, GPIPE))
+    return [*found, varied(anywhere, graph, rng)]
+
+
+def step_deriver(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> StepDeriver:
+    return StepDeriver(
+        Deriver(graph, strategy, topology, LaunchedCosts(), TRAINING, local_calls, BUCKET_BYTES, LINKS)
+    )
+
+
+def reference_times(tasks: TaskGraph, listed: list[reference.Task], order: Order) -> list[tuple[int, int]]:
+    contention_ppm = tasks.contention_ppm_D.tolist()
+    if order == "priority":
+        return reference.priority_order(listed, contention_ppm, policies.layer(tasks))
+    simulated = {"program": reference.program_order, "fifo": reference.fifo_order}[order]
+    return simulated(listed, contention_ppm)
+
+
+def all_waits(waits: Sequence[Sequence[int]]) -> list[int]:
+    """Return, for each task, all that it waits for, directly or by way of others, as the bits of a number."""
+    found: list[int] = []
+    for before in waits:
+        mask = 0
+        for task in before:
+            mask |= found[task] | 1 << task
+        found.append(mask)
+    return found
+
+
+def check_step(builder: TaskGraphBuilder, strategy: Strategy) -> TaskGraph:
+    """Tasks, what they wait for, times in three orders, and peaks are those of the slow reference."""
+    tasks, step = builder.build(strategy), step_deriver(builder.graph, strategy, builder.topology)
+    expected = step.derive()
+    assert tasks.run_ns_T.tolist() == [found.task.run_ns for found in expected]
+    assert [tasks.resources(task) for task in range(tasks.task_count)] == [
+        found.task.resources for found in expected
+    ]
+    place = {found.key: number for number, found in enumerate(expected)}
+    preds = np.split(tasks.pred_E, tasks.pred_ptr_T1[1:-1])
+    assert all_waits([before.tolist() for before in preds]) == all_waits(
+        [[place[key] for key in found.predecessors] for found in expected]
+    )
+    listed = step.simulated(tasks.resource_sets.flows[tasks.resource_set_T].tolist())
+    assert tasks.launched_ns_T.tolist() == [
+        ns if tasks.kind_T[task] != TaskKind.UPDATE else 0
+        for task, ns in enumerate(reference.launched(listed))
+    ]
+    for order in ("program", "fifo", "priority"):
+        simulation = simulate_tasks(tasks, order)
+        found_times = list(zip(simulation.start_ns.tolist(), simulation.end_ns.tolist(), strict=True))
+        assert found_times == reference_times(tasks, listed, order)
+    assert tasks.peak_memory_D.tolist() == step.peak_memory()
+    return tasks
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_steps_are_those_of_the_slow_reference(graph: OperatorGraph, topology: Topology) -> None:
+    builder = builder_of(graph, topology, LaunchedCosts())
+    for strategy in strategies_of(graph, len(topology.devices), 7, 3):
+        check_step(builder, strategy)
+
+
+def test_a_backward_waits_for_shared_sums_of_another_stage_that_stand_before_it() -> None:
+    """Two layers a stage, two stages a group: after the sums of the later stage comes an earlier micro-batch."""
+    graph = chain(8, width=16)
+    stages = [number // 2 % 2 for number in range(8)] + [1, 1]
+    configurations = tuple(
+        Configuration((1,) * (len(operator.space.axes) - 1) + (2,), (2 * stage, 2 * stage + 1))
+        for operator, stage in zip(graph.operators, stages, strict=True)
+    )
+    strategy = Strategy(
+        graph.digest,
+        configurations,
+        sharding=(Sharding.OPTIMIZER,) * len(graph.weights),
+        micro_batches=MicroBatches(4, INTERLEAVED),
+    )
+    tasks = check_step(builder_of(graph, TOPOLOGIES["one node"], LaunchedCosts()), strategy)
+    assert tasks.micro_batch_T is not None
+    waiting_E = np.repeat(np.arange(tasks.task_count), np.diff(tasks.pred_ptr_T1))
+    earlier = (tasks.kind_T == TaskKind.BACKWARD) & (tasks.micro_batch_T < 3)
+    assert (tasks.kind_T[tasks.pred_E[earlier[waiting_E]]] == TaskKind.SYNCHRONIZE).any()
+
+
+def test_what_renews_buffers_waits_for_the_micro_batch_before() -> None:
+    graph, topology = counted(), TOPOLOGIES["one node"]
+    builder, rng = builder_of(graph, topology, LaunchedCosts()), np.random.default_rng(17)
+    renewed = 0
+    for schedule in list(Schedule) * 4:
+        strategy = random_stages(graph, 4, rng, schedule)
+        tasks = check_step(builder, strategy)
+        renewed += int(np.isin(tasks.kind_T, (TaskKind.BUFFER_TRANSFER, TaskKind.BUFFER_COLLECTIVE)).sum())
+    assert renewed
+
+
+def test_strategies_of_the_test_above_have_stages_chunks_shares_and_groups() -> None:
+    drawn = [
+        (strategy, step_deriver(graph, strategy, topology).plan)
+        for graph in GRAPHS.values()
+        for topology in TOPOLOGIES.values()
+        for strategy in strategies_of(graph, len(topology.devices), 7, 3)
+    ]
+    groups = {
+        (strategy.micro_batches.schedule, len(plan.stages), 1 + max(stage.group for stage in plan.stages))
+        for strategy, plan in drawn
+    }
+    assert {(GPIPE, 3, 3), (IN_TURN, 3, 3), (INTERLEAVED, 4, 2), (INTERLEAVED, 2, 2)} <= groups
+    assert any(strategy.recomputation and len(plan.stages) > 1 for strategy, plan in drawn)
+    assert any(
+        bucket.sharding is Sharding.OPTIMIZER
+        for strategy, plan in drawn
+        if len(plan.stages) > 1
+        for bucket in plan.buckets
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_device_keeps_to_its_schedule_in_every_order(order: Order) -> None:
+    graph, topology = GRAPHS["branches"], TOPOLOGIES["one node"]
+    builder = builder_of(graph, topology, LaunchedCosts())
+    for strategy in strategies_of(graph, len(topology.devices), 13, 1):
+        simulation = simulate_tasks(builder.build(strategy), order)
+        for device in range(len(topology.devices)):
+            own = np.flatnonzero(simulation.tasks.resource_set_T == device)
+            assert (np.diff(simulation.start_ns[own]) >= 0).all()
+
+
+# ---- one stage, one micro-batch, layouts
+
+
+@pytest.mark.parametrize("schedule", [GPIPE, IN_TURN])
+def test_gradient_accumulation_computes_each_micro_batch_and_synchronizes_once(schedule: Schedule) -> None:
+    graph, topology, count = GRAPHS["branches"], TOPOLOGIES["one node"], 5
+    builder = builder_of(graph, topology)
+    once = replace(zero(graph, 4), recomputation=(OperatorRange(2, 4),))
+    one, step = (
+        builder.build(strategy)
+        for strategy in (once, replace(once, micro_batches=MicroBatches(count, schedule)))
+    )
+    for kind in TaskKind:
+        times = 1 if kind in (TaskKind.SYNCHRONIZE, TaskKind.UPDATE, TaskKind.UPDATE_GATHER) else count
+        in_one, in_step = (tasks.run_ns_T[tasks.kind_T == kind] for tasks in (one, step))
+        assert len(in_step) == times * len(in_one), kind
+        assert in_step.sum() == times * in_one.sum(), kind
+    assert (one.kind_T == TaskKind.SYNCHRONIZE).any()
+    computed = np.isin(step.kind_T, COMPUTE_KINDS)
+    assert simulate_tasks(step).busy_ns[computed].sum() >= step.run_ns_T[computed].sum()
+
+
+def test_one_micro_batch_is_its_own_task_graph() -> None:
+    graph, topology = GRAPHS["branches"], TOPOLOGIES["two nodes"]
+    builder = builder_of(graph, topology, LaunchedCosts())
+    for strategy in strategies_of(graph, len(topology.devices), 3, 2):
+        layout = builder.layout(replace(strategy, micro_batches=MicroBatches(1)))
+        once, micro_batch_T = layout.step()
+        assert micro_batch_T is None
+        pipeline = pipeline_of(graph, layout.configurations, MicroBatches(1), layout.groups.last_O)
+        sets = builder.store.resource_sets.arrays()
+        step = unrolled(once, sets, len(topology.devices), pipeline).tasks
+        for name, column in once._asdict().items():
+            if name not in ("pred_ptr", "pred"):
+                assert getattr(step, name).tolist() == column.tolist(), name
+        for task in range(len(once.kind)):
+            before, after = (
+                set(tasks.pred[tasks.pred_ptr[task] : tasks.pred_ptr[task + 1]].tolist())
+                for tasks in (once, step)
+            )
+            assert before <= after
+
+
+def test_every_proposal_of_a_layout_costs_what_its_step_does() -> None:
+    graph, topology = GRAPHS["joined"], TOPOLOGIES["one node"]
+    builder = builder_of(graph, topology)
+    first, *others = strategies_of(graph, len(topology.devices), 11, 2)
+    for order in ("program", "fifo"):
+        costs = evaluation(builder.layout(first), order)
+        for other in others:
+            changed = dict(enumerate(other.configurations))
+            found = costs.propose(changed, NEVER_NS)
+            tasks = builder.build(first.with_configurations(other.configurations))
+            over = np.maximum(tasks.peak_memory_D - builder.capacity_bytes_D, 0).sum()
+            assert found is not None
+            assert found.step_time_ns == simulate_tasks(tasks, order).step_time_ns
+            assert found.excess_bytes == over
+            costs.roll_back()
+
+
+def test_best_tracker_simulates_strategies_of_any_micro_batches() -> None:
+    graph, topology = GRAPHS["joined"], devices(4, memory_bytes=6_000)
+    problem = Problem(graph, topology, CostTable(LaunchedCosts()), TRAINING, LINKS, local_calls)
+    best = BestTracker(problem, "program")
+    for strategy in (data_parallel(graph, 4), *strategies_of(graph, 4, 5, 2), data_parallel(graph, 4)):
+        best.take(strategy)
+        tasks = best.builder.build(strategy)
+        assert best.latest.step_time_ns == simulate_tasks(tasks).step_time_ns
+        assert best.latest_peak_bytes_D.tolist() == tasks.peak_memory_D.tolist()
+
+
+def test_stages_that_take_no_turns_are_refused() -> None:
+    graph, topology = GRAPHS["two_layers"], TOPOLOGIES["one node"]
+    interleaved = replace(data_parallel(graph, 2), micro_batches=MicroBatches(2, INTERLEAVED))
+    layout = builder_of(graph, topology).layout(interleaved)
+    # The stages behind and before it are both on the first group: the second one has no further turn.
+    layout.change({1: Configuration((1,) * len(graph.operators[1].space.axes), (3,))})
+    with pytest.raises(StrategyError, match="do not take turns"):
+        layout.run("program")

@@ -1,0 +1,194 @@
+"""The pipeline algorithm: no worse than 3-D parallelism, the same for the same seed, near the best of all stagings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from graph.errors import StrategyError, UsageError
+from graph.operators import OperatorGraph
+from graph.schedule import ONE_BATCH, MicroBatches, Schedule, stages_of
+from graph.strategy import Sharding
+from graph.synchronization import Policy, Synchronization
+from graph.training import Training
+from search.algorithms.best_tracker import builder_of, simulated
+from search.algorithms.pipeline import pipeline
+from search.algorithms.staging import Staging, Stagings, pipeline_baselines
+from search.bounds.pipeline_costs import NO_SAVING
+from search.cost.cost_table import CostTable
+from search.cost.link_costs import LinkCosts
+from search.problem import Problem
+from search.space.baselines import data_parallel, fsdp
+from search.space.pipelines import Split
+from tests.search.builders import (
+    MadeUpCosts,
+    branches,
+    cluster,
+    devices,
+    joined,
+    local_calls,
+    statistics,
+    two_layers,
+    unrolled,
+    viewed,
+)
+
+GRAPHS = {"branches": branches(), "joined": joined(), "unrolled": unrolled(), "viewed": viewed()}
+MOST = 10_000
+
+
+def problem(graph: OperatorGraph, micro_batches: int, count: int = 4, memory_bytes: int = 1 << 40) -> Problem:
+    topology = devices(count, contention=0.3, memory_bytes=memory_bytes)
+    return Problem(
+        graph,
+        topology,
+        CostTable(MadeUpCosts(1e-6)),
+        Training(6 * micro_batches),
+        LinkCosts(),
+        local_calls,
+        micro_batches=micro_batches,
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_result_is_no_worse_than_any_3d_baseline_and_takes_what_is_reported(
+    name: str, micro_batches: int
+) -> None:
+    posed = problem(GRAPHS[name], micro_batches)
+    result = pipeline(posed, most=MOST, seed=3)
+    result.strategy.validate(posed.graph, 4)
+    assert result.strategy.micro_batches.count == micro_batches
+    assert result.outcome == simulated(posed, result.strategy, "program")
+    baselines = pipeline_baselines(posed)
+    assert baselines
+    for baseline in baselines:
+        if not baseline.strategy.sharding:
+            assert result.outcome <= simulated(posed, baseline.strategy, "program"), baseline.name
+
+
+def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:
+    posed = problem(branches(), 4)
+    results = [pipeline(posed, most=300, seed=5) for _ in range(2)]
+    assert results[0] == results[1]
+    assert results[0].simulated == 300
+    assert pipeline(posed, most=7, seed=5).simulated == 7
+
+
+def stagings_of(stagings: Stagings, count: int, splits: tuple[Split, ...] = ()) -> Iterator[Staging]:
+    """Give all stagings in contiguous stages with Megatron's splits on neighbouring devices, under both schedules."""
+    used = sum(split.devices for split in splits)
+    if used == count:
+        for firsts in combinations(range(1, stagings.costs.segments), len(splits) - 1):
+            for schedule in stagings.schedules(len(splits)):
+                yield Staging(firsts, splits, schedule)
+        return
+    for size in range(1, count - used + 1):
+        for split in stagings.splits.of(size):
+            yield from stagings_of(stagings, count, (*splits, split))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", ["branches", "joined", "viewed"])
+def test_the_result_is_no_worse_than_any_contiguous_staging_of_three_devices(
+    name: str, micro_batches: int
+) -> None:
+    posed = problem(GRAPHS[name], micro_batches, 3)
+    stagings = Stagings(posed)
+    strategies = [stagings.strategy(staging) for staging in stagings_of(stagings, 3)]
+    best = min(simulated(posed, strategy, "program") for strategy in strategies if strategy is not None)
+    assert pipeline(posed, most=MOST, seed=1).outcome <= best
+
+
+@pytest.mark.parametrize("name", ["branches", "joined", "unrolled"])
+@pytest.mark.parametrize("micro_batches", [2, 6])
+def test_the_divisions_are_near_the_best_contiguous_staging(name: str, micro_batches: int) -> None:
+    """Of what the dynamic program predicts best, the fastest takes at most a fifth longer, as simulated."""
+    posed = problem(GRAPHS[name], micro_batches, 3)
+    stagings = Stagings(posed)
+
+    def outcomes(candidates: list[Staging]) -> list[int]:
+        strategies = [stagings.strategy(staging) for staging in candidates]
+        return [
+            simulated(posed, strategy, "program").step_time_ns
+            for strategy in strategies
+            if strategy is not None
+        ]
+
+    divisions = [
+        staging for schedule in stagings.schedules(3) for staging in stagings.divided(schedule, NO_SAVING, 6)
+    ]
+    assert min(outcomes(divisions)) <= 1.2 * min(outcomes(list(stagings_of(stagings, 3))))
+
+
+def test_where_memory_is_short_a_strategy_that_fits_is_found() -> None:
+    graph = two_layers(samples=64, features=64)
+    plenty = problem(graph, 4)
+    fastest = pipeline(plenty, most=MOST, seed=0)
+    layout = builder_of(plenty).layout(fastest.strategy)
+    layout.run("program")
+    tight = problem(graph, 4, memory_bytes=int(layout.peak_memory_D.max()) * 3 // 4)
+    result = pipeline(tight, most=MOST, seed=0)
+    assert result.outcome.excess_bytes == 0
+    assert result.outcome.step_time_ns >= fastest.outcome.step_time_ns
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_share_of_every_stage_is_made_again_within_it(share: float) -> None:
+    graph = unrolled(12)
+    stagings = Stagings(problem(graph, 4))
+    staging = stagings.recomputing(stagings.of_triple(Split(1), 4, Schedule.GPIPE), share)
+    for stage in range(4):
+        segments = stagings.segments(staging, stage)
+        assert len(staging.recomputed & set(segments)) == int(share * len(segments))
+    strategy = stagings.strategy(staging)
+    assert strategy is not None
+    stages = stages_of(graph, strategy.configurations, Schedule.GPIPE)
+    assert strategy.recomputation
+    for group in strategy.recomputation:
+        assert any(stage.first <= group.first <= group.last < stage.last for stage in stages)
+
+
+def test_starts_are_taken_with_the_micro_batches_of_the_problem() -> None:
+    posed = problem(branches(), 4)
+    start = fsdp(posed.graph, 4)
+    late = replace(data_parallel(posed.graph, 4), synchronization=Synchronization(Policy.TIC))
+    for each in (start, late):
+        result = pipeline(posed, [each], most=1)
+        assert result.strategy.micro_batches == MicroBatches(4, Schedule.ONE_F_ONE_B)
+        assert Sharding.PARAMETERS not in result.strategy.sharding
+        result.strategy.validate(posed.graph, 4)
+    kept = replace(data_parallel(posed.graph, 4), micro_batches=MicroBatches(4, Schedule.GPIPE))
+    assert pipeline(posed, [kept], most=1).strategy == kept
+
+
+def test_of_one_batch_a_start_stays_as_it_is() -> None:
+    posed = problem(branches(), 1)
+    start = fsdp(posed.graph, 4)
+    result = pipeline(posed, [start], most=1)
+    assert result.strategy == start
+    assert result.strategy.micro_batches == ONE_BATCH
+
+
+def test_stages_of_a_cluster_are_found_as_well() -> None:
+    posed = replace(problem(unrolled(8), 4), topology=cluster())
+    result = pipeline(posed, most=400, seed=2)
+    result.strategy.validate(posed.graph, 8)
+    again = pipeline(posed, most=400, seed=2)
+    assert again == result
+
+
+def test_a_network_that_cannot_be_trained_in_micro_batches_is_refused() -> None:
+    with pytest.raises(StrategyError, match="reads buffer offset, which the micro-batch before renews"):
+        pipeline(problem(statistics(), 2), most=MOST)
+
+
+def test_micro_batches_that_no_number_of_groups_divides_are_refused_for_interleaved() -> None:
+    posed = replace(problem(branches(), 3, 2), schedule=Schedule.INTERLEAVED)
+    with pytest.raises(
+        UsageError, match="schedule interleaved with 3 micro-batches has no strategy on 2 devices"
+    ):
+        pipeline(posed, most=MOST)
