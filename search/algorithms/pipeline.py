@@ -1,7 +1,7 @@
 """Pipeline parallelism: stages of any sizes and splits, and the schedule of the problem's micro-batches.
 
-First 3-D parallelism of all degrees under all schedules, then what dynamic programming finds, each with its gradients
-and optimizer shared, or its activations made again, where memory does not suffice. From the best a walk changes one
+First 3-D parallelism of all degrees under all schedules, without and with ZeRO-2, then what dynamic programming finds;
+where memory does not suffice, with activations that are made again. From the best a walk changes one
 thing at a time: where a stage begins, how many devices it has, how it is split, one group of its operators, the
 schedule, what is shared, what is made again. Every step is simulated exactly, and the best of all is kept, so that the
 result is no worse than any of the baselines that the budget lets it simulate; these come first.
@@ -98,13 +98,12 @@ class _PipelineSearch:
         return self.outcomes[staging]
 
     def take_fitting(self, staging: Staging) -> None:
-        """Simulate a staging and, as long as it exceeds memories, with more and more shared and made again."""
+        """Simulate a staging without and with ZeRO-2 and, as long as both exceed memories, more and more made again."""
         for share in RECOMPUTED_SHARES:
             again = self.stagings.recomputing(staging, share)
-            for shares_optimizer in (False, True):
-                outcome = self.take(replace(again, shares_optimizer=shares_optimizer))
-                if outcome is None or not outcome.excess_bytes:
-                    return
+            outcomes = [self.take(replace(again, shares_optimizer=shares)) for shares in (False, True)]
+            if any(outcome is None or not outcome.excess_bytes for outcome in outcomes):
+                return
 
     def take_start(self, start: Strategy) -> None:
         """Simulate a start with the problem's micro-batches, and without what these do not go with."""

@@ -25,6 +25,7 @@ from search.space.baselines import Baseline, shared
 from search.space.groups import Group, find_groups, follow
 from search.space.pipelines import (
     MOST_CUTS,
+    MOST_STAGES,
     Split,
     Splits,
     balanced,
@@ -35,7 +36,6 @@ from search.space.pipelines import (
     triples,
 )
 
-MOST_STAGES = 32
 MOST_CHUNKS = 4
 """Stages that a group of devices has under schedule interleaved, at most."""
 
@@ -101,11 +101,11 @@ class Stagings:
 
     def schedules(self, groups: int) -> tuple[Schedule, ...]:
         """Return the schedules that so many groups of devices may have, without interleaved."""
-        if self.problem.schedule is Schedule.INTERLEAVED:
-            return ()
+        if self.problem.micro_batches == 1:
+            return (Schedule.ONE_F_ONE_B,)
         if self.problem.schedule is not None:
-            return (self.problem.schedule,)
-        if self.problem.micro_batches == 1 or groups == 1:
+            return () if self.problem.schedule is Schedule.INTERLEAVED else (self.problem.schedule,)
+        if groups == 1:
             return (Schedule.ONE_F_ONE_B,)
         return Schedule.ONE_F_ONE_B, Schedule.GPIPE
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import gcd
 
 import numpy as np
 
@@ -94,6 +95,12 @@ class PipelineCosts:
         self._value_ns: dict[tuple[object, ...], tuple[int, int]] = {}
         self._weights: dict[tuple[object, ...], _Weight] = {}
         self._rates: dict[tuple[int, Split, Split], tuple[float, float]] = {}
+        # Of rows of devices, by their number and the first: a number that those have in common that are alike.
+        self._alike_of: dict[tuple[int, int], int] = {}
+        self._alike_keys: dict[tuple[tuple[int, int, str], ...], int] = {}
+        self._begin_of: dict[int, int] = {}
+        for device in problem.topology.devices:
+            self._begin_of.setdefault(device.node, device.index)
 
     @property
     def segments(self) -> int:
@@ -133,6 +140,8 @@ class PipelineCosts:
         count = self.problem.device_count
         capacity_D = self.builder.capacity_bytes_D
         sizes = stage_sizes(count) if split is None else (split.devices,)
+        # Whatever the stages before have, a stage begins with a multiple of this.
+        unit = gcd(*sizes)
         options = [
             [
                 StageOption(
@@ -142,11 +151,9 @@ class PipelineCosts:
                     int(capacity_D[first : first + size].min()),
                 )
                 for size in sizes
-                if first + size <= count
+                if first % unit == 0 and first + size <= count
                 for each in (self.splits.of(size) if split is None else (split,))
             ]
-            if split is None or first % split.devices == 0
-            else []
             for first in range(count)
         ]
         transfers = {
@@ -183,14 +190,16 @@ class PipelineCosts:
             self._costs[key] = StageCosts(*sums)
         return self._costs[key]
 
-    def _alike(self, count: int, first: int) -> tuple[object, ...]:
-        """Return a key of devices in a row: equal ones are the same devices of nodes, of the same kinds."""
-        devices = self.problem.topology.devices
-        places: list[object] = []
-        for device in devices[first : first + count]:
-            begin = next(other.index for other in devices if other.node == device.node)
-            places.append((device.node - devices[first].node, device.index - begin, device.kind_name))
-        return tuple(places)
+    def _alike(self, count: int, first: int) -> int:
+        """Return a number of devices in a row: equal ones are the same devices of nodes, of the same kinds."""
+        if (count, first) not in self._alike_of:
+            devices = self.problem.topology.devices[first : first + count]
+            key = tuple(
+                (device.node - devices[0].node, device.index - self._begin_of[device.node], device.kind_name)
+                for device in devices
+            )
+            self._alike_of[count, first] = self._alike_keys.setdefault(key, len(self._alike_keys))
+        return self._alike_of[count, first]
 
     def _segment_costs(self, split: Split, devices: tuple[int, ...]) -> _SegmentCosts:
         strategy = self.splits.strategy(split)
@@ -305,9 +314,10 @@ class PipelineCosts:
         """Return what a micro-batch takes over each boundary to a stage that begins with a device, there and back."""
         assert isinstance(before.label, Split)
         assert isinstance(after.label, Split)
-        key = (device, before.label, after.label)
+        alike = self._alike(before.devices + after.devices, device - before.devices)
+        key = (alike, before.label, after.label)
         if key not in self._rates:
-            self._rates[key] = self._rate(*key)
+            self._rates[key] = self._rate(device, before.label, after.label)
         latency_ns, ns_per_byte = self._rates[key]
         transfers = np.where(self._crossing_B > 0, latency_ns + ns_per_byte * self._crossing_B, 0.0)
         result: Array = np.rint(transfers.sum(axis=0)).astype(np.int64)
@@ -321,11 +331,10 @@ class PipelineCosts:
         for number in range(after.devices):
             receiver = device + number
             part, replica = divmod(number, after.tensor)
-            for source in range(before.data):
+            # Senders that have some of the receiver's samples.
+            for source in range(part * before.data // after.data, -(-(part + 1) * before.data // after.data)):
                 low = max(part / after.data, source / before.data)
                 share = min((part + 1) / after.data, (source + 1) / before.data) - low
-                if share <= 0:
-                    continue
                 first = device - before.devices + source * before.tensor
                 senders = range(first, first + before.tensor)
                 node = topology.devices[receiver].node

@@ -152,6 +152,8 @@ def _of_least_sum(table: StageTable, most_stages: int, bound_ns: float) -> Divis
     suffixes: dict[tuple[int, int], _Suffixes] = {}
     for stages in range(1, min(most_stages, devices, table.segments) + 1):
         for device in range(devices):
+            if not table.options[device]:
+                continue
             found = _suffixes(table, suffixes, stages, device, bound_ns)
             if found is not None:
                 suffixes[stages, device] = found

@@ -29,6 +29,8 @@ from search.space.baselines import LONGEST_ROW, first_axis, megatron, points_of
 
 MOST_CUTS = 100
 """Places where a network may be cut, at most."""
+MOST_STAGES = 32
+"""Stages at most; of more devices every stage has several."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -197,9 +199,14 @@ class Splits:
 
 
 def stage_sizes(device_count: int) -> tuple[int, ...]:
-    """Return the numbers of devices that a stage may have: powers of two, and what divides all devices, ascending."""
+    """Return the numbers of devices that a stage may have: powers of two, and what divides all devices, ascending.
+
+    The least is such that there are at most `MOST_STAGES` stages.
+    """
     return tuple(
-        size for size in range(1, device_count + 1) if device_count % size == 0 or size & (size - 1) == 0
+        size
+        for size in range(-(-device_count // MOST_STAGES), device_count + 1)
+        if device_count % size == 0 or size & (size - 1) == 0
     )
 
 

@@ -66,8 +66,7 @@ def test_the_result_is_no_worse_than_any_3d_baseline_and_takes_what_is_reported(
     baselines = pipeline_baselines(posed)
     assert baselines
     for baseline in baselines:
-        if not baseline.strategy.sharding:
-            assert result.outcome <= simulated(posed, baseline.strategy, "program"), baseline.name
+        assert result.outcome <= simulated(posed, baseline.strategy, "program"), baseline.name
 
 
 def test_one_seed_gives_one_result_and_keeps_to_its_budget() -> None:

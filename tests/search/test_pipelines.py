@@ -220,6 +220,7 @@ def test_more_runs_than_weights_are_refused() -> None:
 def test_stages_have_powers_of_two_or_equal_parts_of_all_devices() -> None:
     assert stage_sizes(12) == (1, 2, 3, 4, 6, 8, 12)
     assert stage_sizes(16) == (1, 2, 4, 8, 16)
+    assert stage_sizes(128) == (4, 8, 16, 32, 64, 128)
 
 
 def test_samples_are_not_split_into_more_parts_than_there_are() -> None:
